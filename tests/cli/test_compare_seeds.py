@@ -248,13 +248,15 @@ def test_runs_of_other_data_are_not_compared(project: Path, tmp_path: Path, main
     invoke("compare", project / "config.toml", "--methods", "glora", *args)
     data.write_text("".join(lines[1:]))
     before = contents(out)
-    assert re.search("glora, seed 0 .*train data", main(*both, "--resume").complaint())
+    assert re.search("glora/seed-0/.*the data of ", main(*both, "--resume").complaint())
     assert contents(out) == before
     invoke("compare", project / "config.toml", "--methods", "svd", *args[:-1], tmp_path / "other")
     (tmp_path / "other" / "svd").rename(out / "svd")
-    assert re.search("glora, seed 0 .*train data", main(*both, "--resume").complaint()), "with nothing left to run, too"
+    assert re.search("glora/seed-0/.*the data of ", main(*both, "--resume").complaint()), (
+        "with nothing left to run, too"
+    )
     data.rename(tmp_path / "aside.jsonl")  # what is finished is compared without its files
-    assert re.search("glora and svd .*train data .*seed 0", main(*both, "--resume").complaint())
+    assert re.search("glora, seed 0 and svd, seed 0 .*the data of ", main(*both, "--resume").error())
     (tmp_path / "aside.jsonl").rename(data)
     for name, text in (("metrics.jsonl", '{"round"\n'), ("summary.json", "{}")):
         (out / "svd" / "seed-0" / name).write_text(text)

@@ -7,6 +7,7 @@ plugin that cannot be used is a row that says why, and never a traceback).
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import sys
@@ -17,6 +18,7 @@ import pytest
 
 from fedlora import METHODS, build
 from fedlora.errors import HyperparameterError
+from fedlora.methods.plugins import code_of
 from fedlora.methods.registry import find, plugins
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, invoke
@@ -331,3 +333,25 @@ def test_the_working_directory_comes_last_and_only_where_it_is_needed(
         find("datasets_of_mine:Method")
     assert sys.path == before
     assert find("my_method:Toy").__module__ == "my_method" and sys.path == [*before, str(here)]
+
+
+def test_the_code_of_a_plugin_is_its_own_and_of_a_module_what_it_imports_beside(site: Path) -> None:
+    """Oracle: hashlib over the files. Of a folder of installed packages no neighbour counts; of ours nothing does."""
+
+    def digests(*names: str) -> dict[str, str]:
+        return {name: hashlib.sha256((site / name).read_bytes()).hexdigest() for name in names}
+
+    (site / "beside.py").write_text("import further\n")
+    (site / "further.py").write_text("def late():\n    import latest\n")
+    (site / "latest.py").write_text("")
+    cls = find("toy-mean")
+    assert code_of(cls) == digests("toy_mean.py")
+    (site / "toy_mean.py").write_text("import beside\n")
+    assert code_of(cls) == digests("beside.py", "further.py", "latest.py", "toy_mean.py")
+    assert all(code_of(method) == {} for method in METHODS.values())
+    installed = site / "site-packages"
+    installed.mkdir()
+    (installed / "toy_mean.py").write_text("import beside\n")
+    (installed / "beside.py").write_text("")
+    sys.modules["toy_mean"].__file__ = str(installed / "toy_mean.py")
+    assert list(code_of(cls)) == ["toy_mean.py"]

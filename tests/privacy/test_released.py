@@ -86,11 +86,12 @@ def test_a_manifest_is_on_the_list() -> None:
     """The keys as `runs.manifest` and `runs.preparation` have them; clients' data leave no trace."""
     manifest = pytest.importorskip("fedlora.runs.manifest")
     preparation = pytest.importorskip("fedlora.runs.preparation")
+    inputs = pytest.importorskip("fedlora.runs.inputs")
     keys = keys_of(manifest.manifest, "config_digest") | keys_of(manifest.code_facts, "commit")
     keys |= keys_of(preparation, "evaluation_target")
     listed = {item.name.split(".")[0] for item in items("manifest.json")}
     assert keys <= listed | {"data"} and {"cut", "copies", "versions", "model"} <= keys
-    data = {f"data.{key}" for key in keys_of(manifest.manifest, "label_counts") | keys_of(manifest.data_facts, "train")}
+    data = {f"data.{key}" for key in keys_of(manifest.manifest, "label_counts") | keys_of(inputs.data_facts, "train")}
     data |= {"data.own_test", "data.template"}
     assert all(fate_of("manifest.json", name) is not None for name in data)
     facts = {

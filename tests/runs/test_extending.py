@@ -21,8 +21,8 @@ from fedlora.errors import CheckpointError
 from fedlora.runs.config import RunConfig
 from fedlora.runs.execution import execute_events
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.inputs import DATA, differing
 from fedlora.runs.preparation import prepare
-from fedlora.runs.resuming import _other_data
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, contents, make_project, ran, same_run
@@ -217,7 +217,7 @@ def test_readouts_of_the_shorter_run_do_not_stay(project: Path, tmp_path: Path) 
 def test_a_changed_own_test_set_is_other_data() -> None:
     """A part that the manifest has of a client's own; the same is no difference."""
     data = {"train": {}, "probes": {}, "validation": None, "test": None, "labels": []}
-    ours = {**data, "own_test": {"a": {"examples": 3, "sha256": "x"}}}
-    theirs = {**data, "own_test": {"a": {"examples": 3, "sha256": "y"}}}
-    assert re.search(r"test set of 'a' \(3 examples there, 3 here, ", *_other_data(theirs, ours))
-    assert _other_data(ours, ours) == []
+    ours = {"data": {**data, "own_test": {"a": {"examples": 3, "sha256": "x"}}}}
+    theirs = {"data": {**data, "own_test": {"a": {"examples": 3, "sha256": "y"}}}}
+    assert re.search(r"test set of 'a' \(3 examples there, 3 here, ", *differing(theirs, ours)[DATA])
+    assert differing(ours, ours) == {}

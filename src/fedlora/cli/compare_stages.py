@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,17 @@ from fedlora.cli.compare_tables import remarks, sheets, value
 from fedlora.cli.formats import Format, Printed, show
 from fedlora.cli.method_names import parse_methods, plain_label
 from fedlora.cli.scores import records
-from fedlora.cli.screen import can_write, complain, notes, plotted
+from fedlora.cli.screen import can_write, complain, notes, plotted, tell_gone
 from fedlora.cli.seeds import parse_seeds
 from fedlora.cli.tuning import parse_search
-from fedlora.errors import ConfigError, DataError
+from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import (
     AXIS,
     PICTURE,
     PROFILE,
     ComparedRuns,
     check_alike,
-    check_data,
+    check_read,
     comparison,
     folder_name,
 )
@@ -91,8 +90,7 @@ def compare_all(
         )
     if resume:
         done = kept.finished()
-        with suppress(DataError) if not planned else nullcontext():  # what is finished can be shown without its files
-            check_data([*searches(experiment, PROFILE), *mains(experiment, PROFILE, done)], done, kept)
+        tell_gone(check_read([*searches(experiment, PROFILE), *mains(experiment, PROFILE, done)], kept))
     if planned:
         say_before(base, compared, seeds is None, workers)
     ran = run_stages(experiment, kept, workers)
@@ -165,7 +163,8 @@ def _print(experiment: Experiment, kept: ComparedRuns, ran: Ran, form: Format) -
         labels = dict.fromkeys(f.label for f in failures)
         why = "; ".join(f"{label}: {first[label].reason()}" for label in labels)
         raise typer.Exit(complain(f"no method could run: {why}"))
-    check_alike(runs)
+    counted = [*searches(experiment, PROFILE), *mains(experiment, PROFILE, results, ran.given_up)]
+    check_alike([run for run in counted if run.digest in results], kept)
     found = gather(experiment, results, runs, ran.given_up)
     lines = [*(f.words() for f in failures), *remarks(found)]
     each = records(found.which, found.cells, found.differences, AXIS)

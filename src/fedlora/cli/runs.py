@@ -36,6 +36,7 @@ from fedlora.cli.screen import (
     tell_attack,
     tell_copies,
     tell_cut,
+    tell_gone,
     tell_held_out_cut,
 )
 from fedlora.errors import CheckpointError, counted
@@ -87,7 +88,7 @@ def demo(set: Sets = None, out: Out = None, resume: Resume = False, json: AsJson
 
 def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data_root: Path | None = None) -> None:
     from fedlora.runs.private_outputs import without_times
-    from fedlora.runs.resuming import changes
+    from fedlora.runs.resuming import changes, check_finished
 
     if not (resume and folder.exists() and folder.finished()) or changes(folder, config):
         _rounds(config, folder, resume, config.method.name, data_root)
@@ -95,6 +96,8 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
         lacking = folder.lacking()
         states = [name for name in lacking if name.startswith("checkpoints/")]
         results = [name for name in lacking if name not in states]
+        if not results:  # else it is prepared, and compared then
+            tell_gone(check_finished(folder, config, data_root))
         said = _made_again(folder, results) if results else _nothing_left(folder, config, states)
         notes.print(said, style="yellow", markup=False, soft_wrap=True)
         if results:

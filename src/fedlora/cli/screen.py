@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,6 +99,16 @@ def tell_attack(manifest: Mapping[str, Any]) -> None:
         notes.print(
             f"UNDER ATTACK, on purpose: {in_words(attack, len(manifest['clients']))}. Nothing of this run is for use.",
             style="bold red", markup=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def tell_gone(gone: Sequence[str]) -> None:
+    """One line where files that a finished run read are gone. gone: in words."""
+    if gone:
+        notes.print(
+            f"{', '.join(dict.fromkeys(gone))}: not there, so nobody can tell whether it is what was read; the result "
+            f"is shown as it is.",
+            style="yellow", markup=False, soft_wrap=True,
         )  # fmt: skip
 
 

@@ -26,12 +26,11 @@ from fedlora.experiments.plan import PlannedRun, check_number
 from fedlora.experiments.result import Result
 from fedlora.experiments.runner import Places, failure_report
 from fedlora.experiments.spec import Experiment, Profile, Tune
-from fedlora.experiments.store import data_of, gather, summarise
-from fedlora.runs.client_data import deal
+from fedlora.experiments.store import gather, summarise
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.manifest import data_facts
-from fedlora.runs.resuming import stored_classes
+from fedlora.runs.inputs import differing
+from fedlora.runs.resuming import check_finished, stored_classes
 from fedlora.runs.sections import MethodSection
 
 PROFILE = "comparison"  # the one that a comparison's experiment has
@@ -181,48 +180,35 @@ class ComparedRuns(Places):
         return Path(folder_name(run.cell[AXIS]), *search, *value, f"seed-{run.seed}")
 
 
-def check_data(runs: Sequence[PlannedRun], results: Mapping[str, Result], places: ComparedRuns) -> None:
-    """Raises `ConfigError` where a finished one of the runs was of other data than there are now: what is still to be
-    run could not be compared with it. One of each seed is looked at, for all of a seed read the same files."""
-    seen: set[int] = set()
+def check_read(runs: Sequence[PlannedRun], places: ComparedRuns) -> list[str]:
+    """Did the runs that are there, finished or not, read what there is now? What is still to be run will. Returns in
+    words what is gone, so that nobody can tell. Raises `CheckpointError` where one did not, naming what."""
+    known: dict[str, Any] = {}
+    gone: list[str] = []
     for run in runs:
-        if run.digest in results and run.seed not in seen:
-            seen.add(run.seed)
-            now = data_of(data_facts(deal(run.config, places.data_root, places.classes(run))))
-            if other := _other(results[run.digest].data, now):
+        folder = places.folder(run)
+        if _digest(folder) == run.digest:
+            gone += check_finished(folder, run.config, places.data_root, known)
+    return gone
+
+
+def check_alike(runs: Sequence[PlannedRun], places: ComparedRuns) -> None:
+    """Raises `ConfigError` where two of these finished runs, the search's too, read different things: another model,
+    one method other code, or one seed other data."""
+    first: dict[Any, tuple[str, Any]] = {}
+    for run in runs:
+        manifest, config = places.folder(run).read_json("manifest.json"), run.config
+        dealt = config.model_dump_json(include={"data", "clients", "attack"})
+        for table, shared in (("model", ""), ("code", run.cell[AXIS]), ("data", f"{config.run.seed} {dealt}")):
+            facts = {table: manifest.get(table, {})}
+            label, theirs = first.setdefault((table, shared), (run.label, facts))
+            if other := differing(theirs, facts):
+                words = ", ".join(word for each in other.values() for word in each)
                 raise ConfigError(
-                    f"{run.label} is finished, and its {other} data are not those that there are now: a file has "
-                    f"changed since, and the two cannot be compared. Put the old file back, or choose another --out."
+                    f"{label} and {run.label} did not read the same: {words}. It has changed between these runs, and "
+                    f"they cannot be compared. Delete the folders of the older ones and go on with --resume, or choose "
+                    f"another --out."
                 )
-
-
-def check_alike(runs: Mapping[str, Mapping[int, Result]]) -> None:
-    """Raises `ConfigError` where two runs had another model, or two methods other data on one seed. runs: label -> seed
-    -> it."""
-    first: dict[int, tuple[str, Result]] = {}
-    one: tuple[str, int, Result] | None = None
-    for label, by_seed in runs.items():
-        for seed, result in by_seed.items():
-            one = one or (label, seed, result)
-            if one[2].model != result.model:
-                raise ConfigError(
-                    f"{one[0]}, seed {one[1]}, and {label}, seed {seed}, had another model: its files have changed "
-                    f"between these runs, and they cannot be compared. Delete the folders of the older ones and go on "
-                    f"with --resume, or choose another --out."
-                )
-            theirs, their = first.setdefault(seed, (label, result))
-            other = _other(their.data, result.data)
-            if other:
-                raise ConfigError(
-                    f"{theirs} and {label} had another {other} data on seed {seed}: a file has changed between these "
-                    f"runs, and they cannot be compared. Delete the folders of the older ones and go on with --resume, "
-                    f"or choose another --out."
-                )
-
-
-def _other(there: Mapping[str, Any], here: Mapping[str, Any]) -> str | None:
-    """What of the data differs, in a word."""
-    return next((part for part in ("train", "validation", "test", "probes") if there[part] != here[part]), None)
 
 
 def folder_name(label: str) -> str:

@@ -15,8 +15,8 @@ from fedlora.experiments.plan import clients_of
 from fedlora.experiments.result import Result
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
-from fedlora.runs.sections import TrainSection
 from fedlora.server.sampling import sample_clients
+from fedlora.training.settings import TrainSection
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,9 @@ Known = dict[tuple[Any, ...], tuple[RunConfig, str, Mapping[str, str]]]
 @dataclass(frozen=True)
 class PlannedRun:
     """One run. tuned: the searched value. searching: whether it belongs to the search. digest: what it is known by.
-    files: key -> content of its own data and model, where it is known by these (`own_files.contents`). mergers: label
-    -> settings of what is made of its uploads (`mergers`); of one cell the one label that it stands for. experiment:
-    the one that asks for it, whose file its result goes to."""
+    files: key -> content of its own data, model and method, where it is known by these (`own_files.contents`).
+    mergers: label -> settings of what is made of its uploads (`mergers`); of one cell the one label that it stands for.
+    experiment: the one that asks for it, whose file its result goes to."""
 
     cell: Cell
     seed: int
@@ -390,12 +390,16 @@ def clients_of(config: RunConfig) -> int:
 
 def missing_files(runs: Sequence[PlannedRun]) -> list[str]:
     """A line for each file or folder that there is not."""
-    found = {key: own_paths(run.config)[key] for run in runs for key, what in run.files.items() if what == MISSING}
+    found = {key: _path(run, key) for run in runs for key, what in run.files.items() if what == MISSING}
     return [
         f"{key}: {path} does not exist, and runs are known by its content. Relative paths start at the folder of the "
         f"experiment's file."
         for key, path in found.items()
     ]
+
+
+def _path(run: PlannedRun, key: str) -> str:
+    return own_paths(run.config).get(key, run.config.method.name)
 
 
 def other_files(runs: Sequence[PlannedRun], results: Mapping[str, Result]) -> list[str]:
@@ -409,10 +413,10 @@ def other_files(runs: Sequence[PlannedRun], results: Mapping[str, Result]) -> li
             continue
         for key, here in run.files.items():
             if result.files.get(key) != here != MISSING:
-                found[key, own_paths(run.config)[key], result.files.get(key, ""), here] += 1
+                found[key, _path(run, key), result.files.get(key, ""), here] += 1
     return missing_files(list(wanted.values())) + [
         f"{key}: {counted(count, 'finished run')} of the same configuration had a {Path(path).name} with SHA-256 "
-        f"{there[:12]}, and {path} has {here[:12]}: other data, and they are not taken."
+        f"{there[:12]}, and {path} has {here[:12]}: another content, and they are not taken."
         for (key, path, there, here), count in found.items()
     ]
 

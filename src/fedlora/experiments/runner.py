@@ -27,13 +27,23 @@ if TYPE_CHECKING:
 from filelock import FileLock, Timeout
 
 from fedlora.core import files
+from fedlora.data.demo import PACKAGED
 from fedlora.errors import CheckpointError, ConfigError, DataError, FedLoRAError, WorkerDied
 from fedlora.experiments.origin import is_clean, made_by, note
 from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
 from fedlora.experiments.pool import run_in_processes
-from fedlora.experiments.result import Result
+from fedlora.experiments.result import Result, content
 from fedlora.experiments.spec import Experiment
-from fedlora.experiments.store import MERGERS, forget_failed, gather, note_failed, read_failed, read_results, summarise
+from fedlora.experiments.store import (
+    MERGERS,
+    data_of,
+    forget_failed,
+    gather,
+    note_failed,
+    read_failed,
+    read_results,
+    summarise,
+)
 from fedlora.runs import manifest, resuming
 from fedlora.runs.client_data import deal
 from fedlora.runs.folder import RunFolder
@@ -250,6 +260,27 @@ def _check_unchanged(run: PlannedRun) -> None:
         )
 
 
+def _check_one_kind(run: PlannedRun, manifest: Mapping[str, Any], places: Places) -> None:
+    """Raises `FilesChanged` where finished runs had another content of what is known by its name alone: a model of the
+    hub, data of a task."""
+    config = run.config
+    model = None if "model.path" in run.files or config.model.path in PACKAGED else config.model.path
+    task = None if config.data.task is None or config.privacy is not None else config.data
+    for result in places.finished(unclean=True).values() if model or task else ():
+        theirs, other = result.settings, ""
+        if theirs.model.path == model and result.model != content(manifest["model"]["sha256"]):
+            other = f"the model {model!r}"
+        dealt = (theirs.data, theirs.clients, theirs.attack, theirs.run.seed)
+        if dealt == (task, config.clients, config.attack, config.run.seed) and result.data != data_of(manifest["data"]):
+            other = f"the data of data.task = {config.data.task!r}"
+        if other:
+            raise FilesChanged(
+                f"{other} had another content in finished runs (such as {result.digest}) than there is now, and one "
+                f"table would be of both. Put back what they read, or run all of them in new folders (--results, "
+                f"--work)."
+            )
+
+
 def _note(places: Places, run: PlannedRun, error: Exception) -> None:
     """Keep the failure, where the disk still takes it; it is told in any case."""
     with suppress(OSError):
@@ -327,6 +358,7 @@ def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
         config = with_ledger(run.config, str(folder.path / LEDGER))
         prepared = prepare(config, places.data_root, places.classes(run))
         _check_unchanged(run)
+        _check_one_kind(run, prepared.manifest, places)
         trained = _trained(run, prepared, folder)
         if not trained:
             note(folder, prepared.manifest)

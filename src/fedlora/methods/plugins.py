@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -57,3 +60,59 @@ def _reach(top: str) -> None:
     if beside and str(here) not in sys.path and importlib.util.find_spec(top) is None:
         sys.path.append(str(here))
         importlib.invalidate_caches()
+
+
+# ---- its code --------------------------------------------------------------------------------------------------------
+
+_KNOWN_BY_VERSION = frozenset((*sys.stdlib_module_names, "fedlora", "torch", "numpy", "transformers", "peft")) - {
+    "__main__"
+}
+_INSTALLED = frozenset(("site-packages", "dist-packages"))
+
+
+def code_of(cls: type[Any]) -> dict[str, str]:
+    """File, as "package/module.py" -> SHA-256, of the code of a class and its bases: their modules, of a package all of
+    it, and what lies beside and is imported. Empty for ours, which are known by version and commit."""
+    found: dict[str, str] = {}
+    for base in cls.__mro__:
+        module = sys.modules.get(base.__module__)
+        file = getattr(module, "__file__", None)
+        top = base.__module__.partition(".")[0]
+        if file is None or top in _KNOWN_BY_VERSION:
+            continue
+        root = Path(file).parents[base.__module__.count(".") + (Path(file).name == "__init__.py")]
+        if top == "__main__":
+            root, top = Path(file).parent, Path(file).stem
+        for path in _sources(root, top) or {Path(file)}:  # compiled code has no source
+            found[path.relative_to(root).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return dict(sorted(found.items()))
+
+
+def _sources(root: Path, top: str) -> set[Path]:
+    """The .py files of a module or package in `root`, and of those beside it that it imports; of an installed package
+    its own alone."""
+    found: set[Path] = set()
+    todo, seen = [top], {top}
+    while todo:
+        name = todo.pop()
+        files = {root / f"{name}.py"} if (root / f"{name}.py").is_file() else set((root / name).rglob("*.py"))
+        found |= files
+        beside = {} if _INSTALLED & {*root.parts} else dict.fromkeys(n for file in files for n in _imported(file))
+        for n in beside:
+            if n not in seen and n not in _KNOWN_BY_VERSION:
+                seen.add(n)
+                todo.append(n)
+    return found
+
+
+def _imported(file: Path) -> Iterator[str]:
+    """The top-level names that a file imports."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # a package may hold files that nobody imports
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]

@@ -115,6 +115,7 @@ RELEASES: tuple[Item, ...] = (
         "threads",
         "seed",
         "model",
+        "code",
         "clients",
         "method",
         "evaluation_target",

@@ -64,7 +64,7 @@ def base_name(path: str, digests: Mapping[str, str]) -> BaseName:
         )
     if name is not None:
         return BaseName(name, name, _HUB.format(name))
-    if not digests and not Path(path).is_absolute():
+    if not Path(path).is_absolute() and not (digests and Path(path).exists()):
         return BaseName(path, path, _HUB.format(path))
     files = "".join(f"\n* `{name}`, SHA-256 `{digest}`" for name, digest in digests.items())
     name = Path(path).name

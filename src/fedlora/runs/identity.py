@@ -1,4 +1,4 @@
-"""Which run a file belongs to: a digest of configuration, seed and data, in each file that a resume reads.
+"""Which run a file belongs to: a digest of configuration, seed and all that it reads, in each file that a resume reads.
 
 Checkpoints carry it in their metadata, beside their round. Each line of metrics.jsonl ends a chain of digests that
 begins with it. What another run left is known by it, however its files are called.
@@ -29,8 +29,8 @@ def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> s
     """64 hexadecimal digits, the same for each start of one run, and for it at any place and of any length.
 
     Args:
-        facts: a manifest's model, data and threads. secret: of a private run, so that nobody can confirm a guess of
-            its data by this digest.
+        facts: a manifest's model, code, data and threads. secret: of a private run, so that nobody can confirm a
+            guess of its data by this digest.
     """
     lasting = {}
     for table, keys in config.model_dump(mode="json", exclude_defaults=True).items():
@@ -40,8 +40,7 @@ def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> s
                 lasting[key] = placeless(value)
     if config.train.schedule != "constant" or config.privacy is not None:  # then each round depends on their number
         lasting["run.rounds"] = config.run.rounds
-    model = facts["model"]["sha256"] or facts["model"]["path"]  # a hub id has no files here
-    told = [lasting, model, facts["data"], facts["threads"], secret]
+    told = [lasting, facts["model"]["sha256"], facts["code"], facts["data"], facts["threads"], secret]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 

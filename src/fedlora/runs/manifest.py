@@ -1,4 +1,4 @@
-"""What a run was made of: versions, commit, device, and the digests of model and data."""
+"""What a run was made of: versions, commit, device, and the digests of all that it reads."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fedlora.core.method import Method
 from fedlora.data import TextData, label_counts
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
+from fedlora.runs.inputs import facts_of
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.rank_profiles import is_attention
-from fedlora.training.content import model_content
 from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import find_template
 from fedlora.versions import installed
@@ -32,7 +32,7 @@ def manifest(
     model: AdaptedModel,
     method: Method[Any],
 ) -> dict[str, Any]:
-    path, parts = config.model.location(), data.parts
+    parts, read = data.parts, facts_of(config, data)
     first = next(iter(parts.values()))
     counts = label_counts([y for p in parts.values() for y in p.labels or ()], _ranges(parts)) if first.labels else None
     return {
@@ -41,12 +41,11 @@ def manifest(
         "device": str(torch.device(config.model.chosen_device())),
         "threads": torch.get_num_threads(),
         "seed": config.run.seed,
-        "model": {"path": config.model.path, "sha256": model_content(path)},
+        "model": read["model"],
+        "code": read["code"],
         "data": {
-            **data_facts(data),
-            **({"own_test": {c: _facts(p) for c, p in data.own_test.items()}} if config.clients.own_test else {}),
+            **read["data"],
             "categories": dict(data.categories),
-            "labels": list(first.label_names),
             "label_counts": dict(zip(parts, counts.tolist(), strict=True)) if counts is not None else None,
             **_template(config, model),
         },
@@ -74,20 +73,6 @@ def _template(config: RunConfig, model: AdaptedModel) -> dict[str, str]:
 def prompted(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
     """A stored manifest's data; one of a language model that does not say its template is of a time without: raw."""
     return theirs if "template" in theirs or "template" not in ours else {**theirs, "template": "raw"}
-
-
-def data_facts(data: Dealt) -> dict[str, Any]:
-    """What the data are: sizes and digests, of each client's and of what is held out."""
-    return {
-        "train": {c: _facts(p) for c, p in data.parts.items()},
-        "validation": _facts(TextData.concat(list(data.validation.values()))),
-        "test": _facts(TextData.concat(list(data.test.values()))),
-        "probes": {name: _facts(TextData.concat(list(sets.values()))) for name, sets in data.probes.items()},
-    }
-
-
-def _facts(data: TextData) -> dict[str, Any]:
-    return {"examples": len(data), "sha256": data.digest()}
 
 
 def shown_rank(client: Client) -> int | str:

@@ -14,17 +14,17 @@ from fedlora.adapters.io import AdapterSpec
 from fedlora.attacks import Adversary
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
-from fedlora.core.multiplied import multiplied_how
 from fedlora.core.trainer import OneByOne, Workers
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
-from fedlora.runs.attack_section import attack_facts, with_flipped_labels
+from fedlora.runs.attack_section import attack_facts
 from fedlora.runs.base_names import base_name
-from fedlora.runs.client_data import Dealt, deal
+from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
 from fedlora.runs.copies import straddling
 from fedlora.runs.defence import check_rule
 from fedlora.runs.exported import named
+from fedlora.runs.inputs import dealt_out
 from fedlora.runs.manifest import manifest
 from fedlora.runs.private_checks import check_private, planned_privacy
 from fedlora.runs.private_outputs import public_manifest
@@ -105,18 +105,13 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
     check_trackers(config.run.track)
     config.model.check_targets(config.lora.targets)
     _check_task(config)
-    data = deal(config, data_root, label_names)
+    data, adversary = dealt_out(config, data_root, label_names)
     if config.data.task == "mnli" and not data.probes:
         log.warning(
             "data.task = 'mnli' from --data-root has one test set: matched or mixed, as the file has it. "
             "validation_mismatched is on the hub only (leave --data-root out), and this run will have no such number."
         )
     _check_measuring(config, data)
-    adversary = config.attack.adversary(
-        list(data.parts), config.run.seed,
-        factors=multiplied_how(server.method) == "factors" and config.server.upload == "factors",
-    )  # fmt: skip
-    data = replace(data, parts=with_flipped_labels(data.parts, adversary))
     parts = data.parts
     types = config.clients.assigned(list(parts), config.run.seed)
     labels = next(iter(parts.values())).label_names

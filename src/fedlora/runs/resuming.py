@@ -1,11 +1,13 @@
 """May a stored run be gone on with as this configuration? Which keys may differ, and what is said where others do.
 
-Data and models are known by their content (the manifest's digests), not by where they are: a moved folder resumes.
+What a run reads is known by its content (`inputs`), not by where it is: a moved folder resumes.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,6 +17,7 @@ from fedlora.errors import CheckpointError, counted
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.identity import HARMLESS, ON_THE_WAY, placeless
+from fedlora.runs.inputs import DATA, differing, there_now
 from fedlora.runs.manifest import prompted
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_releases import keep_config, read_private
@@ -60,23 +63,49 @@ def stored_classes(folder: RunFolder) -> tuple[str, ...]:
 
 
 def check_content(folder: RunFolder, manifest: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> None:
-    """Raises `CheckpointError` unless model, data and threads are those of the stored run. stored: its facts, where
-    they are not in its manifest, for the run is private: then no client is named, and nothing counted."""
+    """Raises `CheckpointError` unless the run reads what the stored one read, with as many threads. stored: its facts,
+    where they are not in its manifest, for the run is private: then no client is named, and nothing counted."""
     private = stored is not None
     stored = folder.read_json("manifest.json") if stored is None else stored
     _check_template(folder, stored["data"], manifest["data"])
-    theirs, ours = stored.get("model", {}), manifest["model"]
-    known = bool(ours["sha256"])  # a hub id has no files here, and is known by its name
-    said = [f"the model {ours['path']!r}"] if theirs.get("sha256" if known else "path") != ours[
-        "sha256" if known else "path"] else []  # fmt: skip
-    if stored.get("threads") != manifest["threads"]:
-        said.append(f"torch's threads ({stored.get('threads')} there, {manifest['threads']} here; set run.threads)")
-    other = _other_data(stored.get("data", {}), manifest["data"])
-    said += ["the data (a private run does not tell whose)"] if private and other else other
+    threads = (stored.get("threads"), manifest["threads"])
+    said = f"torch's threads ({threads[0]} there, {threads[1]} here; set run.threads)"
+    _check_alike(folder, stored, manifest, private, [said] * (threads[0] != threads[1]))
+
+
+def check_finished(
+    folder: RunFolder, config: RunConfig, data_root: Path | None, known: dict[str, Any] | None = None
+) -> list[str]:
+    """May the result of a finished run be shown for this configuration? The model is not loaded.
+
+    Args:
+        known: as `there_now` has it.
+
+    Returns:
+        In words, what is gone, so that nobody can tell.
+
+    Raises:
+        CheckpointError: the run read something else than there is now.
+    """
+    private = config.privacy is not None
+    stored = read_private(folder, "content.json") if private else folder.read_json("manifest.json")
+    now, gone = there_now(config, data_root, stored_classes(folder), known)
+    _check_alike(folder, stored, json.loads(json.dumps(now)), private, [])
+    return gone
+
+
+def _check_alike(
+    folder: RunFolder, stored: Mapping[str, Any], now: Mapping[str, Any], private: bool, said: list[str]
+) -> None:
+    """said: what else differs, in words."""
+    other = differing(stored, now)
+    if private and DATA in other:
+        other[DATA] = ["the data (a private run does not tell whose)"]
+    said = [*(word for each in other.values() for word in each), *said]
     if said:
         raise CheckpointError(
-            f"{folder.path / 'manifest.json'} is of another content of: {', '.join(said)}. Going on would mix two "
-            f"runs. Resume with the same model, data and threads, or choose another --out."
+            f"{folder.path / 'manifest.json'} is of another content of: {', '.join(said)}. To go on would mix two "
+            f"runs, and its result is none of what there is now. Put back what it read, or choose another --out."
         )
 
 
@@ -168,23 +197,3 @@ def _check_left(folder: RunFolder, config: RunConfig, late: Mapping[str, tuple[A
             f"{folder.path} holds a run of {counted(rounds, 'round')} with none left to play: {named}, and nothing of "
             f"the rounds that are done can be made up. Set it as it was{more}, or choose another --out."
         )
-
-
-def _other_data(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """What of the data differs, in words."""
-    said = []
-    for part in ("train", "probes", "own_test"):
-        there, here = theirs.get(part, {}), ours.get(part, {})
-        for name in dict.fromkeys((*there, *here)):
-            what = f"the own test set of {name!r}" if part == "own_test" else f"the data of {name!r}"
-            said += _compared(what, there.get(name), here.get(name))
-    for part in ("validation", "test"):
-        said += _compared(f"the {part} data", theirs.get(part), ours[part])
-    return said if said or theirs.get("labels") == ours["labels"] else ["the names of the labels"]
-
-
-def _compared(what: str, there: Mapping[str, Any] | None, here: Mapping[str, Any] | None) -> list[str]:
-    if there == here:
-        return []
-    counts = [0 if facts is None else facts["examples"] for facts in (there, here)]
-    return [f"{what} ({counts[0]} examples there, {counts[1]} here{', other ones' * (counts[0] == counts[1])})"]

@@ -7,6 +7,7 @@ Nothing is loaded. Files are read in pieces, and again only when their size or t
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import hashlib
 import json
@@ -20,7 +21,16 @@ from fedlora.errors import ConfigError
 from fedlora.given_files import parse_json, read_given
 from fedlora.training.hub_models import source
 
-READ_BY_TRANSFORMERS = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
+# What no loader of ours reads: hidden files, cards and pictures, weights of other frameworks and pickled ones, data.
+# All else counts, for what is read besides is up to each model: shards in folders, code, tokenizers of any kind.
+NOT_READ = (
+    ".*", "*.md", "*.rst", "*.pdf", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
+    "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pyc",
+    "pytorch_model*.bin*", "openvino_model*", "training_args.bin", "optimizer.*", "consolidated*", "*.pt", "*.pth",
+    "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite", "*.mlmodel", "*.gguf",
+    "*.jsonl", "*.csv", "*.tsv", "*.parquet", "*.toml", "*.log",
+)  # fmt: skip
+MOST_FILES = 5_000
 
 # Case, accents in both forms, digits, blanks, line ends, quotes, code, scripts without spaces, an emoji, a long word.
 _PROBES = (
@@ -43,16 +53,55 @@ def file_digest(file: Path) -> str:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Every file of a local model that transformers may read: weights, configurations, tokenizer, chat templates."""
-    return sorted(file for name in READ_BY_TRANSFORMERS for file in folder.glob(name))
+    """Every file of a model's folder and below that a loader may read. Folders of runs, which have a manifest.json, are
+    none of it. Raises `ConfigError` where there are more than `MOST_FILES`."""
+    found: list[Path] = []
+    seen: set[str] = set()  # links may lead in a circle
+    for place, inner, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        ours = "manifest.json" in names and Path(place) != folder
+        if real in seen or ours:
+            inner.clear()
+            continue
+        seen.add(real)
+        inner[:] = sorted(name for name in inner if not _unread(name))
+        found += [path for name in names if not _unread(name) and (path := Path(place, name)).is_file()]
+        if len(found) > MOST_FILES:
+            raise ConfigError(
+                f"the model {folder} has more than {MOST_FILES:,} files, and all of them would be read for its digest. "
+                f"Is it the model's own folder? Name one that holds the model and nothing else."
+            )
+    return sorted(found)
 
 
 def model_content(path: str | os.PathLike[str]) -> dict[str, str]:
-    """File name -> SHA-256 of each of `model_files`; of a GGUF file its own; empty for a hub id."""
+    """File name -> SHA-256 of each of `model_files`; of a GGUF file its own; of a hub id those of its snapshot in the
+    cache. Empty where nothing is there."""
     place = Path(path)
     if place.is_file():
         return {place.name: file_digest(place)}
+    if not place.exists():
+        cached = _cached(os.fspath(path))
+        if cached is None:
+            return {}
+        place = cached
     return {file.relative_to(place).as_posix(): file_digest(file) for file in model_files(place)}
+
+
+def _unread(name: str) -> bool:
+    return name == "__pycache__" or any(fnmatch.fnmatchcase(name, pattern) for pattern in NOT_READ)
+
+
+def _cached(model: str) -> Path | None:
+    """The snapshot of a hub id that is loaded where nobody asks the hub."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = try_to_load_from_cache(model, "config.json")
+    except HFValidationError:
+        return None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def _facts(file: Path) -> tuple[str, int, int, int, int]:
@@ -83,7 +132,7 @@ def model_place(path: str | os.PathLike[str]) -> Path:
 
     where = source(path)  # says what is wrong with an id that nobody has
     try:
-        return Path(snapshot_download(os.fspath(path), allow_patterns=list(READ_BY_TRANSFORMERS), **where))
+        return Path(snapshot_download(os.fspath(path), ignore_patterns=list(NOT_READ), **where))
     except Exception as error:  # whatever its transport raises
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"the files of the model {os.fspath(path)!r} cannot be had: {reason}") from error

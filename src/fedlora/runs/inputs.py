@@ -1,0 +1,159 @@
+"""What a run reads, and what each of it is known by: its data, its model's files, the code of its own method.
+
+A name is not enough: what lies there may be another one by now. `facts_of` is what a manifest says of all that is read,
+`differing` compares two of these, and `there_now` makes one without loading the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedlora.attacks import Adversary
+from fedlora.core.multiplied import multiplied_how
+from fedlora.data import TextData
+from fedlora.data.sources import is_hub
+from fedlora.errors import ConfigError, DataError, HyperparameterError
+from fedlora.methods.plugins import code_of
+from fedlora.methods.registry import find
+from fedlora.runs.attack_section import with_flipped_labels
+from fedlora.runs.client_data import Dealt, deal
+from fedlora.runs.config import RunConfig
+from fedlora.runs.own_files import own_paths
+from fedlora.training.content import model_content
+
+MODEL, CODE, DATA = "the model", "the code of the method", "the data"
+_MOST_NAMED = 3
+
+
+def facts_of(config: RunConfig, data: Dealt) -> dict[str, Any]:
+    """A manifest's "model", "code" and "data": digests of all that the run reads, sizes beside those of data."""
+    return {"model": _model(config), "code": code_of(find(config.method.name)), "data": _data(config, data)}
+
+
+def there_now(
+    config: RunConfig, data_root: Path | None, label_names: Sequence[str], known: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """`facts_of` what is there now, without those tables of which something is gone; and in words what is gone.
+
+    Args:
+        label_names: the classes of the run that is gone on with. known: data that were dealt out before, for runs that
+            have theirs in common.
+
+    Raises:
+        ConfigError, DataError: there is something else, which cannot be read.
+    """
+    gone = [f"{key} ({path})" for key, path in own_paths(config).items() if not Path(path).exists()]
+    found: dict[str, Any] = {}
+    try:
+        found["code"] = code_of(find(config.method.name))
+    except HyperparameterError:
+        gone.append(f"method.name ({config.method.name})")
+    try:
+        if (model := _model(config))["sha256"]:
+            found["model"] = model
+        elif not any(key.startswith("model.path ") for key in gone):
+            gone.append(f"model.path ({config.model.path})")
+    except ConfigError:  # a packaged one whose package is not installed
+        gone.append(f"model.path ({config.model.path})")
+    if not any(key.startswith("data.") for key in gone):
+        told = config.model_dump(mode="json", include={"data", "clients", "attack", "model"})
+        key = json.dumps([told, config.run.seed, list(label_names)])
+        known = {} if known is None else known
+        try:
+            if key not in known:
+                dealt, _ = dealt_out(config, data_root, label_names)
+                known[key] = _data(config, dealt)
+            found["data"] = known[key]
+        except DataError as error:
+            if not _missing(error) and not _of_the_hub(config, data_root):
+                raise
+            gone.append(f"the data ({str(error).splitlines()[0]})")
+    return found, gone
+
+
+def dealt_out(
+    config: RunConfig, data_root: Path | None, label_names: Sequence[str] = ()
+) -> tuple[Dealt, Adversary | None]:
+    """The data as clients train on them, labels flipped where one lies so; and who lies. Raises as `deal`."""
+    data = deal(config, data_root, label_names)
+    adversary = None
+    if config.attack.on:
+        factors = multiplied_how(config.method.build()) == "factors" and config.server.upload == "factors"
+        adversary = config.attack.adversary(list(data.parts), config.run.seed, factors=factors)
+    parts = with_flipped_labels(data.parts, adversary)
+    return replace(data, parts=parts), adversary
+
+
+def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Which of what is here, tables of `facts_of`, is not what was there, by `MODEL`, `CODE` and `DATA`."""
+    found = {}
+    for table, name in (("model", MODEL), ("code", CODE), ("data", DATA)):
+        if table not in here:
+            continue
+        theirs, ours = _named(table, there.get(table) or {}), _named(table, here[table])
+        each = [key for key in dict.fromkeys((*theirs, *ours)) if theirs.get(key) != ours.get(key)]
+        if table == "data" and not each and there[table].get("labels") != here[table]["labels"]:
+            found[name] = ["the names of the labels"]
+        elif each:
+            said = [_compared(key, theirs.get(key), ours.get(key)) for key in each]
+            more = [] if table == "data" else [f"{len(each) - _MOST_NAMED} more"] * (len(each) > _MOST_NAMED)
+            found[name] = [*(said if table == "data" else said[:_MOST_NAMED]), *more]
+    return found
+
+
+def _model(config: RunConfig) -> dict[str, Any]:
+    return {"path": config.model.path, "sha256": model_content(config.model.location())}
+
+
+def _data(config: RunConfig, data: Dealt) -> dict[str, Any]:
+    own = {"own_test": {c: _size(p) for c, p in data.own_test.items()}} if config.clients.own_test else {}
+    return {**data_facts(data), **own, "labels": list(next(iter(data.parts.values())).label_names)}
+
+
+def data_facts(data: Dealt) -> dict[str, Any]:
+    """Sizes and digests of each client's data and of what is held out."""
+    return {
+        "train": {c: _size(p) for c, p in data.parts.items()},
+        "validation": _size(TextData.concat(list(data.validation.values()))),
+        "test": _size(TextData.concat(list(data.test.values()))),
+        "probes": {name: _size(TextData.concat(list(sets.values()))) for name, sets in data.probes.items()},
+    }
+
+
+def _size(data: TextData) -> dict[str, Any]:
+    return {"examples": len(data), "sha256": data.digest()}
+
+
+def _named(table: str, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table of `facts_of` has, by its name in words."""
+    if table == "model":
+        return {f"the model's {file}": digest for file, digest in facts.get("sha256", {}).items()}
+    if table == "code":
+        return {f"the method's code, {file}": digest for file, digest in facts.items()}
+    words = {"train": "the data of {!r}", "probes": "the data of {!r}", "own_test": "the own test set of {!r}"}
+    found = {said.format(name): one for part, said in words.items() for name, one in facts.get(part, {}).items()}
+    return found | {f"the {part} data": facts.get(part) for part in ("validation", "test")}
+
+
+def _compared(what: str, there: Any, here: Any) -> str:
+    if isinstance(there or here, Mapping):
+        counts = [0 if facts is None else facts["examples"] for facts in (there, here)]
+        return f"{what} ({counts[0]} examples there, {counts[1]} here{', other ones' * (counts[0] == counts[1])})"
+    return what if there and here else f"{what} ({'gone' if there else 'not there before'})"
+
+
+def _missing(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, FileNotFoundError):
+        error = error.__cause__
+    return error is not None
+
+
+def _of_the_hub(config: RunConfig, data_root: Path | None) -> bool:
+    """Whether any of the data come from the hub, which may be out of reach."""
+    data = config.data
+    each = (data.train, *data.clients.values(), data.validation, data.test)
+    return (data.task is not None and data_root is None) or any(isinstance(d, str) and is_hub(d) for d in each)

@@ -1,0 +1,318 @@
+"""What goes on reads what it read: every input of a run, changed or replaced, under each command that goes on.
+
+Kind of evidence: *enumeration*, end-to-end on tiny models. An input is anything that a run read; where it is another
+one by now, `run --resume` (unfinished, finished), `compare --resume` (with work left, with none) and an experiment
+either refuse and name it, before anything is trained, or (an experiment with files of its own) take no old result for
+it. What provably does not matter is accepted. The list of inputs is written by hand; that all are distinct entries of
+a manifest is asked below.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fedlora.experiments.runner import Places, missing
+from fedlora.experiments.spec import load_experiment
+from fedlora.runs.client_data import deal
+from fedlora.runs.config import load_config
+from support.command_line import Said, invoke
+from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
+from support.training_data import classification, rows, save_encoder
+
+pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+OWN = "ownpackage.method:Own"
+METHOD = """
+from dataclasses import dataclass
+from fedlora.methods.svd import SVD
+from {helper} import SCALE
+
+@dataclass(frozen=True)
+class Own(SVD):
+    name = "own"
+"""
+CONFIG = """
+[model]
+path = "{model}"
+dropout = 0.0
+[data]
+train = "train.jsonl"
+validation = "valid.jsonl"
+test = "test.jsonl"
+[clients]
+ranks = [2, 2]
+own_test = 0.2
+[method]
+name = "{method}"
+[lora]
+targets = ["query"]
+[train]
+steps = 1
+batch_size = 8
+[evaluate]
+clients_at_end = true
+[run]
+rounds = 2
+threads = 1
+"""
+EXPERIMENT = """
+title = "t"
+question = "?"
+metric = "test, last"
+rows = ["method"]
+[axes.method]
+own = {{ "method.name" = "{method}" }}
+[profiles.mini]
+seeds = [0]
+"""
+
+
+def scaled(file: Path) -> None:
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    save_file({**tensors, name: tensors[name] + torch.ones_like(tensors[name]) / 100}, file, {"format": "pt"})
+
+
+def text(more: str) -> Callable[[Path], None]:
+    return lambda file: (
+        file.parent.mkdir(exist_ok=True)
+        or file.write_text(  # type: ignore[func-returns-value]
+            (file.read_text() if file.is_file() else "") + more
+        )
+    )
+
+
+def reversed_rows(file: Path) -> None:
+    file.write_text("".join(reversed(file.read_text().splitlines(keepends=True))))
+
+
+def one_more(file: Path) -> None:
+    file.write_text(file.read_text() + rows(classification(1, 99)))
+
+
+def other_rows(file: Path) -> None:
+    """Another file of this name with another time and inode, in place of it."""
+    aside = file.with_suffix(".new")
+    aside.write_text(rows(classification(60, 77)))
+    os.replace(aside, file)
+
+
+def own_test_alone(file: Path) -> None:
+    """Other words in the clients' own test sets, and nowhere else."""
+    dealt = deal(load_config(file.parent / "config.toml"), None)
+    held = {sentence for part in dealt.own_test.values() for sentence in part.text}
+    told = [json.loads(line) for line in file.read_text().splitlines()]
+    moved = [{**row, "text": f"{row['text']} w9"} if row["text"] in held else row for row in told]
+    file.write_text("".join(json.dumps(row) + "\n" for row in moved))
+
+
+# input -> (its file in the project, the change, what a refusal names)
+INPUTS: Mapping[str, tuple[str, Callable[[Path], None], str]] = {
+    "training data, a row more": ("train.jsonl", one_more, "site-"),
+    "training data, replaced": ("train.jsonl", other_rows, "site-"),
+    "training data, order of rows": ("train.jsonl", reversed_rows, "site-"),
+    "clients' own test sets alone": ("train.jsonl", own_test_alone, "own test set of 'site-"),
+    "validation data": ("valid.jsonl", one_more, "validation"),
+    "test data": ("test.jsonl", one_more, "test data"),
+    "weights in a folder": ("model/weights/part-1.safetensors", scaled, "weights/part-1.safetensors"),
+    "index of the weights": ("model/model.safetensors.index.json", text(" "), "model.safetensors.index.json"),
+    "model's configuration": ("model/config.json", text(" "), "config.json"),
+    "tokenizer": ("model/tokenizer.json", text(" "), "tokenizer.json"),
+    "slow tokenizer, byte pairs": ("model/bpe.codes", text("x"), "bpe.codes"),
+    "slow tokenizer, sentence pieces": ("model/source.spm", text("x"), "source.spm"),
+    "slow tokenizer, ranks": ("model/x.tiktoken", text("x"), "x.tiktoken"),
+    "chat template": ("model/chat_template.jinja", text("x"), "chat_template.jinja"),
+    "further chat template": ("model/additional_chat_templates/a.jinja", text("x"), "a.jinja"),
+    "generation settings": ("model/generation_config.json", text("{}"), "generation_config.json"),
+    "code of the model": ("model/modeling.py", text("x = 1"), "modeling.py"),
+    "own method": ("ownpackage/method.py", text("\n# other\n"), "ownpackage/method.py"),
+    "helper in its package": ("ownpackage/helper.py", text("SCALE = 2\n"), "ownpackage/helper.py"),
+    "what the package imports beside": ("besidepackage.py", text("x = 2\n"), "besidepackage.py"),
+}
+HARMLESS: Mapping[str, tuple[str, Callable[[Path], None]]] = {
+    "card": ("model/README.md", text("x")),
+    "licence": ("model/LICENSE.txt", text("x")),
+    "weights of another framework": ("model/onnx/model.onnx", text("x")),
+    "pickled weights": ("model/pytorch_model.bin", text("x")),
+    "state of a download": ("model/.cache/x", text("x")),
+    "times of a file": ("model/config.json", lambda file: os.utime(file, (1, 1))),
+    "a module that nobody imports": ("unrelated.py", text("x = 1")),
+}
+
+
+def make(root: Path, model: str = "model", method: str = OWN) -> Path:
+    root.mkdir(exist_ok=True)
+    folder = save_encoder(root / "model")
+    (folder / "weights").mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").rename(folder / "weights" / "part-1.safetensors")
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(tensors, "weights/part-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, count, seed in (("train", 80, 0), ("valid", 20, 7), ("test", 20, 8)):
+        (root / f"{name}.jsonl").write_text(rows(classification(count, seed)))
+    package = root / "ownpackage"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "method.py").write_text(METHOD.format(helper="ownpackage.helper"))
+    (package / "helper.py").write_text("import besidepackage\nSCALE = 1\n")
+    (root / "besidepackage.py").write_text("x = 1\n")
+    config = CONFIG.format(model=model, method=method)
+    (root / "config.toml").write_text(config)
+    tables = config.replace("[model]", "[run.model]")
+    for table in ("data", "clients", "lora", "train", "evaluate", "run"):
+        tables = tables.replace(f"\n[{table}]", f"\n[run.{table}]")
+    head, _, axes = EXPERIMENT.format(method=method).partition("[axes")
+    tables = tables.replace(f'[method]\nname = "{method}"\n', "")
+    (root / "mine.toml").write_text(f"{head}\n{tables}\n[axes{axes}")
+    return root
+
+
+def compare(methods: str, *more: object) -> list[object]:
+    return ["compare", "config.toml", "--methods", methods, "--seeds", "0", "--out", "compared", *more]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project with a finished run, one that was stopped, a comparison and an experiment; `restored` before each."""
+    root = make(tmp_path_factory.mktemp("inputs") / "project")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        invoke("run", "config.toml", "--out", "finished")
+        invoke(*compare(OWN))
+        invoke("experiment", "run", "mine.toml", "--results", "results", "--work", "work")
+    shutil.copytree(root / "finished", root / "stopped")
+    (root / "stopped" / "summary.json").unlink()
+    (root / "stopped" / "SHA256SUMS").unlink()
+    shutil.copytree(root, root.with_name("pristine"))
+    return root
+
+
+@pytest.fixture
+def restored(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.rmtree(world)
+    shutil.copytree(world.with_name("pristine"), world)
+    monkeypatch.chdir(world)
+    return world
+
+
+GOES_ON: Mapping[str, list[object]] = {
+    "run, stopped": ["run", "config.toml", "--out", "stopped", "--resume"],
+    "run, finished": ["run", "config.toml", "--out", "finished", "--resume"],
+    "compare, nothing left": compare(OWN, "--resume"),
+    "compare, work left": compare(f"{OWN}, svd", "--resume"),
+}
+
+
+def lacks(root: Path) -> int:
+    """How many runs the experiment has no result for."""
+    places = Places(root / "results", root / "work", None)
+    return len(missing(load_experiment(root / "mine.toml"), "mini", places))
+
+
+@pytest.mark.parametrize("what", INPUTS)
+def test_a_changed_input_is_named_by_whatever_goes_on(
+    restored: Path, main: Callable[..., Said], capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """Nothing is trained on it: svd, which is left to run, has no folder afterwards. An experiment takes no result."""
+    file, change, name = INPUTS[what]
+    assert lacks(restored) == 0
+    change(restored / file)
+    for command, words in GOES_ON.items():
+        said = main(*words).error()
+        assert name in said, (command, said)
+    assert not (restored / "compared" / "svd").exists()
+    assert lacks(restored) == 1
+
+
+def test_what_no_loader_reads_does_not_matter(restored: Path, main: Callable[..., Said]) -> None:
+    for file, change in HARMLESS.values():
+        change(restored / file)
+    for command, words in GOES_ON.items():
+        assert main(*words).code == 0, command
+    assert lacks(restored) == 0
+
+
+def test_what_is_gone_is_said_once_and_the_result_is_shown(restored: Path, main: Callable[..., Said]) -> None:
+    (restored / "train.jsonl").unlink()
+    for words in (GOES_ON["run, finished"], GOES_ON["compare, nothing left"]):
+        said = main(*words)
+        assert said.code == 0 and said.err.count("train.jsonl") == 1
+
+
+def test_a_search_on_another_model_chooses_nothing(restored: Path, main: Callable[..., Said]) -> None:
+    """The compared runs are gone, and those of the search are there: asked before anything is trained."""
+    words = ["--tune", "train.lr=1e-3,1e-2"]
+    invoke(*compare("svd", *words, "--resume"))
+    for place in (restored / "compared" / "svd").iterdir():
+        if place.name != "search":
+            shutil.rmtree(place)
+    scaled(restored / "model/weights/part-1.safetensors")
+    assert "weights/part-1.safetensors" in main(*compare("svd", *words, "--resume")).error()
+    assert [place.name for place in (restored / "compared" / "svd").iterdir()] == ["search"]
+
+
+HUB = """
+import json, sys, logging
+from support.command_line import CliRunner, fedlora
+for words in json.load(sys.stdin):
+    said = CliRunner().invoke(fedlora.cli.app, words)
+    print(json.dumps([said.exit_code, f"{said.stderr} {said.exception}"]), file=sys.__stdout__)
+"""
+
+
+def test_a_model_of_the_hub_is_its_snapshot(tmp_path: Path) -> None:
+    """The cache's `main` moves to other weights. A process of its own, since the cache's place is read once."""
+    root = make(tmp_path / "project", "org/tiny", "svd")
+    cache = tmp_path / "hf" / "hub" / "models--org--tiny"
+    environment = {
+        **os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
+    }  # fmt: skip
+
+    def at(commit: str) -> None:
+        shutil.copytree(root / "model", cache / "snapshots" / commit)
+        (cache / "refs").mkdir(exist_ok=True)
+        (cache / "refs" / "main").write_text(commit)
+
+    def said(*calls: list[object]) -> list[list[Any]]:
+        text = json.dumps([list(map(str, words)) for words in calls])
+        ran = subprocess.run([sys.executable, "-c", HUB], cwd=root, input=text, capture_output=True, text=True,
+                             timeout=900, check=False, env=environment)  # fmt: skip
+        assert ran.returncode == 0, ran.stderr
+        return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
+
+    at("a" * 40)
+    places = ["--results", "results", "--work", "work"]
+    shutil.move(root / "model", tmp_path / "model")
+    (tmp_path / "model").rename(root / "other")
+    (root / "mine.toml").write_text((root / "mine.toml").read_text())
+    begun = said(
+        ["run", "config.toml", "--out", "finished"], compare("svd"), ["experiment", "run", "mine.toml", *places]
+    )
+    assert [code for code, _ in begun] == [0, 0, 0], begun
+    scaled(root / "other" / "weights" / "part-1.safetensors")
+    (root / "other").rename(root / "model")
+    at("b" * 40)
+    (root / "model").rename(root / "other")
+    calls = [
+        ["run", "config.toml", "--out", "finished", "--resume"],
+        ["run", "config.toml", "--out", "finished", "--resume", "--set", "run.rounds=3"],
+        compare("svd", "--resume"),
+        compare("svd, glora", "--resume"),
+    ]
+    for words, (code, told) in zip(calls, said(*calls), strict=True):
+        assert code != 0 and "weights/part-1.safetensors" in told, (words, told)
+    (root / "mine.toml").write_text((root / "mine.toml").read_text().replace("seeds = [0]", "seeds = [0, 1]"))
+    ((code, told),) = said(["experiment", "run", "mine.toml", *places])
+    assert code != 0 and "org/tiny" in told
