@@ -15,7 +15,7 @@ from typing import Any
 from fedlora.attacks import Adversary
 from fedlora.core.multiplied import multiplied_how
 from fedlora.data import TextData
-from fedlora.data.sources import is_hub
+from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError, DataError, HyperparameterError
 from fedlora.methods.plugins import code_of
 from fedlora.methods.registry import find
