@@ -258,7 +258,7 @@ def test_epsilon_is_told_rounded_up(epsilon: float) -> None:
 def test_other_data_on_resume_name_no_client(tmp_path: Path) -> None:
     """What a run that is not private tells, with counts."""
     data = {"train": {"clinic": {"examples": 24}}, "validation": None, "test": None, "labels": None}
-    facts = {"model": {"sha256": "a", "path": "m"}, "threads": 1, "data": data}
+    facts = {"model": {"sha256": {"config.json": "a"}, "path": "m"}, "threads": 1, "data": data}
     other = {**facts, "data": {**data, "train": {"clinic": {"examples": 25}}}}
     with pytest.raises(CheckpointError) as told:
         check_content(RunFolder(tmp_path), other, facts)
