@@ -77,7 +77,7 @@ class FederationOnDisk:
         self.write(**tables)
         settings = self.settings()
         model = ModelSection(path=str(self.model), dropout=0.0)
-        adapter, spec = model.load(settings.lora.settings(), LABELS, 0, device="cpu").seed_adapter(4, seed=0)
+        adapter, spec = model.load(settings.lora, LABELS, 0, device="cpu").seed_adapter(4, seed=0)
         write_adapter(self.home / "start", adapter, spec)
         (self.home / "policy.toml").write_text(tomli_w.dumps({"retries": 0, "deadline": 30.0, "clients": RANKS}))
 

@@ -33,7 +33,7 @@ def nothing_heavy(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("data or weights were read")
 
-    monkeypatch.setattr(fedlora.runs.preparation, "deal", never)
+    monkeypatch.setattr(fedlora.runs.preparation, "dealt_out", never)
     monkeypatch.setattr(AdaptedModel, "load", never)
 
 
