@@ -238,6 +238,9 @@ def worst_names(pattern: str) -> list[str]:
 @settings(drawn, max_examples=400)
 @given(of_the_grammar(8), st.sampled_from(["", "b", "!", "$"]), st.sampled_from(["end", "whole", "inside", "layer"]))
 @example("[ab]{0,9}[ab]+(a{0,9}[a-z.]){1,4}", "!", "whole")  # the worst of 55,000 drawn at random: 0.2 s
+@example("(|){99}", "", "whole")  # choices between nothing and nothing
+@example("((((){99}){99}){99}){99}", "", "end")
+@example("(a||a?){60}", "b", "inside")
 @example(".*a.*a.*a", "!", "whole")
 @example("[.a]*?a{2,}a+$a", "!", "whole")
 @example("a([ab]*?){1,4}", "!", "whole")
@@ -273,12 +276,13 @@ def test_as_many_patterns_as_a_file_may_have() -> None:
         matches([Question("rank_pattern", "end", tuple(f"a{k}?" for k in range(1_001)))], ["q_proj"])
 
 
-@pytest.mark.parametrize("slow", ["matching", "compiling", "looking up"])
+@pytest.mark.parametrize("slow", ["matching", "matching one name", "compiling", "looking up"])
 def test_all_patterns_and_names_together_take_bounded_time(slow: str) -> None:
     """Each question is short, and there are very many of them; peft, which has no bound, would take hours."""
     masks = tuple("".join("." if k >> i & 1 else "a" for i in range(14)) + "b" * 40 for k in range(2**14))
     keys, asked = {
         "matching": (tuple(f"[ab]*a{k}?[ab]!" for k in range(900)), ["a" * 512] * 10_000),
+        "matching one name": (tuple(f"(?:.?){{14}}!{k}?" for k in range(1_000)), ["a." * 50]),
         "compiling": (tuple("[a-z]" * 790 + f"{k}?" for k in range(1_000)), ["q"]),
         "looking up": (masks, ["c" * 54] * 100_000),
     }[slow]

@@ -3,6 +3,7 @@ computes beside the model) and example-based (bases and adapters that are wrong 
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable
@@ -87,6 +88,7 @@ ABSURD: dict[str, tuple[dict[str, Any], str]] = {
     "layers": ({"num_hidden_layers": 10**9}, "num_hidden_layers' = 1,000,000,000"),
     "many layers": ({"num_hidden_layers": 9_999, "--": True}, "modules and parameters; --limit tensors"),
     "a vocabulary": ({"vocab_size": 2**40}, "vocab_size"),
+    "classes": ({"num_labels": 10**9}, "num_labels"),
     "heads": ({"num_attention_heads": 10**6}, "num_attention_heads"),
     "another file": ({"transformers_weights": "../other.safetensors"}, "transformers_weights"),
     "other layers": ({"fusion_config": {"x": True}}, "fusion_config"),
@@ -111,6 +113,18 @@ def test_a_config_that_no_model_has_is_refused_soon(what: str, tmp_path: Path, m
         reconfigure(base, **config)
         refused(main, adapter, base, why)
     assert time.process_time() - begun < 20
+
+
+def test_what_peft_asks_of_the_base_is_asked_within_the_limit_of_patterns(
+    tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """The file has one short name, and peft asks its pattern of all of the base's, which are many and long."""
+    adapter, base = small(tmp_path, target_modules=["lm_head"])
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "exclude_modules": "(?:.?){24}!"}))
+    assert main("validate", adapter).code == 0
+    done = main("validate", adapter, "--base", base, "--limit", "pattern_seconds=1")
+    assert done.code == 2 and "exclude_modules" in done.err, done.err
 
 
 def test_the_whole_model_must_fit_into_memory(tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -113,6 +113,17 @@ def test_odd_files_are_told_with_their_place(tmp_path: Path) -> None:
         assert str(file) in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_lone_return_among_lines_is_no_end_of_a_row(tmp_path: Path) -> None:
+    """The csv module, told to end lines with \\n, leaves a \\r without quotes, and would read a row's end there."""
+    file = tmp_path / "rows.csv"
+    file.write_bytes(b"text,label\n\rfoo,1\nbar,2\n")
+    with pytest.raises(DataError, match=r"rows\.csv .*foo.*quotes"):
+        open_table(file, ["text", "label"])
+    for whole in (b'text,label\n"\rfoo",1\n', b"text,label\rfoo,1\r", b"text,label\r\nfoo,1\r\n"):
+        file.write_bytes(whole)
+        assert [row["label"] for _, row in open_table(file, ["text", "label"]).rows] == ["1"]
+
+
 def test_no_file_a_folder_and_what_is_no_parquet(tmp_path: Path, without: Callable[[str], None]) -> None:
     for suffix in ("csv", "jsonl", "parquet"):
         file = tmp_path / f"nowhere.{suffix}"

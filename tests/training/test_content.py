@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 from pathlib import Path
 
@@ -29,6 +30,16 @@ def test_every_file_that_transformers_may_read_counts(tmp_path: Path) -> None:
         (tmp_path / name).write_text("another")
         changed = {file for file, digest in model_content(tmp_path).items() if digest != before[file]}
         assert changed == {name}
+
+
+@pytest.mark.parametrize("name", [".w.safetensors", "consolidated.safetensors", "run/x.safetensors"])
+def test_what_the_index_names_counts_whatever_it_is_called(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "run").mkdir(exist_ok=True)
+    (tmp_path / "run" / "manifest.json").write_text("{}")  # as of a run's folder, of which nothing else counts
+    (tmp_path / name).write_bytes(b"weights")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
+    assert model_content(tmp_path)[name] == hashlib.sha256(b"weights").hexdigest()
 
 
 def test_a_gguf_file_is_one_file_and_a_hub_id_has_none_here(tmp_path: Path) -> None:

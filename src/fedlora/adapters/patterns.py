@@ -103,6 +103,7 @@ def _answers(question: Question, names: Sequence[str], clock: _Clock) -> list[in
         clock.check()
         best = endings.first(name)
         for number, asked in compiled:
+            clock.check()
             if best is not None and number > best:
                 break
             match = asked.fullmatch(name) if question.kind == "whole" else asked.match(name)
@@ -273,6 +274,8 @@ class _Screen:
         return choices, max(endless for _, endless in ends)
 
     def _sequence(self, ways: Ways) -> Ways:
+        if self._text[self._at : self._at + 1] in ("", "|", ")"):  # nothing is a choice, too
+            self._charge(ways)
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             if place := _PLACE.match(self._text, self._at):
                 self._at = place.end()

@@ -23,6 +23,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from fedlora.adapters.config_fields import is_adalora
+from fedlora.adapters.config_meaning import resolve
 from fedlora.adapters.module_names import plain
 from fedlora.adapters.reader import PREFIX, AdapterFile
 from fedlora.applying.base_folder import BaseFiles
@@ -111,6 +112,8 @@ def _beside(file: AdapterFile, found: Built) -> Any:
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[file.config["peft_type"]]
     known = {field.name for field in fields(kind) if field.init} - _NEUTRAL
     known -= {"rank_pattern"} if is_adalora(file.config) else set()  # of masks, see below
+    names = [name for name, _ in found.model.named_modules() if name]
+    resolve(file.config, names, seconds=file.limits.pattern_seconds)  # what peft asks without a limit, within ours
     given = {key: dict(x) if isinstance(x, Mapping) else copy.copy(x) for key, x in file.config.items() if key in known}
     with quiet():
         try:

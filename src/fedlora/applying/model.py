@@ -42,6 +42,7 @@ _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "
 _NOT_FOLLOWED = ("transformers_weights", "fusion_config", "kernel_config", "distributed_config")
 _COUNT = re.compile(r"layer|block|depth|stage|expert|head|level", re.IGNORECASE)
 _SIZE = re.compile(r"size|vocab|position|dim|width|channel|length|embd|inner|d_", re.IGNORECASE)
+_MOST_LABELS = 100_000  # transformers makes two entries for each
 _MOST, _LARGEST = 10_000, 2**24  # of a count; of a size: the longest contexts have ten million positions
 
 
@@ -78,6 +79,11 @@ def built(file: AdapterFile, base: BaseFiles) -> Built:
     labels = labels_of(file.directory, file.limits)
     task = file.config.get("task_type") or ("SEQ_CLS" if labels else None)
     classifies, notes = task in _CLASSIFYING and bool(rows), []
+    if classifies and rows[-1] > _MOST_LABELS:
+        raise AdapterFormatError(
+            f"{file.directory}: its head has {rows[-1]:,} outputs, and classifiers of up to {_MOST_LABELS:,} are built "
+            f"here. {WAY_OUT}."
+        )
     if classifies and labels and len(labels) not in rows:
         notes.append(f"the adapter names {len(labels)} classes, its head has {rows} outputs: the names are left out.")
         labels = ()
@@ -245,6 +251,7 @@ def _check_fields(value: Any, where: str, name: str = "") -> None:
         _check_fields(inner, where, name)
     if isinstance(value, int):
         most = _LARGEST if _SIZE.search(name) else _MOST if _COUNT.search(name) else 2**63
+        most = min(most, _MOST_LABELS) if "label" in name.lower() else most
         if abs(value) > most:
             raise ConfigError(
                 f"{where}: its config.json has {quoted(name, 80)} = {value:,}; models have up to {most:,}."

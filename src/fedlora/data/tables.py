@@ -12,6 +12,7 @@ import difflib
 import errno
 import io
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -23,6 +24,9 @@ from fedlora.given_files import half_the_memory, read_given
 
 _TOO_LARGE = "Is it the right file? If so, split it, and give each client its part."
 _LINE = 2**24  # bytes of one row's text; a book has one million
+
+_QUOTED = re.compile(r'"[^"]*"')
+_LONE_RETURN = re.compile(r"\r(?!\n)")
 
 Rows = list[tuple[str, dict[str, object]]]  # (where, {column: value})
 
@@ -194,9 +198,25 @@ def _json_rows(file: Path, content: str) -> Iterator[tuple[int, dict[str, object
         yield line, value
 
 
+def _check_returns(file: Path, content: str) -> None:
+    """Raises `DataError` for a lone return outside of quotes in a file whose lines end otherwise: the csv module writes
+    it so when it is told to end lines with a line feed, and reads the end of a row there."""
+    if content.count("\r") == content.count("\r\n"):
+        return
+    bare = _QUOTED.sub("", content)
+    at = _LONE_RETURN.search(bare)
+    if at is not None and "\n" in bare:
+        near = bare[max(at.start() - 20, 0) : at.end() + 20]
+        raise DataError(
+            f"{file} has a lone \\r outside of quotes among lines that end with \\n, near {near!r}: whether a row ends "
+            f"there cannot be told. Put double quotes around the field, or take the \\r out."
+        )
+
+
 def _csv_rows(file: Path, content: str) -> Iterator[tuple[int, dict[str, object]]]:
     """(first line, fields by the names in the header) of each row; None for a field that it lacks."""
     dialect = "excel-tab" if file.suffix.lower() == ".tsv" else "excel"
+    _check_returns(file, content)
     limit = csv.field_size_limit(_LINE)  # a setting of the process, so it is put back
     header: list[str] = []
     count, line = 0, 1

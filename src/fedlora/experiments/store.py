@@ -152,6 +152,8 @@ def _read(path: Path, seen: tuple[int, int, int]) -> dict[str, Result]:
         shared = json.loads(first)["shared"]
         for line in lines:
             raw = _with(json.loads(line), shared)
+            if raw["digest"] in found:
+                raise ValueError(f"the digest {raw['digest']} stands there twice")
             raw["test"] = {"best": raw["test"]["last"], **raw["test"]}
             found[raw["digest"]] = Result.model_validate(raw)
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:

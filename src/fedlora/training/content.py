@@ -71,7 +71,9 @@ def model_files(folder: Path) -> list[Path]:
                 f"the model {folder} has more than {MOST_FILES:,} files, and all of them would be read for its digest. "
                 f"Is it the model's own folder? Name one that holds the model and nothing else."
             )
-    return sorted(found)
+    with contextlib.suppress(ConfigError):  # which is said when the model is loaded
+        found += weight_files(folder)  # what an index names is loaded, whatever it is called
+    return sorted(set(found))
 
 
 def model_content(path: str | os.PathLike[str]) -> dict[str, str]:
