@@ -231,3 +231,17 @@ def test_made_results_are_whole(tmp_path: Path) -> None:
     made = stored(whole(run, "loss", {"loss": 0.5}))
     gather(tmp_path / "r", "e", made)
     assert read_results(tmp_path / "r")[run.digest] == made
+
+
+def test_a_run_that_stands_twice_is_told(tmp_path: Path) -> None:
+    """A line copied by hand over another one: one run would be gone in silence."""
+    source = next(
+        path
+        for path in sorted((Path(__file__).parents[2] / "results").glob("*.jsonl"))
+        if len(path.read_text().splitlines()) > 2
+    )
+    first, one, *others = source.read_text().splitlines()
+    file = tmp_path / source.name
+    file.write_text("\n".join([first, one, one, *others[1:]]) + "\n")
+    with pytest.raises(CheckpointError, match=f"{json.loads(one)['digest']} stands there twice"):
+        read_results(tmp_path)
