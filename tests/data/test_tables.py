@@ -89,7 +89,7 @@ ODD_FILES: list[tuple[str, str | bytes, str]] = [
     ("d.jsonl", '{"p": "a", "r": NaN}\n', "line 1 is not a JSON object .*NaN"),
     ("d.json", '[\n{"p": "a", "r": "b"}\n]\n', "line 1 is not .* one JSON array"),
     ("d.json", '[{"p": "a", "r": "b"}]', "line 1 holds a JSON list"),
-    ("d.jsonl", '{"p": "\\ud83d", "r": "b"}\n', "row 1, line 1: 'p' .*surrogate"),
+    ("d.jsonl", '{"p": "\\ud83d", "r": "b"}\n', "line 1 .*surrogate"),
     ("d.jsonl", '{"p": "x", "r": "b"}\n{"p": "a", "p": "b", "r": "c"}', "line 2 .*key 'p' .*twice"),
     ("d.jsonl", '{"p": "a", "r": "b", "more": [{"k": 1, "k": 2}]}', "line 1 .*key 'k' .*twice"),
     ("d.jsonl", '{"p": "a", "more": ' + "[" * 100_000 + "]" * 100_000 + "}", "line 1 .*nested too deep"),

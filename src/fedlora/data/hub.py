@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlora.data.tables import Table, check_memory, check_names, parse_json, unreadable
+from fedlora.data.tables import Table, check_memory, check_names, unreadable
 from fedlora.errors import DataError
-from fedlora.given_files import opened
+from fedlora.given_files import opened, parse_json
 
 PREFIX = "hf://"
 _PARTS = ("config", "split", "revision")
@@ -139,7 +139,7 @@ def _name_of_class(place: str, value: object, names: tuple[str, ...]) -> str | N
 def _classes_written(file: Path, metadata: Mapping[bytes, bytes]) -> _Classes:
     """Column -> names by index, of what `datasets` has written as ClassLabel into a Parquet file."""
     try:
-        features = parse_json(metadata.get(b"huggingface", b"{}").decode()).get("info", {}).get("features") or {}
+        features = parse_json(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features") or {}
         kinds = {column: kind for column, kind in features.items() if isinstance(kind, dict)}
     except (ValueError, AttributeError) as error:
         raise DataError(

@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlora.data.tables import parse_json
 from fedlora.data.text import TextData
 from fedlora.errors import DataError, repeated
-from fedlora.given_files import half_the_memory, read_given
+from fedlora.given_files import half_the_memory, parse_json, read_given
 from fedlora.seeds import derive_seed
 
 _INTRO = "Below is an instruction that describes a task"
@@ -194,7 +193,7 @@ def _prompt(definition: str, text: str) -> tuple[str, tuple[int, int]]:
 
 def _load(path: Path) -> dict[str, list]:  # type: ignore[type-arg]
     try:
-        raw = parse_json(read_given(path, half_the_memory() // 8).decode())
+        raw = parse_json(read_given(path, half_the_memory() // 8))
         sound = isinstance(raw, dict) and _strings(raw["Definition"]) and _strings(raw["Categories"])
         for key in ("Input_language", "Output_language"):  # may be left out, or empty
             sound = sound and (raw.get(key, []) == [] or _strings(raw[key]))

@@ -11,16 +11,14 @@ import csv
 import difflib
 import errno
 import io
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 from fedlora.errors import DataError, repeated
-from fedlora.given_files import half_the_memory, read_given
+from fedlora.given_files import half_the_memory, parse_json, read_given
 
 _TOO_LARGE = "Is it the right file? If so, split it, and give each client its part."
 _LINE = 2**24  # bytes of one row's text; a book has one million
@@ -138,29 +136,6 @@ def check_memory(file: Path, needed: int, what: str) -> None:
             f"{file}: its {what} take some {needed:,} bytes of memory as rows, and {most:,} are allowed (half of this "
             f"machine's). {_TOO_LARGE}"
         )
-
-
-def parse_json(text: str) -> Any:
-    """The value of a JSON text as the standard has it, where Python would be lenient, silent, or run out of stack.
-
-    Raises:
-        ValueError: no JSON, NaN or Infinity, an object that names a key twice, or one nested too deep to be read.
-    """
-    try:
-        return json.loads(text, parse_constant=_no_constant, object_pairs_hook=_once)
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not a JSON value")
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"the key {repeated(name for name, _ in pairs)[0]!r} stands in one object twice")
-    return found
 
 
 def _content(file: Path) -> bytes:
