@@ -115,6 +115,17 @@ def test_a_config_that_no_model_has_is_refused_soon(what: str, tmp_path: Path, m
     assert time.process_time() - begun < 20
 
 
+def test_a_head_of_more_classes_than_anybody_has_is_refused_soon(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """transformers would make two dictionaries of as many names before it looks at a shape."""
+    fields = {"target_modules": ["query"], "task_type": "SEQ_CLS"}
+    adapter, base = small(tmp_path, build=bert, **fields)
+    rows, of = 200_000, "base_model.model.classifier"
+    rewrite(adapter, lambda t: t.update({f"{of}.weight": torch.ones(rows, 32), f"{of}.bias": torch.ones(rows)}))
+    begun = time.process_time()
+    refused(main, adapter, base, "200,000 outputs.* 100,000")
+    assert time.process_time() - begun < 20
+
+
 def test_what_peft_asks_of_the_base_is_asked_within_the_limit_of_patterns(
     tmp_path: Path, main: Callable[..., Said]
 ) -> None:

@@ -240,3 +240,13 @@ def test_a_liar_gets_no_more_than_the_page_says(rule: str) -> None:
     """16 cells of each rule, 144 in all."""
     found = [f"{cell}: {fault}" for cell in cells(rule) for fault in faults(cell)]
     assert not found, "\n".join(found[:12]) + f"\n{len(found)} in all"
+
+
+@pytest.mark.parametrize("rule", ["krum", "geometric-median"])
+def test_a_rule_that_bears_no_liar_any_more_says_so(rule: str, caplog: pytest.LogCaptureFixture) -> None:
+    """One of 2 f + 3 clients is refused for what it sent: krum needs 2 f + 3 for each liar that it bears, and a
+    geometric median 2 f + 1, so that only the first one weighs the others as if none lied."""
+    cell = Cell(rule, None, 1, None)
+    played(cell, "no numbers", honest_changes(cell))
+    told = [line.getMessage() for line in caplog.records if line.levelname == "WARNING" and rule in line.getMessage()]
+    assert [bool(re.search(r"\b1 clients? .*refused.*\b4 others", line)) for line in told] == [True] * (rule == "krum")
