@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedlora.cli.limits import Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.measures import byte_size
+from fedlora.cli.options import Adapters, AllowUnknown, AsJson, Force, Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.screen import Table, cell, complain, console, import_plots, plotted, print_json, tracked
 from fedlora.core.echo import shown
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
@@ -18,16 +18,6 @@ from fedlora.runs.picture_mark import check_picture
 
 if TYPE_CHECKING:
     from fedlora.applying.apply import Applied
-
-Adapters = Annotated[list[Path], typer.Argument(help="PEFT adapter directories", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
-AllowUnknown = Annotated[
-    list[str] | None, typer.Option(help="a config field to take as harmless (repeatable)", show_default=False)
-]
-Force = Annotated[
-    bool,
-    typer.Option("--force", help="replace what an earlier call of this command left there, by the mark in its weights"),
-]
 
 
 def inspect(
@@ -73,7 +63,7 @@ def inspect(
         console.print(table)
         base = shown(file.base_model or "not named")
         kinds = f"base model {base}, {len(file.modules)} modules, {len(file.heads)} heads"
-        console.print(f"{kinds}, {byte_size(file.size())}", markup=False)
+        console.print(f"{kinds}, {byte_size(file.size())}")
     if shared:
         table = Table(
             "overlap", *(str(k + 1) for k in range(len(files))), title="Shared column space, mean over modules"
@@ -112,7 +102,7 @@ def diff(
     console.print(table)
     for where, only in lone.items():
         if only:
-            console.print(f"only in {where}: {', '.join(map(shown, only[:3]))} ({len(only)} in all)", markup=False)
+            console.print(f"only in {where}: {', '.join(map(shown, only[:3]))} ({len(only)} in all)")
     console.print(verdict, style="bold")
 
 
@@ -159,7 +149,7 @@ def validate(
         )
     else:
         for name, reason in found.items():
-            console.print(f"{name}: {'sound' if reason is None else 'refused'}", markup=False, soft_wrap=True)
+            console.print(f"{name}: {'sound' if reason is None else 'refused'}")
             if name in fits:
                 applied.tell(fits[name])
             tell(remarks.get(name, ()))
@@ -209,6 +199,5 @@ def apply(
     applied.tell(done)
     loss = done.cost.loss if done.cost is not None else 0.0
     console.print(
-        f"{out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {loss:.1e} of the update",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {loss:.1e} of the update"
+    )

@@ -36,7 +36,7 @@ def tell(done: Applied) -> None:
     if done.cost is not None:
         lines += _costs(done.cost)
     for line in lines:
-        notes.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        notes.warn(line)
 
 
 def _costs(cost: Cost) -> list[str]:

@@ -13,7 +13,7 @@ from rich.progress import track
 from rich.text import Text
 
 from fedlora.adapters.limits import Limits
-from fedlora.cli.limits import Limit, limits_of
+from fedlora.cli.options import AsJson, Limit, limits_of, numbers
 from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red, tell_attack
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder, plain
@@ -36,7 +36,7 @@ def audit(
     draws: Annotated[int, typer.Option(min=1, help="random coordinates for each condition")] = 3,
     plot: Annotated[Path | None, typer.Option(help="where to write the picture (default: audit.png)")] = None,
     limit: Limit = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+    json: AsJson = False,
 ) -> None:
     """Re-express adapters in random coordinates and see which methods' results move; and which hit the true mean."""
     from fedlora.analysis.audit import audit as audit_method
@@ -48,7 +48,7 @@ def audit(
     if from_run is not None and (run := RunFolder(from_run)).exists():
         tell_attack(run.read_json("manifest.json"))
         _tell_round(run)
-    grid = _numbers(conditions, "--conditions", least=1.0, most=1e12)
+    grid = numbers(conditions, "--conditions", least=1.0, most=1e12)
     chosen = {label: s.build() for label, s in parse_methods(methods).items()}
     every = track(chosen.items(), "auditing", console=notes, transient=True)
     found = [audit_method(label, method, uploads, conditions=grid, draws=draws) for label, method in every]
@@ -80,7 +80,7 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
     uploads, _ = read_uploads(adapters, limits=limits)
     if weights is None:
         return uploads
-    given = _numbers(weights, "--weights", least=0.0)
+    given = numbers(weights, "--weights", least=0.0)
     if not any(given):
         raise ConfigError("--weights are all zero: there is no mean.")
     if len(given) != len(uploads):
@@ -94,24 +94,13 @@ def _tell_round(run: RunFolder) -> None:
     if found is None:
         return
     if found.round >= played:  # more where a run was stopped before it noted the round
-        notes.print(f"uploads of round {found.round} of {run.path}", markup=False, soft_wrap=True)
+        notes.print(f"uploads of round {found.round} of {run.path}")
         return
     notes.print(
         f"NOT THE LAST ROUND: these uploads are of round {found.round}, and {run.path} has played {played}; later ones "
         f"were not kept. What is said here is of round {found.round}.",
-        style="bold red", markup=False, soft_wrap=True,
-    )  # fmt: skip
-
-
-def _numbers(text: str, option: str, *, least: float, most: float = math.inf) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{option} takes numbers separated by commas; got {text!r}.") from error
-    if not all(math.isfinite(x) and least <= x <= most for x in numbers):
-        upper = f" and at most {most:g}" if math.isfinite(most) else ""
-        raise ConfigError(f"{option} takes finite numbers of at least {least:g}{upper}; got {text!r}.")
-    return numbers
+        style="bold red",
+    )
 
 
 def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequence[float]) -> None:
@@ -136,8 +125,9 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
         readouts = "" if audit.readout_drift is None else _size(audit.readout_drift[at])
         sent_readouts = "" if audit.sent_readout_drift is None else _size(audit.sent_readout_drift[at])
         error, sent_error = ("mean is 0" if x is None else _size(x) for x in (audit.error, audit.sent_error))
-        numbers = (error, sent_error, drift, sent_drift, readouts, sent_readouts)
-        table.add_row(cell(audit.method), *numbers, _consensus(audit))
+        table.add_row(
+            cell(audit.method), error, sent_error, drift, sent_drift, readouts, sent_readouts, _consensus(audit)
+        )
     console.print(table)
     dtypes = sorted({str(t.dtype).removeprefix("torch.") for u in uploads for x in u.adapter.modules.values()
                      for t in x.tensors().values()})  # fmt: skip
@@ -151,7 +141,7 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
         console.print("the mean of these adapters is zero: there is no share of it to be off by", style="yellow")
     for audit in found:
         if audit.refused is not None:
-            console.print(f"{audit.method} not run: {audit.refused}", style="yellow", markup=False)
+            console.print(f"{audit.method} not run: {audit.refused}", style="yellow")
     console.print("relative, in the Frobenius norm over all modules; what moves depends on meaningless coordinates")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import uuid
 from dataclasses import asdict, replace
@@ -11,9 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, Force
-from fedlora.cli.limits import Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.measures import byte_size
+from fedlora.cli.options import (
+    Adapters,
+    AllowUnknown,
+    AsJson,
+    Force,
+    Limit,
+    MaxBytes,
+    MaxTensors,
+    limits_of,
+    numbers,
+)
 from fedlora.cli.screen import Table, cell, console, notes, print_json, tracked
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
@@ -32,7 +40,6 @@ MaxError = Annotated[float | None, typer.Option(help="refuse to write beyond thi
 For = Annotated[str | None, typer.Option("--for", help="vllm: one rank that it takes, or a refusal")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="compute and report everything, write nothing")]
 _LISTED = 8  # names, of those with other weights
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def merge(
@@ -78,7 +85,7 @@ def merge(
     from fedlora.offline.rounds import merge_round
 
     target = _target(out, dry_run)
-    counts = _numbers(weights) if weights is not None else None
+    counts = numbers(weights, "--weights") if weights is not None else None
     limits = limits_of(limit, max_bytes, max_tensors)
     allowed = allow_unknown or ()
     finished = None
@@ -113,7 +120,7 @@ def merge(
         of_mean = f"{cut} the mean that the rule weighs{':' if method == 'svd' else ' by'}"
     _show(report if out else replace(report, out=""), json, of_mean)
     if finished is not None and report.written and not json:
-        console.print(f"round {finished} of {method}", markup=False)
+        console.print(f"round {finished} of {method}")
 
 
 def resize(
@@ -168,13 +175,6 @@ def _check_beside(given: Collection, heads: str) -> None:
         )
 
 
-def _numbers(text: str) -> list[float]:
-    found = [part.strip() for part in text.split(",")]
-    if not all(_NUMBER.fullmatch(part) for part in found):
-        raise ConfigError(f"--weights takes numbers separated by commas; got {text[:80]!r}.")
-    return [float(part) for part in found]
-
-
 def _method(text: str) -> tuple[Method[Any], str]:
     from fedlora.cli.method_names import parse_methods
 
@@ -204,7 +204,7 @@ def _show(report: MergeReport, json: bool, of_mean: str | None) -> None:
             table.add_row(cell(c.client), ranks, str(c.modules), f"{c.error:.1e}")
         console.print(table)
     for remark in report.warnings:
-        notes.print(f"note: {remark}", style="yellow", markup=False, soft_wrap=True)
+        notes.warn(f"note: {remark}")
     told = ", ".join(f"{w:.4g}" for w in report.weights)
     count = f"{len(report.adapters)} adapters, weights {told}" if len(report.adapters) > 1 else "1 adapter"
     others = f"; others in {len(report.module_weights)} modules and tensors" if report.module_weights else ""
@@ -212,34 +212,31 @@ def _show(report: MergeReport, json: bool, of_mean: str | None) -> None:
         counts = ", ".join(f"{c:.4g}" for c in report.weighed.counts)
         gone = sum(c == 0 for c in report.weighed.counts)
         others += f"; after {report.weighed.rule} their changes count {counts} ({gone} left out)"
-    console.print(f"{count}{others}", markup=False, soft_wrap=True)
+    console.print(f"{count}{others}")
     for name in list(report.module_weights)[:_LISTED]:
-        console.print(f"  {shown(name)}: {', '.join(f'{w:.4g}' for w in report.module_weights[name])}", markup=False)
+        console.print(f"  {shown(name)}: {', '.join(f'{w:.4g}' for w in report.module_weights[name])}")
     if len(report.module_weights) > _LISTED:
-        console.print(f"  and {len(report.module_weights) - _LISTED} more; --json has all", markup=False)
+        console.print(f"  and {len(report.module_weights) - _LISTED} more; --json has all")
     if report.beside:
-        console.print(f"{len(report.beside)} tensors beside the pairs, such as {shown(report.beside[0])}", markup=False)
+        console.print(f"{len(report.beside)} tensors beside the pairs, such as {shown(report.beside[0])}")
     if report.lacking:
-        console.print(
-            f"{len(report.lacking)} modules are not in every adapter, such as {shown(report.lacking[0])}", markup=False
-        )
+        console.print(f"{len(report.lacking)} modules are not in every adapter, such as {shown(report.lacking[0])}")
     for kind, names in report.dropped.items():
-        console.print(f"left out, {kind}: {len(names)}, such as {shown(names[0])}", markup=False)
-    console.print(f"{of_mean or 'truncation error over all modules:'} {report.error:.2e}", markup=False)
+        console.print(f"left out, {kind}: {len(names)}, such as {shown(names[0])}")
+    console.print(f"{of_mean or 'truncation error over all modules:'} {report.error:.2e}")
     if report.weighed is not None and report.weighed.apart is not None:
         console.print(
-            f"the mean that the rule weighs is off the plain mean of all adapters by {report.weighed.apart:.2e}",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+            f"the mean that the rule weighs is off the plain mean of all adapters by {report.weighed.apart:.2e}"
+        )
     if report.rounding:
-        console.print(f"writing {report.dtype} adds {report.rounding:.2e}", markup=False)
+        console.print(f"writing {report.dtype} adds {report.rounding:.2e}")
     if report.beside_rounding:
         console.print(
             f"it moves tensors beside the pairs by up to {report.beside_rounding:.2e} of their own size; what that is "
-            f"of their change, only the base model tells", markup=False, soft_wrap=True,
-        )  # fmt: skip
+            f"of their change, only the base model tells"
+        )
     to = f" to {report.out}" if report.out else ""
     where = f"{report.out}: " if report.written else f"dry run, nothing was written{to}: "
     stored = f"rank {report.rank}" if report.one_rank else f"ranks up to {report.rank}"
     size = f"{byte_size(report.bytes)} of {report.dtype}, from {byte_size(report.bytes_before)}"
-    console.print(f"{where}{stored}, {size}", markup=False, soft_wrap=True)
+    console.print(f"{where}{stored}, {size}")

@@ -13,7 +13,7 @@ from fedlora.adapters.merging import open_adapters
 from fedlora.adapters.reader import AdapterFile
 from fedlora.analysis.inspection import overlap
 from fedlora.applying.base_folder import BaseFiles
-from fedlora.cli.limits import limits_of
+from fedlora.cli.options import limits_of
 from fedlora.cli.screen import notes
 from fedlora.core.echo import quoted
 from fedlora.data.demo import HUB_NAMES, model_location
@@ -60,7 +60,7 @@ def base_files(base: str) -> BaseFiles:
 
 def tell(remarks: Sequence[str]) -> None:
     for remark in remarks:
-        notes.print(f"note: {remark}", style="yellow", markup=False, soft_wrap=True)
+        notes.warn(f"note: {remark}")
 
 
 def of_one_base(files: Sequence[AdapterFile]) -> list[AdapterFile]:

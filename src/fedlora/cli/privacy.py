@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedlora.cli.runs import AsJson, DataRoot, Sets
+from fedlora.cli.options import AsJson, DataRoot, Sets
 from fedlora.cli.screen import Table, cell, console, notes, print_json
 from fedlora.errors import ConfigError, counted
 from fedlora.runs.quiet import quiet_libraries
@@ -98,11 +98,10 @@ def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: boo
         _show_plan(found)
     check_affordable(prepared)  # exit code 2 and one line, where the run would be refused
     if weak := [name for name, part in found.parts.items() if part.signal <= part.lost]:
-        notes.print(
+        notes.warn(
             f"in {len(weak)} of {len(found.parts)} parts a change that all clients agree on, with the clip spread "
-            f"evenly, drowns in the noise even after all rounds: expect little more than noise there.",
-            style="yellow", markup=False, soft_wrap=True,
-        )  # fmt: skip
+            f"evenly, drowns in the noise even after all rounds: expect little more than noise there."
+        )
 
 
 def _show_plan(found: PrivacyPlan) -> None:
@@ -114,9 +113,8 @@ def _show_plan(found: PrivacyPlan) -> None:
         f"{how_strong(found.epsilon)}: noise multiplier "
         f"{found.noise_multiplier:.3f}, clip {found.clip:g}, {counted(found.clients, 'client')} ({who}), "
         f"{found.size} numbers a round (about {found.size * SECONDS_AN_ENTRY:.0f} s to draw their noise), "
-        f"server rank {found.rank}",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"server rank {found.rank}"
+    )
     table = Table("part", "summed as", "signal", "noise", "strongest", "drowns below", title="A round's mean change")
     for name, part in found.parts.items():
         table.add_row(
@@ -127,6 +125,5 @@ def _show_plan(found: PrivacyPlan) -> None:
     console.print(
         "signal: where all clients agree and the clip is spread evenly over the parts; no data were looked at. noise: "
         "its norm; strongest: its strongest direction. drowns below: what no number of clients who agree can show in "
-        "these rounds.",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        "these rounds."
+    )

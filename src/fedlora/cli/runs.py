@@ -24,6 +24,7 @@ from fedlora.cli.measures import (
     other_scores,
     worst_client,
 )
+from fedlora.cli.options import AsJson, Config, DataRoot, Sets
 from fedlora.cli.screen import (
     Table,
     complain,
@@ -49,16 +50,9 @@ if TYPE_CHECKING:
     from fedlora.runs.config import RunConfig
     from fedlora.simulation import RoundRecord
 
-Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key, as run.rounds=5")]
 Out = Annotated[Path | None, typer.Option(help="the run folder (default: runs/<config name>)")]
-Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in the folder")]
-DataRoot = Annotated[
-    Path | None,
-    typer.Option(envvar="FEDLORA_DATA_ROOT", help="where the files of data.task are (folders glue, superni)"),
-]
 WorkersHelp = typer.Option(metavar="N|auto", help="processes, one run each at a time; auto: one a core")
-AsJson = Annotated[bool, typer.Option("--json", help="print the summary as JSON instead of tables")]
+Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in the folder")]
 
 
 def run(
@@ -99,7 +93,7 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
         if not results:  # else it is prepared, and compared then
             tell_gone(check_finished(folder, config, data_root))
         said = _made_again(folder, results) if results else _nothing_left(folder, config, states)
-        notes.print(said, style="yellow", markup=False, soft_wrap=True)
+        notes.warn(said)
         if results:
             _rounds(config, folder, resume, config.method.name, data_root)
     if not (folder.plots / "metric.png").exists():  # also after a kill between the summary and the plots
@@ -170,11 +164,10 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
         prepared = prepare(config, data_root, stored_classes(folder))
     tell_attack(prepared.manifest)
     if len(prepared.clients) == 1:
-        notes.print(
+        notes.warn(
             "one client: nothing is combined. For several, give clients.ranks a rank for each, or clients.count their "
-            "number.",
-            style="yellow", markup=False, soft_wrap=True,
-        )  # fmt: skip
+            "number."
+        )
     tell_copies(prepared.manifest["copies"])
     tell_cut(prepared.manifest["cut"], config.data.max_length, "data.max_length")
     tell_held_out_cut(prepared.manifest["cut_held_out"], config.data.max_length, config.evaluate.max_new_tokens)
@@ -182,7 +175,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
         if not folder.exists():
             check_affordable(prepared)  # a refusal needs neither a folder nor a progress bar
         words = where_to_look(folder.path / "private" / "log", drawn=config.privacy.sampling == "poisson")
-        notes.print(words, style="yellow", markup=False, soft_wrap=True)
+        notes.warn(words)
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
     done = (newest_round(folder.checkpoints) or 0) if folder.exists() else 0
     with _progress(label, config.run.rounds, per_round, prepared.metric, done) as watch:
@@ -207,7 +200,7 @@ class _Watch:
         self._progress, self._task, self._metric, self._rounds = progress, task, metric, rounds
 
     def tell(self, line: str, style: str = "yellow") -> None:
-        self._progress.console.print(line, style=style, markup=False, soft_wrap=True)
+        self._progress.console.print(line, style=style)
 
     def client_done(self) -> None:
         self._progress.update(self._task, advance=1)
@@ -222,7 +215,7 @@ class _Watch:
             said = [f"round {round} of {self._rounds} done", shown["loss"], shown.get("metric", "")]
             self.tell(", ".join(filter(None, said)), style="none")
         for client, reason in done.refused.items():
-            self._progress.console.print(f"round {round}: {client} left out: {reason}", style="yellow", markup=False)
+            self._progress.console.print(f"round {round}: {client} left out: {reason}", style="yellow")
 
 
 @contextmanager
@@ -307,16 +300,16 @@ def _show(folder: RunFolder) -> None:
     if s.get("defence"):
         console.print(_weighed(s["defence"]["clients"]))
         for remark in remarks(s["defence"], manifest["clients"]):
-            notes.print(f"note: {remark}", style="yellow", soft_wrap=True)
+            notes.warn(f"note: {remark}")
     if (matrix := confusion_table(s.get("confusion"), "last")) is not None:
         console.print(matrix)
     elif least := least_recalled(s["test"]["last"]):
-        console.print(f"least recall on test, last: {least}", markup=False)
+        console.print(f"least recall on test, last: {least}")
     if s["gauge_drift"]:
         console.print("gauge check: the same updates in random coordinates (condition 10); the model should not move")
     _show_samples(folder)
     made = [name for name in ("adapter", "best", "clients", "plots", "samples.md") if (folder.path / name).exists()]
-    console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True, markup=False)
+    console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json")
 
 
 def _clients(s: dict[str, Any], manifest: dict[str, Any], last: dict[str, Any]) -> Table:
@@ -361,7 +354,7 @@ def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:
         for name in ("prompt", "wanted", "before", "after"):
             said = " ".join(row[name].split())
             shown = said if len(said) <= width else said[: width - 3] + "..."
-            console.print(f"{name + ':':8} {shown or '(nothing)'}", soft_wrap=True, markup=False, highlight=False)
+            console.print(f"{name + ':':8} {shown or '(nothing)'}")
         console.print()
 
 

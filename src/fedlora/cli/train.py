@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedlora.cli.adapters import Force
-from fedlora.cli.idle import refuse_idle
-from fedlora.cli.limits import Limit, limits_of
+from fedlora.cli.options import Force, Limit, limits_of, refuse_idle
 from fedlora.cli.screen import console, tell_cut
 from fedlora.core.folders import check_target
 from fedlora.errors import ConfigError
@@ -129,9 +127,8 @@ def train(
     tell_cut({client: asdict(done.cut)} if done.cut.cut else {}, done.max_length, "--max-length")
     console.print(
         f"{out}: rank {done.ranks}, {played.upload.num_examples} examples, {played.memory.position} seen, mean loss "
-        f"{played.loss:.4f}. Hand it to whoever runs fedlora merge --weights-from num_examples.",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{played.loss:.4f}. Hand it to whoever runs fedlora merge --weights-from num_examples."
+    )
 
 
 def read_class_weights(text: str | None, examples: TextData) -> ClassWeights | None:

@@ -36,8 +36,10 @@ def init(
     port: Annotated[int, typer.Option(min=1, max=65535, help="of the proxy, where sites connect")] = 443,
     superlink_port: Annotated[int, typer.Option(min=1, max=65535, help="of the SuperLink, on loopback")] = 18080,
 ) -> None:
-    """Write all that a federation's server needs. With --server-name and --sites it asks for no site's data, and each
-    site gets FOLDER/join/NAME.toml; without both it is a trial on this machine, whose sites lie in FOLDER/sites."""
+    """At the server: write all that a federation needs.
+
+    With --server-name and --sites it asks for no site's data, and each site gets FOLDER/join/NAME.toml; without both it
+    is a trial on this machine, whose sites lie in FOLDER/sites."""
     needed()
     from fedlora.flower.terms import names
 
@@ -99,7 +101,7 @@ def init(
             f"and who is missing counts as zero: it begins once all are online. Members, rounds and [privacy] stay. "
             f"What was spent: fedlora privacy {typed(made.settings.privacy.ledger)}"
         )
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    console.print("\n".join(lines))
 
 
 def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: int) -> None:
@@ -125,7 +127,7 @@ def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: i
     notes.print("loading the model, for the common start ...")
     trial(folder, loaded, superlink_port)
     said = f"{folder}: ready. Try it on this machine: fedlora flower up {typed(folder)}"
-    console.print(said, markup=False, soft_wrap=True)
+    console.print(said)
 
 
 def _classes(labels: str | None) -> list[str] | None:

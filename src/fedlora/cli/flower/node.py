@@ -19,11 +19,12 @@ def node(
     folder: Annotated[Path, typer.Argument(help="a site's folder, of `fedlora flower site`", show_default=False)],
     check: Annotated[bool, typer.Option(help="read data and base model first; refuse what no round could use")] = True,
 ) -> None:
-    """Take part: run this site's SuperNode until SIGTERM or Ctrl-C, start it again when it ends, say what happens.
+    """At a site: take part.
 
-    Waits where the server is away, does not know the key yet, or cannot be believed, and says why. Exit codes: 0 after
-    SIGTERM or SIGINT, and never otherwise; 1: no memory, no room, it may pass; 2: this site's own files are wrong, and
-    nothing was sent.
+    Runs this site's SuperNode until SIGTERM or Ctrl-C, starts it again when it ends, and says what happens. Waits where
+    the server is away, does not know the key yet, or cannot be believed, and says why. Exit codes: 0 after SIGTERM or
+    SIGINT, and never otherwise; 1: no memory, no room, it may pass; 2: this site's own files are wrong, and nothing was
+    sent.
     """
     needed()
     from fedlora.flower.places import SiteFolder
@@ -68,4 +69,4 @@ def node(
 def _say(line: str) -> None:
     """One line; with the time, unless systemd's journal adds it."""
     time = "" if os.environ.get("JOURNAL_STREAM") else f"{datetime.now():%H:%M:%S} "
-    notes.print(f"{time}{line}", markup=False, highlight=False, soft_wrap=True)
+    notes.print(f"{time}{line}")

@@ -31,7 +31,7 @@ def site(
     threads: Annotated[int | None, typer.Option(min=1, help="of the processor")] = None,
     rotate: Annotated[bool, typer.Option("--rotate", help="another key for a folder that is there")] = False,
 ) -> None:
-    """Make a site's folder from the server's join file: its key, its settings, and its checks.
+    """At a site: make its folder, its key and settings, from the server's join file, and check what it has.
 
     Data and base model are read, and nothing is sent. Then send FOLDER/request.toml to the server, and start
     `fedlora flower node FOLDER`.
@@ -62,26 +62,23 @@ def site(
         if request is None:
             console.print(
                 f"{folder}: the server has the new key, which has taken the old one's place; that is deleted. For "
-                f"another key call this again.",
-                markup=False, soft_wrap=True,
-            )  # fmt: skip
+                f"another key call this again."
+            )
             return
         console.print(
             f"{folder}: a new key, {request.fingerprint}. The old one works until the server has this one:\n"
             f"1. send {here.request} to the server, where it is admitted with: fedlora flower admit FED request.toml "
             f"--rotate\n2. nothing more: fedlora flower node goes over to it by itself. After that, call this once "
-            f"more: it deletes the old one.",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+            f"more: it deletes the old one."
+        )
         return
     if join is not None and is_site(folder) and not any(value is not None for value in given.values()):
         said = take_join(folder, join)
         console.print(
             f"{folder}: has the server's file now ({said.address}). Restart its unit (systemctl restart fedlora-site), "
             f"and see with: fedlora doctor {typed(folder)}\n"
-            f"The server's app: {app_row(said, Site.read(here.site).app)[1]}.",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+            f"The server's app: {app_row(said, Site.read(here.site).app)[1]}."
+        )
         return
     for name in ("join", "data", "model"):
         if {"join": join, **given}[name] is None:
@@ -110,9 +107,8 @@ def site(
     console.print(
         f"{folder}: ready, with the key {request.fingerprint}.\n1. send {here.request} to the server, where it is "
         f"admitted with: fedlora flower admit FED request.toml\n2. take part: fedlora flower node {typed(folder)}\n   "
-        f"or, for good: fedlora flower install {typed(folder)}",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+        f"or, for good: fedlora flower install {typed(folder)}"
+    )
 
 
 def _alone(option: str, others: dict[str, Any]) -> None:
