@@ -219,16 +219,16 @@ def test_the_command_begins_charges_raises_and_adopts(path: Path) -> None:
     [
         (["--adopt"], "--because"),
         (["--budget", 5, "--charge", "--because", "x"], "one at a time"),
-        (["--rounds", 5], "add --charge"),
+        (["--rounds", 5], "--rounds goes with --charge"),
         (["--charge", "--because", "x"], "needs --noise-multiplier and --rounds"),
         (["--charge", "--noise-multiplier", 0, "--rounds", 5, "--because", "x"], "no finite epsilon"),
         (["--budget", -1, "--delta", 1e-3, "--because", "x"], "positive and finite"),
         (["--budget", 1, "--delta", 2, "--because", "x"], "delta is a probability"),
-        (["--because", "x"], "go with --budget"),
-        (["--population", "x"], "go with --budget"),
+        (["--because", "x"], "--because goes with --budget"),
+        (["--population", "x"], "--population goes with --budget"),
         (["--adopt", "--delta", 1e-3, "--because", "x"], "--delta goes with --budget"),
         (["--budget", 1, "--delta", 1e-3, "--because", "x", "--population", "others"], "leave --population out"),
-        (["--plan", "--because", "x"], "a plan decides nothing"),
+        (["--plan", "--because", "x"], "--because goes with --budget"),
     ],
 )
 def test_the_command_says_what_is_wrong_and_writes_nothing(path: Path, args: list[Any], words: str) -> None:

@@ -14,7 +14,8 @@ from rich.text import Text
 
 from fedlora.adapters.limits import Limits
 from fedlora.cli.options import AsJson, Limit, limits_of, numbers
-from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red, tell_attack
+from fedlora.cli.run_words import tell_attack
+from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.runs.picture_mark import check_picture

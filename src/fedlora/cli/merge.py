@@ -22,13 +22,12 @@ from fedlora.cli.options import (
     limits_of,
     numbers,
 )
-from fedlora.cli.screen import Table, cell, console, notes, print_json, tracked
+from fedlora.cli.screen import Table, cell, console, print_json, tell_remarks, tracked
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
-    from fedlora.adapters.collection import Collection
     from fedlora.adapters.merge_report import MergeReport
     from fedlora.core.method import Method
 
@@ -107,8 +106,6 @@ def merge(
             adapters, counts, weights_from, missing, heads=heads, same_base=same_base, allow_unknown=allowed,
             limits=limits,
         )  # fmt: skip
-        if rule is not None:
-            _check_beside(given, heads)
         chosen, label = _method(method)
         report, finished = merge_round(
             given, place, chosen, label, wanted, missing=cast("Any", missing or "zero"),
@@ -164,17 +161,6 @@ def _target(out: Path | None, dry_run: bool) -> Path:
     return out or Path(tempfile.gettempdir()) / f"fedlora-{uuid.uuid4().hex}"
 
 
-def _check_beside(given: Collection, heads: str) -> None:
-    """Raises `ConfigError` where tensors beside the pairs would be averaged behind a rule's back."""
-    beside = sorted({name for file in given.files for name in file.heads})
-    if beside and heads in ("average", "holders"):
-        raise ConfigError(
-            f"--defence looks at pairs alone, and {len(beside)} tensors beside them ({shown(beside[0])} for one) would "
-            f"be averaged with the plain weights, liars included. Add --heads drop, or --heads first to take those of "
-            f"the first adapter; rounds of a server (fedlora run, fedlora flower) judge heads with the pairs."
-        )
-
-
 def _method(text: str) -> tuple[Method[Any], str]:
     from fedlora.cli.method_names import parse_methods
 
@@ -203,8 +189,7 @@ def _show(report: MergeReport, json: bool, of_mean: str | None) -> None:
             ranks = str(c.ranks[0]) if c.ranks[0] == c.ranks[1] else f"{c.ranks[0]} to {c.ranks[1]}"
             table.add_row(cell(c.client), ranks, str(c.modules), f"{c.error:.1e}")
         console.print(table)
-    for remark in report.warnings:
-        notes.warn(f"note: {remark}")
+    tell_remarks(report.warnings)
     told = ", ".join(f"{w:.4g}" for w in report.weights)
     count = f"{len(report.adapters)} adapters, weights {told}" if len(report.adapters) > 1 else "1 adapter"
     others = f"; others in {len(report.module_weights)} modules and tensors" if report.module_weights else ""
