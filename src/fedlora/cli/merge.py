@@ -111,10 +111,7 @@ def merge(
             given, place, chosen, label, wanted, missing=cast("Any", missing or "zero"),
             state=state, readout=readout, rule=rule, said=said, progress=tracked,
         )  # fmt: skip
-    of_mean = "off the mean of the adapters by" if (method != "svd" or readout is not None) and state is None else None
-    if rule is not None and state is None:
-        cut = "truncation error over all modules, of" if method == "svd" else "off"
-        of_mean = f"{cut} the mean that the rule weighs{':' if method == 'svd' else ' by'}"
+    of_mean = _of_what(method, ruled=rule is not None, read_out=readout is not None) if state is None else None
     _show(report if out else replace(report, out=""), json, of_mean)
     if finished is not None and report.written and not json:
         console.print(f"round {finished} of {method}")
@@ -159,6 +156,14 @@ def _target(out: Path | None, dry_run: bool) -> Path:
     if out is None and not dry_run:
         raise ConfigError("nothing says where to write: give -o DIRECTORY, or --dry-run to write nothing.")
     return out or Path(tempfile.gettempdir()) / f"fedlora-{uuid.uuid4().hex}"
+
+
+def _of_what(method: str, *, ruled: bool, read_out: bool) -> str | None:
+    """What the result's error is relative to, in words; None: its own modules, as they were truncated."""
+    if ruled:
+        mean = "the mean that the rule weighs"
+        return f"truncation error over all modules, of {mean}:" if method == "svd" else f"off {mean} by"
+    return "off the mean of the adapters by" if method != "svd" or read_out else None
 
 
 def _method(text: str) -> tuple[Method[Any], str]:
