@@ -37,6 +37,3 @@ def install(
     typer.echo("\n".join(step.shown() for step in todo))
     if not print_:
         carry_out(todo)
-
-
-__all__ = ["install"]

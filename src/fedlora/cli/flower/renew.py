@@ -25,6 +25,3 @@ def renew(folder: Folder) -> None:
         *(["join files have changed: where name, port or authority did, hand them out"] if done.handed else []),
     ]
     console.print("\n".join(lines or ["all is as it should be."]))
-
-
-__all__ = ["renew"]

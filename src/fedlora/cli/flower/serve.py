@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -13,9 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, typed
+from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, say, typed
 from fedlora.cli.options import AsJson
-from fedlora.cli.screen import Table, cell, console, notes, print_json
+from fedlora.cli.screen import Table, cell, console, print_json
 from fedlora.errors import counted
 
 
@@ -74,12 +73,6 @@ def status(
             time.sleep(3)
         except KeyboardInterrupt:
             return
-
-
-def say(line: str) -> None:
-    """A line on stderr at once, with the time unless the journal writes it."""
-    at = "" if "JOURNAL_STREAM" in os.environ else time.strftime("%H:%M:%S ")
-    notes.print(f"{at}{line}")
 
 
 class Stop(threading.Event):
@@ -229,6 +222,3 @@ def _rounds_table(progress: Any, count: int) -> Table:
 
 def _number(value: Any, digits: int = 3) -> str:
     return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
-
-
-__all__ = ["say", "serve", "status", "stopping", "tell_end"]

@@ -84,6 +84,3 @@ def _rank(rank: object) -> str:
 
 def _say(line: str) -> None:
     console.print(line)
-
-
-__all__ = ["admit", "remove"]
