@@ -238,6 +238,16 @@ def test_the_command_says_what_is_wrong_and_writes_nothing(path: Path, args: lis
     assert path.read_bytes() == before
 
 
+def test_where_data_are_by_the_environment_says_nothing_of_a_ledger(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option counts as typed where it was typed: the variable is for the runs of the same shell."""
+    of(path).charge(an_event(1))
+    monkeypatch.setenv("FEDLORA_DATA_ROOT", str(path.parent))
+    assert "in 1 releases" in said(path)
+    assert "--data-root" in said(path, "--data-root", path.parent, code=2)
+
+
 def test_a_file_that_is_no_ledger_stays_as_it_is(path: Path) -> None:
     path.write_text("my notes\n")
     assert said(path, "--budget", 5, "--delta", 1e-3, "--because", "x", code=2)

@@ -5,6 +5,7 @@ options.py   options that several commands have           screen.py, formats.py 
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated
 
@@ -29,6 +30,14 @@ _INTERRUPTED = 130
 AFTER_INTERRUPT = {
     **dict.fromkeys(("run", "demo", "compare"), "rounds that were finished, if any, are stored: go on with --resume"),
     "experiment run": "runs and rounds that were finished, if any, are stored: the same command goes on",
+}
+# What to do about an error of the system that no command foresaw.
+_WAYS_OUT = {
+    errno.ENOSPC: " Free some space there, or name another place.",
+    errno.EDQUOT: " Free some of your space there, or name another place.",
+    errno.EACCES: " This user may not do that there: name another place, or ask its owner.",
+    errno.EPERM: " This user may not do that there: name another place, or ask its owner.",
+    errno.EROFS: " Name a place that can be written to.",
 }
 
 app = typer.Typer(
@@ -68,9 +77,15 @@ def main() -> None:
     except FedLoRAError as error:
         sys.exit(_complain(str(error)))
     except OSError as error:  # a full disk, a folder that may not be written
-        sys.exit(_complain(f"{error.filename or 'a file'}: {error.strerror or error}."))
+        way = _WAYS_OUT.get(error.errno or 0, "")
+        sys.exit(_complain(f"{error.filename or 'a file'}: {error.strerror or error}.{way}"))
     except MemoryError:
-        sys.exit(_complain("this machine has not the memory for that."))
+        sys.exit(
+            _complain(
+                "this machine has not enough memory for that. End other programs, or give it less at once: fewer "
+                "workers, a smaller batch, a smaller model."
+            )
+        )
     except click.ClickException as error:  # a wrong option or argument
         if isinstance(error, click.NoSuchOption):
             from fedlora.cli.options import meant

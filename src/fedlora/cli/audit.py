@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import track
 from rich.text import Text
 
 from fedlora.adapters.limits import Limits
 from fedlora.cli.options import AsJson, Limit, limits_of, numbers
 from fedlora.cli.run_words import tell_attack
-from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red
+from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red, tracked
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.runs.picture_mark import check_picture
@@ -51,8 +50,10 @@ def audit(
         _tell_round(run)
     grid = numbers(conditions, "--conditions", least=1.0, most=1e12)
     chosen = {label: s.build() for label, s in parse_methods(methods).items()}
-    every = track(chosen.items(), "auditing", console=notes, transient=True)
-    found = [audit_method(label, method, uploads, conditions=grid, draws=draws) for label, method in every]
+    found = [
+        audit_method(label, method, uploads, conditions=grid, draws=draws)
+        for label, method in tracked(chosen.items(), "auditing")
+    ]
     if json:
         print_json(plain({audit.method: asdict(audit) for audit in found}))
     else:
@@ -110,25 +111,18 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
     modules = len({name for u in uploads for name in u.adapter.modules})
     table = Table(title=f"{len(uploads)} adapters, {modules} modules, ranks {', '.join(map(str, ranks))}")
     table.add_column("method", no_wrap=True)
-    table.add_column("off the true mean by\nin float64", justify="right")
-    table.add_column("as sent", justify="right")
-    table.add_column(f"moves in other coordinates\n(condition {at:g}) in float64", justify="right")
-    table.add_column("as sent", justify="right")
-    table.add_column("what clients get\nmoves in float64", justify="right")
-    table.add_column("as sent", justify="right")
+    asked = ("off the true mean by\n", f"moves in other coordinates\n(condition {at:g}) ", "what clients get\nmoves ")
+    for title in (name for words in asked for name in (f"{words}in float64", "as sent")):
+        table.add_column(title, justify="right")
     table.add_column("")
     for audit in found:
         if audit.refused is not None:
             continue
         none = "mean is 0" if audit.zero_mean else "one factor travels"
-        drift = none if audit.drift is None else _size(audit.drift[at])
-        sent_drift = "" if audit.sent_drift is None else _size(audit.sent_drift[at])
-        readouts = "" if audit.readout_drift is None else _size(audit.readout_drift[at])
-        sent_readouts = "" if audit.sent_readout_drift is None else _size(audit.sent_readout_drift[at])
-        error, sent_error = ("mean is 0" if x is None else _size(x) for x in (audit.error, audit.sent_error))
-        table.add_row(
-            cell(audit.method), error, sent_error, drift, sent_drift, readouts, sent_readouts, _consensus(audit)
-        )
+        moves = (audit.drift, audit.sent_drift, audit.readout_drift, audit.sent_readout_drift)
+        errors = ("mean is 0" if x is None else _size(x) for x in (audit.error, audit.sent_error))
+        first, *more = (None if x is None else _size(x[at]) for x in moves)
+        table.add_row(cell(audit.method), *errors, first or none, *(x or "" for x in more), _consensus(audit))
     console.print(table)
     dtypes = sorted({str(t.dtype).removeprefix("torch.") for u in uploads for x in u.adapter.modules.values()
                      for t in x.tensors().values()})  # fmt: skip
