@@ -61,7 +61,7 @@ def train(
 ) -> None:
     """A site's half of a round: train a received adapter on own data, and write the upload to hand back."""
     from fedlora.adapters.writer import TRAIN, upload_folder
-    from fedlora.offline.examples import Columns, parse_class_weights, read_examples
+    from fedlora.offline.examples import Columns, kind_of, parse_class_weights, read_examples
     from fedlora.offline.site import Fresh, train_site
     from fedlora.runs.quiet import quiet_libraries
     from fedlora.training.settings import TrainSettings
@@ -76,8 +76,9 @@ def train(
     if not (0 < lr < 1e6 and 0 < epochs < 1e6):
         raise ConfigError(f"--lr and --epochs are positive numbers; got {lr:g} and {epochs:g}.")
     columns = Columns(text=text, pair=pair, label=label, prompt=prompt, response=response, messages=messages)
-    examples, kind = read_examples(data, columns, None if labels is None else split_names(labels))
+    kind = kind_of(data, columns)
     refuse_idle(context, _of_other_kinds(data, columns, kind))
+    examples = read_examples(data, columns, kind, None if labels is None else split_names(labels))
     weights = parse_class_weights(class_weights, examples) if class_weights is not None else None
     settings = TrainSettings(
         lr=lr, steps=steps, epochs=epochs, batch_size=batch_size, max_length=max_length, bf16=bf16,
@@ -87,7 +88,7 @@ def train(
     wanted = targets if targets == "all-linear" else split_names(targets)
     done = train_site(
         base,
-        "classification" if examples.kind == "classification" else "causal-lm",
+        "classification" if kind == "classes" else "causal-lm",
         adapter if adapter is not None else Fresh(wanted, rank, seed=start_seed),
         examples, settings, out, client=client, round=round, seed=seed, start_seed=start_seed, device=device,
         data_file=data, limits=limits_of(limit), force=force,

@@ -33,37 +33,41 @@ class Columns:
         return self.messages or CHAT
 
 
-def read_examples(data: Path, columns: Columns, labels: Sequence[str] | None = None) -> tuple[TextData, Kind]:
-    """The examples, and what they are of: classes where there is such a column, else answers or conversations.
-
-    Args:
-        labels: the classes of all sites in one order; None: those of the file, which must then be numbers from 0 on.
+def kind_of(data: Path, columns: Columns) -> Kind:
+    """What a file's examples are of: classes where there is such a column, else answers or conversations.
 
     Raises:
-        ConfigError: none of the columns is there, or the classes are not those of a federation. DataError: as the
-            readers say.
-
-    Example:
-        >>> data, kind = read_examples(Path("train.jsonl"), Columns(), ["no", "yes"])
-        >>> kind
-        'classes'
+        ConfigError: none of the columns is there. DataError: as the readers say.
     """
     there = list(open_table(data, []).columns)
     if columns.label in there:
-        return _classes(data, columns, labels), "classes"
+        return "classes"
     if columns.response not in there and columns.talks not in there:
         raise ConfigError(
             f"{data} has no column {columns.label!r} (classes), {columns.response!r} (answers) or {columns.talks!r} "
             f"(conversations): {there}."
         )
     talks = columns.messages is not None or not {columns.prompt, columns.response} <= set(there)
-    examples = read_instructions(
-        data, prompt=columns.prompt, response=columns.response, messages=columns.messages
-    )  # fmt: skip
-    return examples, "conversations" if talks else "instructions"
+    return "conversations" if talks else "instructions"
 
 
-def _classes(data: Path, columns: Columns, labels: Sequence[str] | None) -> TextData:
+def read_examples(data: Path, columns: Columns, kind: Kind, labels: Sequence[str] | None = None) -> TextData:
+    """The examples of a file of that kind.
+
+    Args:
+        labels: the classes of all sites in one order; None: those of the file, which must then be numbers from 0 on.
+
+    Raises:
+        ConfigError: the classes are not those of a federation. DataError: as the readers say.
+
+    Example:
+        >>> columns = Columns()
+        >>> data = read_examples(Path("train.jsonl"), columns, kind_of(Path("train.jsonl"), columns), ["no", "yes"])
+    """
+    if kind != "classes":
+        return read_instructions(
+            data, prompt=columns.prompt, response=columns.response, messages=columns.messages
+        )  # fmt: skip
     examples = read_classification(
         data, text=columns.text, label=columns.label, pair=columns.pair, label_names=labels, key="--labels"
     )
