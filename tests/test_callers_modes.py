@@ -18,7 +18,7 @@ from fedlora import METHODS, Adapter, AdapterSpec, Client, LoRA, Roles, Server, 
 from fedlora.adapters import merge
 from fedlora.adapters.io import load_into_model
 from fedlora.server.robust_rules import GeometricMedian
-from fedlora.testing.bits import differing, seen
+from fedlora.testing.comparing import differing, seen
 from fedlora.testing.federations import rounds
 
 RANKS = dict.fromkeys("abcd", 3)

@@ -17,7 +17,7 @@ from fedlora.analysis.audit import regauge
 from fedlora.core.lora import stack
 from fedlora.errors import FactorNotShared
 from fedlora.testing import CONTRACTS, Claim, ContractBroken, basics, measure, promises
-from fedlora.testing.drift import relative
+from fedlora.testing.comparing import relative
 from fedlora.testing.federations import AWAY, EQUAL, FULL, MIXED, PARTIAL, SHAPES, Ranks, Round, Who, rounds
 
 VISIBLE = 1e-3  # what is not promised is off by more

@@ -24,7 +24,7 @@ from fedlora.adapters import allocation
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
 from fedlora.adapters.untrusted_files import Stored
-from fedlora.cli.limits import Limit
+from fedlora.cli.options import Limit
 from fedlora.errors import AdapterFormatError, ConfigError
 from support.command_line import Said
 

@@ -22,7 +22,24 @@ from support.projects import FEDSA, Finished, same_run
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 
 
-def test_as_a_process_it_gives_the_same_bits_and_only_json_on_stdout(
+def test_where_no_terminal_shows_a_bar_there_is_a_line_for_each_round(finished: Finished) -> None:
+    rounds = finished.folder.read_json("summary.json")["rounds"]
+    told = [line.split(",")[0] for line in finished.err.splitlines() if line.startswith("round ")]
+    assert told == [f"round {k} of {rounds} done" for k in range(1, rounds + 1)]
+
+
+def test_on_stdout_there_is_only_json(
+    finished: Finished, project: Path, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """Asked of a finished run, where `--resume` has nothing to train."""
+    run = shutil.copytree(finished.folder.path, tmp_path / "run")
+    sets = [a for s in ("run.readouts=true", "evaluate.clients_at_end=true") for a in ("--set", s)]
+    said = main("run", project / "config.toml", "--out", run, "--resume", "--json", *sets)
+    assert said.code == 0 and json.loads(said.out) == RunFolder(run).read_json("summary.json")
+
+
+@pytest.mark.exhaustive  # two processes that import torch and train; the tests above ask the rest of it in this one
+def test_as_a_process_it_gives_the_same_bits_without_a_warning_and_bad_input_is_one_line(
     finished: Finished, project: Path, tmp_path: Path
 ) -> None:
     sets = [a for s in ("run.readouts=true", "evaluate.clients_at_end=true") for a in ("--set", s)]
@@ -30,16 +47,10 @@ def test_as_a_process_it_gives_the_same_bits_and_only_json_on_stdout(
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == RunFolder(tmp_path / "run").read_json("summary.json")
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
-    rounds = finished.folder.read_json("summary.json")["rounds"]  # where no terminal shows a bar, a line for each
-    told = [line.split(",")[0] for line in done.stderr.splitlines() if line.startswith("round ")]
-    assert told == [f"round {k} of {rounds} done" for k in range(1, rounds + 1)]
     same_run(RunFolder(tmp_path / "run"), finished.folder)
-
-
-def test_as_a_process_bad_input_is_one_line_and_code_2(tmp_path: Path) -> None:
-    done = process("run", tmp_path / "nowhere.toml", "--out", tmp_path / "run")
+    done = process("run", tmp_path / "nowhere.toml", "--out", tmp_path / "none")
     assert "No such file" in Said(done.returncode, done.stdout, done.stderr).complaint()
-    assert done.stdout == "" and not (tmp_path / "run").exists()
+    assert done.stdout == "" and not (tmp_path / "none").exists()
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------

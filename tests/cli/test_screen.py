@@ -82,4 +82,4 @@ def test_commands_make_their_tables_of_this_class() -> None:
 
 
 def test_one_thing_is_not_counted_in_the_plural() -> None:
-    assert [fedlora.cli.screen.counted(n, "round") for n in (0, 1, 2)] == ["0 rounds", "1 round", "2 rounds"]
+    assert [fedlora.errors.counted(n, "round") for n in (0, 1, 2)] == ["0 rounds", "1 round", "2 rounds"]

@@ -1,17 +1,16 @@
 """What the command line needs before a command works: typer and rich, no torch. Kind: structural.
 
-The modules are those of a process of its own, as `sys.modules` has them when it ends.
+The modules are those of a process of its own, as `sys.modules` has them after each question.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import click
 import pytest
@@ -23,99 +22,93 @@ with warnings.catch_warnings():
 
     import fedlora.cli
     from fedlora.cli import COMMANDS, app
-    from fedlora.cli.experiment import COMMANDS as EXPERIMENT
-    from fedlora.cli.lazy import loaded
 
 from support.command_line import Said
 
 HEAVY = {"torch", "transformers", "peft", "numpy", "pydantic", "matplotlib", "sklearn", "flwr", "datasets"}
+ROOT = typer.main.get_command(app)
 
+# Calls the entry point with each of the given words and environments in turn; a line of JSON for each: its words, what
+# it printed, and the top packages that were imported by then.
 PROGRAM = """
-import atexit, json, sys
-atexit.register(lambda: print(json.dumps(sorted({name.split(".")[0] for name in sys.modules})), file=sys.stderr))
-sys.argv = ["fedlora", *sys.argv[1:]]
-from fedlora.cli import main
-main()
+import contextlib, io, json, os, sys
+asked = json.load(sys.stdin)
+from fedlora.__main__ import main
+for words, environment in asked:
+    sys.argv, out = ["fedlora", *words], io.StringIO()
+    os.environ.update(environment)
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        main()
+    for name in environment:
+        del os.environ[name]
+    print(json.dumps([words, out.getvalue(), sorted({name.split(".")[0] for name in sys.modules})]))
 """
 
 
-def process(*args: str, **environment: str) -> tuple[str, set[str]]:
-    """`fedlora ARGS`: what it printed, and the top packages that it imported."""
+def walk(command: click.Command, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """(its words, itself) of each command and group below."""
+    yield path, command
+    if isinstance(command, click.Group):
+        with click.Context(command) as context:
+            for name in command.list_commands(context):
+                found = command.get_command(context, name)
+                assert found is not None
+                yield from walk(found, *path, name)
+
+
+def asked(*questions: tuple[Sequence[str], dict[str, str]]) -> list[tuple[list[str], str, set[str]]]:
+    """In one process where warnings are errors: a question's words, the answer, what was imported by then."""
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *args],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.stdout, set(json.loads(done.stderr.splitlines()[-1]))
+        [sys.executable, "-W", "error", "-c", PROGRAM], input=json.dumps(questions), capture_output=True, text=True,
+        timeout=300, check=True,
+    )  # fmt: skip
+    lines: list[Any] = [json.loads(line) for line in done.stdout.splitlines()]
+    return [(words, out, set(imported)) for words, out, imported in lines]
 
 
-def test_help_imports_nothing_heavy_and_lists_every_command() -> None:
-    out, imported = process("--help")
-    assert not imported & HEAVY
-    assert all(f" {name} " in out for name in COMMANDS)
+def test_what_is_asked_of_any_command_imports_nothing_heavy() -> None:
+    """A command's file imports torch in its functions: help, completion by Bash's own protocol, and the version are no
+    work. The help of the program comes last of all help, for it names every command."""
+
+    def completion(words: str, which: int) -> dict[str, str]:
+        return {"_FEDLORA_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(which)}
+
+    pages = [[*path, "--help"] for path, _ in reversed([*walk(ROOT)]) if path[:1] != ("experiment",)]
+    assert len(pages) > 28 and ["--help"] in pages and ["flower", "serve", "--help"] in pages
+    found = asked(
+        ([], completion("fedlora m", 1)), ([], completion("fedlora ranks --pl", 2)), *((page, {}) for page in pages),
+        (["--version"], {}), (["ranks", "uniform", "--json"], {}),
+    )  # fmt: skip
+    assert "uniform" in found.pop()[1]  # a command that works, warnings being errors
+    assert [out.split() for _, out, _ in found[:2]] == [["merge", "methods"], ["--plot"]]
+    assert all("Usage" in out for words, out, _ in found if "--help" in words)
+    assert all(f" {name} " in found[-2][1] for name in COMMANDS) and found[-1][1].startswith("fedlora")
+    first = {name: next(words for words, _, there in found if name in there) for name in HEAVY & found[-1][2]}
+    assert not first, f"package -> the question that imported it: {first}"
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_help_of_a_command_imports_nothing_heavy(name: str) -> None:
-    """A command's file imports torch in its functions: a question about options is no work."""
-    out, imported = process(name, "--help")
-    assert "Usage" in out and not imported & HEAVY
+def test_every_argument_and_option_has_words() -> None:
+    """Those of the function's annotations: typer 0.20 gives an argument's to click, and click 8.5 loses them."""
+    bare = {
+        " ".join(path): [param.name for param in command.params if not vars(param).get("help") and param.name != "help"]
+        for path, command in walk(ROOT)
+    }
+    assert not {path: names for path, names in bare.items() if names}
 
 
-def test_the_version_imports_nothing_heavy() -> None:
-    out, imported = process("--version")
-    assert out.startswith("fedlora") and not imported & HEAVY
-
-
-def test_completion_of_a_command_imports_nothing_heavy() -> None:
-    """Bash's own protocol: the words typed so far, and which of them is asked for."""
-    out, imported = process(_FEDLORA_COMPLETE="complete_bash", COMP_WORDS="fedlora m", COMP_CWORD="1")
-    assert out.split() == ["merge", "methods"]
-    assert not imported & HEAVY
-
-
-def test_options_of_a_command_are_completed_too() -> None:
-    out, _ = process(_FEDLORA_COMPLETE="complete_bash", COMP_WORDS="fedlora ranks --pl", COMP_CWORD="2")
-    assert out.split() == ["--plot"]
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_the_table_says_what_the_command_says_of_itself(name: str) -> None:
-    """The line of `fedlora --help` is the first line of the command's docstring (of a group: its help)."""
-    where, line = COMMANDS[name]
-    command = loaded(name, f"fedlora.cli.{where}")
-    assert command.name == name and (command.help or "").splitlines()[0] == line
-
-
-def test_the_table_of_experiment_says_what_its_commands_say() -> None:
-    for name, (where, line) in EXPERIMENT.items():
-        assert (loaded(name, where).help or "").splitlines()[0] == line, name
+def test_every_command_says_what_it_does_in_a_line() -> None:
+    """The first paragraph of its docstring is its line in the list."""
+    first = {" ".join(path): (command.help or "").split("\n\n")[0] for path, command in walk(ROOT)}
+    assert not {path: words for path, words in first.items() if not 10 < len(words) < 121 or "\n" in words}
 
 
 def test_a_called_command_is_the_whole_one() -> None:
-    """What a parent resolves has the options of its function; what it lists has none."""
-    group = typer.main.get_command(app)
-    assert isinstance(group, click.Group)
-    with click.Context(group) as context:
-        _, command, rest = group.resolve_command(context, ["merge", "a"])
+    """What a parent resolves has the options of its function."""
+    assert isinstance(ROOT, click.Group)
+    with click.Context(ROOT) as context:
+        _, command, rest = ROOT.resolve_command(context, ["merge", "a"])
     assert command is not None and rest == ["a"]
     assert {"--out", "--rank"} <= {option for param in command.params for option in param.opts}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_argument_and_option_has_words(name: str) -> None:
-    """Those of the function's annotations: typer 0.20 gives an argument's to click, and click 8.5 loses them."""
-
-    def walk(command: click.Command) -> None:
-        for inner in getattr(command, "commands", {}).values():
-            walk(inner)
-        bare = [param.name for param in command.params if not vars(param).get("help") and param.name != "help"]
-        assert not bare, f"{command.name}: {bare}"
-
-    walk(loaded(name, f"fedlora.cli.{COMMANDS[name][0]}"))
 
 
 @pytest.mark.parametrize("typed", ["merg", "flower sttus"])
@@ -184,20 +177,5 @@ def test_an_interrupt_promises_what_the_command_can_do(
 
 
 def test_the_commands_with_resume_are_the_ones_that_say_so() -> None:
-    found = {
-        name
-        for name, (where, _) in fedlora.cli.COMMANDS.items()
-        if any("--resume" in option.opts for option in loaded(name, f"fedlora.cli.{where}").params)
-    }
+    found = {path[0] for path, command in walk(ROOT) if any("--resume" in option.opts for option in command.params)}
     assert found == {name for name, how in fedlora.cli.AFTER_INTERRUPT.items() if "--resume" in how}
-
-
-def test_the_entry_point_starts_where_warnings_are_errors(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "fedlora", "methods"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0 and "glora" in done.stdout, done.stderr

@@ -69,6 +69,7 @@ def test_a_runs_names_are_text(
     monkeypatch: pytest.MonkeyPatch, finished: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The method of a run, in a progress bar and in the tables at the end. Braces are no field of the bar."""
+    import fedlora.cli.run_words
     import fedlora.cli.runs
 
     class Odd:
@@ -85,8 +86,8 @@ def test_a_runs_names_are_text(
             return finished.folder.metrics()
 
     file = io.StringIO()
-    monkeypatch.setattr(fedlora.cli.runs, "console", Console(file=file, width=300, **as_ours))
-    fedlora.cli.runs._show(Odd())  # type: ignore[arg-type]
+    monkeypatch.setattr(fedlora.cli.run_words, "console", Console(file=file, width=300, **as_ours))
+    fedlora.cli.run_words.show_run(Odd())  # type: ignore[arg-type]
     said = file.getvalue()
     assert f"{ODD}, 3 rounds" in said and f"gauge check: {ODD} moves by" in said and said.count(ODD) == 3
     bar = Console(

@@ -96,8 +96,10 @@ def test_every_command_of_compose_is_one_of_the_command_line(tmp_path: Path) -> 
         if name == "proxy":
             continue
         group, command, place = service["command"]
-        module, _, function = COMMANDS[command][0].partition(":")
-        assert group == "flower" and callable(getattr(importlib.import_module(module), function))
+        module, _, function = COMMANDS[command].partition(":")
+        assert group == "flower" and callable(
+            getattr(importlib.import_module(f"fedlora.cli.flower.{module}"), function)
+        )
         assert f"{place}:{place}:ro" in service["volumes"]  # absolute paths in a folder stay true
     assert services["server"]["command"] == ["flower", "serve", str(home)]
     assert services["site-cork"]["command"][2] == f"${{SITES:-{tmp_path}}}/cork"

@@ -140,7 +140,7 @@ def test_what_contradicts_itself_is_said_before_anything_is_made(tmp_path: Path,
         (real[2:], "--sites is there"),
         (["--labels", "no,yes"], "--labels is for"),
         (["--port", "8443"], "--port is for"),
-        ([*real, "--port", "18080"], "both 18080"),
+        ([*real, "--config", tmp_path / "x", "--port", "18080"], "both 18080"),
         (real, "--config is missing"),
         ([*real, "--config", tmp_path / "x", "--labels", "no,no"], "--labels names two classes"),
     ):

@@ -219,16 +219,16 @@ def test_the_command_begins_charges_raises_and_adopts(path: Path) -> None:
     [
         (["--adopt"], "--because"),
         (["--budget", 5, "--charge", "--because", "x"], "one at a time"),
-        (["--rounds", 5], "add --charge"),
+        (["--rounds", 5], "--rounds goes with --charge"),
         (["--charge", "--because", "x"], "needs --noise-multiplier and --rounds"),
         (["--charge", "--noise-multiplier", 0, "--rounds", 5, "--because", "x"], "no finite epsilon"),
         (["--budget", -1, "--delta", 1e-3, "--because", "x"], "positive and finite"),
         (["--budget", 1, "--delta", 2, "--because", "x"], "delta is a probability"),
-        (["--because", "x"], "go with --budget"),
-        (["--population", "x"], "go with --budget"),
+        (["--because", "x"], "--because goes with --budget"),
+        (["--population", "x"], "--population goes with --budget"),
         (["--adopt", "--delta", 1e-3, "--because", "x"], "--delta goes with --budget"),
         (["--budget", 1, "--delta", 1e-3, "--because", "x", "--population", "others"], "leave --population out"),
-        (["--plan", "--because", "x"], "a plan decides nothing"),
+        (["--plan", "--because", "x"], "--because goes with --budget"),
     ],
 )
 def test_the_command_says_what_is_wrong_and_writes_nothing(path: Path, args: list[Any], words: str) -> None:
@@ -236,6 +236,16 @@ def test_the_command_says_what_is_wrong_and_writes_nothing(path: Path, args: lis
     before = path.read_bytes()
     assert words in said(path, *args, code=2)
     assert path.read_bytes() == before
+
+
+def test_where_data_are_by_the_environment_says_nothing_of_a_ledger(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An option counts as typed where it was typed: the variable is for the runs of the same shell."""
+    of(path).charge(an_event(1))
+    monkeypatch.setenv("FEDLORA_DATA_ROOT", str(path.parent))
+    assert "in 1 releases" in said(path)
+    assert "--data-root" in said(path, "--data-root", path.parent, code=2)
 
 
 def test_a_file_that_is_no_ledger_stays_as_it_is(path: Path) -> None:

@@ -26,6 +26,7 @@ with warnings.catch_warnings():
     import fedlora.cli.compare_stages
     import fedlora.cli.formats
     import fedlora.cli.methods
+    import fedlora.cli.run_words
     import fedlora.cli.runs
 
 
@@ -80,7 +81,7 @@ def entry_point(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
 def widen(monkeypatch: pytest.MonkeyPatch) -> None:
     """A terminal as wide as it takes. The fixture `wide`."""
-    for module in (fedlora.cli.runs, fedlora.cli.formats, fedlora.cli.methods, fedlora.cli.audit):
+    for module in (fedlora.cli.run_words, fedlora.cli.formats, fedlora.cli.methods, fedlora.cli.audit):
         monkeypatch.setattr(module, "console", Console(width=300, markup=False))
 
 

@@ -772,8 +772,8 @@ def serve(pipe: Any) -> None:
     """Judges what comes through the pipe, until None comes. Memory beyond 2 GB more than it begins with is an error."""
     import peft  # noqa: F401 - the baseline holds it, and what commands import when they are called
 
+    import fedlora.applying.apply
     import fedlora.cli.method_names
-    import fedlora.cli.opened
     import fedlora.offline.rounds
     import fedlora.runs.plots  # noqa: F401
 

@@ -21,7 +21,7 @@ from fedlora.analysis.audit import audit
 from fedlora.client import receive, send
 from fedlora.core.checkpoint import load_newest, save
 from fedlora.server import ServerState
-from fedlora.testing import bits, check
+from fedlora.testing import check, comparing
 
 start = Adapter({"q": LoRA(B=torch.zeros(8, 2), A=torch.ones(2, 6) / 7)})
 for name in METHODS:
@@ -36,7 +36,7 @@ for name in METHODS:
         state = server.aggregate(state, uploads)
     save(Path(name), 2, state)
     again = load_newest(Path(name), ServerState, type(state.modules["q"]))
-    assert again is not None and bits.leaves(again[1]) == bits.leaves(state), name
+    assert again is not None and comparing.leaves(again[1]) == comparing.leaves(state), name
 check(build("glora"))
 spec = AdapterSpec({"peft_type": "LORA", "target_modules": ["q"]})
 for name in "ab":

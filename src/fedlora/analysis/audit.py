@@ -227,56 +227,51 @@ def audit(
     if one_factor or zero_mean:
         return found
     with _without_warnings():  # of coordinates that are bad on purpose
-        return _in_other_coordinates(
-            found, server, (state, after, bare), (plain_state, as_sent, came), conditions, draws
+        exact, as_came = (
+            {c: _largest([_moves(server, played, c, draw) for draw in range(draws)]) for c in conditions}
+            for played in (_Played(state, after, bare, False), _Played(plain_state, as_sent, came, True))
         )
-
-
-def _in_other_coordinates(
-    found: Audit,
-    server: Server,
-    exact: tuple[ServerState, ServerState, Sequence[Upload]],
-    sent: tuple[ServerState, ServerState, Sequence[Upload]],
-    conditions: Sequence[float],
-    draws: int,
-) -> Audit:
-    """`found` with its drifts. exact, sent: the server before and after and the uploads, float64 copies and as sent."""
-    (state, after, bare), (plain_state, as_sent, came) = exact, sent
-    weights = after.tally.weights if after.tally else {}
-    got, sent_got = server.global_update(after), server.global_update(as_sent)
-    drift, readout_drift, sent_drift, sent_readout_drift, storing = {}, {}, {}, {}, {}
-    for condition in conditions:
-        moves, readout_moves = [], []
-        sent_moves: list[float] = []
-        sent_readout_moves: list[float] = []
-        stored: list[float] = []
-        for draw in range(draws):
-            moved = server.aggregate(state, [regauge(u, condition, seed=draw) for u in bare])
-            moves.append(relative_difference(server.global_update(moved), got))
-            readout_moves.append(_readouts_move(server, after, moved, bare))
-            there = [regauge(u, condition, seed=draw, as_sent=True) for u in came]
-            if not all(bool(torch.isfinite(t).all()) for u in there for t in _tensors(u)):
-                for moves_as_sent in (sent_moves, sent_readout_moves, stored):  # float16 has no room for them there
-                    moves_as_sent.append(math.inf)
-                continue
-            again = server.aggregate(plain_state, there)
-            sent_moves.append(relative_difference(server.global_update(again), sent_got))
-            sent_readout_moves.append(_readouts_move(server, as_sent, again, came))
-            stored.append(relative_difference(mean_update(there, weights), mean_update(came, weights)))
-        drift[condition], readout_drift[condition] = max(moves), max(readout_moves)
-        sent_drift[condition], sent_readout_drift[condition] = max(sent_moves), max(sent_readout_moves)
-        storing[condition] = max(stored)
     return replace(
-        found, drift=drift, readout_drift=readout_drift, sent_drift=sent_drift, sent_readout_drift=sent_readout_drift,
-        storing=storing,
-    )  # fmt: skip
-
-
-def _readouts_move(server: Server, here: ServerState, there: ServerState, uploads: Sequence[Upload]) -> float:
-    """The largest relative change of what a client starts from, over the clients."""
-    return max(
-        relative_difference(*(server.download(s, u.client).adapter.modules for s in (there, here))) for u in uploads
+        found,
+        drift={c: moves[0] for c, moves in exact.items()},
+        readout_drift={c: moves[1] for c, moves in exact.items()},
+        sent_drift={c: moves[0] for c, moves in as_came.items()},
+        sent_readout_drift={c: moves[1] for c, moves in as_came.items()},
+        storing={c: moves[2] for c, moves in as_came.items()},
     )
+
+
+@dataclass(frozen=True)
+class _Played:
+    """A round: the server before and after it. as_sent: the uploads keep their dtypes in other coordinates, too."""
+
+    before: ServerState
+    after: ServerState
+    uploads: Sequence[Upload]
+    as_sent: bool
+
+
+def _moves(server: Server, played: _Played, condition: float, draw: int) -> tuple[float, float, float]:
+    """How far three things move with the uploads in other coordinates: the server's update, what clients start from,
+    and, as sent, the uploads' mean itself. inf where the uploads' dtype has no room for these coordinates."""
+    there = [regauge(u, condition, seed=draw, as_sent=played.as_sent) for u in played.uploads]
+    if not all(bool(torch.isfinite(t).all()) for u in there for t in _tensors(u)):
+        return math.inf, math.inf, math.inf
+    moved = server.aggregate(played.before, there)
+    weights = played.after.tally.weights if played.after.tally else {}
+    return (
+        relative_difference(server.global_update(moved), server.global_update(played.after)),
+        max(
+            relative_difference(*(server.download(s, u.client).adapter.modules for s in (moved, played.after)))
+            for u in played.uploads
+        ),
+        relative_difference(mean_update(there, weights), mean_update(played.uploads, weights)) if played.as_sent else 0,
+    )
+
+
+def _largest(draws: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+    model, readouts, mean = (max(moves) for moves in zip(*draws, strict=True))
+    return model, readouts, mean
 
 
 @contextmanager

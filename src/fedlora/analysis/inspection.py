@@ -6,13 +6,19 @@ All of it on factor pairs; numbers of the update do not depend on the gauge, tho
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from fedlora.adapters import allocation
+from fedlora.adapters.agreement import same_weights
+from fedlora.adapters.collection import Collection
+from fedlora.adapters.reader import AdapterFile
+from fedlora.core.echo import quoted
 from fedlora.core.lora import LoRA, stack
-from fedlora.errors import ShapeError
+from fedlora.errors import AdapterFormatError, ShapeError
 from fedlora.linalg import gauge_fix, norm, rank_tolerance, svd_of_product
 
 
@@ -135,3 +141,42 @@ def _relative(one: Tensor, other: Tensor) -> float | None:
     size = float(norm(one))
     gap = float(norm(one.double() - other.double()))
     return gap / size if size else (math.inf if gap else 0.0)
+
+
+# ------------------------------------------------------------------------------------------------ of adapters as files
+
+
+def comparable(files: Sequence[AdapterFile]) -> list[AdapterFile]:
+    """The adapters, of which any two may be compared: of one base model, and small enough.
+
+    Raises:
+        AdapterFormatError: they are of several base models, a module has two shapes, or two adapters' largest modules
+            would not fit into memory together.
+    """
+    files = list(Collection.of(files, same_weights=same_weights(files)).files)
+    first: dict[str, tuple[tuple[int, ...], AdapterFile]] = {}
+    for file in files:
+        for path in file.layouts:
+            B, A = file.pair(path)[:2]
+            shape, other = first.setdefault(path, ((*B.shape[:1], *A.shape[1:]), file))
+            if shape != (*B.shape[:1], *A.shape[1:]):
+                raise AdapterFormatError(
+                    f"module {quoted(path)} is an update of other shapes in {other.directory} and in {file.directory}: "
+                    f"other models."
+                )
+    largest = [max((file.pair(path) for path in file.layouts), key=allocation.bytes_to_read) for file in files]
+    largest = sorted(largest, key=allocation.bytes_to_read)[-2:]
+    allocation.check(allocation.bytes_to_merge(largest), "comparing the largest modules", files[0].limits)
+    return files
+
+
+def mean_overlap(one: AdapterFile, other: AdapterFile) -> float:
+    """`overlap` in the mean over the modules that both have; 0 where there are none."""
+    common = sorted(set(one.modules) & set(other.modules))
+    return math.fsum(overlap(one.lora(m), other.lora(m)) for m in common) / len(common) if common else 0.0
+
+
+def overlaps(files: Sequence[AdapterFile]) -> dict[str, list[list[float]]]:
+    """Module -> adapter by adapter, how much their column spaces share; of the modules that all have."""
+    common = [m for m in files[0].modules if all(m in file.ranks for file in files)]
+    return {m: [[overlap(a.lora(m), b.lora(m)) for b in files] for a in files] for m in common}

@@ -1,7 +1,11 @@
-"""The command line: thin commands, one file for those that belong together. Bad input is one line and exit code 2."""
+"""The command line: thin commands, one file for those that belong together. Bad input is one line and exit code 2.
+
+options.py   options that several commands have           screen.py, formats.py   what they print with, and errors
+"""
 
 from __future__ import annotations
 
+import errno
 import sys
 from typing import Annotated
 
@@ -12,73 +16,35 @@ from fedlora.cli.lazy import lazy_group
 from fedlora.errors import FedLoRAError
 from fedlora.versions import report
 
-# Name -> where the command is, and the first line of its docstring: imported when it is called, not before.
+# Command -> its function, or its group. A file is imported when its command is called or shown, and torch in none of
+# them before the command does its work.
 COMMANDS = {
-    "run": ("runs:run", "Run one federation from a config file."),
-    "demo": (
-        "runs:demo",
-        "GLoRA on a real model and real text: six sites of ranks 2 to 16, about three minutes on two cores.",
-    ),
-    "compare": (
-        "compare:compare",
-        "Run several methods on the same clients, data and seeds: means and paired intervals.",
-    ),
-    "ranks": ("methods:ranks", "Show how many clients of which rank a profile (clients.profile) makes."),
-    "audit": (
-        "audit:audit",
-        "Re-express adapters in random coordinates and see which methods' results move; and which hit the true mean.",
-    ),
-    "merge": (
-        "merge:merge",
-        "Merge adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank.",
-    ),
-    "resize": (
-        "merge:resize",
-        "Write an adapter at another rank: the best approximation that it has, and what that loses.",
-    ),
-    "train": (
-        "train:train",
-        "A site's half of a round: train a received adapter on own data, and write the upload to hand back.",
-    ),
-    "inspect": (
-        "adapters:inspect",
-        "Ranks, norms, spectra, dead slots, and how much the adapters' subspaces overlap.",
-    ),
-    "diff": (
-        "adapters:diff",
-        "Is it the same update in another gauge? Distances of updates, of factors, and angles, module by module.",
-    ),
-    "validate": (
-        "adapters:validate",
-        "Check adapters without using them. Exit code 0: all are sound; 2: at least one is refused.",
-    ),
-    "apply": (
-        "adapters:apply",
-        "Merge an adapter into the full model, for serving without PEFT. The model is loaded whole.",
-    ),
-    "privacy": (
-        "privacy:privacy",
-        "What a private run will cost and what is left of its signal, or what a ledger has spent.",
-    ),
-    "doctor": (
-        "flower.doctor:doctor",
-        "Check this machine for a federation: versions, ports, certificates, identity, message sizes, disk.",
-    ),
-    "methods": ("methods:app", "List the methods, built in and installed, or check one."),
-    "experiment": ("experiment:app", "Grids of runs from experiments/*.toml, and what came of them."),
-    "flower": ("flower:app", "A federation on Flower: SuperLink, SuperNodes, TLS."),
-}
+    "run": "runs:run", "demo": "runs:demo", "compare": "compare:compare", "ranks": "methods:ranks",
+    "audit": "audit:audit", "merge": "merge:merge", "resize": "merge:resize", "train": "train:train",
+    "inspect": "adapters:inspect", "diff": "adapters:diff", "validate": "applying:validate", "apply": "applying:apply",
+    "privacy": "privacy:privacy", "doctor": "flower.doctor:doctor",
+    "methods": "methods:app", "experiment": "experiment:app", "flower": "flower:app",
+}  # fmt: skip
 _INTERRUPTED = 130
 # Command -> what to do after Ctrl-C. Others store nothing before they end, or say it themselves.
 AFTER_INTERRUPT = {
     **dict.fromkeys(("run", "demo", "compare"), "rounds that were finished, if any, are stored: go on with --resume"),
     "experiment run": "runs and rounds that were finished, if any, are stored: the same command goes on",
 }
+# What to do about an error of the system that no command foresaw.
+_WAYS_OUT = {
+    errno.ENOSPC: " Free some space there, or name another place.",
+    errno.EDQUOT: " Free some of your space there, or name another place.",
+    errno.EACCES: " This user may not do that there: name another place, or ask its owner.",
+    errno.EPERM: " This user may not do that there: name another place, or ask its owner.",
+    errno.EROFS: " Name a place that can be written to.",
+}
 
 app = typer.Typer(
-    cls=lazy_group({name: (f"fedlora.cli.{where}", line) for name, (where, line) in COMMANDS.items()}),
+    cls=lazy_group(__name__, COMMANDS),
     help="Federated LoRA: GLoRA and its baselines. PEFT adapters in and out.",
     no_args_is_help=True,
+    suggest_commands=False,
     pretty_exceptions_enable=False,
 )
 
@@ -111,12 +77,18 @@ def main() -> None:
     except FedLoRAError as error:
         sys.exit(_complain(str(error)))
     except OSError as error:  # a full disk, a folder that may not be written
-        sys.exit(_complain(f"{error.filename or 'a file'}: {error.strerror or error}."))
+        way = _WAYS_OUT.get(error.errno or 0, "")
+        sys.exit(_complain(f"{error.filename or 'a file'}: {error.strerror or error}.{way}"))
     except MemoryError:
-        sys.exit(_complain("this machine has not the memory for that."))
+        sys.exit(
+            _complain(
+                "this machine has not enough memory for that. End other programs, or give it less at once: fewer "
+                "workers, a smaller batch, a smaller model."
+            )
+        )
     except click.ClickException as error:  # a wrong option or argument
         if isinstance(error, click.NoSuchOption):
-            from fedlora.cli.keys import meant
+            from fedlora.cli.options import meant
 
             if line := meant(error):
                 error = click.UsageError(f"{error.message} {line}", error.ctx)

@@ -1,33 +1,20 @@
-"""`fedlora inspect | diff | validate | apply`: PEFT adapters as files. A command imports torch when it is called."""
+"""`fedlora inspect | diff`: what adapters are made of, and how two of them differ. A command imports torch itself."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.limits import Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.measures import byte_size
-from fedlora.cli.screen import Table, cell, complain, console, import_plots, plotted, print_json, tracked
+from fedlora.cli.options import Adapters, AllowUnknown, AsJson, Limit, limits_of
+from fedlora.cli.screen import Table, cell, console, import_plots, plotted, print_json, tell_remarks
 from fedlora.core.echo import shown
-from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
+from fedlora.errors import AdapterFormatError
 from fedlora.runs.folder import plain
 from fedlora.runs.picture_mark import check_picture
-
-if TYPE_CHECKING:
-    from fedlora.applying.apply import Applied
-
-Adapters = Annotated[list[Path], typer.Argument(help="PEFT adapter directories", show_default=False)]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
-AllowUnknown = Annotated[
-    list[str] | None, typer.Option(help="a config field to take as harmless (repeatable)", show_default=False)
-]
-Force = Annotated[
-    bool,
-    typer.Option("--force", help="replace what an earlier call of this command left there, by the mark in its weights"),
-]
 
 
 def inspect(
@@ -38,13 +25,14 @@ def inspect(
     json: AsJson = False,
 ) -> None:
     """Ranks, norms, spectra, dead slots, and how much the adapters' subspaces overlap."""
-    from fedlora.analysis.inspection import facts
-    from fedlora.cli.opened import check_memory, mean_overlap, of_one_base, opened, overlaps
+    from fedlora.adapters.merging import open_adapters
+    from fedlora.analysis.inspection import comparable, facts, mean_overlap, overlaps
 
     if plot is not None:
         check_picture(plot)
-    files = of_one_base(opened(adapters, allow_unknown, limit=limit))
-    check_memory(files)
+    files, said = open_adapters(adapters, allow_unknown or (), limits_of(limit))
+    tell_remarks(said)
+    files = comparable(files)
     found = {str(f.directory): {m: facts(f.lora(m)) for m in f.modules} for f in files}
     shared = [[mean_overlap(a, b) for b in files] for a in files] if len(files) > 1 else []
     if plot is not None:
@@ -73,7 +61,7 @@ def inspect(
         console.print(table)
         base = shown(file.base_model or "not named")
         kinds = f"base model {base}, {len(file.modules)} modules, {len(file.heads)} heads"
-        console.print(f"{kinds}, {byte_size(file.size())}", markup=False)
+        console.print(f"{kinds}, {byte_size(file.size())}")
     if shared:
         table = Table(
             "overlap", *(str(k + 1) for k in range(len(files))), title="Shared column space, mean over modules"
@@ -91,11 +79,12 @@ def diff(
     json: AsJson = False,
 ) -> None:
     """Is it the same update in another gauge? Distances of updates, of factors, and angles, module by module."""
-    from fedlora.analysis.inspection import difference
-    from fedlora.cli.opened import check_memory, of_one_base, opened
+    from fedlora.adapters.merging import open_adapters
+    from fedlora.analysis.inspection import comparable, difference
 
-    a, b = of_one_base(opened([one, other], limit=limit))
-    check_memory([a, b])
+    files, said = open_adapters([one, other], (), limits_of(limit))
+    tell_remarks(said)
+    a, b = comparable(files)
     common = sorted(set(a.modules) & set(b.modules))
     found = {module: difference(a.lora(module), b.lora(module)) for module in common}
     lone = {str(f.directory): sorted(set(f.modules) - set(common)) for f in (a, b)}
@@ -112,103 +101,5 @@ def diff(
     console.print(table)
     for where, only in lone.items():
         if only:
-            console.print(f"only in {where}: {', '.join(map(shown, only[:3]))} ({len(only)} in all)", markup=False)
+            console.print(f"only in {where}: {', '.join(map(shown, only[:3]))} ({len(only)} in all)")
     console.print(verdict, style="bold")
-
-
-def validate(
-    adapters: Adapters,
-    base: Annotated[
-        str | None, typer.Option(help="the base model's directory, or demo: do modules and shapes fit it?")
-    ] = None,
-    allow_unknown: AllowUnknown = None,
-    max_bytes: MaxBytes = None,
-    max_tensors: MaxTensors = None,
-    limit: Limit = None,
-    json: AsJson = False,
-) -> None:
-    """Check adapters without using them. Exit code 0: all are sound; 2: at least one is refused."""
-    from fedlora.adapters.merging import open_adapters
-    from fedlora.cli import applied
-    from fedlora.cli.opened import base_files, tell
-
-    found: dict[str, str | None] = {}
-    limits = limits_of(limit, max_bytes, max_tensors)
-    fits: dict[str, Applied] = {}
-    remarks: dict[str, list[str]] = {}
-    model = base_files(base) if base is not None else None
-    if model is not None:
-        from fedlora.applying.apply import check_adapter
-    for directory in tracked(adapters, "checking"):
-        try:
-            (file,), said = open_adapters([directory], allow_unknown or (), limits, with_base=model is not None)
-            file.check()
-            remarks[str(directory)] = said
-            if model is not None:
-                fits[str(directory)] = check_adapter(file, model)
-            found[str(directory)] = None
-        except FedLoRAError as error:
-            found[str(directory)] = str(error)
-    if json:
-        judged = {
-            name: {"sound": reason is None, "reason": reason, "notes": list(remarks.get(name, ()))}
-            for name, reason in found.items()
-        }
-        print_json(
-            {name: facts | (applied.as_json(fits[name]) if name in fits else {}) for name, facts in judged.items()}
-        )
-    else:
-        for name, reason in found.items():
-            console.print(f"{name}: {'sound' if reason is None else 'refused'}", markup=False, soft_wrap=True)
-            if name in fits:
-                applied.tell(fits[name])
-            tell(remarks.get(name, ()))
-    refused = [reason for reason in found.values() if reason is not None]
-    if refused:
-        more = f"; and {len(refused) - 3} more, with their reasons in --json" if len(refused) > 3 else ""
-        raise typer.Exit(complain("; ".join(shown(reason, 700) for reason in refused[:3]) + more))
-
-
-def apply(
-    adapter: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
-    base: Annotated[str, typer.Option(help="the base model's directory, or demo", show_default=False)],
-    out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="of what is written: float16, bfloat16, float32, float64 (default: the base model's)",
-            show_default=False,
-        ),
-    ] = None,
-    force: Force = False,
-    allow_unknown: AllowUnknown = None,
-    limit: Limit = None,
-    json: AsJson = False,
-) -> None:
-    """Merge an adapter into the full model, for serving without PEFT. The model is loaded whole."""
-    from fedlora.adapters.merging import open_adapters
-    from fedlora.applying.apply import DTYPES, apply_adapter
-    from fedlora.cli import applied
-    from fedlora.cli.opened import base_files, tell
-
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
-    (file,), said = open_adapters([adapter], allow_unknown or (), limits_of(limit, None, None), with_base=True)
-    tell(said)
-    done = apply_adapter(
-        file,
-        base_files(base),
-        out,
-        DTYPES[dtype] if dtype else None,
-        progress=lambda steps: tracked(steps, "writing"),
-        force=force,
-    )
-    if json:
-        print_json({"out": str(out)} | applied.as_json(done))
-        return
-    applied.tell(done)
-    loss = done.cost.loss if done.cost is not None else 0.0
-    console.print(
-        f"{out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {loss:.1e} of the update",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip

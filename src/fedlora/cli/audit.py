@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import track
 from rich.text import Text
 
 from fedlora.adapters.limits import Limits
-from fedlora.cli.limits import Limit, limits_of
-from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red, tell_attack
+from fedlora.cli.options import AsJson, Limit, limits_of, numbers
+from fedlora.cli.run_words import tell_attack
+from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red, tracked
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import RunFolder, plain
 from fedlora.runs.picture_mark import check_picture
@@ -36,7 +36,7 @@ def audit(
     draws: Annotated[int, typer.Option(min=1, help="random coordinates for each condition")] = 3,
     plot: Annotated[Path | None, typer.Option(help="where to write the picture (default: audit.png)")] = None,
     limit: Limit = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+    json: AsJson = False,
 ) -> None:
     """Re-express adapters in random coordinates and see which methods' results move; and which hit the true mean."""
     from fedlora.analysis.audit import audit as audit_method
@@ -48,10 +48,12 @@ def audit(
     if from_run is not None and (run := RunFolder(from_run)).exists():
         tell_attack(run.read_json("manifest.json"))
         _tell_round(run)
-    grid = _numbers(conditions, "--conditions", least=1.0, most=1e12)
+    grid = numbers(conditions, "--conditions", least=1.0, most=1e12)
     chosen = {label: s.build() for label, s in parse_methods(methods).items()}
-    every = track(chosen.items(), "auditing", console=notes, transient=True)
-    found = [audit_method(label, method, uploads, conditions=grid, draws=draws) for label, method in every]
+    found = [
+        audit_method(label, method, uploads, conditions=grid, draws=draws)
+        for label, method in tracked(chosen.items(), "auditing")
+    ]
     if json:
         print_json(plain({audit.method: asdict(audit) for audit in found}))
     else:
@@ -80,7 +82,7 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
     uploads, _ = read_uploads(adapters, limits=limits)
     if weights is None:
         return uploads
-    given = _numbers(weights, "--weights", least=0.0)
+    given = numbers(weights, "--weights", least=0.0)
     if not any(given):
         raise ConfigError("--weights are all zero: there is no mean.")
     if len(given) != len(uploads):
@@ -94,24 +96,13 @@ def _tell_round(run: RunFolder) -> None:
     if found is None:
         return
     if found.round >= played:  # more where a run was stopped before it noted the round
-        notes.print(f"uploads of round {found.round} of {run.path}", markup=False, soft_wrap=True)
+        notes.print(f"uploads of round {found.round} of {run.path}")
         return
     notes.print(
         f"NOT THE LAST ROUND: these uploads are of round {found.round}, and {run.path} has played {played}; later ones "
         f"were not kept. What is said here is of round {found.round}.",
-        style="bold red", markup=False, soft_wrap=True,
-    )  # fmt: skip
-
-
-def _numbers(text: str, option: str, *, least: float, most: float = math.inf) -> list[float]:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{option} takes numbers separated by commas; got {text!r}.") from error
-    if not all(math.isfinite(x) and least <= x <= most for x in numbers):
-        upper = f" and at most {most:g}" if math.isfinite(most) else ""
-        raise ConfigError(f"{option} takes finite numbers of at least {least:g}{upper}; got {text!r}.")
-    return numbers
+        style="bold red",
+    )
 
 
 def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequence[float]) -> None:
@@ -120,24 +111,18 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
     modules = len({name for u in uploads for name in u.adapter.modules})
     table = Table(title=f"{len(uploads)} adapters, {modules} modules, ranks {', '.join(map(str, ranks))}")
     table.add_column("method", no_wrap=True)
-    table.add_column("off the true mean by\nin float64", justify="right")
-    table.add_column("as sent", justify="right")
-    table.add_column(f"moves in other coordinates\n(condition {at:g}) in float64", justify="right")
-    table.add_column("as sent", justify="right")
-    table.add_column("what clients get\nmoves in float64", justify="right")
-    table.add_column("as sent", justify="right")
+    asked = ("off the true mean by\n", f"moves in other coordinates\n(condition {at:g}) ", "what clients get\nmoves ")
+    for title in (name for words in asked for name in (f"{words}in float64", "as sent")):
+        table.add_column(title, justify="right")
     table.add_column("")
     for audit in found:
         if audit.refused is not None:
             continue
         none = "mean is 0" if audit.zero_mean else "one factor travels"
-        drift = none if audit.drift is None else _size(audit.drift[at])
-        sent_drift = "" if audit.sent_drift is None else _size(audit.sent_drift[at])
-        readouts = "" if audit.readout_drift is None else _size(audit.readout_drift[at])
-        sent_readouts = "" if audit.sent_readout_drift is None else _size(audit.sent_readout_drift[at])
-        error, sent_error = ("mean is 0" if x is None else _size(x) for x in (audit.error, audit.sent_error))
-        numbers = (error, sent_error, drift, sent_drift, readouts, sent_readouts)
-        table.add_row(cell(audit.method), *numbers, _consensus(audit))
+        moves = (audit.drift, audit.sent_drift, audit.readout_drift, audit.sent_readout_drift)
+        errors = ("mean is 0" if x is None else _size(x) for x in (audit.error, audit.sent_error))
+        first, *more = (None if x is None else _size(x[at]) for x in moves)
+        table.add_row(cell(audit.method), *errors, first or none, *(x or "" for x in more), _consensus(audit))
     console.print(table)
     dtypes = sorted({str(t.dtype).removeprefix("torch.") for u in uploads for x in u.adapter.modules.values()
                      for t in x.tensors().values()})  # fmt: skip
@@ -151,7 +136,7 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
         console.print("the mean of these adapters is zero: there is no share of it to be off by", style="yellow")
     for audit in found:
         if audit.refused is not None:
-            console.print(f"{audit.method} not run: {audit.refused}", style="yellow", markup=False)
+            console.print(f"{audit.method} not run: {audit.refused}", style="yellow")
     console.print("relative, in the Frobenius norm over all modules; what moves depends on meaningless coordinates")
 
 

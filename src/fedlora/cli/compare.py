@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from fedlora.cli.formats import Format, FormatOption, JsonAlias, chosen
-from fedlora.cli.runs import Config, DataRoot, Sets, WorkersHelp
+from fedlora.cli.options import Config, DataRoot, Sets
+from fedlora.cli.runs import WorkersHelp
 
 
 def compare(

@@ -86,7 +86,7 @@ def show(printed: Printed, format: Format) -> None:
             for part in fitting(sheet, console.width):
                 console.print(_table(part))
         for remark in printed.remarks:
-            console.print(remark, markup=False, highlight=False)
+            console.print(remark)
 
 
 def fitting(sheet: Sheet, width: int) -> list[Sheet]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
 import uuid
 from dataclasses import asdict, replace
@@ -11,16 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from fedlora.cli.adapters import Adapters, AllowUnknown, AsJson, Force
-from fedlora.cli.limits import Limit, MaxBytes, MaxTensors, limits_of
 from fedlora.cli.measures import byte_size
-from fedlora.cli.screen import Table, cell, console, notes, print_json, tracked
+from fedlora.cli.options import (
+    Adapters,
+    AllowUnknown,
+    AsJson,
+    Force,
+    Limit,
+    MaxBytes,
+    MaxTensors,
+    limits_of,
+    numbers,
+)
+from fedlora.cli.screen import Table, cell, console, print_json, tell_remarks, tracked
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
-    from fedlora.adapters.collection import Collection
     from fedlora.adapters.merge_report import MergeReport
     from fedlora.core.method import Method
 
@@ -32,7 +39,6 @@ MaxError = Annotated[float | None, typer.Option(help="refuse to write beyond thi
 For = Annotated[str | None, typer.Option("--for", help="vllm: one rank that it takes, or a refusal")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="compute and report everything, write nothing")]
 _LISTED = 8  # names, of those with other weights
-_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 
 def merge(
@@ -78,7 +84,7 @@ def merge(
     from fedlora.offline.rounds import merge_round
 
     target = _target(out, dry_run)
-    counts = _numbers(weights) if weights is not None else None
+    counts = numbers(weights, "--weights") if weights is not None else None
     limits = limits_of(limit, max_bytes, max_tensors)
     allowed = allow_unknown or ()
     finished = None
@@ -100,20 +106,15 @@ def merge(
             adapters, counts, weights_from, missing, heads=heads, same_base=same_base, allow_unknown=allowed,
             limits=limits,
         )  # fmt: skip
-        if rule is not None:
-            _check_beside(given, heads)
         chosen, label = _method(method)
         report, finished = merge_round(
             given, place, chosen, label, wanted, missing=cast("Any", missing or "zero"),
             state=state, readout=readout, rule=rule, said=said, progress=tracked,
         )  # fmt: skip
-    of_mean = "off the mean of the adapters by" if (method != "svd" or readout is not None) and state is None else None
-    if rule is not None and state is None:
-        cut = "truncation error over all modules, of" if method == "svd" else "off"
-        of_mean = f"{cut} the mean that the rule weighs{':' if method == 'svd' else ' by'}"
+    of_mean = _of_what(method, ruled=rule is not None, read_out=readout is not None) if state is None else None
     _show(report if out else replace(report, out=""), json, of_mean)
     if finished is not None and report.written and not json:
-        console.print(f"round {finished} of {method}", markup=False)
+        console.print(f"round {finished} of {method}")
 
 
 def resize(
@@ -157,22 +158,12 @@ def _target(out: Path | None, dry_run: bool) -> Path:
     return out or Path(tempfile.gettempdir()) / f"fedlora-{uuid.uuid4().hex}"
 
 
-def _check_beside(given: Collection, heads: str) -> None:
-    """Raises `ConfigError` where tensors beside the pairs would be averaged behind a rule's back."""
-    beside = sorted({name for file in given.files for name in file.heads})
-    if beside and heads in ("average", "holders"):
-        raise ConfigError(
-            f"--defence looks at pairs alone, and {len(beside)} tensors beside them ({shown(beside[0])} for one) would "
-            f"be averaged with the plain weights, liars included. Add --heads drop, or --heads first to take those of "
-            f"the first adapter; rounds of a server (fedlora run, fedlora flower) judge heads with the pairs."
-        )
-
-
-def _numbers(text: str) -> list[float]:
-    found = [part.strip() for part in text.split(",")]
-    if not all(_NUMBER.fullmatch(part) for part in found):
-        raise ConfigError(f"--weights takes numbers separated by commas; got {text[:80]!r}.")
-    return [float(part) for part in found]
+def _of_what(method: str, *, ruled: bool, read_out: bool) -> str | None:
+    """What the result's error is relative to, in words; None: its own modules, as they were truncated."""
+    if ruled:
+        mean = "the mean that the rule weighs"
+        return f"truncation error over all modules, of {mean}:" if method == "svd" else f"off {mean} by"
+    return "off the mean of the adapters by" if method != "svd" or read_out else None
 
 
 def _method(text: str) -> tuple[Method[Any], str]:
@@ -203,8 +194,7 @@ def _show(report: MergeReport, json: bool, of_mean: str | None) -> None:
             ranks = str(c.ranks[0]) if c.ranks[0] == c.ranks[1] else f"{c.ranks[0]} to {c.ranks[1]}"
             table.add_row(cell(c.client), ranks, str(c.modules), f"{c.error:.1e}")
         console.print(table)
-    for remark in report.warnings:
-        notes.print(f"note: {remark}", style="yellow", markup=False, soft_wrap=True)
+    tell_remarks(report.warnings)
     told = ", ".join(f"{w:.4g}" for w in report.weights)
     count = f"{len(report.adapters)} adapters, weights {told}" if len(report.adapters) > 1 else "1 adapter"
     others = f"; others in {len(report.module_weights)} modules and tensors" if report.module_weights else ""
@@ -212,34 +202,31 @@ def _show(report: MergeReport, json: bool, of_mean: str | None) -> None:
         counts = ", ".join(f"{c:.4g}" for c in report.weighed.counts)
         gone = sum(c == 0 for c in report.weighed.counts)
         others += f"; after {report.weighed.rule} their changes count {counts} ({gone} left out)"
-    console.print(f"{count}{others}", markup=False, soft_wrap=True)
+    console.print(f"{count}{others}")
     for name in list(report.module_weights)[:_LISTED]:
-        console.print(f"  {shown(name)}: {', '.join(f'{w:.4g}' for w in report.module_weights[name])}", markup=False)
+        console.print(f"  {shown(name)}: {', '.join(f'{w:.4g}' for w in report.module_weights[name])}")
     if len(report.module_weights) > _LISTED:
-        console.print(f"  and {len(report.module_weights) - _LISTED} more; --json has all", markup=False)
+        console.print(f"  and {len(report.module_weights) - _LISTED} more; --json has all")
     if report.beside:
-        console.print(f"{len(report.beside)} tensors beside the pairs, such as {shown(report.beside[0])}", markup=False)
+        console.print(f"{len(report.beside)} tensors beside the pairs, such as {shown(report.beside[0])}")
     if report.lacking:
-        console.print(
-            f"{len(report.lacking)} modules are not in every adapter, such as {shown(report.lacking[0])}", markup=False
-        )
+        console.print(f"{len(report.lacking)} modules are not in every adapter, such as {shown(report.lacking[0])}")
     for kind, names in report.dropped.items():
-        console.print(f"left out, {kind}: {len(names)}, such as {shown(names[0])}", markup=False)
-    console.print(f"{of_mean or 'truncation error over all modules:'} {report.error:.2e}", markup=False)
+        console.print(f"left out, {kind}: {len(names)}, such as {shown(names[0])}")
+    console.print(f"{of_mean or 'truncation error over all modules:'} {report.error:.2e}")
     if report.weighed is not None and report.weighed.apart is not None:
         console.print(
-            f"the mean that the rule weighs is off the plain mean of all adapters by {report.weighed.apart:.2e}",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
+            f"the mean that the rule weighs is off the plain mean of all adapters by {report.weighed.apart:.2e}"
+        )
     if report.rounding:
-        console.print(f"writing {report.dtype} adds {report.rounding:.2e}", markup=False)
+        console.print(f"writing {report.dtype} adds {report.rounding:.2e}")
     if report.beside_rounding:
         console.print(
             f"it moves tensors beside the pairs by up to {report.beside_rounding:.2e} of their own size; what that is "
-            f"of their change, only the base model tells", markup=False, soft_wrap=True,
-        )  # fmt: skip
+            f"of their change, only the base model tells"
+        )
     to = f" to {report.out}" if report.out else ""
     where = f"{report.out}: " if report.written else f"dry run, nothing was written{to}: "
     stored = f"rank {report.rank}" if report.one_rank else f"ranks up to {report.rank}"
     size = f"{byte_size(report.bytes)} of {report.dtype}, from {byte_size(report.bytes_before)}"
-    console.print(f"{where}{stored}, {size}", markup=False, soft_wrap=True)
+    console.print(f"{where}{stored}, {size}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
+from fedlora.cli.options import AsJson
 from fedlora.cli.screen import Table, console, import_plots, plotted, print_json, red
 from fedlora.errors import ConfigError, counted
 from fedlora.runs.picture_mark import check_picture
@@ -14,8 +15,6 @@ from fedlora.runs.rank_profiles import FLEXLORA_TYPES, RankProfile, RankType, br
 
 if TYPE_CHECKING:
     from fedlora.methods.registry import Listed
-
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of a table")]
 
 app = typer.Typer(help="List the methods, built in and installed, or check one.", invoke_without_command=True)
 
@@ -77,15 +76,14 @@ def check(
     console.print(table)
     for finding in findings:
         if finding.why is not None:
-            console.print(finding.why, style="red", markup=False, highlight=False, soft_wrap=True)
+            console.print(finding.why, style="red")
     if possible is not None and type(method) in METHODS.values():
         console.print(
             "A built-in method claims nothing of itself: tests/test_contracts.py of the repository has its claims, and "
-            f"asks them. What was measured here is {possible}.",
-            markup=False, highlight=False, soft_wrap=True,
-        )  # fmt: skip
+            f"asks them. What was measured here is {possible}."
+        )
     elif possible is not None:
-        console.print(f"It could claim: CLAIMS = {possible}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"It could claim: CLAIMS = {possible}")
     raise typer.Exit(0 if good else 1)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedlora.cli.runs import AsJson, DataRoot, Sets
+from fedlora.cli.options import AsJson, DataRoot, Sets, refuse_idle
 from fedlora.cli.screen import Table, cell, console, notes, print_json
 from fedlora.errors import ConfigError, counted
 from fedlora.runs.quiet import quiet_libraries
@@ -19,7 +19,15 @@ if TYPE_CHECKING:
 SECONDS_AN_ENTRY = 13e-6  # of exact noise, on one core (privacy.mechanism)
 
 
+_DECISIONS = ("--budget", "--charge", "--adopt")
+_GOES_WITH: dict[str, tuple[str, ...]] = {  # parameter -> what it is of; "": of a ledger that is only looked at
+    "set": ("--plan",), "data_root": ("--plan",), "delta": ("--budget", ""), "because": _DECISIONS,
+    "population": _DECISIONS, "noise_multiplier": ("--charge",), "rounds": ("--charge",), "sampling": ("--charge",),
+}  # fmt: skip
+
+
 def privacy(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="a ledger; with --plan, a run's TOML file", show_default=False)],
     planned: Annotated[bool, typer.Option("--plan", help="what a run of this config would cost, and leave")] = False,
     set: Sets = None,
@@ -53,30 +61,27 @@ def privacy(
     on another machine."""
     from fedlora.cli.privacy_ledger import decide, show_ledger
 
-    if sum((planned, budget is not None, charge, adopt)) > 1:
-        raise ConfigError("--plan, --budget, --charge and --adopt are four things: one at a time.")
-    if not charge and not (noise_multiplier is rounds is sampling is None):
-        raise ConfigError("--noise-multiplier, --rounds and --sampling say what is charged: add --charge.")
+    asked = {"--plan": planned, "--budget": budget is not None, "--charge": charge, "--adopt": adopt}
+    modes = [mode for mode, there in asked.items() if there]
+    if len(modes) > 1:
+        raise ConfigError(f"{' and '.join(modes)} are {len(modes)} things: one at a time.")
+    mode = modes[0] if modes else ""
+    without = {name: where for name, where in _GOES_WITH.items() if mode not in where}
+    refuse_idle(context, {name: _elsewhere(name, where) for name, where in without.items()})
     if planned:
-        if delta is not None:
-            raise ConfigError("--delta is of a ledger; a plan's delta is privacy.delta (--set privacy.delta=...).")
-        if because is not None or population is not None:
-            raise ConfigError(
-                "--because and --population go with --budget, --charge or --adopt; a plan decides nothing."
-            )
         _plan(file, set or [], data_root, json)
         return
-    if set or data_root:
-        raise ConfigError("--set and --data-root belong to a config file: add --plan, or leave them out.")
-    if budget is not None or charge or adopt:
-        if delta is not None and budget is None:
-            raise ConfigError("--delta goes with --budget here: what is charged or moved has none of its own.")
+    if mode:
         numbers = (noise_multiplier, rounds, 1.0 if sampling is None else sampling) if charge else None
         decide(file, because, population, (budget, delta) if budget is not None else None, numbers)
-        delta = None
-    elif because is not None or population is not None:
-        raise ConfigError("--because and --population go with --budget, --charge or --adopt.")
-    show_ledger(file, delta, json)
+    show_ledger(file, None if mode else delta, json)
+
+
+def _elsewhere(name: str, where: tuple[str, ...]) -> str:
+    said = f"goes with {' or '.join(filter(None, where))}"
+    return (
+        f"{said}, or a ledger alone; a plan's is privacy.delta (--set privacy.delta=...)" if name == "delta" else said
+    )
 
 
 def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: bool) -> None:
@@ -98,11 +103,10 @@ def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: boo
         _show_plan(found)
     check_affordable(prepared)  # exit code 2 and one line, where the run would be refused
     if weak := [name for name, part in found.parts.items() if part.signal <= part.lost]:
-        notes.print(
+        notes.warn(
             f"in {len(weak)} of {len(found.parts)} parts a change that all clients agree on, with the clip spread "
-            f"evenly, drowns in the noise even after all rounds: expect little more than noise there.",
-            style="yellow", markup=False, soft_wrap=True,
-        )  # fmt: skip
+            f"evenly, drowns in the noise even after all rounds: expect little more than noise there."
+        )
 
 
 def _show_plan(found: PrivacyPlan) -> None:
@@ -114,9 +118,8 @@ def _show_plan(found: PrivacyPlan) -> None:
         f"{how_strong(found.epsilon)}: noise multiplier "
         f"{found.noise_multiplier:.3f}, clip {found.clip:g}, {counted(found.clients, 'client')} ({who}), "
         f"{found.size} numbers a round (about {found.size * SECONDS_AN_ENTRY:.0f} s to draw their noise), "
-        f"server rank {found.rank}",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"server rank {found.rank}"
+    )
     table = Table("part", "summed as", "signal", "noise", "strongest", "drowns below", title="A round's mean change")
     for name, part in found.parts.items():
         table.add_row(
@@ -127,6 +130,5 @@ def _show_plan(found: PrivacyPlan) -> None:
     console.print(
         "signal: where all clients agree and the clip is spread evenly over the parts; no data were looked at. noise: "
         "its norm; strongest: its strongest direction. drowns below: what no number of clients who agree can show in "
-        "these rounds.",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        "these rounds."
+    )

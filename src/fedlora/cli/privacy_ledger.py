@@ -82,7 +82,7 @@ def show_ledger(file: Path, delta: float | None, as_json: bool) -> None:
         )  # fmt: skip
     console.print(table)
     for what in of_people(_people(found)):
-        console.print(f"decided: {what}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"decided: {what}")
     now = found.budgets[-1].budget if found.budgets else None
     as_far = (
         "" if found.has_tip else f" as far as it goes (no {file.name}.tip beside it says whether lines were cut off)"
@@ -92,6 +92,5 @@ def show_ledger(file: Path, delta: float | None, as_json: bool) -> None:
         f"{limit}population {found.population}: epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} in "
         f"{len(found.events)} releases; {epsilon_up(found.planned)} when all planned rounds are played. The chain is "
         f"whole{as_far}; its newest line is {number}, {digest}: whoever keeps that can tell later whether lines were "
-        f"taken away.",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"taken away."
+    )

@@ -6,59 +6,27 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.resources import files
-from json import loads as json_of
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.text import Text
 
-from fedlora.cli.measures import (
-    byte_size,
-    confusion_table,
-    label_cell,
-    label_title,
-    least_recalled,
-    number,
-    other_scores,
-    worst_client,
-)
-from fedlora.cli.screen import (
-    Table,
-    complain,
-    console,
-    import_plots,
-    notes,
-    plotted,
-    print_json,
-    red,
-    tell_attack,
-    tell_copies,
-    tell_cut,
-    tell_gone,
-    tell_held_out_cut,
-)
+from fedlora.cli.options import AsJson, Config, DataRoot, Sets
+from fedlora.cli.run_words import show_run, tell_attack, tell_data
+from fedlora.cli.screen import complain, import_plots, notes, plotted, print_json, tell_gone
 from fedlora.errors import CheckpointError, counted
-from fedlora.runs.attack_words import in_words
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.quiet import quiet_libraries
-from fedlora.server.judged import remarks, told
+from fedlora.server.judged import told
 
 if TYPE_CHECKING:
     from fedlora.runs.config import RunConfig
     from fedlora.simulation import RoundRecord
 
-Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key, as run.rounds=5")]
 Out = Annotated[Path | None, typer.Option(help="the run folder (default: runs/<config name>)")]
-Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in the folder")]
-DataRoot = Annotated[
-    Path | None,
-    typer.Option(envvar="FEDLORA_DATA_ROOT", help="where the files of data.task are (folders glue, superni)"),
-]
 WorkersHelp = typer.Option(metavar="N|auto", help="processes, one run each at a time; auto: one a core")
-AsJson = Annotated[bool, typer.Option("--json", help="print the summary as JSON instead of tables")]
+Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in the folder")]
 
 
 def run(
@@ -99,7 +67,7 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
         if not results:  # else it is prepared, and compared then
             tell_gone(check_finished(folder, config, data_root))
         said = _made_again(folder, results) if results else _nothing_left(folder, config, states)
-        notes.print(said, style="yellow", markup=False, soft_wrap=True)
+        notes.warn(said)
         if results:
             _rounds(config, folder, resume, config.method.name, data_root)
     if not (folder.plots / "metric.png").exists():  # also after a kill between the summary and the plots
@@ -108,7 +76,7 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
     if as_json:
         print_json(folder.read_json("summary.json"))
     else:
-        _show(folder)
+        show_run(folder)
 
 
 def _nothing_left(folder: RunFolder, config: RunConfig, gone: Sequence[str]) -> str:
@@ -170,19 +138,16 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
         prepared = prepare(config, data_root, stored_classes(folder))
     tell_attack(prepared.manifest)
     if len(prepared.clients) == 1:
-        notes.print(
+        notes.warn(
             "one client: nothing is combined. For several, give clients.ranks a rank for each, or clients.count their "
-            "number.",
-            style="yellow", markup=False, soft_wrap=True,
-        )  # fmt: skip
-    tell_copies(prepared.manifest["copies"])
-    tell_cut(prepared.manifest["cut"], config.data.max_length, "data.max_length")
-    tell_held_out_cut(prepared.manifest["cut_held_out"], config.data.max_length, config.evaluate.max_new_tokens)
+            "number."
+        )
+    tell_data(prepared.manifest, config.data.max_length, config.evaluate.max_new_tokens)
     if config.privacy is not None:
         if not folder.exists():
             check_affordable(prepared)  # a refusal needs neither a folder nor a progress bar
         words = where_to_look(folder.path / "private" / "log", drawn=config.privacy.sampling == "poisson")
-        notes.print(words, style="yellow", markup=False, soft_wrap=True)
+        notes.warn(words)
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
     done = (newest_round(folder.checkpoints) or 0) if folder.exists() else 0
     with _progress(label, config.run.rounds, per_round, prepared.metric, done) as watch:
@@ -207,7 +172,7 @@ class _Watch:
         self._progress, self._task, self._metric, self._rounds = progress, task, metric, rounds
 
     def tell(self, line: str, style: str = "yellow") -> None:
-        self._progress.console.print(line, style=style, markup=False, soft_wrap=True)
+        self._progress.console.print(line, style=style)
 
     def client_done(self) -> None:
         self._progress.update(self._task, advance=1)
@@ -222,7 +187,7 @@ class _Watch:
             said = [f"round {round} of {self._rounds} done", shown["loss"], shown.get("metric", "")]
             self.tell(", ".join(filter(None, said)), style="none")
         for client, reason in done.refused.items():
-            self._progress.console.print(f"round {round}: {client} left out: {reason}", style="yellow", markup=False)
+            self._progress.console.print(f"round {round}: {client} left out: {reason}", style="yellow")
 
 
 @contextmanager
@@ -244,126 +209,3 @@ def _progress(label: str, rounds: int, per_round: int, metric: str, done: int) -
             metric="",
         )
         yield _Watch(progress, task, metric, rounds)
-
-
-# ------------------------------------------------------------------------------------------------------- showing
-
-
-def _show(folder: RunFolder) -> None:
-    """A finished run on one screen."""
-    s, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
-    metric = s["metric"]
-    tell_attack(manifest)
-    if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run tells of no single client
-        console.print(_clients(s, manifest, folder.metrics()[-1]))
-    title = f"{s['method']}, {counted(s['rounds'], 'round')}, {counted(s['clients'], 'client')}"
-    table = Table("", "", title=title, show_header=False)
-    if s.get("attack"):
-        table.add_row(red("under attack"), red(in_words(s["attack"], s["clients"])))
-    for name in ("last", "best"):
-        score, test = s["validation"][name], s["test"][name]
-        if score and test:
-            when = f"round {s['best_round'] if name == 'best' else s['rounds']}"
-            table.add_row(
-                f"{metric}, {name} ({when})",
-                Text.assemble(f"validation {number(score[metric])}, test ", (number(test[metric]), "bold")),
-            )
-    if others := other_scores(s["test"]["last"], metric):
-        table.add_row("also on test, last", others)
-    if s.get("stopped_early"):
-        table.add_row("stopped early", f"after round {s['rounds']} of {s['stopped_early']['of']}")
-        table.add_row("because of", s["stopped_early"]["why"])
-    if s["clients_at_end"]:
-        table.add_row("worst client's own readout", worst_client(s["clients_at_end"], metric))
-    if s["bytes"]:  # of a private run it is not told
-        up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
-        table.add_row("sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}")
-    if s["seconds"]:
-        table.add_row("seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items()))
-    if s["server_rank"] is not None:
-        table.add_row("rank of the server's update", f"{s['server_rank']:.1f} (mean over modules)")
-    if s["padded_error"] is not None:
-        of = "plain mean, which the rule does not make" if s.get("defence") else "true mean"
-        table.add_row("zero-padded factor averaging would be off by", f"{s['padded_error']:.1%} of the {of}")
-    as_sent = s.get("gauge_drift_as_sent") or {}
-    for method, drift in (s["gauge_drift"] or {}).items():
-        shown = Text(f"{drift:.1e}") if drift < 1e-3 else red(f"{drift:.1%}")
-        if method in as_sent:
-            moved = as_sent[method]
-            shown += f", as sent {moved:.1e}" if moved < 1e-3 else f", as sent {moved:.1%}"
-        table.add_row(f"gauge check: {method} moves by", shown)
-    if "storing" in as_sent:
-        table.add_row("storing the uploads in other coordinates alone moves their mean by", f"{as_sent['storing']:.1e}")
-    if s["refused"]:
-        table.add_row("client rounds left out", str(s["refused"]))
-    if spent := s.get("privacy"):
-        from fedlora.cli.privacy_rows import privacy_rows
-
-        for name, value in privacy_rows(spent):
-            table.add_row(name, value)
-    if s.get("defence"):
-        table.add_row("robust rule", s["defence"]["rule"])
-    console.print(table)
-    if s.get("defence"):
-        console.print(_weighed(s["defence"]["clients"]))
-        for remark in remarks(s["defence"], manifest["clients"]):
-            notes.print(f"note: {remark}", style="yellow", soft_wrap=True)
-    if (matrix := confusion_table(s.get("confusion"), "last")) is not None:
-        console.print(matrix)
-    elif least := least_recalled(s["test"]["last"]):
-        console.print(f"least recall on test, last: {least}", markup=False)
-    if s["gauge_drift"]:
-        console.print("gauge check: the same updates in random coordinates (condition 10); the model should not move")
-    _show_samples(folder)
-    made = [name for name in ("adapter", "best", "clients", "plots", "samples.md") if (folder.path / name).exists()]
-    console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json", soft_wrap=True, markup=False)
-
-
-def _clients(s: dict[str, Any], manifest: dict[str, Any], last: dict[str, Any]) -> Table:
-    """A row for each client."""
-    metric, names = s["metric"], manifest["data"]["labels"]
-    common, own_test = s.get("clients_at_end_common") or {}, manifest["data"].get("own_test") or {}
-    readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
-    readouts = readouts if s["clients_at_end"] else []  # a column that nothing would stand in is left out
-    labelled = [label_title(names)] if names else []
-    clients = Table("client", "rank", "examples", *labelled, "last loss", *readouts, title="Clients")
-    counts = manifest["data"]["label_counts"] or {}
-    for client, rank in manifest["clients"].items():
-        at_end = s["clients_at_end"].get(client)
-        loss = last["losses"].get(client)
-        clients.add_row(
-            client,
-            str(rank),
-            str(manifest["data"]["train"][client]["examples"]),
-            *([label_cell(counts.get(client, []), names)] if names else []),
-            "" if loss is None else f"{loss:.3f}",
-            *([f"{number(at_end[metric])}{_of(own_test.get(client))}" if at_end else ""] if readouts else []),
-            *([number(common[client][metric])] if common else []),
-        )
-    return clients
-
-
-def _weighed(clients: dict[str, dict[str, Any]], most: int = 12) -> Table:
-    """What a robust rule did to each client, those that it took most from first."""
-    table = Table("client", "rounds", "left out", "mean weight", "after the rule", title="What the robust rule did")
-    for name in sorted(clients, key=lambda name: (clients[name]["after"] / clients[name]["before"], name))[:most]:
-        one = clients[name]
-        table.add_row(name, str(one["rounds"]), str(one["left_out"]), f"{one['before']:.1%}", f"{one['after']:.1%}")
-    return table
-
-
-def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:
-    """The first answers of a language model, each on one line; all of them are in samples.md."""
-    path = folder.path / "samples.jsonl"
-    if not path.is_file():
-        return
-    for row in [json_of(line) for line in path.read_text(encoding="utf-8").splitlines()[:most]]:
-        for name in ("prompt", "wanted", "before", "after"):
-            said = " ".join(row[name].split())
-            shown = said if len(said) <= width else said[: width - 3] + "..."
-            console.print(f"{name + ':':8} {shown or '(nothing)'}", soft_wrap=True, markup=False, highlight=False)
-        console.print()
-
-
-def _of(part: dict[str, Any] | None) -> str:
-    return f" of {part['examples']}" if part else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,8 +13,7 @@ from rich.table import Table as _Table
 from rich.text import Text
 
 from fedlora.core.echo import escaped, shown
-from fedlora.errors import ConfigError, counted
-from fedlora.runs.attack_words import in_words
+from fedlora.errors import ConfigError
 
 T = TypeVar("T")
 _WIDE = 10_000  # characters: no table of ours is as wide
@@ -32,7 +31,14 @@ class Screen(Console):
         super().__init__(emoji=False, markup=False, **options)
 
     def print(self, *objects: Any, **options: Any) -> None:
+        """Words are not coloured by what they look like, and a line that is too long goes on in the terminal's next."""
+        words = all(isinstance(o, str) for o in objects)
+        options = {"highlight": False, **({"soft_wrap": True} if words else {}), **options}
         super().print(*(_printable(o) if isinstance(o, str) else o for o in objects), **options)
+
+    def warn(self, line: str) -> None:
+        """A line in yellow: what to know before the result is used."""
+        self.print(line, style="yellow")
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Of every string: also of those in tables, which no `print` sees."""
@@ -93,68 +99,25 @@ def can_write(out: Path) -> None:
         raise ConfigError(f"{out} is a file; name a directory.")
 
 
-def tell_attack(manifest: Mapping[str, Any]) -> None:
-    """One loud line where clients of a run lie on purpose."""
-    if attack := manifest.get("attack"):
-        notes.print(
-            f"UNDER ATTACK, on purpose: {in_words(attack, len(manifest['clients']))}. Nothing of this run is for use.",
-            style="bold red", markup=False, soft_wrap=True,
-        )  # fmt: skip
+def tell_remarks(remarks: Sequence[str]) -> None:
+    """A line each: what was taken for granted of adapters that are sound."""
+    for remark in remarks:
+        notes.warn(f"note: {remark}")
 
 
 def tell_gone(gone: Sequence[str]) -> None:
     """One line where files that a finished run read are gone. gone: in words."""
     if gone:
-        notes.print(
+        notes.warn(
             f"{', '.join(dict.fromkeys(gone))}: not there, so nobody can tell whether it is what was read; the result "
-            f"is shown as it is.",
-            style="yellow", markup=False, soft_wrap=True,
-        )  # fmt: skip
-
-
-def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str) -> None:
-    """One line where examples were too long: how many, and how much of them is not seen in training."""
-    if cut:
-        examples, tokens = (sum(part[what] for part in cut.values()) for what in ("cut", "tokens"))
-        notes.print(
-            f"{counted(examples, 'training example')} of {counted(len(cut), 'client')} longer than {setting} = "
-            f"{max_length}: cut by {counted(tokens, 'token')}; raise it to keep them whole.",
-            style="yellow", markup=False, soft_wrap=True,
-        )  # fmt: skip
-
-
-def tell_held_out_cut(cut: Mapping[str, Mapping[str, Mapping[str, int]]], max_length: int, answer: int) -> None:
-    """A line for each held-out set whose text is measured in part."""
-    for name, found in cut.items():
-        for how, part in found.items():
-            room = f"data.max_length = {max_length}" + (f" less evaluate.max_new_tokens = {answer}" * (how == "asked"))
-            what = "prompts to answer" if how == "asked" else "examples"
-            notes.print(
-                f"{part['cut']} of {part['examples']} {what} of {name} are longer than {room} and were cut by "
-                f"{part['tokens']} tokens; their scores are of what is left.",
-                style="yellow", markup=False, soft_wrap=True,
-            )  # fmt: skip
-
-
-def tell_copies(copies: Mapping[str, Mapping[str, int]]) -> None:
-    """A line for each held-out set with texts that stand on the other side too."""
-    for name, counts in copies.items():
-        where = " and ".join(
-            f"{counts[other]} are copies of {words}"
-            for other, words in (("in training", "training texts"), ("in validation", "validation texts"))
-            if counts.get(other)
+            f"is shown as it is."
         )
-        notes.print(
-            f"of the {counts['examples']} examples of {name}, {where}, so its scores flatter. The files are taken as "
-            f"they are; take the copies out of one of them, or let fedlora split one file by shares.",
-            style="yellow", markup=False, soft_wrap=True,
-        )  # fmt: skip
 
 
 def complain(message: str) -> int:
     """One red line on stderr; the exit code of bad input."""
     message = escaped(message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ...")
-    notes.print(f"error: {message}", style="red", markup=False, highlight=False, soft_wrap=True)
+    notes.print(f"error: {message}", style="red")
     return 2
 
 
@@ -162,9 +125,9 @@ def plotted(draw: Callable[[], Iterable[Path]]) -> None:
     """Draw and name the pictures; without matplotlib say so."""
     try:
         for path in draw():
-            notes.print(f"plot: {path}", soft_wrap=True, highlight=False, markup=False)
+            notes.print(f"plot: {path}")
     except ImportError:
-        notes.print("no plots: matplotlib is missing (pip install 'fedlora[plot]')", markup=False)
+        notes.print("no plots: matplotlib is missing (pip install 'fedlora[plot]')")
     except (OSError, ValueError) as error:
         raise ConfigError(f"the picture cannot be written: {error}.") from error
 

@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedlora.cli.adapters import Force
-from fedlora.cli.idle import refuse_idle
-from fedlora.cli.limits import Limit, limits_of
-from fedlora.cli.screen import console, tell_cut
+from fedlora.cli.options import Force, Limit, limits_of, refuse_idle, split_names
+from fedlora.cli.run_words import tell_cut
+from fedlora.cli.screen import console
 from fedlora.core.folders import check_target
 from fedlora.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedlora.data import TextData
-    from fedlora.training.settings import ClassWeights
+    from fedlora.offline.examples import Columns, Kind
 
 _OF_LANGUAGE_MODELS = ("template", "messages", "prompt", "response")
 _OF_CLASSES = ("label", "labels", "text", "pair", "class_weights")
@@ -63,9 +61,7 @@ def train(
 ) -> None:
     """A site's half of a round: train a received adapter on own data, and write the upload to hand back."""
     from fedlora.adapters.writer import TRAIN, upload_folder
-    from fedlora.data import read_classification, read_instructions
-    from fedlora.data.labels import given, shown
-    from fedlora.data.readers import CHAT
+    from fedlora.offline.examples import Columns, kind_of, parse_class_weights, read_examples
     from fedlora.offline.site import Fresh, train_site
     from fedlora.runs.quiet import quiet_libraries
     from fedlora.training.settings import TrainSettings
@@ -79,48 +75,20 @@ def train(
         refuse_idle(context, dict.fromkeys(("rank", "targets"), f"is of a fresh adapter, and {adapter} has its own"))
     if not (0 < lr < 1e6 and 0 < epochs < 1e6):
         raise ConfigError(f"--lr and --epochs are positive numbers; got {lr:g} and {epochs:g}.")
-    columns = read_columns(data)
-    names = [name.strip() for name in labels.split(",")] if labels is not None else None
-    examples: TextData
-    if label in columns:
-        examples = read_classification(data, text=text, label=label, pair=pair, label_names=names, key="--labels")
-        found = examples.label_names
-        if len(found) < 2:
-            raise ConfigError(
-                f"{data}: every example is of one class, {found[0]!r}, and a classifier needs two or more. Where other "
-                f"sites have more of them, name all with --labels, the same at every site."
-            )
-        if names is None and found != tuple(str(k) for k in range(len(found))):
-            raise ConfigError(
-                f"{data} has the classes {shown(found)}, and another site may have others or number them otherwise, so "
-                f"the classifiers would not add up. Give --labels, the same at every site, with the classes of all; "
-                f"if there are no more, {given('--labels', found)}."
-            )
-    elif response in columns or (messages or CHAT) in columns:
-        if messages is not None or not {prompt, response} <= set(columns):
-            talks = f"is of instructions, and {data} holds conversations ({messages or CHAT!r})"
-            refuse_idle(context, dict.fromkeys(("prompt", "response"), talks))
-        examples = read_instructions(data, prompt=prompt, response=response, messages=messages)
-    else:
-        raise ConfigError(
-            f"{data} has no column {label!r} (classes), {response!r} (answers) or {messages or CHAT!r} "
-            f"(conversations): {columns}."
-        )
-    if examples.kind == "classification":
-        of_models = dict.fromkeys(_OF_LANGUAGE_MODELS, f"is of language models, and {data} holds classes ({label!r})")
-        refuse_idle(context, of_models)
-    else:
-        refuse_idle(context, dict.fromkeys(_OF_CLASSES, f"is of classes, and {data} has no column {label!r}"))
-    weights = read_class_weights(class_weights, examples)
+    columns = Columns(text=text, pair=pair, label=label, prompt=prompt, response=response, messages=messages)
+    kind = kind_of(data, columns)
+    refuse_idle(context, _of_other_kinds(data, columns, kind))
+    examples = read_examples(data, columns, kind, None if labels is None else split_names(labels))
+    weights = parse_class_weights(class_weights, examples) if class_weights is not None else None
     settings = TrainSettings(
         lr=lr, steps=steps, epochs=epochs, batch_size=batch_size, max_length=max_length, bf16=bf16,
         rounds=max(round, 1), template=template, class_weights=weights,
     )  # fmt: skip
     quiet_libraries()
-    wanted = targets if targets == "all-linear" else [name.strip() for name in targets.split(",")]
+    wanted = targets if targets == "all-linear" else split_names(targets)
     done = train_site(
         base,
-        "classification" if examples.kind == "classification" else "causal-lm",
+        "classification" if kind == "classes" else "causal-lm",
         adapter if adapter is not None else Fresh(wanted, rank, seed=start_seed),
         examples, settings, out, client=client, round=round, seed=seed, start_seed=start_seed, device=device,
         data_file=data, limits=limits_of(limit), force=force,
@@ -129,35 +97,18 @@ def train(
     tell_cut({client: asdict(done.cut)} if done.cut.cut else {}, done.max_length, "--max-length")
     console.print(
         f"{out}: rank {done.ranks}, {played.upload.num_examples} examples, {played.memory.position} seen, mean loss "
-        f"{played.loss:.4f}. Hand it to whoever runs fedlora merge --weights-from num_examples.",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
+        f"{played.loss:.4f}. Hand it to whoever runs fedlora merge --weights-from num_examples."
+    )
 
 
-def read_class_weights(text: str | None, examples: TextData) -> ClassWeights | None:
-    """Weights of classes from "balanced" or "NAME=WEIGHT,...". Raises `ConfigError`, also for what is no class."""
-    if text is None:
-        return None
-    from fedlora.training.class_weights import weigh_classes
-
-    weights: ClassWeights = "balanced"
-    if text != "balanced":
-        pairs = [part.rpartition("=") for part in text.split(",")]
-        try:
-            weights = {name.strip(): float(weight) for name, _, weight in pairs}
-        except ValueError as error:
-            raise ConfigError(f"--class-weights is balanced or NAME=WEIGHT,NAME=WEIGHT; got {text!r}.") from error
-        if not all(0 < weight < float("inf") for weight in weights.values()):
-            raise ConfigError(f"--class-weights: each weight is a finite number > 0; got {text!r}.")
-    try:
-        weigh_classes(examples, weights)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("train.class_weights", "--class-weights")) from error
-    return weights
-
-
-def read_columns(data: Path) -> list[str]:
-    """The columns of a file."""
-    from fedlora.data.readers import open_table
-
-    return list(open_table(data, []).columns)
+def _of_other_kinds(data: Path, columns: Columns, kind: Kind) -> dict[str, str]:
+    """Options that are of other data than these -> why they do nothing."""
+    if kind == "classes":
+        return dict.fromkeys(
+            _OF_LANGUAGE_MODELS, f"is of language models, and {data} holds classes ({columns.label!r})"
+        )
+    others = dict.fromkeys(_OF_CLASSES, f"is of classes, and {data} has no column {columns.label!r}")
+    if kind == "conversations":
+        talks = f"is of instructions, and {data} holds conversations ({columns.talks!r})"
+        others |= dict.fromkeys(("prompt", "response"), talks)
+    return others

@@ -18,9 +18,11 @@ from fedlora.adapters.merge_request import Parts, Place, Progress, Result, Sourc
 from fedlora.adapters.merge_result import write_result
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
 from fedlora.adapters.uploads import read_facts
+from fedlora.core.echo import shown
 from fedlora.core.lora import LoRA, stack
 from fedlora.core.messages import Missing
 from fedlora.core.method import Method
+from fedlora.errors import ConfigError
 from fedlora.methods import build
 from fedlora.offline.readouts import hand_out, readout_ranks
 from fedlora.offline.server import ByHand
@@ -55,7 +57,12 @@ def merge_round(
 
     Returns:
         the report, and the round that the state is of, where there is one.
+
+    Raises:
+        ConfigError: with a rule, tensors beside the pairs that would be averaged without it.
     """
+    if rule is not None:
+        _check_heads(given, wanted.heads)
     facts = [read_facts(file.directory, file.limits) for file in given.files]
     clients = [one.client for one in facts]
     ranks, more = readout_ranks(readout, clients, given.files) if readout is not None else ({}, [])
@@ -91,6 +98,17 @@ def merge_round(
 
         report = write_result(given, place, wanted, source, missing, [*said, *more], progress, also)
     return report, after.round if state is not None else None
+
+
+def _check_heads(given: Collection, heads: str) -> None:
+    """Raises `ConfigError` where tensors beside the pairs would be averaged behind a rule's back."""
+    beside = sorted({name for file in given.files for name in file.heads})
+    if beside and heads in ("average", "holders"):
+        raise ConfigError(
+            f"--defence looks at pairs alone, and {len(beside)} tensors beside them ({shown(beside[0])} for one) would "
+            f"be averaged with the plain weights, liars included. Add --heads drop, or --heads first to take those of "
+            f"the first adapter; rounds of a server (fedlora run, fedlora flower) judge heads with the pairs."
+        )
 
 
 def _measure(

@@ -12,9 +12,8 @@ import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -31,17 +30,6 @@ from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, eq=False)
-class HandState:
-    """What is kept between two rounds by hand. method: as it was typed. base: of all adapters."""
-
-    TAG: ClassVar[str] = "by-hand/1"
-
-    method: str
-    base: str
-    server: ServerState
 
 
 class ByHand:
@@ -117,8 +105,8 @@ class ByHand:
                     f"was replaced between the rounds. Put it back, or name another folder with --state."
                 )
             self._weights = kept or self._weights
-        loaded = checkpoint.load_newest(self._folder, HandState, self._server.method.State, tell=log.warning)
-        return loaded[1].server if loaded else None
+        loaded = checkpoint.load_newest(self._folder, ServerState, self._server.method.State, tell=log.warning)
+        return loaded[1] if loaded else None
 
     def check_apart(self, out: Path) -> None:
         """Raises `ConfigError` where a result would be written to the folder of the state."""
@@ -189,14 +177,14 @@ class ByHand:
         if self._folder is None or self.state is None:
             yield
             return
-        value, folder = HandState(self._label, self._base, self.state), self._folder
+        folder = self._folder
         in_block = False
         try:
             with (
                 files.making(folder),
                 self._alone(folder),
                 self._named(folder),
-                checkpoint.saving(folder, self.state.round, value),
+                checkpoint.saving(folder, self.state.round, self.state),
             ):
                 in_block = True
                 yield

@@ -36,6 +36,8 @@ from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import find_template
 from fedlora.training.settings import LoRASettings, Task, TrainSettings
 
+_TOLD = {"lr", "optimizer", "steps", "epochs", "batch_size", "class_weights"}  # of the settings, in an upload
+
 
 @dataclass(frozen=True)
 class Fresh:
@@ -120,10 +122,7 @@ def train_site(
         "data_sha256": file_digest(data_file) if data_file is not None else None,
         "base_model_sha256": digests,
         "mean_loss": played.loss,
-        "settings": {
-            name: getattr(settings, name)
-            for name in ("lr", "optimizer", "steps", "epochs", "batch_size", "class_weights")
-        },
+        "settings": settings.model_dump(include=_TOLD),
         "seed": seed,
         "label_names": list(labels),
         "template": find_template(settings.template, model.tokenizer).name if task == "causal-lm" else None,

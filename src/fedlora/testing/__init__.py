@@ -8,8 +8,7 @@
 """
 
 from fedlora.testing.checking import Finding, check, claims_of, measure, sound
-from fedlora.testing.claims import Claim, ContractBroken, Measured
-from fedlora.testing.contract import Contract
+from fedlora.testing.contract import Claim, Contract, ContractBroken, Measured
 from fedlora.testing.contracts import CONTRACTS
 
 __all__ = [

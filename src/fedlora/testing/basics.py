@@ -20,9 +20,8 @@ from fedlora.methods.registry import require_method
 from fedlora.server.method_faults import blamed_on, checked_readout
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
-from fedlora.testing.bits import changed, differing, leaves, seen
-from fedlora.testing.claims import Measured
-from fedlora.testing.drift import moved_by
+from fedlora.testing.comparing import changed, differing, leaves, moved_by, seen
+from fedlora.testing.contract import Measured
 from fedlora.testing.federations import Ranks, Who, rounds, seed_adapter, trained
 
 # Round-off of a sum in another order; some methods solve for a minimum after it, which multiplies it.

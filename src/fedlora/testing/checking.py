@@ -9,8 +9,7 @@ from typing import Any
 from fedlora.core.method import Method
 from fedlora.errors import FedLoRAError, HyperparameterError
 from fedlora.server.server import Server
-from fedlora.testing.claims import Claim, ContractBroken, Measured
-from fedlora.testing.contract import Contract
+from fedlora.testing.contract import Claim, Contract, ContractBroken, Measured
 from fedlora.testing.contracts import CONTRACTS
 from fedlora.testing.federations import Ranks, Who
 

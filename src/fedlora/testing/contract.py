@@ -1,4 +1,4 @@
-"""One contract: how it is measured, how a claim is held against that, and whose fault it is where a round fails."""
+"""What a method may promise; and one contract: how it is measured, and how a claim is held against that."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Literal
 
 from fedlora.errors import HyperparameterError, KeptStateError, MethodFault, QuorumNotMet, UploadRefused
 from fedlora.server.server import Server
-from fedlora.testing.claims import ALWAYS, UNCLAIMED, Claim, ContractBroken, Measured, worded
 from fedlora.testing.federations import EQUAL, FULL, MIXED, PARTIAL, Ranks, Who
 
 Unasked = Literal["unasked"]
@@ -16,13 +15,77 @@ PLAYS: Mapping[str, tuple[Ranks, Who]] = {
     "equal ranks, all there": (EQUAL, FULL), "equal ranks, some away": (EQUAL, PARTIAL),
     "mixed ranks, all there": (MIXED, FULL), "mixed ranks, some away": (MIXED, PARTIAL),
 }  # fmt: skip
+ALWAYS, UNCLAIMED = "always", "not claimed"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What a method promises beyond what every method must keep. A method says so in a class attribute `CLAIMS`.
+
+    Where it depends on hyper-parameters, `CLAIMS` is a property. A claim of False is one too: that it does not hold.
+
+    exact: the server's update is the clients' weighted mean update ("equal": with equal ranks only). gauge: it does not
+    depend on the clients' coordinates; None: one factor travels, so there is no gauge to change. state: what clients
+    get back does not either. mixed: clients of different ranks are served. global_model: `effective` has an answer.
+    weights: clients count by their weights p_i; False: the method has weights of its own, or none.
+
+    Example:
+        >>> Claim(exact=True, gauge=True, state=True, mixed=True).global_model
+        True
+    """
+
+    exact: bool | Literal["equal"]
+    gauge: bool | None
+    state: bool | None
+    mixed: bool
+    global_model: bool = True
+    weights: bool = True
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a contract found. holds: whether it is so, claimed or not; None: there is nothing to ask. says: in words.
+    least, most: over the rounds, of what is compared with a tolerance.
+
+    Example:
+        >>> CONTRACTS["rank"](Server(build("svd")), None).holds
+        True
+    """
+
+    holds: bool | None
+    says: str
+    least: float = 0.0
+    most: float = 0.0
+
+
+class ContractBroken(AssertionError):
+    """A method does not keep a contract. Carries `contract`, `claimed` and `measured`, in words.
+
+    Example:
+        >>> try:
+        ...     CONTRACTS["gauge"](Server(build("fedit")), Claim(exact=True, gauge=True, state=True, mixed=False))
+        ... except ContractBroken as broken:
+        ...     print(broken.contract)
+        gauge
+    """
+
+    def __init__(self, method: str, contract: str, claimed: str, measured: str, advice: str) -> None:
+        super().__init__(
+            f"{method} breaks the contract {contract!r}: claimed {claimed}; measured: {measured}. {advice}"
+        )
+        self.contract, self.claimed, self.measured, self.advice = contract, claimed, measured, advice
+
+
+def worded(wanted: bool | None) -> str:
+    """A claim about one contract as the table says it."""
+    return {True: "yes", False: "no", None: "no gauge to change"}[wanted]
 
 
 @dataclass(frozen=True)
 class Contract:
     """Call it with a server (and a claim, ranks and participants): it returns what it measured, or says what is broken.
 
-    asks: what must hold, in one line. measure: plays and looks; pure. claimed: what a claim says of it ("unasked":
+    measure: plays and looks, and its docstring says what must hold; pure. claimed: what a claim says of it ("unasked":
     nothing); None: every method must keep it. advice: what to do where it is broken. plays: the federations that
     `check` plays, name -> ranks and participants.
 
@@ -34,7 +97,6 @@ class Contract:
     """
 
     name: str
-    asks: str
     measure: Callable[[Server, Ranks, Who], Measured]
     claimed: Callable[[Claim, Ranks], bool | Unasked | None] | None
     advice: str

@@ -12,9 +12,8 @@ from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, Download, Held, Upload
 from fedlora.core.parcels import Cache, fingerprint, pack, remember, unpack
 from fedlora.server.server import Server
-from fedlora.testing.bits import differing
-from fedlora.testing.claims import Measured
-from fedlora.testing.drift import relative
+from fedlora.testing.comparing import differing, relative
+from fedlora.testing.contract import Measured
 from fedlora.testing.federations import EXAMPLES, SHAPES, Ranks, Who, pushed, seed_adapter
 
 BASE = 2e-6  # of the size of a base weight's change: its steps are float32, which rounds each by 6e-8

@@ -12,8 +12,8 @@ from fedlora.core.messages import Client, Upload
 from fedlora.errors import NoGlobalModel, RankMismatch
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
-from fedlora.testing.claims import Measured
-from fedlora.testing.drift import model_drift, readout_drift, relative
+from fedlora.testing.comparing import model_drift, readout_drift, relative
+from fedlora.testing.contract import Measured
 from fedlora.testing.federations import SHAPES, Ranks, Round, Who, rounds, seed_adapter
 
 # float64 federations: exact is round-off, and what is not so is off by per cents.

@@ -11,6 +11,7 @@ import typer
 from rich.text import Text
 
 from fedlora.cli.flower.common import needed
+from fedlora.cli.options import AsJson
 from fedlora.cli.screen import Table, cell, complain, console, print_json, red
 from fedlora.core.echo import shown
 from fedlora.versions import installed, least
@@ -20,7 +21,7 @@ _LIBRARIES = ("torch", "transformers", "peft", "flwr", "cryptography")
 
 def doctor(
     folder: Annotated[Path | None, typer.Argument(help="of `fedlora flower init` or `site`, to check too")] = None,
-    json: Annotated[bool, typer.Option("--json", help="print JSON instead of a table")] = False,
+    json: AsJson = False,
 ) -> None:
     """Check this machine for a federation: versions, ports, certificates, identity, message sizes, disk."""
     rows: list[tuple[str, str, bool | None]] = [*_versions()]

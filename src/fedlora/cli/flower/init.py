@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedlora.cli.flower.common import needed, typed
+from fedlora.cli.options import refuse_idle
 from fedlora.cli.screen import console, notes
 from fedlora.core.folders import check_target
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted
 from fedlora.given_files import read_toml
+
+if TYPE_CHECKING:
+    from fedlora.flower.setup.project import Federation
 
 
 def init(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="the folder to make", show_default=False)],
     server_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="by which sites reach this server, such as fl.example.org")
@@ -36,8 +41,10 @@ def init(
     port: Annotated[int, typer.Option(min=1, max=65535, help="of the proxy, where sites connect")] = 443,
     superlink_port: Annotated[int, typer.Option(min=1, max=65535, help="of the SuperLink, on loopback")] = 18080,
 ) -> None:
-    """Write all that a federation's server needs. With --server-name and --sites it asks for no site's data, and each
-    site gets FOLDER/join/NAME.toml; without both it is a trial on this machine, whose sites lie in FOLDER/sites."""
+    """At the server: write all that a federation needs.
+
+    With --server-name and --sites it asks for no site's data, and each site gets FOLDER/join/NAME.toml; without both it
+    is a trial on this machine, whose sites lie in FOLDER/sites."""
     needed()
     from fedlora.flower.terms import names
 
@@ -49,57 +56,52 @@ def init(
             f"acme=8,berlin=4. Without both it is a trial on this machine."
         )
     if server_name is None or sites is None:
-        real = {"--labels": labels, "--start": start, "--port": port if port != 443 else None}
-        odd = next((name for name, value in real.items() if value is not None), None)
-        if odd is not None:
-            raise ConfigError(
-                f"{odd} is for a federation of several machines, and this is a trial: it takes classes and start from "
-                f"the run that is tried, and has no proxy (--superlink-port is the SuperLink's). Leave it out, or give "
-                f"--server-name and --sites."
-            )
+        alone = (
+            "is for a federation of several machines (--server-name and --sites), and this is a trial: it takes "
+            "classes and start from the run that is tried, and has no proxy (--superlink-port is the SuperLink's)"
+        )
+        refuse_idle(context, dict.fromkeys(("labels", "start", "port"), alone))
         _trial(folder, config, set or [], superlink_port)
         return
-    if port == superlink_port:
-        raise ConfigError(
-            f"--port and --superlink-port are both {port}, and two programs cannot listen on one: the proxy takes the "
-            f"first, the SuperLink, on loopback, the second."
-        )
     if config is None:
         raise ConfigError(
             "--config is missing: a TOML file as of `fedlora run` with what is to be trained ([model] path and task, "
             "[lora], [train], [run] rounds), without [data] train or clients, for each site has its own."
         )
-    clients, name = names.sites(sites), names.server_name(server_name)
-    classes = _classes(labels)
+    clients, name, classes = names.sites(sites), names.server_name(server_name), _classes(labels)
     from fedlora.flower.setup.init_steps import federation
+    from fedlora.flower.setup.project import make_federation
     from fedlora.runs.quiet import quiet_libraries
 
     quiet_libraries()
     notes.print("checking the start ..." if start else "loading the model, for the common start ...")
     made = federation(config, set or [], name, clients, classes, start, port, superlink_port)
-    from fedlora.flower.setup.project import make_federation
-
     make_federation(folder, made)
-    here = folder.resolve()
-    fed = typed(folder)
+    console.print("\n".join(_next_steps(folder, made)))
+
+
+def _next_steps(folder: Path, made: Federation) -> list[str]:
+    """What to do with a new federation's folder."""
+    here, fed, clients = folder.resolve(), typed(folder), made.clients
     lines = [
-        f"{folder}: ready, for {len(clients)} site{'' if len(clients) == 1 else 's'} ({', '.join(clients)}). Next:",
+        f"{folder}: ready, for {counted(len(clients), 'site')} ({', '.join(clients)}). Next:",
         f"  1. fedlora flower install {fed}",
         f"     (or, in two shells: fedlora flower serve {fed}, and nginx -c {typed(here / 'proxy' / 'nginx.conf')})",
         f"  2. fedlora doctor {fed}",
         f"  3. hand each site its file, {here}/join/NAME.toml; it holds no secret",
         f"  4. admit each by what it sends back: fedlora flower admit {fed} request.toml",
-        f"A round needs {made.settings.server.quorum} of them (server.quorum in {here}/federation.toml).",
     ]
-    if made.settings.privacy is not None:
-        from fedlora.flower.terms.privacy import promise
+    if made.settings.privacy is None:
+        quorum = made.settings.server.quorum
+        return [*lines, f"A round needs {quorum} of them (server.quorum in {here}/federation.toml)."]
+    from fedlora.flower.terms.privacy import promise
 
-        lines[-1] = (
-            f"Private: {promise(made.settings.privacy, made.settings.run.rounds)}. All sites are asked in every round, "
-            f"and who is missing counts as zero: it begins once all are online. Members, rounds and [privacy] stay. "
-            f"What was spent: fedlora privacy {typed(made.settings.privacy.ledger)}"
-        )
-    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+    return [
+        *lines,
+        f"Private: {promise(made.settings.privacy, made.settings.run.rounds)}. All sites are asked in every round, and "
+        f"who is missing counts as zero: it begins once all are online. Members, rounds and [privacy] stay. What was "
+        f"spent: fedlora privacy {typed(made.settings.privacy.ledger)}",
+    ]
 
 
 def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: int) -> None:
@@ -125,7 +127,7 @@ def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: i
     notes.print("loading the model, for the common start ...")
     trial(folder, loaded, superlink_port)
     said = f"{folder}: ready. Try it on this machine: fedlora flower up {typed(folder)}"
-    console.print(said, markup=False, soft_wrap=True)
+    console.print(said)
 
 
 def _classes(labels: str | None) -> list[str] | None:
@@ -135,6 +137,3 @@ def _classes(labels: str | None) -> list[str] | None:
     if not all(found) or len(set(found)) < max(2, len(found)):
         raise ConfigError(f"--labels names two classes or more, each once, such as no,yes; got {labels!r}.")
     return found
-
-
-__all__ = ["init"]

@@ -24,11 +24,11 @@ def install(
         str | None, typer.Option(metavar="HOST:PORT", help="the server answers Prometheus there, as 127.0.0.1:9464")
     ] = None,
 ) -> None:
-    """Install and start the systemd units of FOLDER: root's own files in /etc/systemd/system.
+    """At the server, and at a site: install and start the systemd units of FOLDER.
 
-    Call it as the user who owns FOLDER. It shows the units and the commands, and then runs them by sudo, which asks for
-    the password. What was installed before is written anew: after an upgrade, for another place of the program, other
-    options. A unit that runs goes on until it is restarted.
+    They are root's own files in /etc/systemd/system. Call it as the user who owns FOLDER. It shows the units and the
+    commands, and then runs them by sudo, which asks for the password. What was installed before is written anew: after
+    an upgrade, for another place of the program, other options. A unit that runs goes on until it is restarted.
     """
     needed()
     from fedlora.flower.setup.installing import carry_out, steps
@@ -37,6 +37,3 @@ def install(
     typer.echo("\n".join(step.shown() for step in todo))
     if not print_:
         carry_out(todo)
-
-
-__all__ = ["install"]

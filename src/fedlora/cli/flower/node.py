@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fedlora.cli.flower.common import ending_for_systemd, needed, typed
-from fedlora.cli.screen import notes
+from fedlora.cli.flower.common import ending_for_systemd, needed, say, typed
 from fedlora.errors import ConfigError
 
 
@@ -19,11 +16,12 @@ def node(
     folder: Annotated[Path, typer.Argument(help="a site's folder, of `fedlora flower site`", show_default=False)],
     check: Annotated[bool, typer.Option(help="read data and base model first; refuse what no round could use")] = True,
 ) -> None:
-    """Take part: run this site's SuperNode until SIGTERM or Ctrl-C, start it again when it ends, say what happens.
+    """At a site: take part.
 
-    Waits where the server is away, does not know the key yet, or cannot be believed, and says why. Exit codes: 0 after
-    SIGTERM or SIGINT, and never otherwise; 1: no memory, no room, it may pass; 2: this site's own files are wrong, and
-    nothing was sent.
+    Runs this site's SuperNode until SIGTERM or Ctrl-C, starts it again when it ends, and says what happens. Waits where
+    the server is away, does not know the key yet, or cannot be believed, and says why. Exit codes: 0 after SIGTERM or
+    SIGINT, and never otherwise; 1: no memory, no room, it may pass; 2: this site's own files are wrong, and nothing was
+    sent.
     """
     needed()
     from fedlora.flower.places import SiteFolder
@@ -37,14 +35,14 @@ def node(
         raise ConfigError(f"{folder} is no folder of `fedlora flower site`: it has no join.toml.")
     join = JoinFile.read(here.join)
     if check:
-        _say("reading data and base model ...")
+        say("reading data and base model ...")
         with ending_for_systemd():
             wrong, told = files_checked(here.path)
         if wrong:
             found = "; ".join(wrong).removesuffix(".")
             raise ConfigError(f"{found}. Nothing was sent. Mend it, and see with: fedlora doctor {typed(folder)}")
         for line in told:
-            _say(line)
+            say(line)
     server = Server(join.server, join.port, here.ca)
 
     key = here.key
@@ -53,19 +51,13 @@ def node(
         nonlocal key
         found, now = asked(here, lambda with_: look(server, with_))
         if now != key and now == here.next_key:
-            _say("the server has this site's new key: it is in use (--rotate once more deletes the old).")
+            say("the server has this site's new key: it is in use (--rotate once more deletes the old).")
         key = now
         return found
 
-    process = NodeProcess(here, look=ask, command=lambda: supernode_command(here, join.address, key), say=_say)
+    process = NodeProcess(here, look=ask, command=lambda: supernode_command(here, join.address, key), say=say)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, process.stop)
-    _say(f"site {join.site} of {join.federation}, server {join.address}, log {here.logs / 'node.log'}")
+    say(f"site {join.site} of {join.federation}, server {join.address}, log {here.logs / 'node.log'}")
     with ending_for_systemd():
         raise typer.Exit(process.run())
-
-
-def _say(line: str) -> None:
-    """One line; with the time, unless systemd's journal adds it."""
-    time = "" if os.environ.get("JOURNAL_STREAM") else f"{datetime.now():%H:%M:%S} "
-    notes.print(f"{time}{line}", markup=False, highlight=False, soft_wrap=True)

@@ -7,10 +7,11 @@ from fedlora.cli.screen import console
 
 
 def renew(folder: Folder) -> None:
-    """The next certificates; proxy, app, containers, join files as federation.toml and policy.toml now say.
+    """At the server: the next certificates, and all derived files anew.
 
-    For a certificate that ends, another name or port in federation.toml, a folder that was moved, an upgrade. Keys,
-    settings, policy and what the rounds left stay as they are.
+    Proxy, app, containers and join files become what federation.toml and policy.toml now say. For a certificate that
+    ends, another name or port in federation.toml, a folder that was moved, an upgrade. Keys, settings, policy and what
+    the rounds left stay as they are.
     """
     needed()
     from fedlora.flower.setup.renewal import renew as renewed
@@ -23,7 +24,4 @@ def renew(folder: Folder) -> None:
         *(f"{path.relative_to(here)}: written anew" for path in done.changed),
         *(["join files have changed: where name, port or authority did, hand them out"] if done.handed else []),
     ]
-    console.print("\n".join(lines or ["all is as it should be."]), markup=False, highlight=False, soft_wrap=True)
-
-
-__all__ = ["renew"]
+    console.print("\n".join(lines or ["all is as it should be."]))

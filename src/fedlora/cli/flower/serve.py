@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
 import time
@@ -13,8 +12,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, typed
-from fedlora.cli.screen import Table, cell, console, notes, print_json
+from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, say, typed
+from fedlora.cli.options import AsJson
+from fedlora.cli.screen import Table, cell, console, print_json
 from fedlora.errors import counted
 
 
@@ -24,12 +24,12 @@ def serve(
         str | None, typer.Option(metavar="HOST:PORT", help="answer Prometheus there, as 127.0.0.1:9464")
     ] = None,
 ) -> None:
-    """Play the rounds to their end, and start again what dies: the SuperLink, the run, after a restart of the machine.
+    """At the server: play the rounds to their end, and start again what dies.
 
-    It waits for sites as long as it takes, and for room on a full disk. Each round is a line, and each site that did
-    not train is one with the reason. SIGTERM and Ctrl-C end it in order, with exit code 0: started again, it goes on.
-    Exit code 0: all rounds are played, or it was asked to stop. 1: given up, with the cause, or nothing could be
-    started; it may pass. 2: the folder is wrong.
+    That is the SuperLink, the run, and both after a restart of the machine. It waits for sites as long as it takes, and
+    for room on a full disk. Each round is a line, and each site that did not train is one with the reason. SIGTERM and
+    Ctrl-C end it in order, with exit code 0: started again, it goes on. Exit code 0: all rounds are played, or it was
+    asked to stop. 1: given up, with the cause, or nothing could be started; it may pass. 2: the folder is wrong.
     """
     needed()
     from fedlora.flower.places import FederationFolder
@@ -47,11 +47,13 @@ def serve(
 
 def status(
     folder: Folder,
-    json: Annotated[bool, typer.Option("--json", help="print JSON instead of tables")] = False,
+    json: AsJson = False,
     watch: Annotated[bool, typer.Option("--watch", help="again every few seconds, until Ctrl-C")] = False,
     rounds: Annotated[int, typer.Option(min=0, help="how many of the last rounds")] = 5,
 ) -> None:
-    """Who is online and seen when, the round, losses and fates of the last rounds: also while nothing runs."""
+    """At the server: who is online and seen when, the round, losses and fates of the last rounds.
+
+    Also while nothing runs."""
     needed()
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.serving.status import status_of
@@ -71,12 +73,6 @@ def status(
             time.sleep(3)
         except KeyboardInterrupt:
             return
-
-
-def say(line: str) -> None:
-    """A line on stderr at once, with the time unless the journal writes it."""
-    at = "" if "JOURNAL_STREAM" in os.environ else time.strftime("%H:%M:%S ")
-    notes.print(f"{at}{line}", markup=False, highlight=False, soft_wrap=True)
 
 
 class Stop(threading.Event):
@@ -125,7 +121,7 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
     more = f"For more rounds raise [run] rounds in {place.settings} and start it again."
     if now.privacy is not None:
         more = "Epsilon was promised for these rounds: more are another federation, charged to the same ledger."
-    console.print(f"{text} {more}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"{text} {more}")
 
 
 def _tell_rule(progress: Any, ranks: Mapping[str, Any]) -> None:
@@ -134,9 +130,9 @@ def _tell_rule(progress: Any, ranks: Mapping[str, Any]) -> None:
 
     last = progress.lines.get(progress.round, {}).get("defence") or {}
     if last.get("clients"):
-        console.print(f"robust rule, last round: {told(last) or 'all changes counted as they came'}", soft_wrap=True)
+        console.print(f"robust rule, last round: {told(last) or 'all changes counted as they came'}")
         for remark in remarks(of_run(list(progress.lines.values())), ranks):
-            console.print(f"note: {remark}", soft_wrap=True)
+            console.print(f"note: {remark}")
 
 
 @contextmanager
@@ -157,7 +153,7 @@ def _show(found: Any, rounds: int) -> None:
     from fedlora.flower.serving.lines import size_of
     from fedlora.flower.serving.status import seen_ago
 
-    console.print(found.headline(), markup=False, highlight=False, soft_wrap=True)
+    console.print(found.headline())
     if found.private:
         _show_private(found, rounds)
         return
@@ -176,14 +172,11 @@ def _show(found: Any, rounds: int) -> None:
     console.print(table)
     for site in found.sites:
         if site.why:
-            console.print(f"{site.name}: {site.fate}: {site.why}", markup=False, highlight=False, soft_wrap=True)
+            console.print(f"{site.name}: {site.fate}: {site.why}")
     _tell_rule(found.progress, {site.name: site.rank for site in found.sites})
     if rounds and found.progress.lines:
         console.print(_rounds_table(found.progress, rounds))
-    console.print(
-        f"the SuperLink's database holds {size_of(found.database)}; {size_of(found.free)} of disk are free",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+    console.print(f"the SuperLink's database holds {size_of(found.database)}; {size_of(found.free)} of disk are free")
 
 
 def _show_private(found: Any, rounds: int) -> None:
@@ -196,9 +189,8 @@ def _show_private(found: Any, rounds: int) -> None:
         console.print(_rounds_table(found.progress, rounds))
     console.print(
         f"private: {found.privacy()['promise']}.\nWho is online, late or refused is told to nobody but the server's "
-        f"operator, in server/private/log.",
-        markup=False, highlight=False, soft_wrap=True,
-    )  # fmt: skip
+        f"operator, in server/private/log."
+    )
 
 
 def _rounds_table(progress: Any, count: int) -> Table:
@@ -230,6 +222,3 @@ def _rounds_table(progress: Any, count: int) -> Table:
 
 def _number(value: Any, digits: int = 3) -> str:
     return f"{value:.{digits}f}" if isinstance(value, int | float) else "-"
-
-
-__all__ = ["say", "serve", "status", "stopping", "tell_end"]

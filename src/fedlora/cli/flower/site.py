@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -31,7 +32,7 @@ def site(
     threads: Annotated[int | None, typer.Option(min=1, help="of the processor")] = None,
     rotate: Annotated[bool, typer.Option("--rotate", help="another key for a folder that is there")] = False,
 ) -> None:
-    """Make a site's folder from the server's join file: its key, its settings, and its checks.
+    """At a site: make its folder, its key and settings, from the server's join file, and check what it has.
 
     Data and base model are read, and nothing is sent. Then send FOLDER/request.toml to the server, and start
     `fedlora flower node FOLDER`.
@@ -41,57 +42,89 @@ def site(
     server's new join file.
     """
     needed()
+    from fedlora.flower.site.site_checks import is_site
+
+    columns = {"text": text, "pair": pair, "label": label, "prompt": prompt, "response": response, "messages": messages}
+    asked = {**columns, "data": data, "model": model, "device": device, "threads": threads}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if rotate:
+        others = [f"--{name}" for name in ("join" if join else "", *given) if name]
+        if others:
+            raise ConfigError(
+                f"--rotate makes a new key and nothing else; leave out {', '.join(others)}, or edit site.toml."
+            )
+        if not is_site(folder):
+            raise ConfigError(f"{folder} is no folder of `fedlora flower site`, and --rotate is for one that is there.")
+        _rotate(folder)
+    elif join is not None and is_site(folder) and not given:
+        _take(folder, join)
+    else:
+        for name, there in (("join", join), ("data", data), ("model", model)):
+            if there is None:
+                raise ConfigError(
+                    f"--{name} is missing: a site's folder is made of the server's join file (--join), the site's "
+                    f"examples (--data) and its copy of the base model (--model)."
+                )
+        assert join is not None
+        _make(folder, join, given)
+
+
+def _rotate(folder: Path) -> None:
     from fedlora.flower.places import SiteFolder
-    from fedlora.flower.site.join_site import make_site, refuse_existing, take_join
     from fedlora.flower.site.reach import look
     from fedlora.flower.site.rotation import rotate_key
-    from fedlora.flower.site.site_checks import app_row, checked_server, checked_work, is_site, server_of
+    from fedlora.flower.site.site_checks import server_of
+    from fedlora.flower.terms.facts import site_facts
+    from fedlora.flower.terms.joining import JoinFile
+    from fedlora.flower.terms.settings import FederationSettings
+    from fedlora.flower.terms.site_file import Site
+
+    here = SiteFolder(folder.resolve())
+    join = JoinFile.read(here.join)
+    facts = site_facts(Site.read(here.site), FederationSettings.from_travelling(join.settings), here.base_cache)
+    server = server_of(join, here)
+    request = rotate_key(folder, facts.table(), lambda key: look(server, key))
+    if request is None:
+        console.print(
+            f"{folder}: the server has the new key, which has taken the old one's place; that is deleted. For another "
+            f"key call this again."
+        )
+        return
+    console.print(
+        f"{folder}: a new key, {request.fingerprint}. The old one works until the server has this one:\n"
+        f"1. send {here.request} to the server, where it is admitted with: fedlora flower admit FED request.toml "
+        f"--rotate\n2. nothing more: fedlora flower node goes over to it by itself. After that, call this once "
+        f"more: it deletes the old one."
+    )
+
+
+def _take(folder: Path, join: Path) -> None:
+    """The server's new join file for a folder that is there."""
+    from fedlora.flower.places import SiteFolder
+    from fedlora.flower.site.join_site import take_join
+    from fedlora.flower.site.site_checks import app_row
+    from fedlora.flower.terms.site_file import Site
+
+    said = take_join(folder, join)
+    console.print(
+        f"{folder}: has the server's file now ({said.address}). Restart its unit (systemctl restart fedlora-site), and "
+        f"see with: fedlora doctor {typed(folder)}\n"
+        f"The server's app: {app_row(said, Site.read(SiteFolder(folder).site).app)[1]}."
+    )
+
+
+def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
+    """settings: what was typed for site.toml."""
+    from fedlora.flower.places import SiteFolder
+    from fedlora.flower.site.join_site import make_site, refuse_existing
+    from fedlora.flower.site.site_checks import app_row, checked_server, checked_work
     from fedlora.flower.terms.joining import JoinFile
     from fedlora.flower.terms.site_file import Site
     from fedlora.runs.reading import checked
 
-    columns = {"text": text, "pair": pair, "label": label, "prompt": prompt, "response": response, "messages": messages}
-    given = {**columns, "data": data, "model": model, "device": device, "threads": threads}
-    here = SiteFolder(folder.resolve())
-    if rotate:
-        _alone("--rotate", {"join": join, **given})
-        if not is_site(folder):
-            raise ConfigError(f"{folder} is no folder of `fedlora flower site`, and --rotate is for one that is there.")
-        asked_at = server_of(JoinFile.read(here.join), here)
-        request = rotate_key(folder, _facts_of(here), lambda key: look(asked_at, key))
-        if request is None:
-            console.print(
-                f"{folder}: the server has the new key, which has taken the old one's place; that is deleted. For "
-                f"another key call this again.",
-                markup=False, soft_wrap=True,
-            )  # fmt: skip
-            return
-        console.print(
-            f"{folder}: a new key, {request.fingerprint}. The old one works until the server has this one:\n"
-            f"1. send {here.request} to the server, where it is admitted with: fedlora flower admit FED request.toml "
-            f"--rotate\n2. nothing more: fedlora flower node goes over to it by itself. After that, call this once "
-            f"more: it deletes the old one.",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
-        return
-    if join is not None and is_site(folder) and not any(value is not None for value in given.values()):
-        said = take_join(folder, join)
-        console.print(
-            f"{folder}: has the server's file now ({said.address}). Restart its unit (systemctl restart fedlora-site), "
-            f"and see with: fedlora doctor {typed(folder)}\n"
-            f"The server's app: {app_row(said, Site.read(here.site).app)[1]}.",
-            markup=False, soft_wrap=True,
-        )  # fmt: skip
-        return
-    for name in ("join", "data", "model"):
-        if {"join": join, **given}[name] is None:
-            raise ConfigError(f"--{name} is missing: a site's folder is made of the server's join file (--join), the "
-                              f"site's examples (--data) and its copy of the base model (--model).")  # fmt: skip
-    assert join is not None
     refuse_existing(folder)
-    said = JoinFile.read(join)
-    found = checked(Site, {"name": said.site, **{key: value for key, value in given.items() if value is not None}})
-    found = found.located(Path.cwd())
+    here, said = SiteFolder(folder.resolve()), JoinFile.read(join)
+    found = checked(Site, {"name": said.site, **settings}).located(Path.cwd())
     notes.print("reading the data and the base model ...")
     with TemporaryDirectory() as place:  # the weights are read once, and remembered in the folder once it is there
         cache = Path(place) / "base.json"
@@ -104,31 +137,11 @@ def site(
             files.write(here.base_cache, cache.read_bytes())
     server = [row for row in checked_server(said, here) if row[0] == "clock" or not row[2]]
     table = Table("", "found", "")
-    for what, text_, sound in [*rows, *server]:
-        table.add_row(what, cell(text_), "ok" if sound else "not yet")
+    for what, text, sound in [*rows, *server]:
+        table.add_row(what, cell(text), "ok" if sound else "not yet")
     console.print(table)
     console.print(
         f"{folder}: ready, with the key {request.fingerprint}.\n1. send {here.request} to the server, where it is "
         f"admitted with: fedlora flower admit FED request.toml\n2. take part: fedlora flower node {typed(folder)}\n   "
-        f"or, for good: fedlora flower install {typed(folder)}",
-        markup=False, soft_wrap=True,
-    )  # fmt: skip
-
-
-def _alone(option: str, others: dict[str, Any]) -> None:
-    given = [f"--{name}" for name, value in others.items() if value is not None]
-    if given:
-        raise ConfigError(
-            f"{option} makes a new key and nothing else; leave out {', '.join(given)}, or edit site.toml."
-        )
-
-
-def _facts_of(here: Any) -> dict[str, Any]:
-    """Of the base model and the versions here; they go to the server. Raises `ConfigError`."""
-    from fedlora.flower.terms.facts import site_facts
-    from fedlora.flower.terms.joining import JoinFile
-    from fedlora.flower.terms.settings import FederationSettings
-    from fedlora.flower.terms.site_file import Site
-
-    settings = FederationSettings.from_travelling(JoinFile.read(here.join).settings)
-    return site_facts(Site.read(here.site), settings, here.base_cache).table()
+        f"or, for good: fedlora flower install {typed(folder)}"
+    )

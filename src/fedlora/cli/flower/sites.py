@@ -22,7 +22,9 @@ def admit(
         typer.Option(metavar="NAME=RANK", help="invite a site: write its join file (NAME alone: of one that is there)"),
     ] = None,
 ) -> None:
-    """Let a site take part, by the request that it sent; or invite a new one. A running server is told at once.
+    """At the server: let a site take part, by the request that it sent; or invite a new one.
+
+    A running server is told at once.
 
     A new site:     fedlora flower admit fed --new dublin=4    then hand it fed/join/dublin.toml
                     fedlora flower admit fed request.toml      with what it sends back
@@ -65,7 +67,9 @@ def admit(
 
 
 def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", show_default=False)]) -> None:
-    """A site takes part no longer, from the next round on. Its key and request are kept in FOLDER/removed."""
+    """At the server: a site takes part no longer, from the next round on.
+
+    Its key and request are kept in FOLDER/removed."""
     needed()
     from fedlora.flower.setup import members
 
@@ -79,7 +83,4 @@ def _rank(rank: object) -> str:
 
 
 def _say(line: str) -> None:
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
-__all__ = ["admit", "remove"]
+    console.print(line)

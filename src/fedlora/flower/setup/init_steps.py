@@ -31,6 +31,11 @@ def federation(
     Raises:
         ConfigError, AdapterFormatError: what is wrong with the settings, the start or the model.
     """
+    if port == superlink_port:
+        raise ConfigError(
+            f"--port and --superlink-port are both {port}, and two programs cannot listen on one: the proxy takes the "
+            f"first, the SuperLink, on loopback, the second."
+        )
     network = NetworkSection(name=name, port=port, superlink_port=superlink_port)
     settings = read_run_file(config, overrides, labels, network=network)
     settings = with_members(with_quorum(settings, len(clients)), clients)

@@ -1,4 +1,4 @@
-"""Values compared bit for bit: a state, a message or an adapter as a flat table of what is in it."""
+"""How two values differ: in bits, as flat tables of what is in them; and how far two states are apart, relatively."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from fedlora.core.lora import LoRA
 from fedlora.core.messages import Client
 from fedlora.linalg.stored import stored_bytes
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
+from fedlora.testing.federations import Ranks
 
 
 def leaves(value: Any, path: str = "") -> dict[str, object]:
@@ -42,8 +45,40 @@ def changed(here: Mapping[str, object], there: Mapping[str, object]) -> list[str
     return sorted(path for path in here.keys() | there.keys() if here.get(path) != there.get(path))
 
 
-def seen(server: Server, state: ServerState, ranks: Mapping[str, int]) -> dict[str, Any]:
+def seen(server: Server, state: ServerState, ranks: Ranks) -> dict[str, Any]:
     """All that clients and evaluation can see of a state: the downloads, the heads, and the server's update."""
     downloads = {name: server.download(state, Client(name, rank)) for name, rank in ranks.items()}
     update = server.global_update(state) if server.has_global_model(state) else None
     return {"downloads": downloads, "heads": state.heads, "update": update}
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    """||got - want|| / ||want||; ||got|| where want is zero, as a fresh adapter's product is."""
+    return float(torch.linalg.vector_norm(got - want) / (torch.linalg.vector_norm(want) if bool(want.any()) else 1.0))
+
+
+def model_drift(server: Server, got: ServerState, want: ServerState) -> float:
+    """Of the server's update, the largest over modules."""
+    updates = server.global_update(got), server.global_update(want)
+    return max(relative(updates[0][name].delta(), updates[1][name].delta()) for name in want.modules)
+
+
+def readout_drift(server: Server, got: ServerState, want: ServerState, ranks: Ranks) -> float:
+    """Of the updates that clients start from, the largest over clients and modules."""
+    drifts = []
+    for name, rank in ranks.items():
+        here, there = (server.download(s, Client(name, rank)).adapter.modules for s in (got, want))
+        drifts += [relative(_whole(here[m]), _whole(there[m])) for m in there]
+    return max(drifts, default=0.0)
+
+
+def moved_by(server: Server, got: ServerState, want: ServerState, ranks: Ranks) -> float:
+    """Of both, where there is a server's update."""
+    drift = readout_drift(server, got, want, ranks)
+    return max(drift, model_drift(server, got, want)) if server.has_global_model(want) else drift
+
+
+def _whole(lora: LoRA) -> Tensor:
+    """The product, or the one factor that travels."""
+    parts = list(lora.tensors().values())
+    return lora.delta() if len(parts) == 2 else parts[0]

@@ -1,0 +1,177 @@
+"""`fedlora validate | apply`: is an adapter sound, does it fit a base model, and the model with it merged in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedlora.cli.options import Adapters, AllowUnknown, AsJson, Force, Limit, MaxBytes, MaxTensors, limits_of
+from fedlora.cli.screen import complain, console, notes, print_json, tell_remarks, tracked
+from fedlora.core.echo import quoted, shown
+from fedlora.errors import ConfigError, FedLoRAError
+
+if TYPE_CHECKING:
+    from fedlora.applying.apply import Applied, Cost
+    from fedlora.applying.base_folder import BaseFiles
+
+_LISTED = 8  # names in a line; --json has all
+_NOTICEABLE = 0.01
+
+
+def validate(
+    adapters: Adapters,
+    base: Annotated[
+        str | None, typer.Option(help="the base model's directory, or demo: do modules and shapes fit it?")
+    ] = None,
+    allow_unknown: AllowUnknown = None,
+    max_bytes: MaxBytes = None,
+    max_tensors: MaxTensors = None,
+    limit: Limit = None,
+    json: AsJson = False,
+) -> None:
+    """Check adapters without using them. Exit code 0: all are sound; 2: at least one is refused."""
+    from fedlora.adapters.merging import open_adapters
+
+    found: dict[str, str | None] = {}
+    limits = limits_of(limit, max_bytes, max_tensors)
+    fits: dict[str, Applied] = {}
+    remarks: dict[str, list[str]] = {}
+    model = _base_files(base) if base is not None else None
+    if model is not None:
+        from fedlora.applying.apply import check_adapter
+    for directory in tracked(adapters, "checking"):
+        try:
+            (file,), said = open_adapters([directory], allow_unknown or (), limits, with_base=model is not None)
+            file.check()
+            remarks[str(directory)] = said
+            if model is not None:
+                fits[str(directory)] = check_adapter(file, model)
+            found[str(directory)] = None
+        except FedLoRAError as error:
+            found[str(directory)] = str(error)
+    if json:
+        judged = {
+            name: {"sound": reason is None, "reason": reason, "notes": list(remarks.get(name, ()))}
+            for name, reason in found.items()
+        }
+        print_json({name: facts | (_as_json(fits[name]) if name in fits else {}) for name, facts in judged.items()})
+    else:
+        for name, reason in found.items():
+            console.print(f"{name}: {'sound' if reason is None else 'refused'}")
+            if name in fits:
+                _tell(fits[name])
+            tell_remarks(remarks.get(name, ()))
+    refused = [reason for reason in found.values() if reason is not None]
+    if refused:
+        more = f"; and {len(refused) - 3} more, with their reasons in --json" if len(refused) > 3 else ""
+        raise typer.Exit(complain("; ".join(shown(reason, 700) for reason in refused[:3]) + more))
+
+
+def apply(
+    adapter: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
+    base: Annotated[str, typer.Option(help="the base model's directory, or demo", show_default=False)],
+    out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="of what is written: float16, bfloat16, float32, float64 (default: the base model's)",
+            show_default=False,
+        ),
+    ] = None,
+    force: Force = False,
+    allow_unknown: AllowUnknown = None,
+    limit: Limit = None,
+    json: AsJson = False,
+) -> None:
+    """Merge an adapter into the full model, for serving without PEFT. The model is loaded whole."""
+    from fedlora.adapters.merging import open_adapters
+    from fedlora.applying.apply import DTYPES, apply_adapter
+
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
+    (file,), said = open_adapters([adapter], allow_unknown or (), limits_of(limit, None, None), with_base=True)
+    tell_remarks(said)
+    done = apply_adapter(
+        file,
+        _base_files(base),
+        out,
+        DTYPES[dtype] if dtype else None,
+        progress=lambda steps: tracked(steps, "writing"),
+        force=force,
+    )
+    if json:
+        print_json({"out": str(out)} | _as_json(done))
+        return
+    _tell(done)
+    loss = done.cost.loss if done.cost is not None else 0.0
+    console.print(
+        f"{out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {loss:.1e} of the update"
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- inside
+
+
+def _base_files(base: str) -> BaseFiles:
+    """The base model that `--base` names: a directory, or a packaged model, as `fedlora train` takes them.
+
+    Raises:
+        ConfigError: what is no directory of safetensors weights. DataError: a package that is absent.
+    """
+    from fedlora.applying.base_folder import BaseFiles
+    from fedlora.data.demo import HUB_NAMES, model_location
+
+    place = Path(model_location(base))
+    if place.is_file():
+        original = f" Fetch the original, {HUB_NAMES[base]}, from the hub." if base in HUB_NAMES else ""
+        raise ConfigError(
+            f"the base model {quoted(base)} is one file, {place.name}, and an update goes into a directory of "
+            f"safetensors weights.{original}"
+        )
+    if not place.exists():
+        raise ConfigError(
+            f"there is no directory {quoted(base)}: --base names the base model's directory, or demo. "
+            f"`hf download NAME --local-dir DIRECTORY` fetches one from the hub."
+        )
+    return BaseFiles(place)
+
+
+def _as_json(done: Applied) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "changed": list(done.changed),
+        "added": list(done.added),
+        "left_out": list(done.left_out),
+        "notes": list(done.notes),
+    }
+    if (cost := done.cost) is not None:
+        rounding = {"lost": cost.loss, "most": cost.most, "where": cost.where, "vanished": list(cost.vanished)}
+        found["rounding"] = rounding
+    return found
+
+
+def _tell(done: Applied) -> None:
+    """On stderr, a line each: what a reader should know before using the model."""
+    lines = [*done.notes[:_LISTED]]
+    if len(done.notes) > _LISTED:
+        lines.append(f"and {len(done.notes) - _LISTED} more notes; --json has all")
+    if done.left_out:
+        rest = f" and {len(done.left_out) - _LISTED} more" if len(done.left_out) > _LISTED else ""
+        lines.append(f"left out of the base model: {', '.join(done.left_out[:_LISTED])}{rest}")
+    if done.cost is not None:
+        lines += _costs(done.cost)
+    for line in lines:
+        notes.warn(line)
+
+
+def _costs(cost: Cost) -> list[str]:
+    keeps = "; --dtype float32 keeps it" if cost.loss > _NOTICEABLE else ""
+    if cost.vanished:
+        return [
+            f"rounding loses all of the update in {len(cost.vanished)} tensors (such as {shown(cost.vanished[0])}): it "
+            f"is smaller than the steps of their type{keeps}"
+        ]
+    if cost.loss > _NOTICEABLE:
+        return [f"rounding loses {cost.loss:.1%} of the update, and {cost.most:.1%} of {shown(cost.where)}{keeps}"]
+    return []

@@ -1,0 +1,116 @@
+"""Options that several commands have, in one wording each; those that were typed in vain, and keys typed as options."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, get_args
+
+import click
+import typer
+from click.core import ParameterSource
+
+from fedlora.adapters.limits import Limits
+from fedlora.errors import ConfigError
+
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
+
+# Of runs.
+Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key, as run.rounds=5")]
+DataRoot = Annotated[
+    Path | None,
+    typer.Option(envvar="FEDLORA_DATA_ROOT", help="where the files of data.task are (folders glue, superni)"),
+]
+
+# Of commands that read adapters.
+Adapters = Annotated[list[Path], typer.Argument(help="PEFT adapter directories", show_default=False)]
+AllowUnknown = Annotated[
+    list[str] | None, typer.Option(help="a config field to take as harmless (repeatable)", show_default=False)
+]
+Force = Annotated[
+    bool,
+    typer.Option("--force", help="replace what an earlier call of this command left there, by the mark in its weights"),
+]
+MaxBytes = Annotated[
+    int | None, typer.Option(help="largest weights file: as --limit total=N (default: 64 GiB)", show_default=False)
+]
+MaxTensors = Annotated[
+    int | None, typer.Option(help="most tensors in one: as --limit tensors=N (default: 100,000)", show_default=False)
+]
+Limit = Annotated[
+    list[str] | None,
+    typer.Option(
+        help=f"NAME=VALUE, what files may claim and work may take (repeatable): "
+        f"{', '.join(field.name for field in fields(Limits))}; such as total=80GiB",
+        show_default=False,
+    ),
+]
+
+
+def limits_of(limit: list[str] | None, max_bytes: int | None = None, max_tensors: int | None = None) -> Limits:
+    return Limits.parse(limit or (), max_bytes=max_bytes, max_tensors=max_tensors)
+
+
+def split_names(text: str) -> list[str]:
+    """The names in "a, b,c"."""
+    return [name.strip() for name in text.split(",")]
+
+
+def numbers(text: str, option: str, *, least: float = -math.inf, most: float = math.inf) -> list[float]:
+    """Finite numbers from "1,2.5,1e3". Raises `ConfigError`, which names the option and what it takes."""
+    try:
+        if not text.isascii() or "_" in text:
+            raise ValueError("letters that Python takes for digits, and nobody else")
+        found = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} takes numbers separated by commas; got {text[:80]!r}.") from error
+    if not all(math.isfinite(x) and least <= x <= most for x in found):
+        limits = [f"of at least {least:g}"] * math.isfinite(least) + [f"at most {most:g}"] * math.isfinite(most)
+        raise ConfigError(f"{option} takes finite numbers {' and '.join(limits)}".rstrip() + f"; got {text[:80]!r}.")
+    return found
+
+
+def refuse_idle(context: typer.Context, idle: Mapping[str, str]) -> None:
+    """An option that was typed and would do nothing is an error, never silence: the first of these parameters.
+
+    Args:
+        idle: parameter -> why it does nothing here, as the rest of a sentence that begins with the option's name.
+
+    Raises:
+        ConfigError: one of them was typed.
+    """
+    flags = {parameter.name: parameter.opts[-1] for parameter in context.command.params}
+    for name, why in idle.items():
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            raise ConfigError(f"{flags[name]} {why}. Leave it out.")
+
+
+def meant(error: click.NoSuchOption) -> str | None:
+    """A line for somebody who typed the name of a key as an option; None where the command or the config has none such.
+
+    Example: `--rounds` of `fedlora run` -> "run.rounds is a key of the config: --set run.rounds=VALUE"
+    """
+    takes_keys = error.ctx is not None and any("--set" in option.opts for option in error.ctx.command.params)
+    found = _keys(error.option_name.lstrip("-").replace("-", "_")) if takes_keys else []
+    if not found:
+        return None
+    if len(found) == 1:
+        return f"{found[0]} is a key of the config: --set {found[0]}=VALUE"
+    return f"Keys of the config are {', '.join(found)}: --set KEY=VALUE"
+
+
+def _keys(name: str) -> list[str]:
+    """All keys that end in `name` or its plural, or the `name` of the table that is called so: `method.name`."""
+    from fedlora.runs.config import RunConfig  # pydantic and torch: only where somebody has mistyped
+
+    found = []
+    for section, field in RunConfig.model_fields.items():
+        table = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), field.annotation)
+        keys = getattr(table, "model_fields", {})
+        found += [f"{section}.{key}" for key in (name, f"{name}s") if key in keys]
+        if name == section and "name" in keys:
+            found.append(f"{section}.name")
+    return found

@@ -1,0 +1,205 @@
+"""A run in words and tables: what is said of its data before it begins, and of what came of it at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from json import loads as json_of
+from typing import Any
+
+from rich.text import Text
+
+from fedlora.cli.measures import (
+    byte_size,
+    confusion_table,
+    label_cell,
+    label_title,
+    least_recalled,
+    number,
+    other_scores,
+    worst_client,
+)
+from fedlora.cli.screen import Table, console, notes, red
+from fedlora.errors import counted
+from fedlora.runs.attack_words import in_words
+from fedlora.runs.folder import RunFolder
+from fedlora.server.judged import remarks
+
+Rows = Iterator[tuple[str | Text, str | Text]]
+
+
+def tell_attack(manifest: Mapping[str, Any]) -> None:
+    """One loud line where clients of a run lie on purpose."""
+    if attack := manifest.get("attack"):
+        notes.print(
+            f"UNDER ATTACK, on purpose: {in_words(attack, len(manifest['clients']))}. Nothing of this run is for use.",
+            style="bold red",
+        )
+
+
+def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None:
+    """What is odd about a run's texts: copies on both sides, and what is too long to be seen whole.
+
+    Args:
+        max_length: data.max_length, in tokens. answer: evaluate.max_new_tokens, which a prompt leaves room for.
+    """
+    for name, counts in manifest["copies"].items():
+        where = " and ".join(
+            f"{counts[other]} are copies of {words}"
+            for other, words in (("in training", "training texts"), ("in validation", "validation texts"))
+            if counts.get(other)
+        )
+        notes.warn(
+            f"of the {counts['examples']} examples of {name}, {where}, so its scores flatter. The files are taken as "
+            f"they are; take the copies out of one of them, or let fedlora split one file by shares."
+        )
+    tell_cut(manifest["cut"], max_length, "data.max_length")
+    for name, found in manifest["cut_held_out"].items():
+        for how, part in found.items():
+            room = f"data.max_length = {max_length}" + (f" less evaluate.max_new_tokens = {answer}" * (how == "asked"))
+            what = "prompts to answer" if how == "asked" else "examples"
+            notes.warn(
+                f"{part['cut']} of {part['examples']} {what} of {name} are longer than {room} and were cut by "
+                f"{part['tokens']} tokens; their scores are of what is left."
+            )
+
+
+def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str) -> None:
+    """One line where examples were too long: how many, and how much of them is not seen in training."""
+    if cut:
+        examples, tokens = (sum(part[what] for part in cut.values()) for what in ("cut", "tokens"))
+        notes.warn(
+            f"{counted(examples, 'training example')} of {counted(len(cut), 'client')} longer than {setting} = "
+            f"{max_length}: cut by {counted(tokens, 'token')}; raise it to keep them whole."
+        )
+
+
+def show_run(folder: RunFolder) -> None:
+    """A finished run on one screen."""
+    s, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
+    tell_attack(manifest)
+    if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run tells of no single client
+        console.print(_clients(s, manifest, folder.metrics()[-1]))
+    title = f"{s['method']}, {counted(s['rounds'], 'round')}, {counted(s['clients'], 'client')}"
+    table = Table("", "", title=title, show_header=False)
+    for rows in (_scores(s), _costs(s), _gauge(s), _rules(s)):
+        for row in rows:
+            table.add_row(*row)
+    console.print(table)
+    if s.get("defence"):
+        console.print(_weighed(s["defence"]["clients"]))
+        for remark in remarks(s["defence"], manifest["clients"]):
+            notes.warn(f"note: {remark}")
+    if (matrix := confusion_table(s.get("confusion"), "last")) is not None:
+        console.print(matrix)
+    elif least := least_recalled(s["test"]["last"]):
+        console.print(f"least recall on test, last: {least}")
+    if s["gauge_drift"]:
+        console.print("gauge check: the same updates in random coordinates (condition 10); the model should not move")
+    _show_samples(folder)
+    made = [name for name in ("adapter", "best", "clients", "plots", "samples.md") if (folder.path / name).exists()]
+    console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json")
+
+
+def _scores(s: Mapping[str, Any]) -> Rows:
+    metric = s["metric"]
+    if s.get("attack"):
+        yield red("under attack"), red(in_words(s["attack"], s["clients"]))
+    for name in ("last", "best"):
+        score, test = s["validation"][name], s["test"][name]
+        if score and test:
+            when = f"round {s['best_round'] if name == 'best' else s['rounds']}"
+            told = Text.assemble(f"validation {number(score[metric])}, test ", (number(test[metric]), "bold"))
+            yield f"{metric}, {name} ({when})", told
+    if others := other_scores(s["test"]["last"], metric):
+        yield "also on test, last", others
+    if s.get("stopped_early"):
+        yield "stopped early", f"after round {s['rounds']} of {s['stopped_early']['of']}"
+        yield "because of", s["stopped_early"]["why"]
+    if s["clients_at_end"]:
+        yield "worst client's own readout", worst_client(s["clients_at_end"], metric)
+
+
+def _costs(s: Mapping[str, Any]) -> Rows:
+    if s["bytes"]:  # of a private run it is not told
+        up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
+        yield "sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}"
+    if s["seconds"]:
+        yield "seconds", ", ".join(f"{phase} {spent:.1f}" for phase, spent in s["seconds"].items())
+    if s["server_rank"] is not None:
+        yield "rank of the server's update", f"{s['server_rank']:.1f} (mean over modules)"
+
+
+def _gauge(s: Mapping[str, Any]) -> Rows:
+    if s["padded_error"] is not None:
+        of = "plain mean, which the rule does not make" if s.get("defence") else "true mean"
+        yield "zero-padded factor averaging would be off by", f"{s['padded_error']:.1%} of the {of}"
+    as_sent = s.get("gauge_drift_as_sent") or {}
+    for method, drift in (s["gauge_drift"] or {}).items():
+        shown = Text(f"{drift:.1e}") if drift < 1e-3 else red(f"{drift:.1%}")
+        if method in as_sent:
+            moved = as_sent[method]
+            shown += f", as sent {moved:.1e}" if moved < 1e-3 else f", as sent {moved:.1%}"
+        yield f"gauge check: {method} moves by", shown
+    if "storing" in as_sent:
+        yield "storing the uploads in other coordinates alone moves their mean by", f"{as_sent['storing']:.1e}"
+
+
+def _rules(s: Mapping[str, Any]) -> Rows:
+    if s["refused"]:
+        yield "client rounds left out", str(s["refused"])
+    if spent := s.get("privacy"):
+        from fedlora.cli.privacy_rows import privacy_rows  # torch
+
+        yield from privacy_rows(spent)
+    if s.get("defence"):
+        yield "robust rule", s["defence"]["rule"]
+
+
+def _clients(s: dict[str, Any], manifest: dict[str, Any], last: dict[str, Any]) -> Table:
+    """A row for each client."""
+    metric, names = s["metric"], manifest["data"]["labels"]
+    common, own_test = s.get("clients_at_end_common") or {}, manifest["data"].get("own_test") or {}
+    readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
+    readouts = readouts if s["clients_at_end"] else []  # a column that nothing would stand in is left out
+    labelled = [label_title(names)] if names else []
+    clients = Table("client", "rank", "examples", *labelled, "last loss", *readouts, title="Clients")
+    counts = manifest["data"]["label_counts"] or {}
+    for client, rank in manifest["clients"].items():
+        at_end = s["clients_at_end"].get(client)
+        loss = last["losses"].get(client)
+        clients.add_row(
+            client,
+            str(rank),
+            str(manifest["data"]["train"][client]["examples"]),
+            *([label_cell(counts.get(client, []), names)] if names else []),
+            "" if loss is None else f"{loss:.3f}",
+            *([f"{number(at_end[metric])}{_of(own_test.get(client))}" if at_end else ""] if readouts else []),
+            *([number(common[client][metric])] if common else []),
+        )
+    return clients
+
+
+def _weighed(clients: dict[str, dict[str, Any]], most: int = 12) -> Table:
+    """What a robust rule did to each client, those that it took most from first."""
+    table = Table("client", "rounds", "left out", "mean weight", "after the rule", title="What the robust rule did")
+    for name in sorted(clients, key=lambda name: (clients[name]["after"] / clients[name]["before"], name))[:most]:
+        one = clients[name]
+        table.add_row(name, str(one["rounds"]), str(one["left_out"]), f"{one['before']:.1%}", f"{one['after']:.1%}")
+    return table
+
+
+def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:
+    """The first answers of a language model, each on one line; all of them are in samples.md."""
+    path = folder.path / "samples.jsonl"
+    if not path.is_file():
+        return
+    for row in [json_of(line) for line in path.read_text(encoding="utf-8").splitlines()[:most]]:
+        for name in ("prompt", "wanted", "before", "after"):
+            said = " ".join(row[name].split())
+            shown = said if len(said) <= width else said[: width - 3] + "..."
+            console.print(f"{name + ':':8} {shown or '(nothing)'}")
+        console.print()
+
+
+def _of(part: dict[str, Any] | None) -> str:
+    return f" of {part['examples']}" if part else ""
