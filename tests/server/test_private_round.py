@@ -396,7 +396,6 @@ def test_the_context_knows_state_and_constants() -> None:
         ({"weighting": "examples"}, "most_examples"),
         ({"quorum": 2}, "quorum"),
         ({"memory": 100.0}, "memory"),
-        ({"defences": (lambda state, uploads, counts: None,)}, "defences"),
         ({"sketch": 3}, "sketch"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",

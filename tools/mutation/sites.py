@@ -26,7 +26,7 @@ _COMPUTED: Mapping[type, type] = {
 _CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "zeros_like": "ones_like"}
 _DROPPED = {"abs", "square", "sqrt", "clamp", "clamp_min", "flip", "clone", "sum"}  # x.abs() becomes x
 _GOING = {  # the next issues delete these, or make them of something else
-    "sketch.py", "sketched_round.py", "bounded_memory.py", "incremental.py", "defences.py",
+    "sketch.py", "sketched_round.py", "bounded_memory.py", "incremental.py",
 }  # fmt: skip
 _EVERY = 5  # changes of one function at most, so that long ones do not take all
 

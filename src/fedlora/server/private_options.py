@@ -29,7 +29,6 @@ _BREAKS_THE_BOUND = {
     "memory": "a private round keeps one sum, and no uploads to fold",
     "sketch": "the sums of a sketch are not noised: they un-mix",
     "rule": "a rule's weights depend on what others sent, so one client's part is not bounded by the clip",
-    "defences": "a defence's weights depend on what others sent, so one client's contribution would have no bound",
 }
 
 

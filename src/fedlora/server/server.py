@@ -29,7 +29,6 @@ from fedlora.errors import HyperparameterError, NoGlobalModel, ShapeError, Uploa
 from fedlora.linalg.own_modes import own_modes
 from fedlora.seeds import derive_seed
 from fedlora.server.bounded_memory import BoundedMemory
-from fedlora.server.defences import Defence
 from fedlora.server.intake import Intake, take_in
 from fedlora.server.judging import require_products
 from fedlora.server.kept_uploads import KeptUploads, promoted
@@ -74,14 +73,10 @@ class Server:
             uploads fill half of it, they are merged into a summary of fixed size (`bounded_memory`): exact while they
             fit, an approximation beyond, of which the diagnostics say what was left out.
         sketch: rounds by two exchanges of sums (`sketched_round`) instead of uploads that the server sees.
-        defences: functions of your own that look at a round's uploads together before the method aggregates them
-            (`defences`). Whom they refuse does not count and is named; the round goes on, if the quorum (None: one) is
-            still met. They come first, in their order, and may go together with `rule`.
         privacy: rounds of one clipped and noised sum (`private_round`), so that what is released says little about any
             one client. Needs missing = "zero", and no quorum: bad uploads count as zero, and no round is left out.
         rule: one robust rule (`robust_rules`), what [defence] of a run or federation is: it gives each client's change
-            a weight of its own. It comes after `defences`: whom they refuse it does not see, and it judges uploads and
-            counts as they leave them. `Tally.judged` tells what it did; what defences did is `Tally.refused`.
+            a weight of its own, and `Tally.judged` tells which.
         max_weight_share: the largest p_i, of those who count in a round and again of those who count in each module.
             Where they are fewer than 1 / max_weight_share, all of them count alike, and the tally names the modules.
         workers: matrices that are aggregated at a time, each on one BLAS thread, with the same bits for any number;
@@ -107,7 +102,6 @@ class Server:
     memory: float | None = None
     workers: int | None = None
     sketch: Sketch | None = None
-    defences: tuple[Defence, ...] = ()
     privacy: Privacy | None = None
     rule: Rule | None = None
     max_weight_share: float = 1.0
@@ -115,8 +109,6 @@ class Server:
     def __post_init__(self) -> None:
         if isinstance(self.method, str | type):
             raise HyperparameterError(f"Server: method is an object, as build('glora') makes; got {self.method!r}.")
-        if not isinstance(self.defences, tuple) or not all(callable(defence) for defence in self.defences):
-            raise HyperparameterError(f"Server: defences is a tuple of functions; got {self.defences!r}.")
         for name, options in {"weighting": Weighting, "missing": Missing, "heads": Heads}.items():
             value = getattr(self, name)
             if value not in get_args(options) and not (name in ("heads", "weighting") and value is None):
@@ -149,11 +141,6 @@ class Server:
                 raise HyperparameterError("a sketch renormalises over who holds a module and keeps no uploads: leave "
                                           "out missing = 'zero' and memory.")  # fmt: skip
 
-        if self.defences and (self.memory is not None or self.sketch is not None):
-            raise HyperparameterError(
-                "Server: defences look at a round's uploads together, and a memory limit drops them, a sketch never "
-                "shows them: leave out one of the two."
-            )
         if self.rule is not None:
             self._check_rule(self.rule)
         if self.privacy is not None:
@@ -195,7 +182,6 @@ class Server:
     def _accumulating(self, privacy: Privacy) -> Accumulating[Any]:
         """The method as one whose rounds can be private with these options."""
         beside = [name for name in ("quorum", "memory", "sketch", "rule") if getattr(self, name) is not None]
-        beside += ["defences"] if self.defences else []
         return require_private(privacy, self.method, self.missing, self.weighs_by, beside)
 
     # ------------------------------------------------------------------------------------------------ the protocol
@@ -298,7 +284,6 @@ class Server:
             self.quorum,
             self.seed,
             self.workers,
-            self.defences,
             self.rule,
             self.max_weight_share,
         )
