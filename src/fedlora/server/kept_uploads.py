@@ -19,7 +19,7 @@ from fedlora.linalg.parallel import workers
 from fedlora.server.cancelling import Cancelling, cancelling
 from fedlora.server.closing import closed, held_to_share, shares
 from fedlora.server.heads import mean_heads
-from fedlora.server.intake import Attendance, WholeUpload
+from fedlora.server.intake import Attendance
 from fedlora.server.judging import far_counts, judge, look, require_enough
 from fedlora.server.method_faults import blamed_on
 from fedlora.server.state import ServerState
@@ -31,7 +31,6 @@ log = logging.getLogger("fedlora.server")
 class KeptUploads:
     """An `Intake` of whole uploads, which may come in any order: the next state has the same bits."""
 
-    exchanges = 1
     asked = None
     keeps = True
 
@@ -39,9 +38,6 @@ class KeptUploads:
         self._attendance = Attendance(terms, refused=dict(refused))
         self._held: dict[str, Upload] = {}
         self._versions: dict[str, list[int]] = {}
-
-    def ask(self) -> WholeUpload:
-        return WholeUpload()
 
     @own_modes()
     def add(self, upload: Upload) -> None:
