@@ -129,7 +129,7 @@ def same(got: Mapping[str, object], want: Mapping[str, object]) -> None:
 
 
 def test_the_error_that_is_said_is_the_error_against_the_dense_mean() -> None:
-    """Of a cut to 10 of more directions, and of none: at least the truth, and within a hundredth of it or of a float32's
+    """Of a cut to 10 of more directions, and of none: at least the truth, and within a hundredth of it or of float32's
     rounding."""
     for case in ("glora, cut", "glora"):
         s, _ = pair(case)

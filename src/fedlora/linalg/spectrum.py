@@ -125,9 +125,7 @@ def svd_of_matrix(
     dtype = dtype or X.dtype
     U, s, Vh = torch.linalg.svd(X, full_matrices=False)
     require_some(s, dtype)
-    keep, noise, rounding = cut_by_rounding(
-        s.tolist(), terms=terms, stored=stored, worked_in=X.dtype, stored_in=dtype
-    )
+    keep, noise, rounding = cut_by_rounding(s.tolist(), terms=terms, stored=stored, worked_in=X.dtype, stored_in=dtype)
     return with_canonical_signs(U[:, :keep].to(dtype), s[:keep].to(dtype), Vh[:keep].to(dtype), noise, rounding)
 
 

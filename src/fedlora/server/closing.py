@@ -23,7 +23,6 @@ log = logging.getLogger("fedlora.server")
 LARGEST_SILENT_SHARE, LARGEST_SILENT_ROUNDING = 1e-3, 1e-2
 
 
-
 def closed(terms: Terms, modules: Mapping[str, Any], heads: Mapping[str, Tensor], tally: Tally) -> ServerState:
     """The state after a round. modules, heads: those that it replaced; all others stay."""
     before = terms.state

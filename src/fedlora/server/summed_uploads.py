@@ -133,11 +133,11 @@ class SummedUploads:
         for client, reason in found.refused.items():
             self._attendance.refuse(UploadRefused(client, reason))
         uploads = [u for u in uploads if u.client.id not in found.refused]
-        shapes = {name: tuple(f.shape[k] for k, f in enumerate(x.factors)) for name, x in self._start.modules.items()}
         sent = [name for name in self._terms.state.modules if any(name in u.adapter.modules for u in uploads)]
         for name in sent:
             if name not in self._sums:
-                self._sums[name] = _Running.empty(*shapes[name], self._wanted, on_disk=self._on_disk)
+                B, A = self._terms.state.start.modules[name].factors
+                self._sums[name] = _Running.empty(B.shape[0], A.shape[1], self._wanted, on_disk=self._on_disk)
 
         def added(name: str) -> None:
             holders = [u for u in uploads if name in u.adapter.modules]
@@ -149,10 +149,6 @@ class SummedUploads:
             for u in uploads:
                 more = HeadSums.of(u.adapter.heads, counts[u.client.id])
                 self._heads = more if self._heads is None else self._heads + more
-
-    @property
-    def _start(self) -> Adapter:
-        return self._terms.state.start
 
 
 @dataclass(eq=False)
