@@ -1,161 +1,116 @@
-"""Very many clients in constant memory: uploads folded in as they arrive, and the two-pass sketch.
+"""Very many clients: uploads that do not fit in memory are added up as they come.
 
-    python benchmarks/many_clients.py [--clients 100,1000] [--memory 8] [--json FILE]
+    python benchmarks/many_clients.py [--clients 100,1000] [--matrices 1] [--d 4096] [--memory 64] [--json FILE]
 
-One 4096 x 4096 matrix, clients of rank 8, R = 64, one thread. shared: all clients' columns in one space of dimension 48
-up to a tail of 1e-3. flat: independent clients. fold: `Server(memory=...)`, one exchange, uploads as ever. sketch: two
-exchanges of plain sums. Error is that of the update against the true mean, which is summed densely beside it; server ms
-for one more client, all its exchanges; client ms: what a client computes for them beside training; MB: the most that
-the server held for the round, between two clients. A flat spectrum is refused by default; its error is measured with
-the refusal off.
+Clients of rank 8 with independent columns on d x d matrices, one thread. glora, R = 64: the votes are added up too,
+for R has to choose; svd: the mean alone. ms a client: checks, gauge fixing and additions. close: the method's own work
+on the sums. Sums: in memory where half of --memory holds them, else on disk. Peak: the process's own memory at its
+most, above what it had before the round. Error: of the mean update that the server keeps, against the true mean, which
+is summed densely beside it (of glora: against the true mean's projection on the kept directions, so that what R cuts
+is no error).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import mean, median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
-from fedlora.errors import RankMismatch
-from fedlora.linalg import Spectrum
-from fedlora.server.sketch import CoreMessage, SketchPlan, core_message, range_basis, range_message, sketched
 from measure import as_json, machine
 
-D, RANK, R, COMMON = 4096, 8, 64, 48
+RANK, R = 8, 64
+METHODS: dict[str, dict[str, Any]] = {"glora": {"rank": R, "history_limit": 0}, "svd": {"energy": 1.0}}
 
 
 @dataclass(frozen=True)
 class Row:
-    kind: str
-    how: str
+    method: str
     clients: int
-    server_ms: float
+    matrices: int
     client_ms: float
-    close_ms: float
-    server_mb: float
+    close_s: float
+    sums_mb: float
+    peak_mb: float
     error: float
-    kept: float
-    bound: float
-    refused: bool
 
 
-def client(kind: str, k: int, space: Tensor) -> LoRA:
-    generator = torch.Generator().manual_seed(k + 1)
-    A = torch.randn(RANK, D, generator=generator) / D**0.5
-    if kind == "flat":
-        return LoRA(torch.randn(D, RANK, generator=generator) / D**0.5, A)
-    tail = torch.randn(D, RANK, generator=generator) / D**0.5
-    return LoRA(space @ torch.randn(COMMON, RANK, generator=generator) / COMMON**0.5 + 1e-3 * tail, A)
-
-
-def error(spectrum: Spectrum, true: Tensor) -> float:
-    return float(torch.addmm(true, spectrum.U * spectrum.s, spectrum.Vh, alpha=-1).norm() / true.norm())
-
-
-def measured(kind: str, clients: int, memory: float) -> list[Row]:
-    """Both ways over the same clients."""
-    space = torch.linalg.qr(torch.randn(D, COMMON, generator=torch.Generator().manual_seed(0)))[0]
-    plan, true = SketchPlan(D, D, rank=R, seed=1), torch.zeros(D, D)
-    server = Server(build("glora", rank=R, history_limit=0), memory=memory)
-    opened = server.open(server.init(Adapter({"m": LoRA(torch.zeros(D, RANK), torch.ones(RANK, D))})))
-    folds, makes, adds, total, most = [], [], [], None, 0
+def uploads(clients: int, matrices: int, d: int) -> Iterator[Upload]:
+    """Independent normal factors, weights 1 to 3."""
     for k in range(clients):
-        lora = client(kind, k, space)
-        began = time.perf_counter()
-        opened.add(Upload(Client(f"c{k}", RANK), 1, Adapter({"m": lora})))
-        folds.append(time.perf_counter() - began)
-        most = max(most, opened.nbytes)
-        began = time.perf_counter()
-        message = range_message(lora, 1.0, plan)
-        made = time.perf_counter()
-        total = message if total is None else total + message
-        makes.append(made - began)
-        adds.append(time.perf_counter() - made)
-        true.addmm_(*lora.factors, alpha=1 / clients)
-    assert total is not None
-    basis, second = range_basis(total, plan), None
-    for k in range(clients):
-        lora = client(kind, k, space)
-        began = time.perf_counter()
-        message2 = core_message(lora, 1.0, basis, plan)
-        made = time.perf_counter()
-        second = message2 if second is None else second + message2
-        makes[k] += made - began
-        adds[k] += time.perf_counter() - made
-    assert second is not None
-    held = sum(t.nbytes for t in (total.Y, basis, second.Z, second.C)) / 2**20
-    return [
-        _folded(kind, clients, server, opened, true, mean(folds), most / 2**20),
-        _sketched(kind, clients, plan, basis, second, true, (median(adds), median(makes)), held),
-    ]
+        g = torch.Generator().manual_seed(k + 1)
+        pairs = {
+            f"m{j}": LoRA(torch.randn(d, RANK, generator=g) / d**0.5, torch.randn(RANK, d, generator=g) / d**0.5)
+            for j in range(matrices)
+        }
+        yield Upload(Client(f"c{k}", RANK), 1 + k % 3, Adapter(pairs))
 
 
-def _folded(kind: str, clients: int, server: Server, opened: Any, true: Tensor, per_client: float, mb: float) -> Row:
-    sums = opened._sums
+def measured(method: str, clients: int, matrices: int, d: int, memory: float) -> Row:
+    server = Server(build(method, **METHODS[method]), memory=memory)
+    seed = {f"m{j}": LoRA(torch.zeros(d, RANK), torch.ones(RANK, d)) for j in range(matrices)}
+    opened: Any = server.open(server.init(Adapter(seed)))
+    true, total, spent = torch.full((d, d), 0.0, dtype=torch.float64).add_(0.0), 0.0, 0.0
+    before = memory_peak(anew=True)
+    for upload in uploads(clients, matrices, d):
+        began = time.perf_counter()
+        opened.add(upload)
+        spent += time.perf_counter() - began
+        B, A = upload.adapter.modules["m0"].factors
+        true.addmm_(B.double(), A.double(), alpha=upload.num_examples)
+        total += upload.num_examples
+    sums = opened.summed
     began = time.perf_counter()
-    try:
-        state, refused = opened.close(), False
-        facts: Mapping[str, Any] = server.diagnostics(state)["m"]
-        result = state.modules["m"].spectrum
-        kept, bound = facts["kept"], facts["error"]
-    except RankMismatch:  # what it would have been
-        pair = sums["m"].folded
-        refused, kept, bound = True, pair.kept, float("nan")
-        U, s, Vh = torch.linalg.svd(pair.M / clients, full_matrices=False)
-        result = Spectrum(U[:, :R], s[:R], Vh[:R] @ pair.N)
+    after = opened.close()
     took = time.perf_counter() - began
-    return Row(kind, "fold", clients, per_client * 1e3, 0.0, took * 1e3, mb, error(result, true), kept, bound, refused)
+    peak = memory_peak() - before
+    off = error(server.global_update(after)["m0"], true.div_(total), cut=method == "glora")
+    return Row(method, clients, matrices, 1e3 * spent / clients, took, sums / 2**20, peak / 2**10, off)
 
 
-def _sketched(
-    kind: str, clients: int, plan: SketchPlan, basis: Tensor, second: CoreMessage, true: Tensor,
-    each: tuple[float, float], held: float,
-) -> Row:  # fmt: skip
-    began = time.perf_counter()
-    result = sketched(second, basis, plan, least_captured=0.0, most_error=1.0)
-    took = time.perf_counter() - began
-    try:
-        sketched(second, basis, plan)
-        refused = False
-    except RankMismatch:
-        refused = True
-    return Row(
-        kind, "sketch", clients, each[0] * 1e3, each[1] * 1e3, took * 1e3, held, error(result.spectrum, true),
-        result.captured, result.error_bound, refused,
-    )  # fmt: skip
+def memory_peak(*, anew: bool = False) -> int:
+    """KB that this process had at its most. anew: from now on."""
+    if anew:
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1])
+
+
+def error(update: LoRA, true: Tensor, *, cut: bool) -> float:
+    B, A = (t.double() for t in update.factors)
+    if cut:
+        Q = torch.linalg.qr(B).Q
+        return float((Q.mT @ B @ A - Q.mT @ true).norm() / (Q.mT @ true).norm())
+    return float(torch.addmm(true, B, A, alpha=-1).norm() / true.norm())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--clients", type=lambda text: [int(n) for n in text.split(",")], default=[100, 1000])
-    parser.add_argument("--memory", type=float, default=8.0, help="MB that the server may take for a round by fold")
+    parser.add_argument("--matrices", type=int, default=1)
+    parser.add_argument("--d", type=int, default=4096)
+    parser.add_argument("--memory", type=float, default=64.0, help="MB that the server may take for a round's uploads")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[Row] = []
-    print(
-        "| spectrum | how | clients | server, ms a client | client, ms | close, ms | server, MB | error | kept "
-        "| refused |"
-    )
-    print("|---|---|---:|---:|---:|---:|---:|---:|---:|---|")
-    for kind in ("shared", "flat"):
+    print("| method | clients | matrices | ms a client | close, s | sums, MB | peak, MB | error |")
+    print("|---|---:|---:|---:|---:|---:|---:|---:|")
+    for method in METHODS:
         for count in options.clients:
-            for row in measured(kind, count, options.memory):
-                rows.append(row)
-                print(
-                    f"| {row.kind} | {row.how} | {row.clients:,} | {row.server_ms:.2f} | {row.client_ms:.1f} | "
-                    f"{row.close_ms:.0f} | {row.server_mb:.1f} | {row.error:.1e} | {row.kept:.3f} | "
-                    f"{'yes' if row.refused else ''} |",
-                    flush=True,
-                )
+            row = measured(method, count, options.matrices, options.d, options.memory)
+            rows.append(row)
+            print(
+                f"| {row.method} | {row.clients:,} | {row.matrices} of {options.d} x {options.d} | {row.client_ms:.1f} "
+                f"| {row.close_s:.1f} | {row.sums_mb:.0f} | {row.peak_mb:.0f} | {row.error:.1e} |",
+                flush=True,
+            )
     if options.json:
         options.json.write_text(as_json({"machine": machine(), "rows": [asdict(row) for row in rows]}) + "\n")
 

@@ -5,15 +5,11 @@ Nothing here was ever run by this project's CI, which has none.
 
 from __future__ import annotations
 
-import functools
-import operator
-
 import pytest
 import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
-from fedlora.server.sketch import SketchPlan, core_message, range_basis, range_message, sketched
 from support import families
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
@@ -48,17 +44,3 @@ def test_rounds_on_a_gpu_are_those_on_the_cpu(name: str, hparams: dict[str, obje
     for ours, theirs in zip(*found, strict=True):
         a, b = (lora.map(Tensor.cpu).map(Tensor.double).delta() for lora in (ours, theirs))
         assert float(torch.linalg.matrix_norm(a - b) / torch.linalg.matrix_norm(a)) < 1e-5
-
-
-def test_a_sketch_on_a_gpu() -> None:
-    plan = SketchPlan(60, 45, rank=20, seed=0, oversample=8)
-    draw = torch.Generator().manual_seed(0)
-    drawn = [(torch.randn(60, 4, generator=draw), torch.randn(4, 45, generator=draw)) for _ in range(4)]
-    found = []
-    for device in DEVICES:
-        loras = [pair(device, B, A) for B, A in drawn]
-        first = functools.reduce(operator.add, [range_message(x, 1.0, plan) for x in loras])
-        basis = range_basis(first, plan)
-        second = functools.reduce(operator.add, [core_message(x, 1.0, basis, plan) for x in loras])
-        found.append(sketched(second, basis, plan).spectrum.s.cpu())
-    assert torch.allclose(*found, rtol=1e-4)

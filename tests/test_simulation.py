@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, ServerState, Upload, build
+from fedlora import METHODS, Adapter, Client, Download, LoRA, Server, Upload, build
 from fedlora.analysis.audit import padded_average_error
 from fedlora.core import checkpoint
 from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Workers
 from fedlora.errors import ClientFailed, ConfigError, HyperparameterError, KeptStateError, QuorumNotMet, UploadRefused
-from fedlora.server.defences import Verdict
+from fedlora.server.robust_rules import Clip
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
 from fedlora.server.state import RunState
@@ -548,17 +548,19 @@ def test_a_trainer_that_returns_something_else_is_a_client_that_failed() -> None
     assert record.refused == {"c": "TypeError: train() gave a NoneType; a Trained is needed"}
 
 
-def test_whom_a_defence_refuses_is_refused_in_every_way(caplog: pytest.LogCaptureFixture) -> None:
-    """As one whom the server's own check refuses: not in the uploads, what it kept as it was, named, and logged."""
+def test_whom_the_close_refuses_is_refused_in_every_way(caplog: pytest.LogCaptureFixture) -> None:
+    """As one whom the check of its upload refuses: not in the uploads, what it kept as it was, named, and logged."""
 
-    def without_b(state: ServerState, uploads: Sequence[Upload], counts: Mapping[str, float]) -> Verdict:
-        left = [u for u in uploads if u.client.id != "b"]
-        return Verdict(left, {u.client.id: counts[u.client.id] for u in left}, {"b": "an outlier"})
+    class Boasting:
+        def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+            trained = Toy().train(download, adapter, position)
+            return replace(trained, num_examples=10**12) if download.client.id == "b" else trained
 
-    server = Server(build("fedsa-lora"), defences=(without_b,))
-    (record,) = simulate(server, clients(EQUAL), Toy(), start(server, seed_adapter(4)), rounds=1)
+    server = Server(build("fedsa-lora"), rule=Clip(threshold=1.0), weighting="examples", quorum=1)
+    (record,) = simulate(server, clients(EQUAL), Boasting(), start(server, seed_adapter(4)), rounds=1)
     assert {u.client.id for u in record.uploads} == set(record.weights) == {"a", "c", "d"}
-    assert record.refused == {"b": "an outlier"} and "'b' does not count" in caplog.text
+    assert set(record.refused) == {"b"} and "1e+12 examples" in record.refused["b"]
+    assert "'b' does not count" in caplog.text
     memory = record.state.clients["b"]
     assert memory.kept is None and memory.position == BATCH and record.state.clients["a"].kept is not None
 
@@ -583,12 +585,6 @@ def test_what_is_handed_in_wrongly_is_said_at_once(options: dict[str, Any], says
 def test_a_server_says_what_it_was_not_given() -> None:
     with pytest.raises(HyperparameterError, match=r"build\('glora'\) makes; got 'glora'"):
         Server("glora")  # type: ignore[arg-type]
-    with pytest.raises(HyperparameterError, match="defences is a tuple"):
-        Server(build("glora"), defences=print)  # type: ignore[arg-type]
-    for wrong, says in ((lambda *_: 1 / 0, "raised ZeroDivisionError"), (lambda *_: None, "returned None; a Verdict")):
-        server = Server(build("glora"), defences=(wrong,))
-        with pytest.raises(HyperparameterError, match=says):
-            list(simulate(server, clients(EQUAL), Toy(), start(server, seed_adapter(4)), rounds=1))
 
 
 @pytest.mark.parametrize(

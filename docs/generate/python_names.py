@@ -9,7 +9,7 @@ from importlib import import_module
 MODULES = {  # module -> what a reader looks there for
     "fedlora": "What most programs need. Torch and safetensors suffice.",
     "fedlora.client": "A client's side of a round.",
-    "fedlora.server": "The server, its state, and rounds by a sketch.",
+    "fedlora.server": "The server and its state.",
     "fedlora.core": "Adapters, messages, and the protocol of a method.",
     "fedlora.simulation": "The loop over rounds in one process.",
     "fedlora.adapters": "PEFT adapters as files: read, written, merged.",

@@ -341,7 +341,7 @@ def other(key: str, value: Any) -> Any:
         "labels": ["no", "yes"], "messages": "talk", "template": "Q: {prompt} A:",
         "kind": "sign-flip", "share": 0.2, "clients": ("a",), "strength": 2.0, "space": "factors",  # of [attack]
         "liars": 1, "threshold": 0.5, "tau": 0.5, "tolerance": 0.25, "iterations": 2,
-        "quorum": 2, "memory": 8.0, "workers": 2, "sketch_rank": 4, "count": 3, "pair": "second", "dropout": 0.25,
+        "quorum": 2, "memory": 8.0, "workers": 2, "count": 3, "pair": "second", "dropout": 0.25,
     }  # fmt: skip
     if key in words:
         return words[key]

@@ -56,7 +56,6 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "data.tasks": (3, [NI], [FILE, OWN, DEMO, GLUE, TEXT]),
     "data.unseen": (3, [NI], [FILE, OWN, DEMO, GLUE, TEXT]),
     "data.task_lists": (["a", "b"], [NI], [FILE, OWN, DEMO, GLUE, TEXT]),
-    "server.sketch_oversample": (4, [changed(FILE, server__sketch_rank=4)], [FILE]),
     "defence.liars": (1, [changed(FILE, defence__rule="clip")], [FILE]),
     "defence.mixing": (True, [changed(FILE, defence__rule="clip", defence__liars=1)], [FILE]),
     "defence.threshold": (0.5, [changed(FILE, defence__rule="clip")], [FILE, MEDIAN]),
@@ -78,7 +77,7 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
 }
 ALWAYS = {  # what they cannot do with others is an error of its own, at the latest before the first round
     "run": "*", "model": "*", "lora": "*", "method": "*",
-    "server": "weighting heads quorum missing memory workers sketch_rank upload gauge_stress",
+    "server": "weighting heads quorum missing memory workers upload gauge_stress",
     "clients": "ranks profile own_test starts",
     "defence": "rule",
     "data": "train clients task max_train max_test validation test max_length messages template",

@@ -21,7 +21,6 @@ from fedlora.core.accumulating import Accumulating
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.methods import METHODS
 from fedlora.privacy import Geometry
-from fedlora.server.private_options import require_private
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.state import ServerState
 from fedlora.simulation import simulate, start
@@ -396,18 +395,10 @@ def test_the_context_knows_state_and_constants() -> None:
         ({"weighting": "examples"}, "most_examples"),
         ({"quorum": 2}, "quorum"),
         ({"memory": 100.0}, "memory"),
-        ({"defences": (lambda state, uploads, counts: None,)}, "defences"),
-        ({"sketch": 3}, "sketch"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
 def test_what_breaks_the_bound_is_refused(server: dict[str, Any], words: str) -> None:
-    if "sketch" in server:
-        plain = private()  # a Server refuses a sketch with missing = "zero" by itself already
-        assert plain.privacy is not None
-        with pytest.raises(HyperparameterError, match=words):
-            require_private(plain.privacy, plain.method, plain.missing, plain.weighs_by, ["sketch"])
-        return
     with pytest.raises(HyperparameterError, match=words):
         private(server=server)
 

@@ -25,9 +25,6 @@ _COMPUTED: Mapping[type, type] = {
 }  # fmt: skip
 _CALLED = {"min": "max", "max": "min", "any": "all", "all": "any", "sorted": "list", "zeros_like": "ones_like"}
 _DROPPED = {"abs", "square", "sqrt", "clamp", "clamp_min", "flip", "clone", "sum"}  # x.abs() becomes x
-_GOING = {  # the next issues delete these, or make them of something else
-    "sketch.py", "sketched_round.py", "bounded_memory.py", "incremental.py", "defences.py",
-}  # fmt: skip
 _EVERY = 5  # changes of one function at most, so that long ones do not take all
 
 
@@ -55,7 +52,7 @@ def files() -> list[str]:
         for name in SHARES
         for path in ([package / name] if name.endswith(".py") else sorted((package / name).rglob("*.py")))
     ]
-    return [path.relative_to(SOURCE).as_posix() for path in found if path.name not in _GOING]
+    return [path.relative_to(SOURCE).as_posix() for path in found]
 
 
 def possible(file: str) -> list[Change]:

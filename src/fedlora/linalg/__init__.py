@@ -6,12 +6,12 @@ written to be read; `fast` what runs in its place where that is safe.
 """
 
 from fedlora.linalg.basics import eigh, gram, norm, rank_tolerance, right_svd, unit_roundoff
-from fedlora.linalg.consensus import Budget, ConsensusMean, Contributions, consensus_mean, consensus_of_pair
+from fedlora.linalg.consensus import Budget, ConsensusMean, Contributions, consensus_mean, consensus_of_sums
 from fedlora.linalg.distinct import distinct
 from fedlora.linalg.fast import consensus_means
 from fedlora.linalg.gauge import Canonical, Split, gauge_fix, gauge_split, gauge_splits
 from fedlora.linalg.shortest import shortest
-from fedlora.linalg.spectrum import Spectrum, svd_of_product, with_canonical_signs
+from fedlora.linalg.spectrum import Spectrum, svd_of_matrix, svd_of_product, with_canonical_signs
 from fedlora.linalg.weighted_mean import weighted_mean
 
 __all__ = [
@@ -23,7 +23,7 @@ __all__ = [
     "Split",
     "consensus_mean",
     "consensus_means",
-    "consensus_of_pair",
+    "consensus_of_sums",
     "distinct",
     "eigh",
     "gauge_fix",
@@ -34,6 +34,7 @@ __all__ = [
     "rank_tolerance",
     "right_svd",
     "shortest",
+    "svd_of_matrix",
     "svd_of_product",
     "unit_roundoff",
     "weighted_mean",

@@ -151,28 +151,40 @@ def consensus_mean(sent: Contributions, budget: Budget) -> ConsensusMean:
     return made.result(bases, alignments)
 
 
-def consensus_of_pair(
-    M: Float[Tensor, "d_out S"],
-    N: Float[Tensor, "S d_in"],
+def consensus_of_sums(
+    mean: Float[Tensor, "d_out d_in"],
+    votes: Float[Tensor, "d_out d_out"] | None,
+    doubts: Float[Tensor, "d_out d_out"] | None,
     budget: Budget,
     *,
-    total: float,
+    dtype: torch.dtype,
     roundoff: float,
-    noise: float,
     floor: float,
+    terms: float,
 ) -> ConsensusMean:
-    """The mean M @ N / total and the votes K = M M^T / total, where the clients are no longer known singly.
+    """The mean that was added up densely, within the budget, where the clients' factors are no longer there.
 
     Args:
-        total: what the weights in M and N add up to.
-        roundoff: of the clients in the mean, by weight; it decides what counts as a tie.
-        noise, floor: how large rounding of the stored factors can be in one direction, of the votes' root and of the
-            mean.
+        mean: float64. votes, doubts: K, and sum_i (p_i tolerance_i)^2 U_i U_i^T, float64; None where the budget leaves
+            nothing out, or goes by the mean's energy.
+        dtype: of the result. roundoff: of the clients in the mean, by weight; it decides what counts as a tie.
+        floor: how large rounding of the stored factors can be in one direction of the mean. terms: the sizes of what
+            was added up.
+
+    Raises:
+        RankTie: as `consensus_mean`.
     """
-    core = _core(M, N, torch.full((M.shape[1],), 1 / total, dtype=torch.float64, device=M.device))
-    votes, roundoffs = core.left / (core.scale * math.sqrt(total)), torch.full_like(core.scale, roundoff)
-    of_votes = torch.full_like(core.scale, noise**2)
-    return _projected(core, votes, of_votes, roundoffs, floor, budget, M.dtype).result((), ())
+    d_out = mean.shape[0]
+    empty = mean.new_zeros(d_out, 0)
+    root, noise, roundoffs = empty, empty[0], mean.new_tensor([roundoff])
+    if votes is not None and doubts is not None:
+        values, X = torch.linalg.eigh(votes)
+        resolved = values > d_out * _U64 * values[-1].clamp(min=0)  # what is less is rounding of K itself
+        values, X = values[resolved], X[:, resolved]
+        root, noise = X * values.sqrt(), (X * (doubts @ X)).sum(dim=0) / values
+        roundoffs = roundoffs.expand(len(values))
+    core = _Core(None, None, empty, empty, mean, empty[0], mean.new_tensor([terms]))
+    return _projected(core, root, noise, roundoffs, floor, budget, dtype).result((), ())
 
 
 # ------------------------------------------------------------------------------------------------------- coordinates

@@ -117,6 +117,18 @@ def svd_of_product(
     return with_canonical_signs(U[:, :keep].to(dtype), s[:keep].to(dtype), Vh[:keep].to(dtype), noise, rounding)
 
 
+def svd_of_matrix(
+    X: Float[Tensor, "d_out d_in"], *, terms: float, stored: float, dtype: torch.dtype | None = None
+) -> Spectrum:
+    """The SVD of a sum that was formed densely, in X's own dtype. terms, stored: as `cut_by_rounding` takes them.
+    dtype: of the result; None: that of X."""
+    dtype = dtype or X.dtype
+    U, s, Vh = torch.linalg.svd(X, full_matrices=False)
+    require_some(s, dtype)
+    keep, noise, rounding = cut_by_rounding(s.tolist(), terms=terms, stored=stored, worked_in=X.dtype, stored_in=dtype)
+    return with_canonical_signs(U[:, :keep].to(dtype), s[:keep].to(dtype), Vh[:keep].to(dtype), noise, rounding)
+
+
 def require_some(s: Float[Tensor, " l"], dtype: torch.dtype) -> None:
     """Raises `LostUpdate` where `dtype` would make nothing of singular values that are something."""
     if s.shape[0] and float(s[0]) > 0 and not bool(s.to(dtype).any()):

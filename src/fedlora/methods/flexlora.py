@@ -21,9 +21,9 @@ from fedlora.core.accumulating import Accumulating, options_without_effect
 from fedlora.core.lora import LoRA, stack
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.multiplied import How, TakesMultipliers
+from fedlora.core.summing import FromSums, Summing, Sums
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import Spectrum, with_canonical_signs
-from fedlora.linalg.spectrum import cut_by_rounding
+from fedlora.linalg import Spectrum, svd_of_matrix
 from fedlora.methods._rank_partition import partitioned
 from fedlora.methods._spectral import (
     accumulated_spectrum,
@@ -51,7 +51,7 @@ class FlexLoRAState:
 
 
 @dataclass(frozen=True)
-class FlexLoRA(Accumulating[FlexLoRAState], TakesMultipliers):
+class FlexLoRA(FromSums[FlexLoRAState], Accumulating[FlexLoRAState], TakesMultipliers):
     """Use it for clients of different ranks that should all see the strongest directions.
 
     Args:
@@ -101,12 +101,18 @@ class FlexLoRA(Accumulating[FlexLoRAState], TakesMultipliers):
             spectrum = mean_spectrum(updates)
         else:
             B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
-            U, s, Vh = torch.linalg.svd(B @ A, full_matrices=False)
             terms, stored = rounding_noise(updates)
-            keep, noise, rounding = cut_by_rounding(
-                s.tolist(), terms=terms, stored=stored, worked_in=s.dtype, stored_in=s.dtype
-            )
-            spectrum = with_canonical_signs(U[:, :keep].clone(), s[:keep], Vh[:keep].clone(), noise, rounding)
+            spectrum = svd_of_matrix(B @ A, terms=terms, stored=stored)
+        return FlexLoRAState(state.key, state.round + 1, spectrum, None)
+
+    def summing(self) -> Summing:
+        """Nothing but the mean."""
+        if self.weighting != "examples":
+            raise HyperparameterError("flexlora: rank-partition weighting needs all uploads at once; set no memory.")
+        return Summing()
+
+    def from_sums(self, state: FlexLoRAState, sums: Sums) -> FlexLoRAState:
+        spectrum = svd_of_matrix(sums.mean, terms=sums.terms, stored=sums.floor, dtype=sums.dtype)
         return FlexLoRAState(state.key, state.round + 1, spectrum, None)
 
     def require_accumulating(self) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -29,7 +29,7 @@ from fedlora.core.accumulating import Accumulating, options_without_effect
 from fedlora.core.lora import LoRA
 from fedlora.core.method import NOBODY, AllAtOnce, Readout, Roles, Update
 from fedlora.core.multiplied import How, TakesMultipliers
-from fedlora.core.pairing import FromPair, Pair, Pairing
+from fedlora.core.summing import FromSums, Summing, Sums
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import (
     Budget,
@@ -38,7 +38,7 @@ from fedlora.linalg import (
     Contributions,
     Spectrum,
     consensus_means,
-    consensus_of_pair,
+    consensus_of_sums,
     gauge_splits,
     rank_tolerance,
     unit_roundoff,
@@ -71,12 +71,11 @@ class Trace:
 @dataclass(frozen=True)
 class Cut:
     """What the last aggregation kept, measured. union_rank, gap, tied, captured, dropped, error and rounding as in
-    `linalg.ConsensusMean`; with an approximation captured is at least, dropped and error are at most, what it says.
+    `linalg.ConsensusMean`.
 
-    server_rank: R. total_rank: sum r_i. None stands where an approximation does not know a number. approximation: None,
-    or the name of what stood in for all clients' uploads together: "incremental" (`linalg.incremental`), "two-pass
-    sketch" (`server.sketch`) or "private sum" (`server.private_round`). kept: the share of tr K that it kept.
-    client_ranks: empty where uploads were not kept.
+    server_rank: R. total_rank: sum r_i. client_ranks: of the clients' updates. union_rank is None where uploads were
+    added up without their votes, for R leaves nothing out. approximation: None, or "private sum"
+    (`server.private_round`), of which nothing is known but its own size.
     """
 
     TAG: ClassVar[str] = "glora-cut/1"
@@ -89,7 +88,6 @@ class Cut:
     captured: float
     client_ranks: Mapping[str, int]
     approximation: str | None = None
-    kept: float = 1.0
     error: float = 0.0
     dropped: float = 0.0
     rounding: float = 0.0
@@ -115,7 +113,7 @@ class GLoRAState:
 
 
 @dataclass(frozen=True)
-class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState], Accumulating[GLoRAState], TakesMultipliers):
+class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState], TakesMultipliers):
     """Use it for clients of different ranks and data, where the result must not depend on anyone's coordinates.
 
     Args:
@@ -210,23 +208,40 @@ class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState], Accumulating[GLoRAState
         return [self._after(*one) for one in zip(states, updates, made, strict=True)]
 
     def _after(self, state: GLoRAState, updates: Sequence[Update], made: ConsensusMean) -> GLoRAState:
-        """The next state, from one aggregation."""
+        """The next state, from one aggregation of updates that are known."""
         known = list(zip(_of_clients(updates), made.bases, made.alignments, strict=True))
         revealed = {u.client: U.shape[1] for u, U, _ in known}
         rank = self._rank(_columns(updates), sum(revealed.values()) + _columns(updates[len(known) :]))
+        bases = {u.client: (U, unit_roundoff(u.stored)) for u, U, _ in known}
+        after = self._next(state, made, rank, sum(u.rank for u, _, _ in known), revealed, bases)
+        alignment = {u.client: a.to(made.spectrum.s) for u, _, a in known if u.client in after.history}
+        return replace(after, alignment=alignment)
+
+    def _next(
+        self,
+        state: GLoRAState,
+        made: ConsensusMean,
+        rank: int,
+        total_rank: int,
+        ranks: Mapping[str, int],
+        bases: Mapping[str, tuple[Tensor, float]],
+        *,
+        voted: bool = True,
+    ) -> GLoRAState:
+        """The next state and everybody's history. bases: client -> (U_i, the roundoff in which it came). voted: whether
+        what R chose among is known."""
         cut = Cut(
-            rank, sum(u.rank for u, _, _ in known), made.union_rank, made.gap, made.tied, made.captured, revealed,
+            rank, total_rank, made.union_rank if voted else None, made.gap, made.tied, made.captured, ranks,
             error=made.error, dropped=made.dropped, rounding=made.rounding,
         )  # fmt: skip
         round = state.round + 1
-        traces = {u.client: Trace(round, U, unit_roundoff(u.stored)) for u, U, _ in known if U.shape[1]}
+        traces = {c: Trace(round, U, roundoff) for c, (U, roundoff) in bases.items() if U.shape[1]}
         kept = {c: state.history.get(c, ())[-1:] if self.history_lag else () for c in traces}
         history = {**state.history, **{c: (*kept[c], trace) for c, trace in traces.items()}}
         if self.history_limit is not None:  # the longest absent go first
             newest = sorted(history, key=lambda c: (history[c][-1].round, c), reverse=True)[: self.history_limit]
             history = {c: history[c] for c in sorted(newest)}
-        alignment = {u.client: a.to(made.spectrum.s) for u, _, a in known if u.client in history}
-        return GLoRAState(state.key, round, made.spectrum, None, history, cut, alignment)
+        return GLoRAState(state.key, round, made.spectrum, None, history, cut, {})
 
     def _weights(self, updates: Sequence[Update]) -> list[float]:
         return [1 / len(updates) if self.weighting == "uniform" else u.weight for u in updates]
@@ -279,33 +294,27 @@ class GLoRA(AllAtOnce[GLoRAState], FromPair[GLoRAState], Accumulating[GLoRAState
                 f"they were sent) by their subspaces, which count by p_i however small a change is. {advice}."
             )
 
-    def pairing(self) -> Pairing:
-        """How a server that keeps no uploads is to put them together."""
+    def summing(self) -> Summing:
+        """What it needs of a round whose uploads do not fit in memory."""
         if self.weighting == "rank-partition":
-            raise HyperparameterError("glora: rank-partition weighting needs all uploads at once; set no memory limit.")
-        defaults = {f.name: f.default for f in fields(GLoRA)}
-        choice = [name for name in ("rho", "rank", "basis", "budget") if getattr(self, name) != defaults[name]]
-        return Pairing(
-            self.canonical, self.weighting, self.rank_tol, tuple(f"{name}={getattr(self, name)}" for name in choice)
-        )
+            raise HyperparameterError("glora: rank-partition weighting needs all uploads at once; set no memory.")
+        if self.history_limit is None:
+            raise HyperparameterError(
+                "glora: it keeps U_i of every client, 4 d_out r_i bytes for each matrix, which grows with the clients "
+                "as their uploads do. Beside server.memory set history_limit: of how many clients, the newest ones, or "
+                "0 for nobody (readouts go by energy then)."
+            )
+        cuts = self.basis == "projector" and (self.rank is not None or self.rho < 1)
+        return Summing(cuts, self.history_limit, self.canonical, self.weighting, self.rank_tol)
 
-    def from_pair(self, state: GLoRAState, pair: Pair) -> GLoRAState:
-        """The next state where no single upload is known, so that nobody's history changes."""
-        rank = pair.rank or self._rank(pair.nominal, pair.revealed)
-        if pair.spectrum is None:
-            made = consensus_of_pair(
-                pair.M, pair.N, Budget(rank, self.tie, self.basis, self.canonical), total=pair.total,
-                roundoff=pair.roundoff, noise=pair.noise, floor=pair.floor,
-            )  # fmt: skip
-        else:
-            made = _of_spectrum(pair.spectrum, pair.cut / pair.total)
-        captured, dropped, error = with_loss(made, pair.lost / pair.total, pair.least / pair.total)
-        known = pair.approximation is None  # else what R chose among is not all there was
-        cut = Cut(
-            rank, pair.nominal, made.union_rank if known else None, made.gap if known else None, made.tied, captured,
-            {}, pair.approximation, pair.kept, error, dropped, made.rounding,
+    def from_sums(self, state: GLoRAState, sums: Sums) -> GLoRAState:
+        rank = self._rank(sums.nominal, sum(sums.ranks.values()))
+        made = consensus_of_sums(
+            sums.mean, sums.votes, sums.doubts, Budget(rank, self.tie, self.basis, self.canonical), dtype=sums.dtype,
+            roundoff=sums.roundoff, floor=sums.floor, terms=sums.terms,
         )  # fmt: skip
-        return GLoRAState(state.key, state.round + 1, made.spectrum, None, state.history, cut, {})
+        voted = sums.votes is not None or self.basis == "energy"
+        return self._next(state, made, rank, sums.nominal, sums.ranks, sums.bases, voted=voted)
 
     def require_accumulating(self) -> None:
         """Raises `HyperparameterError` for options of the consensus and of histories: a private round has neither."""
@@ -397,27 +406,3 @@ def _of_clients(updates: Sequence[Update]) -> Sequence[Update]:
 def _columns(updates: Sequence[Update]) -> int:
     """sum r_i, and the columns of what is nobody's."""
     return sum(u.rank for u in updates)
-
-
-def _of_spectrum(spectrum: Spectrum, left_out: float) -> ConsensusMean:
-    """A mean that came as its own SVD, cut already. left_out: the norm of what was cut."""
-    size = float(torch.linalg.vector_norm(spectrum.s.double()))
-    error = left_out / size if size else 0.0
-    return ConsensusMean(
-        spectrum, (), (), spectrum.rank, math.inf, False, max(1 - error**2, 0.0), 0.0, error, spectrum.rounding, size
-    )
-
-
-def with_loss(made: ConsensusMean, lost: float, least: float) -> tuple[float, float, float]:
-    """(captured, dropped, error) against a mean of which `lost` (a bound of its norm) never reached `made`.
-
-    The mean's own size is not known then: it differs from `made.size` by at most that, and is `least` at least.
-    """
-    if lost == 0.0:
-        return made.captured, made.dropped, made.error
-    least = max(made.size - lost, least)
-    if least <= 0:
-        return 0.0, 1.0, math.inf
-    error = (made.error * made.size + lost) / least
-    dropped = ((math.sqrt(made.dropped) * made.size + lost) / least) ** 2
-    return max(1 - error**2, 0.0), min(dropped, 1.0), error

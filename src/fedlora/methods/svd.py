@@ -23,8 +23,9 @@ from fedlora.core.accumulating import Accumulating
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.multiplied import How, TakesMultipliers
+from fedlora.core.summing import FromSums, Summing, Sums
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import Spectrum
+from fedlora.linalg import Spectrum, svd_of_matrix
 from fedlora.methods._spectral import accumulated_spectrum, instantiate, mean_spectrum, start_spectrum, whole
 
 
@@ -42,7 +43,7 @@ class SVDState:
 
 
 @dataclass(frozen=True)
-class SVD(Accumulating[SVDState], TakesMultipliers):
+class SVD(FromSums[SVDState], Accumulating[SVDState], TakesMultipliers):
     """Use it for the least server error at a given size, where clients need nothing of their own.
 
     Args:
@@ -72,7 +73,16 @@ class SVD(Accumulating[SVDState], TakesMultipliers):
         return "products"
 
     def aggregate(self, state: SVDState, updates: Sequence[Update]) -> SVDState:
-        every = mean_spectrum(updates)
+        return self._after(state, mean_spectrum(updates))
+
+    def summing(self) -> Summing:
+        """Nothing but the mean."""
+        return Summing()
+
+    def from_sums(self, state: SVDState, sums: Sums) -> SVDState:
+        return self._after(state, svd_of_matrix(sums.mean, terms=sums.terms, stored=sums.floor, dtype=sums.dtype))
+
+    def _after(self, state: SVDState, every: Spectrum) -> SVDState:
         return SVDState(state.key, state.round + 1, every.head(every.rank_of_energy(self.energy)), None, every.rank)
 
     def require_accumulating(self) -> None:

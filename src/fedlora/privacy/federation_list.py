@@ -25,7 +25,7 @@ from fedlora.privacy.release_items import (
 
 _OF_STATE = ("rank", "components", "server_rank", "singular_values", "approximation")
 _OF_UPLOADS = (
-    "total_rank", "union_rank", "full_rank", "gap", "tied", "captured", "kept", "error", "dropped", "rounding",
+    "total_rank", "union_rank", "full_rank", "gap", "tied", "captured", "error", "dropped", "rounding",
 )  # fmt: skip
 _SITES = ("site_metrics", "site_mean", "site_unmeasured", "site_counts", "site_share", "site_capped")
 

@@ -285,11 +285,8 @@ def _check_fit(
         raise ConfigError(f"server.upload = 'subspace' needs both factors shared, and {name} shares {roles}.")
     if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
         raise ConfigError(f"run.keep_uploads cannot store what never leaves a client, and {name} shares {roles}.")
-    drops = (
-        "server.memory" if server.memory is not None else "server.sketch_rank" if config.server.sketch_rank else None
-    )
-    if config.run.keep_uploads != "none" and drops:
-        raise ConfigError(f"run.keep_uploads stores a round's uploads, and {drops} keeps none of them.")
+    if config.run.keep_uploads != "none" and server.memory is not None:
+        raise ConfigError("run.keep_uploads stores a round's uploads, and server.memory keeps none of them.")
     server.open(initial)  # says so if its memory is too small
     names = [client.id for client in clients]
     a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))

@@ -25,7 +25,6 @@ from fedlora.runs.stopping import Patience
 from fedlora.runs.tracking import TrackerName
 from fedlora.server.robust_rules import Rule
 from fedlora.server.server import Heads, Server
-from fedlora.server.sketched_round import Sketch
 from fedlora.server.terms import Weighting
 from fedlora.simulation import UploadHook
 from fedlora.training.evaluation import ModelEvaluator, Target
@@ -147,18 +146,16 @@ class MethodSection(Section):
 
 
 class ServerSection(Section):
-    """As the arguments of `fedlora.Server`, rounds by a sketch, and two experiments with uploads.
+    """As the arguments of `fedlora.Server`, and two experiments with uploads.
 
     weighting: p_i by the number of "examples", or "uniform"; not set: "uniform" with [defence], else "examples". heads:
     "average" the fully trained parts, keep them "local", or "frozen"; not set: as the method has it. quorum: bad
     uploads and failed clients are left out as long as so many good ones remain; not set: the first one stops the run.
     missing: a module that some clients lack is averaged over those who have it ("renormalise"), or the others count as
-    a "zero" update. memory: megabytes for a round's uploads; once they fill half of it, they are merged into a summary
-    of fixed size. workers: matrices aggregated at a time; not set: torch's threads. sketch_rank: play rounds by two
-    exchanges of sums, keeping so many directions of each module; in the simulation only. sketch_oversample: directions
-    beyond these that are sketched
-    along. upload: the form they come in. gauge_stress: re-express each in fresh random coordinates of this condition
-    number before it is aggregated, every round.
+    a "zero" update. memory: megabytes for a round's uploads; once they fill half of it, they are added up in float64
+    and forgotten (glora, svd, flexlora). workers: matrices aggregated at a time; not set: torch's threads. upload: the
+    form they come in. gauge_stress: re-express each in fresh random coordinates of this condition number before it is
+    aggregated, every round.
     """
 
     weighting: Weighting | None = None
@@ -167,17 +164,14 @@ class ServerSection(Section):
     missing: Missing = "renormalise"
     memory: Annotated[float, Field(gt=0)] | None = None
     workers: Positive | None = None
-    sketch_rank: Positive | None = None
-    sketch_oversample: Annotated[int, Field(ge=0)] = 16
     upload: Form = "factors"
     gauge_stress: Annotated[float, Field(ge=1)] | None = None
 
     def build(self, method: Method[Any], seed: int, rule: Rule | None = None) -> Server:
         """The server, of that method. rule: of [defence]. Raises `HyperparameterError`."""
-        sketch = None if self.sketch_rank is None else Sketch(self.sketch_rank, self.sketch_oversample)
         return Server(
             method, weighting=self.weighting, heads=self.heads, quorum=self.quorum, missing=self.missing, seed=seed,
-            memory=self.memory, workers=self.workers, sketch=sketch, rule=rule,
+            memory=self.memory, workers=self.workers, rule=rule,
         )  # fmt: skip
 
     def hooks(self, seed: int) -> list[UploadHook]:

@@ -70,9 +70,7 @@ def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
     elif config.model.task == "causal-lm":
         yield "clients.min_size", "it is for a partition by label, and instructions have none"
     yield from attack_reasons(config.attack)
-    # server, training, evaluation
-    if config.server.sketch_rank is None:
-        yield "server.sketch_oversample", "it is for rounds by a sketch; set server.sketch_rank"
+    # defence, training, evaluation
     yield from config.defence.idle()
     if config.train.steps:
         yield "train.epochs", f"train.steps = {config.train.steps} goes before it. Set train.steps = 0 to train epochs"

@@ -1,7 +1,7 @@
 """The server: one method lifted over all modules. It opens a round, takes uploads in, and closes it to a new state.
 
 It knows no method by name, no engine and no network. How uploads are taken in is the round's own affair: kept until
-the end (`kept_uploads`), folded into bounded memory, or as sums of two exchanges (`sketched_round`).
+the end (`kept_uploads`), added up (`summed_uploads`), or one clipped and noised sum (`private_round`).
 """
 
 from typing import TYPE_CHECKING
@@ -11,7 +11,6 @@ from fedlora._lazy import face
 if TYPE_CHECKING:
     from fedlora.server.sampling import sample_clients
     from fedlora.server.server import Server, start
-    from fedlora.server.sketched_round import Sketch
     from fedlora.server.state import RunState, ServerState, Tally
 
 __getattr__ = face(
@@ -19,9 +18,8 @@ __getattr__ = face(
     {
         "sampling": ("sample_clients",),
         "server": ("Server", "start"),
-        "sketched_round": ("Sketch",),
         "state": ("RunState", "ServerState", "Tally"),
     },
 )
 
-__all__ = ["RunState", "Server", "ServerState", "Sketch", "Tally", "sample_clients", "start"]
+__all__ = ["RunState", "Server", "ServerState", "Tally", "sample_clients", "start"]

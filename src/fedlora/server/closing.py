@@ -22,12 +22,6 @@ log = logging.getLogger("fedlora.server")
 # second is no loss, and a coarse bound.
 LARGEST_SILENT_SHARE, LARGEST_SILENT_ROUNDING = 1e-3, 1e-2
 
-_CAUSES = {
-    "incremental": "The memory limit took it: give the server more memory.",
-    "two-pass sketch": "The sketch took it: give it a larger rank.",
-}
-_ROUNDING = 'Rounding took it: send float32, or the subspace form (upload = "subspace").'
-
 
 def closed(terms: Terms, modules: Mapping[str, Any], heads: Mapping[str, Tensor], tally: Tally) -> ServerState:
     """The state after a round. modules, heads: those that it replaced; all others stay."""
@@ -105,12 +99,10 @@ def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) 
 
     if found := worst("dropped", LARGEST_SILENT_SHARE):
         name, share, count = found
-        why = _CAUSES.get(str(facts[name].get("approximation")), _ROUNDING)
-        kept = facts[name].get("kept")
-        held = f" (it holds {kept:.0%} of the clients' subspaces)" if isinstance(kept, float) and kept < 1 else ""
         log.warning(
-            "round %d: up to %.2g%% of the mean's energy is lost in %s%s, more than %g%% in %d of %d modules. %s",
-            round, 100 * share, name, held, 100 * LARGEST_SILENT_SHARE, count, len(modules), why,
+            "round %d: up to %.2g%% of the mean's energy is lost in %s, more than %g%% in %d of %d modules. Rounding "
+            "took it: send float32, or the subspace form (upload = \"subspace\").",
+            round, 100 * share, name, 100 * LARGEST_SILENT_SHARE, count, len(modules),
         )  # fmt: skip
     if found := worst("rounding", LARGEST_SILENT_ROUNDING):
         name, share, count = found

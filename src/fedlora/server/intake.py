@@ -1,20 +1,18 @@
-"""How one round's uploads get to the server: one or more exchanges of messages with every client, then a close.
+"""How one round's uploads get to the server, and whose fate is what.
 
     intake = server.open(state)
-    question = intake.ask()                       what all clients get before they answer
-    intake.add(question.answer(upload))           each client; `answer` runs where the client is
-    ...                                           again, `intake.exchanges` times in all
+    intake.add(upload)             each client's, in any order
     state = intake.close()
 
-Plain uploads are one exchange whose answer is the upload itself, so that `add(upload)` and `close()` are all of it. An
-engine plays the exchanges and never asks which intake it got.
+An engine never asks which intake it got: whether uploads are kept (`kept_uploads`), added up (`summed_uploads`) or one
+clipped and noised sum (`private_round`) is the server's affair.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from fedlora.core.messages import Upload
 from fedlora.errors import QuorumNotMet, UploadRefused
@@ -23,99 +21,47 @@ from fedlora.server.state import ServerState, Tally
 from fedlora.server.terms import Terms
 
 
-class Message(Protocol):
-    """What a client sends: its size on the wire, apart for modules and heads."""
-
-    @property
-    def nbytes_modules(self) -> int: ...
-
-    @property
-    def nbytes_heads(self) -> int: ...
-
-
-class Question(Protocol):
-    """What the server sends before an exchange, beside the download: for plain uploads nothing."""
-
-    def nbytes(self, upload: Upload) -> int:
-        """Of what the client of this upload is sent."""
-
-    def answer(self, upload: Upload) -> Message | None:
-        """The client's message; None: it has nothing to say, and takes no part in what follows.
-
-        Raises:
-            UploadRefused: its own check failed, so that it stays out of the round.
-        """
-
-
 class Intake(Protocol):
     """One round at the server. Mutable, used up by `close`.
 
-    exchanges: how many there are. keeps: whether it hands the uploads themselves on, so that a record may show them.
-    asked: whom to ask, where the round itself decides that (a private one); None: whoever plays it decides.
+    keeps: whether it hands the uploads themselves on, so that a record may show them. asked: whom to ask, where the
+    round itself decides that (a private one); None: whoever plays it decides.
     """
 
-    exchanges: int
     keeps: bool
 
     @property
     def asked(self) -> tuple[str, ...] | None: ...
 
-    def ask(self) -> Any:
-        """The next exchange's `Question`; ends the one before."""
-
-    def add(self, message: Any) -> None:
-        """One client's answer. Raises `UploadRefused`, and nothing of it reaches the state."""
+    def add(self, upload: Upload) -> None:
+        """One client's upload. Raises `UploadRefused`, and nothing of it reaches the state."""
 
     def close(self) -> ServerState:
         """The next state. Raises `QuorumNotMet`."""
 
 
-class WholeUpload:
-    """The question of an intake that takes uploads as they are."""
-
-    def nbytes(self, upload: Upload) -> int:
-        return 0
-
-    def answer(self, upload: Upload) -> Upload:
-        return upload
-
-
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """What became of one client's part in one exchange. refusal: why it does not count; None: it does, or it abstained.
-    up_modules, up_heads, down: bytes that travelled for it, also of a refused message."""
+    """What became of one client's upload. refusal: why it does not count; None: it does, or it abstained. up_modules,
+    up_heads: bytes that travelled for it, also of a refused one."""
 
     upload: Upload
-    exchange: int
     refusal: UploadRefused | None
     up_modules: int = 0
     up_heads: int = 0
-    down: int = 0
 
 
 def take_in(intake: Intake, uploads: Iterable[Upload]) -> Iterator[Taken]:
-    """All exchanges of a round, with both sides in this process; then the intake can be closed.
-
-    Uploads are drawn one by one, and kept beyond their turn only where another exchange asks for them again.
-    """
-    for exchange in range(intake.exchanges):
-        question, again = intake.ask(), []
-        last = exchange + 1 == intake.exchanges
-        for upload in uploads:
-            message, refusal = None, None
-            try:
-                check_types(upload)
-                message = question.answer(upload)
-                if message is not None:
-                    intake.add(message)
-            except UploadRefused as error:
-                refusal = error
-            modules, heads = (message.nbytes_modules, message.nbytes_heads) if message is not None else (0, 0)
-            down = question.nbytes(upload) if isinstance(upload, Upload) else 0
-            yield Taken(upload, exchange, refusal, modules, heads, down)
-            if message is not None and refusal is None and not last:
-                again.append(upload)
-        uploads = again
+    """Adds uploads one by one, as they are drawn; then the intake can be closed."""
+    for upload in uploads:
+        refusal, modules, heads = None, 0, 0
+        try:
+            check_types(upload)
+            modules, heads = upload.nbytes_modules, upload.nbytes_heads
+            intake.add(upload)
+        except UploadRefused as error:
+            refusal = error
+        yield Taken(upload, refusal, modules, heads)
 
 
 @dataclass(eq=False)

@@ -18,9 +18,8 @@ from fedlora.linalg.own_modes import own_modes
 from fedlora.linalg.parallel import workers
 from fedlora.server.cancelling import Cancelling, cancelling
 from fedlora.server.closing import closed, held_to_share, shares
-from fedlora.server.defences import defended
 from fedlora.server.heads import mean_heads
-from fedlora.server.intake import Attendance, WholeUpload
+from fedlora.server.intake import Attendance
 from fedlora.server.judging import far_counts, judge, look, require_enough
 from fedlora.server.method_faults import blamed_on
 from fedlora.server.state import ServerState
@@ -32,7 +31,6 @@ log = logging.getLogger("fedlora.server")
 class KeptUploads:
     """An `Intake` of whole uploads, which may come in any order: the next state has the same bits."""
 
-    exchanges = 1
     asked = None
     keeps = True
 
@@ -40,9 +38,6 @@ class KeptUploads:
         self._attendance = Attendance(terms, refused=dict(refused))
         self._held: dict[str, Upload] = {}
         self._versions: dict[str, list[int]] = {}
-
-    def ask(self) -> WholeUpload:
-        return WholeUpload()
 
     @own_modes()
     def add(self, upload: Upload) -> None:
@@ -82,19 +77,11 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
     """The next state from all uploads that count, by client."""
     attendance.require_quorum()
     terms, counts = attendance.terms, dict(sorted(attendance.counts.items()))
-    verdict = defended(terms.defences, terms.state, [held[client] for client in counts], counts)
-    for upload in verdict.uploads if terms.defences else ():
-        try:
-            terms.check(upload)
-        except UploadRefused as refusal:
-            raise HyperparameterError(f"a defence changed an upload to one that cannot be used: {refusal}") from refusal
-    for client, reason in verdict.refused.items():
-        attendance.refuse(UploadRefused(client, reason))
     most = terms.max_weight_share
-    for client, reason in far_counts(held_to_share(verdict.counts, most)).items() if terms.rule is not None else ():
+    for client, reason in far_counts(held_to_share(counts, most)).items() if terms.rule is not None else ():
         attendance.refuse(UploadRefused(client, reason))
     attendance.require_quorum()
-    uploads = sorted((u for u in verdict.uploads if u.client.id in attendance.counts), key=lambda u: u.client.id)
+    uploads = [held[client] for client in sorted(attendance.counts)]
     with workers(terms.workers) as each:
         found = cancelling(terms, uploads, each)
         if found.refused:
@@ -110,8 +97,8 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
             attendance.require_quorum()
             seen = seen.of(attendance.counts)
             uploads = list(seen.uploads)
-            judged = judge(require_enough(terms.rule, attendance, verdict.counts), terms, seen, verdict.counts)
-        counts = {u.client.id: verdict.counts[u.client.id] for u in uploads}
+            judged = judge(require_enough(terms.rule, attendance, counts), terms, seen, counts)
+        counts = {u.client.id: counts[u.client.id] for u in uploads}
         weights = shares(counts, most)
         updates: dict[str, list[Update]] = {}
         alike: dict[str, int] = {}

@@ -26,10 +26,8 @@ from fedlora.server.terms import Weighting
 _BREAKS_THE_BOUND = {
     "quorum": "a private round has no quorum: whether it takes place would say who came. Who is refused, offline or "
     "fails counts as zero",
-    "memory": "a private round keeps one sum, and no uploads to fold",
-    "sketch": "the sums of a sketch are not noised: they un-mix",
+    "memory": "a private round keeps one sum, and no uploads to add up",
     "rule": "a rule's weights depend on what others sent, so one client's part is not bounded by the clip",
-    "defences": "a defence's weights depend on what others sent, so one client's contribution would have no bound",
 }
 
 

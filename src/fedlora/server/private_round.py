@@ -28,7 +28,6 @@ from fedlora.privacy.geometry import Bases, Layout
 from fedlora.privacy.sampling import poisson_sample
 from fedlora.server.checks import check_types
 from fedlora.server.closing import closed
-from fedlora.server.intake import WholeUpload
 from fedlora.server.method_faults import blamed_on, checked_readout, checked_update
 from fedlora.server.private_options import Privacy
 from fedlora.server.state import ServerState, Tally
@@ -92,7 +91,6 @@ class PrivateRound:
         state = opened.close()
     """
 
-    exchanges = 1
     keeps = False
 
     def __init__(self, terms: Terms, method: Accumulating[Any], privacy: Privacy) -> None:
@@ -126,9 +124,6 @@ class PrivateRound:
     @cached_property
     def _drawn(self) -> frozenset[str]:
         return frozenset(self.asked)
-
-    def ask(self) -> WholeUpload:
-        return WholeUpload()
 
     @own_modes()
     def add(self, upload: Upload) -> None:

@@ -23,13 +23,11 @@ from fedlora.core.lora import Adapter, LoRA, compute_dtype, named_tensors
 from fedlora.core.messages import Client, Download, Missing, Upload
 from fedlora.core.method import Method, Role, Roles
 from fedlora.core.multiplied import TakesMultipliers
-from fedlora.core.pairing import FromPair
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.summing import FromSums
 from fedlora.errors import HyperparameterError, NoGlobalModel, ShapeError, UploadRefused
 from fedlora.linalg.own_modes import own_modes
 from fedlora.seeds import derive_seed
-from fedlora.server.bounded_memory import BoundedMemory
-from fedlora.server.defences import Defence
 from fedlora.server.intake import Intake, take_in
 from fedlora.server.judging import require_products
 from fedlora.server.kept_uploads import KeptUploads, promoted
@@ -44,8 +42,8 @@ from fedlora.server.method_faults import (
 from fedlora.server.private_options import Privacy, require_private
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.robust_rules.rule import Rule
-from fedlora.server.sketched_round import Sketch, SketchedRound, require_plain
 from fedlora.server.state import RunState, ServerState
+from fedlora.server.summed_uploads import SummedUploads
 from fedlora.server.terms import Terms, Weighting, ranks_of, weighs_by
 
 Heads = Literal["average", "local", "frozen"]
@@ -70,18 +68,13 @@ class Server:
         missing: a module that some participants do not hold: "renormalise" the weights over those who do, or let the
             others count as a "zero" update.
         seed: of the method's own random draws.
-        memory: megabytes that one round's uploads may take here; None: as many as there are. Once
-            uploads fill half of it, they are merged into a summary of fixed size (`bounded_memory`): exact while they
-            fit, an approximation beyond, of which the diagnostics say what was left out.
-        sketch: rounds by two exchanges of sums (`sketched_round`) instead of uploads that the server sees.
-        defences: functions of your own that look at a round's uploads together before the method aggregates them
-            (`defences`). Whom they refuse does not count and is named; the round goes on, if the quorum (None: one) is
-            still met. They come first, in their order, and may go together with `rule`.
+        memory: megabytes that one round's uploads may take here; None: as many as there are. Once uploads fill half
+            of it they are added up in float64 and forgotten (`summed_uploads`): the same result up to rounding, for any
+            number of clients. Of methods that need sums alone: glora, svd, flexlora.
         privacy: rounds of one clipped and noised sum (`private_round`), so that what is released says little about any
             one client. Needs missing = "zero", and no quorum: bad uploads count as zero, and no round is left out.
         rule: one robust rule (`robust_rules`), what [defence] of a run or federation is: it gives each client's change
-            a weight of its own. It comes after `defences`: whom they refuse it does not see, and it judges uploads and
-            counts as they leave them. `Tally.judged` tells what it did; what defences did is `Tally.refused`.
+            a weight of its own, and `Tally.judged` tells which.
         max_weight_share: the largest p_i, of those who count in a round and again of those who count in each module.
             Where they are fewer than 1 / max_weight_share, all of them count alike, and the tally names the modules.
         workers: matrices that are aggregated at a time, each on one BLAS thread, with the same bits for any number;
@@ -106,8 +99,6 @@ class Server:
     seed: int = 0
     memory: float | None = None
     workers: int | None = None
-    sketch: Sketch | None = None
-    defences: tuple[Defence, ...] = ()
     privacy: Privacy | None = None
     rule: Rule | None = None
     max_weight_share: float = 1.0
@@ -115,8 +106,6 @@ class Server:
     def __post_init__(self) -> None:
         if isinstance(self.method, str | type):
             raise HyperparameterError(f"Server: method is an object, as build('glora') makes; got {self.method!r}.")
-        if not isinstance(self.defences, tuple) or not all(callable(defence) for defence in self.defences):
-            raise HyperparameterError(f"Server: defences is a tuple of functions; got {self.defences!r}.")
         for name, options in {"weighting": Weighting, "missing": Missing, "heads": Heads}.items():
             value = getattr(self, name)
             if value not in get_args(options) and not (name in ("heads", "weighting") and value is None):
@@ -132,28 +121,16 @@ class Server:
         share = self.max_weight_share
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise HyperparameterError(f"Server: max_weight_share is a share in (0, 1]; got {share!r}.")
-        if share < 1 and any(option is not None for option in (self.memory, self.sketch, self.privacy)):
+        if share < 1 and any(option is not None for option in (self.memory, self.privacy)):
             raise HyperparameterError(
                 f"Server: max_weight_share = {share:g} weighs a round's clients beside each other when all are in, and "
-                f"memory, sketch and privacy count each as it comes: leave one of them out."
+                f"memory and privacy count each as it comes: leave one of them out."
             )
         if self.memory is not None and not 0 < self.memory < math.inf:
             raise HyperparameterError(f"Server: memory is a positive number of megabytes, or None; got {self.memory}.")
         if self.memory is not None:
-            method = self._pairing("a memory limit", f"{self.memory:g} MB", "Leave memory out, or use glora.")
-            with blamed_on(self.method, "pairing"):
-                method.pairing()
-        if self.sketch is not None:
-            require_plain(self._pairing("a sketch", f"rank {self.sketch.rank}", "Leave the sketch out, or use glora."))
-            if self.missing == "zero" or self.memory is not None:
-                raise HyperparameterError("a sketch renormalises over who holds a module and keeps no uploads: leave "
-                                          "out missing = 'zero' and memory.")  # fmt: skip
-
-        if self.defences and (self.memory is not None or self.sketch is not None):
-            raise HyperparameterError(
-                "Server: defences look at a round's uploads together, and a memory limit drops them, a sketch never "
-                "shows them: leave out one of the two."
-            )
+            with blamed_on(self.method, "summing"):
+                self._summing(self.memory).summing()
         if self.rule is not None:
             self._check_rule(self.rule)
         if self.privacy is not None:
@@ -164,8 +141,7 @@ class Server:
         if not isinstance(rule, Rule):
             raise HyperparameterError(f"Server: rule is a robust rule, as Krum(liars=1), or None; got {rule!r:.80}.")
         beside = {
-            "memory": "a memory limit folds uploads in as they come and forgets them",
-            "sketch": "in rounds by a sketch the server sees sums only",
+            "memory": "a memory limit adds uploads up as they come and forgets them",
             "privacy": "weights that depend on the clients' data are not private",
         }
         for option, why in beside.items():
@@ -183,19 +159,18 @@ class Server:
         """`weighting`, or the one that stands for None."""
         return weighs_by(self.weighting, self.rule is not None)
 
-    def _pairing(self, what: str, size: str, advice: str) -> FromPair[Any]:
+    def _summing(self, memory: float) -> FromSums[Any]:
         """The method as one that can go on without the list of uploads."""
-        if not isinstance(self.method, FromPair):
+        if not isinstance(self.method, FromSums):
             raise HyperparameterError(
-                f"Server: {what} ({size}) needs a method that can forget uploads, which glora can and "
-                f"{self.method.name} cannot. {advice}"
+                f"Server: memory = {memory:g} MB needs a method that can forget uploads, which glora, svd and flexlora "
+                f"can and {self.method.name} cannot. Leave memory out, or use one of these."
             )
         return self.method
 
     def _accumulating(self, privacy: Privacy) -> Accumulating[Any]:
         """The method as one whose rounds can be private with these options."""
-        beside = [name for name in ("quorum", "memory", "sketch", "rule") if getattr(self, name) is not None]
-        beside += ["defences"] if self.defences else []
+        beside = [name for name in ("quorum", "memory", "rule") if getattr(self, name) is not None]
         return require_private(privacy, self.method, self.missing, self.weighs_by, beside)
 
     # ------------------------------------------------------------------------------------------------ the protocol
@@ -298,7 +273,6 @@ class Server:
             self.quorum,
             self.seed,
             self.workers,
-            self.defences,
             self.rule,
             self.max_weight_share,
         )
@@ -311,21 +285,19 @@ class Server:
                 as it does whom the round itself refuses; not who did not answer.
 
         Raises:
-            HyperparameterError: a memory limit that has no room for one client, or options that a sketch cannot keep.
+            HyperparameterError: a memory limit that has no room for one client, a disk without room for the sums.
         """
         terms = self.terms(state)
         if self.privacy is not None:
             return PrivateRound(terms, self._accumulating(self.privacy), self.privacy)
-        if self.sketch is not None:
-            return SketchedRound(terms, self._pairing("a sketch", "", ""), self.sketch)
         if self.memory is not None:
-            return BoundedMemory(terms, self._pairing("a memory limit", "", ""), self.memory * 2**20)
+            return SummedUploads(terms, self._summing(self.memory), self.memory * 2**20)
         return KeptUploads(terms, refused or {})
 
     @own_modes()
     def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:
         """The next state from one round's uploads; the same bits whatever their order (with a memory limit that was
-        needed: the same up to rounding and what was left out).
+        needed: the same up to rounding).
 
         Raises:
             UploadRefused: a bad upload, where `quorum` is None. QuorumNotMet: too few good ones. Neither with privacy:

@@ -11,7 +11,6 @@ from fedlora.core.method import Method, Roles
 from fedlora.core.multiplied import TakesMultipliers, multiplied_how
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.server.checks import check_adapter
-from fedlora.server.defences import Defence
 from fedlora.server.robust_rules.rule import Rule
 from fedlora.server.state import ServerState
 
@@ -35,7 +34,6 @@ class Terms:
     quorum: int | None
     seed: int
     workers: int | None
-    defences: tuple[Defence, ...] = ()
     rule: Rule | None = None
     max_weight_share: float = 1.0
 

@@ -73,7 +73,7 @@ class Round:
             except QuorumNotMet as error:
                 raise QuorumNotMet(f"{error} Failed clients: {self._refused or 'none'}.") from error
         for client, reason in (self._closed.tally.refused if self._closed.tally is not None else {}).items():
-            if client in self._after and client not in self._refused:  # a defence's doing, with all uploads before it
+            if client in self._after and client not in self._refused:  # refused at the close, beside the others
                 log.warning("client %r does not count in round %d: %s", client, self._closed.round, reason)
                 self._uploads.pop(client, None)
                 self._memories[client] = replace(self._begun[client], position=self._after[client].position)
@@ -170,13 +170,12 @@ class Round:
         yield from tampered.uploads
 
     def _count(self, taken: Taken) -> None:
-        """An exchange with one client is over: what travelled, and whether it counts."""
+        """One client's upload has come: what travelled, and whether it counts."""
         client, t = taken.upload.client.id, self._traffic
         self._traffic = replace(
             t,
             up_adapter=t.up_adapter + taken.up_modules,
             up_heads=t.up_heads + taken.up_heads,
-            down_adapter=t.down_adapter + taken.down,
         )
         after = self._after.get(client)
         if taken.refusal is not None:
@@ -187,8 +186,7 @@ class Round:
             self._examples[client] = float(taken.upload.num_examples)
             if self._intake.keeps:
                 self._uploads[client] = taken.upload
-        if taken.exchange == 0:
-            self._tell(client)
+        self._tell(client)
 
     def _refuse(self, refusal: UploadRefused, *, position: int | None) -> None:
         """Where there is a quorum the round goes on: what the client keeps stays as it was, but its data move on."""

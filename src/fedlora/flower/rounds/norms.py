@@ -1,6 +1,6 @@
 """How far each client's update moves from what it was sent, and who moves much further than the others.
 
-A number to look at, which the log tells; what refuses or clips uploads is `fedlora.server.defences`.
+A number to look at, which the log tells; what weighs changes is a robust rule (`fedlora.server.robust_rules`).
 """
 
 from __future__ import annotations

@@ -115,8 +115,6 @@ class FedLoRA(Strategy):
                 "and tells what became of single sites."
             )
         self._check(policy)
-        if not self.PRIVATE and server.open(self.memory.state.server).exchanges > 1:
-            raise ConfigError("the Flower app has no second exchange in a round, which a sketch needs; simulate it.")
         self.fates: Mapping[str, Fated] = {}  # of the last attempt
         self._uncounted: dict[str, str] = {}  # client -> why its last work did not count: told with its next message
         self.online: Mapping[str, int] = {}  # as it was when it was last looked at

@@ -34,8 +34,6 @@ ELSEWHERE: dict[str, str] = {
     "run.checkpoint_every": "a federation's server stores every round, and could lose none",
     "run.keep_checkpoints": "a federation's server keeps the last two rounds, and the best",
     "evaluate.samples": "a federation keeps no answers of its model; it is for fedlora run",
-    "server.sketch_rank": "the Flower app has no second exchange in a round; it is for fedlora run",
-    "server.sketch_oversample": "the Flower app has no second exchange in a round; it is for fedlora run",
     "server.gauge_stress": "it is an experiment with uploads, for fedlora run",
     "attack.kind": _ATTACK,
     "attack.share": _ATTACK,

@@ -1,0 +1,273 @@
+"""Uploads added up and forgotten (`Server(memory=...)`).
+
+Kind of evidence: oracle (the same server with all uploads kept; dense float64 means of the stored factors), property
+(order of arrival), and the uploads' own life time.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedlora import METHODS, Adapter, Client, LoRA, Server, ServerState, Upload, build
+from fedlora.core.summing import FromSums
+from fedlora.errors import HyperparameterError, QuorumNotMet, RankTie, UploadRefused
+from support.federations import noise
+
+D_OUT, D_IN, RANK = 64, 48, 4
+ONE = 4 * 2 * RANK * (D_OUT + D_IN)  # bytes of one upload's two modules
+MODULES = ("a", "b")
+SUMMING = {
+    "glora": {"history_limit": 5}, "glora, cut": {"history_limit": 30, "rank": 10}, "svd": {}, "flexlora": {},
+    "glora, a share": {"history_limit": 0, "rho": 0.3, "canonical": "B", "budget": "revealed"},
+    "glora, energy": {"history_limit": 8, "rank": 10, "basis": "energy", "history_lag": 1},
+    "glora, alike": {"history_limit": 8, "rank": 10, "weighting": "uniform", "gamma": 0.0},
+}  # fmt: skip
+
+
+def lora(k: int, module: str, rank: int = RANK, dtype: torch.dtype = torch.float32) -> LoRA:
+    """In a space of dimension 20 that all clients share, and a tail of 1e-2 outside of it."""
+    space = torch.linalg.qr(noise((D_OUT, 20), module, "space"))[0]
+    B = space @ noise((20, rank), module, k, "mix") + 1e-2 * noise((D_OUT, rank), module, k, "tail")
+    return LoRA(B.to(dtype), noise((rank, D_IN), module, k, "A").to(dtype))
+
+
+def uploads(count: int, *, dtype: torch.dtype = torch.float32, heads: bool = True) -> list[Upload]:
+    """Of ranks 2 to 4."""
+    return [
+        Upload(
+            Client(f"c{k:03}", 2 + k % 3),
+            3 + k % 5,
+            Adapter(
+                {name: lora(k, name, 2 + k % 3, dtype) for name in MODULES},
+                {"head": noise((3, 7), k, dtype=torch.float32)} if heads else {},
+            ),
+        )
+        for k in range(count)
+    ]
+
+
+def pair(case: str = "glora", *, room: float = 3, **options: Any) -> tuple[Server, Server]:
+    """(a server whose memory holds so many uploads, and as much again; the same one without a limit)."""
+    server = Server(build(case.partition(",")[0], **SUMMING[case]), **options)
+    return replace(server, memory=2 * room * ONE / 2**20), server
+
+
+def start(s: Server) -> ServerState:
+    seed = {name: LoRA(torch.zeros(D_OUT, RANK), torch.ones(RANK, D_IN)) for name in MODULES}
+    return s.init(Adapter(seed, {"head": torch.zeros(3, 7)}))
+
+
+def mean(us: list[Upload], module: str) -> Tensor:
+    total = sum(u.num_examples for u in us)
+    each = [u.num_examples / total * u.adapter.modules[module].map(Tensor.double).delta() for u in us]
+    return torch.stack(each).sum(dim=0)
+
+
+def apart(got: Tensor, want: Tensor) -> float:
+    return float(torch.linalg.matrix_norm(got.double() - want.double()) / torch.linalg.matrix_norm(want.double()))
+
+
+def update(s: Server, state: ServerState, module: str) -> Tensor:
+    return s.global_update(state)[module].map(Tensor.double).delta()
+
+
+def test_while_they_fit_the_bits_are_the_same() -> None:
+    limited, free = pair(room=3)
+    us = uploads(2)
+    a, b = (s.aggregate(start(s), us) for s in (limited, free))
+    for module in MODULES:
+        assert torch.equal(update(limited, a, module), update(free, b, module))
+        assert limited.diagnostics(a)[module] == free.diagnostics(b)[module]
+    assert torch.equal(a.heads["head"], b.heads["head"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", SUMMING)
+def test_the_result_is_that_of_uploads_that_are_kept(case: str, dtype: torch.dtype) -> None:
+    """Update, what the method says of it, heads, weights, and what each client gets, twice in a row. 1e-6: svd and
+    flexlora have a float32 SVD where uploads are kept."""
+    limited, free = pair(case)
+    got, want = start(limited), start(free)
+    for turn in range(2):
+        us = uploads(20 + turn, dtype=dtype)
+        got, want = limited.aggregate(got, us), free.aggregate(want, us[::-1])
+        for module in MODULES:
+            assert apart(update(limited, got, module), update(free, want, module)) < 1e-6
+            same(limited.diagnostics(got)[module], free.diagnostics(want)[module])
+        assert got.tally is not None and want.tally is not None and got.tally.weights == want.tally.weights
+        torch.testing.assert_close(got.heads["head"], want.heads["head"])
+        for k in (0, 7, 19):
+            client = Client(f"c{k:03}", 3)
+            ours, theirs = (s.download(x, client).adapter.modules["a"] for s, x in ((limited, got), (free, want)))
+            assert ours.rank == 3 and apart(ours.delta(), theirs.delta()) < 1e-5
+            assert ours.factors[0].dtype == theirs.factors[0].dtype
+
+
+def same(got: Mapping[str, object], want: Mapping[str, object]) -> None:
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        if name == "union_rank" and got[name] is None:
+            continue  # None: nothing is cut, so nobody voted
+        if isinstance(value, float) and name in ("dropped", "rounding", "error"):
+            assert got[name] == pytest.approx(value, rel=1e-3, abs=1e-6)
+        elif isinstance(value, float):
+            assert got[name] == pytest.approx(value, rel=1e-6)
+        elif isinstance(value, list):
+            assert got[name] == pytest.approx(value, rel=1e-5, abs=1e-6 * max(value))
+        else:
+            assert got[name] == value, name
+
+
+def test_the_error_that_is_said_is_the_error_against_the_dense_mean() -> None:
+    """Of a cut to 10 of more directions, and of none: at least the truth, and within a hundredth of it or of float32's
+    rounding."""
+    for case in ("glora, cut", "glora"):
+        s, _ = pair(case)
+        us = uploads(40)
+        after = s.aggregate(start(s), us)
+        for module in MODULES:
+            true, said = apart(update(s, after, module), mean(us, module)), s.diagnostics(after)[module]["error"]
+            assert isinstance(said, float) and true <= said <= 1.01 * true + 2e-7
+
+
+def test_any_order_of_arrival_gives_the_same_to_rounding() -> None:
+    us, (s, _) = uploads(25), pair("glora, cut")
+    one, other = (s.aggregate(start(s), some) for some in (us, us[::-1]))
+    for module in MODULES:
+        assert apart(update(s, one, module), update(s, other, module)) < 1e-12 or torch.equal(
+            update(s, one, module).float(), update(s, other, module).float()
+        )
+
+
+def test_uploads_are_forgotten_before_the_round_is_over_and_nothing_is_left_on_the_disk(tmp_path: Path) -> None:
+    """The sums are larger than the memory here, so they lie in files; no name of theirs is ever seen."""
+    s, _ = pair("glora, cut")
+    opened: Any = s.open(start(s))
+    alive = []
+    for k in range(20):
+        (upload,) = uploads(k + 1, heads=True)[k:]
+        opened.add(upload)
+        alive.append(weakref.ref(upload))
+        assert opened.nbytes <= 3 * ONE
+        del upload
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) <= 6
+    sums = len(MODULES) * 8 * D_OUT * (2 * D_OUT + D_IN)
+    assert opened.summed == sums > 3 * ONE
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "fedlora-sums-" in line]
+    assert mapped and all(line.endswith("(deleted)") for line in mapped)
+    opened.close()
+    gc.collect()
+    assert "fedlora-sums-" not in Path("/proc/self/maps").read_text()
+
+
+def test_a_disk_that_has_no_room_is_told_before_anything_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    full = os.statvfs_result((4096, 4096, 10, 0, 0, 10, 10, 10, 0, 255))
+    monkeypatch.setattr("os.statvfs", lambda path: full)
+    s, _ = pair("glora, cut")
+    with pytest.raises(HyperparameterError, match="TMPDIR"):
+        s.open(start(s))
+    roomy, _ = pair("glora, cut", room=100)  # the sums fit in memory
+    roomy.open(start(roomy))
+
+
+def test_uploads_that_were_added_up_still_count_once_and_towards_the_quorum() -> None:
+    s, _ = pair(quorum=12)
+    opened = s.open(start(s))
+    us = uploads(11)
+    for upload in us:
+        opened.add(upload)
+    with pytest.raises(UploadRefused, match="second upload"):
+        opened.add(us[0])
+    with pytest.raises(QuorumNotMet, match="11 usable uploads"):
+        opened.close()
+
+
+@pytest.mark.parametrize("missing", ["renormalise", "zero"])
+@pytest.mark.parametrize("case", ["glora, cut", "glora, alike"])
+def test_a_module_that_some_lack(case: str, missing: str) -> None:
+    """Weights over its holders, or over everybody: as where uploads are kept."""
+    limited, free = pair(case, missing=missing)
+    lacking = [
+        replace(u, client=Client(u.client.id, {"a": u.client.rank}), adapter=replace(u.adapter, modules={
+            "a": u.adapter.modules["a"]})) if k % 3 == 0 else u
+        for k, u in enumerate(uploads(20))
+    ]  # fmt: skip
+    got, want = (s.aggregate(start(s), lacking) for s in (limited, free))
+    for module in MODULES:
+        assert apart(update(limited, got, module), update(free, want, module)) < 1e-6
+
+
+def test_tied_votes_at_the_cut_are_told_as_where_uploads_are_kept() -> None:
+    """Two clients of equal weight with orthogonal columns, R = 5 of 8: equal eigenvalues are cut."""
+    eye = torch.eye(D_OUT)
+    us = [
+        Upload(Client(name, 4), 1, Adapter({m: LoRA(eye[:, k : k + 4].clone(), noise((4, D_IN), m, k).float())
+                                           for m in MODULES}, {"head": torch.zeros(3, 7)}))
+        for k, name in ((0, "x"), (4, "y"))
+    ]  # fmt: skip
+    for tie, memory in (("energy", True), ("error", True), ("energy", False)):
+        method = build("glora", rank=5, tie=tie, history_limit=0)
+        s = Server(method, memory=2.1 * ONE / 2**20 if memory else None)
+        opened: Any = s.open(start(s))
+        for u in us:
+            opened.add(u)
+        if tie == "error":
+            with pytest.raises(RankTie):
+                opened.close()
+        else:
+            after = opened.close()
+            assert s.diagnostics(after)["a"]["tied"] is True
+            found = update(s, after, "a") if memory else found
+            assert apart(update(s, after, "a"), found) < 1e-6
+
+
+def test_impossible_limits_say_what_would_do() -> None:
+    with pytest.raises(HyperparameterError, match="fedit cannot"):
+        Server(build("fedit"), memory=10)
+    with pytest.raises(HyperparameterError, match="positive number of megabytes"):
+        Server(build("svd"), memory=0)
+    tight, _ = pair(room=0.5)
+    with pytest.raises(HyperparameterError, match=r"no client of rank 4.* Give at least 0.0\d+ MB"):
+        tight.open(start(tight))
+    for wrong in ({"weighting": "rank-partition", "history_limit": 0}, {}):
+        with pytest.raises(HyperparameterError, match="history_limit" if not wrong else "all uploads at once"):
+            Server(build("glora", **wrong), memory=10)
+
+
+def test_which_methods_can_forget_uploads() -> None:
+    """As docs/explanation/scale.md says."""
+    assert [name for name in sorted(METHODS) if isinstance(build(name), FromSums)] == ["flexlora", "glora", "svd"]
+
+
+def test_many_additions_make_no_directions() -> None:
+    """400 clients in 6 dimensions, added up 130 times: the rank that was there, and the dense mean."""
+    space = torch.linalg.qr(noise((D_OUT, 6), "narrow"))[0].float()
+    us = [
+        Upload(Client(f"c{k:03}", RANK), 1 + k % 3, Adapter({m: LoRA(space @ noise((6, RANK), m, k).float(), lora(
+            k, m).factors[1]) for m in MODULES}, {"head": torch.zeros(3, 7)}))
+        for k in range(400)
+    ]  # fmt: skip
+    for case in ("glora, cut", "glora"):
+        s, _ = pair(case)
+        after = s.aggregate(start(s), us)
+        for module in MODULES:
+            assert s.diagnostics(after)[module]["rank"] == 6
+            assert apart(update(s, after, module), mean(us, module)) < 3e-7
+
+
+@pytest.mark.parametrize("n", [1e300, 1e-100, 10**300])
+def test_counts_that_sums_cannot_carry_are_refused(n: float) -> None:
+    s, _ = pair()
+    with pytest.raises(UploadRefused, match="sums over clients carry"):
+        s.open(start(s)).add(replace(uploads(1)[0], num_examples=n))
