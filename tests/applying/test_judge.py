@@ -20,7 +20,7 @@ from torch import Tensor
 from support.bases import reconfigure, refused, rewrite, said, small
 from support.command_line import Said
 from support.peft_cases import randomise
-from support.tiny_models import TOKENS, bert, gpt2
+from support.tiny_models import TOKENS, bert, gpt2, llama
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 PREFIX = "base_model.model.model.layers"
@@ -66,6 +66,21 @@ def test_what_peft_passes_over_is_refused(what: str, tmp_path: Path, main: Calla
         rewrite(adapter, change)
     reconfigure(adapter, **config)
     refused(main, adapter, base, why)
+
+
+def test_a_layer_that_the_base_lacks_is_not_made_up(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """An update of a matrix that nobody has: a head that the base's file lacks, or a layer that it lost. transformers
+    draws such matrices at random, another one each time."""
+    adapter, base = small(tmp_path / "head", target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
+    llama().model.save_pretrained(base)
+    rewrite(adapter, lambda t: [t.pop(k) for k in list(t) if "base_layer" in k])
+    refused(main, adapter, base, r"lm_head\.weight.* made up")
+    adapter, base = small(tmp_path / "lost")
+    path = base / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    del tensors["model.layers.0.self_attn.q_proj.weight"]
+    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    refused(main, adapter, base, r"layers\.0\.self_attn\.q_proj\.weight.* made up")
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:

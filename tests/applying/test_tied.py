@@ -51,6 +51,16 @@ def gemma() -> Any:
     )  # fmt: skip
 
 
+def switch() -> Any:
+    """Divides what its head gets where that is tied: UMT5 and UDOP do so too."""
+    return transformers.SwitchTransformersForConditionalGeneration(
+        transformers.SwitchTransformersConfig(
+            vocab_size=VOCABULARY, d_model=16, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=2, num_heads=2,
+            num_experts=2, decoder_start_token_id=0, initializer_factor=2.0, tie_word_embeddings=True,
+        )
+    )  # fmt: skip
+
+
 def t5() -> Any:
     """One tensor for both embeddings and the head, whatever its config says."""
     return T5ForConditionalGeneration(
@@ -64,6 +74,7 @@ MODELS: Mapping[str, tuple[Callable[[], Any], str, str]] = {  # with the names o
     "gemma": (gemma, "embed_tokens", "lm_head"),
     "bert": (bert_lm, "word_embeddings", "predictions.decoder"),
     "t5": (t5, "shared", "lm_head"),
+    "switch": (switch, "shared", "lm_head"),
 }
 # EMBEDDING and HEAD stand for the names.
 KINDS: Mapping[str, dict[str, Any]] = {
@@ -121,7 +132,7 @@ def test_tied_weights_are_written_as_peft_computes_them_or_refused(
     fields: dict[str, Any] = {"r": 3, "lora_alpha": 4, "target_modules": []} | named(KINDS[kind], embedding, head)
     if not fields["target_modules"]:
         fields["target_modules"] = [
-            "query" if name == "bert" else "c_attn" if name == "gpt2" else "q" if name == "t5" else "q_proj"
+            "query" if name == "bert" else "c_attn" if name == "gpt2" else "q" if name in ("t5", "switch") else "q_proj"
         ]
     try:
         peft_model = get_peft_model(model, LoraConfig(**fields)).eval()
@@ -135,9 +146,10 @@ def test_tied_weights_are_written_as_peft_computes_them_or_refused(
     assert main("validate", tmp_path / "adapter", "--base", tmp_path / "base").code == done.code
     if done.code:
         assert done.err.count("\n") == 1 and not (tmp_path / "full").exists()
-        by_reader = name in ("gpt2", "t5") and kind == "both, together"  # it holds what its config does not target
+        by_reader = name in ("gpt2", "t5", "switch") and kind == "both, together"
         with_bias = name == "bert" and "tokens" in kind
-        assert kind in EXCLUDED or by_reader or with_bias, done.err
+        by_flag = name == "switch" and "SwitchTransformersForConditionalGeneration computes otherwise" in done.err
+        assert kind in EXCLUDED or by_reader or with_bias or by_flag, done.err
         return
     got = said(type(model).from_pretrained(tmp_path / "full").eval())
     torch.testing.assert_close(got, want, rtol=0, atol=1e-10)

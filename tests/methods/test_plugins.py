@@ -342,12 +342,13 @@ def test_the_code_of_a_plugin_is_its_own_and_of_a_module_what_it_imports_beside(
         return {name: hashlib.sha256((site / name).read_bytes()).hexdigest() for name in names}
 
     (site / "beside.py").write_text("import further\n")
-    (site / "further.py").write_text("def late():\n    import latest\n")
+    (site / "further.py").write_text("def late():\n    import latest\n\nhow.import_module('named')\n")
+    (site / "named.py").write_text("")
     (site / "latest.py").write_text("")
     cls = find("toy-mean")
     assert code_of(cls) == digests("toy_mean.py")
     (site / "toy_mean.py").write_text("import beside\n")
-    assert code_of(cls) == digests("beside.py", "further.py", "latest.py", "toy_mean.py")
+    assert code_of(cls) == digests("beside.py", "further.py", "latest.py", "named.py", "toy_mean.py")
     assert all(code_of(method) == {} for method in METHODS.values())
     installed = site / "site-packages"
     installed.mkdir()

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -323,6 +324,75 @@ def test_an_upload_calls_its_base_model_by_a_name_that_others_can_use(
     done = main("merge", "up0", "up2", "--method", "svd", "-o", "r")  # not refused, and no path is handed on
     assert done.code == 0, done.err
     assert json.loads(Path("r/adapter_config.json").read_text())["base_model_name_or_path"] == demo
+
+
+def test_a_head_goes_on_under_the_names_of_its_classes(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """A received head says classes by their numbers: other names, or another order, at any later step would make a
+    yes of each no. Left out, --labels is the adapter's own."""
+    base, data = save_model(tmp_path / "base", bert().bert, classifies=True), blue_and_green(tmp_path)
+    common = ["train", "--base", base, "--data", data, "--client", "a", "--steps", 1, "--targets", "query"]
+    first = main(*common, "--labels", "green,blue", "-o", tmp_path / "u1")
+    kept = ["--weights-from", "num_examples", "--method", "svd", "--state", tmp_path / "st"]
+    done = main("merge", tmp_path / "u1", *kept, "--readout", "same", "-o", tmp_path / "m1")
+    assert first.code == done.code == 0, first.err + done.err
+    common, targets = common[:-2], common[-2:]
+    received = ["--adapter", tmp_path / "m1" / "clients" / "a", "--round", 2]
+    for labels in ("blue,green", "green,blue,red"):
+        wrong = main(*common, *received, "--labels", labels, "-o", tmp_path / "wrong")
+        assert wrong.code == 2 and "['green', 'blue']" in wrong.err and not (tmp_path / "wrong").exists(), labels
+    for k, labels in enumerate(([], ["--labels", "green,blue"])):
+        assert main(*common, *received, *labels, "-o", tmp_path / f"u2{k}").code == 0
+        facts = json.loads((tmp_path / f"u2{k}" / "upload.json").read_text())
+        assert facts["label_names"] == ["green", "blue"]
+    other = main(*common, *targets, "--labels", "blue,green", "--round", 2, "-o", tmp_path / "other")  # a fresh start
+    assert other.code == 0
+    refused = main("merge", tmp_path / "other", *kept, "-o", tmp_path / "m2")
+    assert refused.code == 2 and "['green', 'blue']" in refused.err and "['blue', 'green']" in refused.err
+    assert main("merge", tmp_path / "other", *kept, "--heads", "drop", "-o", tmp_path / "m3").code == 0  # it has none
+
+
+def test_a_site_that_misses_a_round_goes_on_from_the_newest_one(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """It is named and gets an adapter. An upload from its older one is refused, and so is one that counted already."""
+    base, data = save_model(tmp_path / "base", bert().bert, classifies=True), blue_and_green(tmp_path)
+    common = ["train", "--base", base, "--data", data, "--labels", "blue,green", "--steps", 1]
+    kept = ["--weights-from", "num_examples", "--method", "glora", "--state", tmp_path / "st", "--readout"]
+
+    def train(client: str, round: int, *more: Any) -> Path:
+        out = tmp_path / f"u{round}-{client}"
+        done = main(*common, "--client", client, "--round", round, *more, "-o", out, "--force")
+        assert done.code == 0, done.err
+        return out
+
+    first = [train(name, 1, "--targets", "query", "--rank", rank) for name, rank in (("a", 2), ("b", 3))]
+    assert main("merge", *first, *kept, "same", "-o", tmp_path / "r1").code == 0
+    second = train("a", 2, "--adapter", tmp_path / "r1" / "clients" / "a")
+    shutil.copytree(tmp_path / "st", tmp_path / "again")
+    done = main("merge", second, *kept, "same", "-o", tmp_path / "r2")
+    assert done.code == 0 and re.search("'b' took no part", done.err), done.err
+    assert json.loads((tmp_path / "r2/clients/b/adapter_config.json").read_text())["r"] == 3
+    stale = train("b", 3, "--adapter", tmp_path / "r1" / "clients" / "b")
+    refused = main("merge", stale, *kept, "same", "-o", tmp_path / "r3")
+    assert refused.code == 2 and re.search("'b' began from the result of round 1", refused.err), refused.err
+    facts = json.loads((second / "upload.json").read_text())
+    (second / "upload.json").write_text(json.dumps({k: v for k, v in facts.items() if k != "round"}))
+    refused = main("merge", second, *kept, "same", "-o", tmp_path / "r3")
+    assert refused.code == 2 and re.search("'a' counted already, in round 2", refused.err), refused.err
+    fresh = train("b", 3, "--adapter", tmp_path / "r2" / "clients" / "b")
+    assert main("merge", fresh, *kept, "same", "-o", tmp_path / "r3").code == 0
+    (tmp_path / "ranks.toml").write_text("a = 2\nb = 3\nkork = 2\n")
+    kept[-2] = tmp_path / "again"
+    done = main("merge", second, *kept, tmp_path / "ranks.toml", "-o", tmp_path / "r4")
+    assert done.code == 0 and re.search("'b' took no part in this round.*'kork', who took part in no", done.err, re.S)
+
+
+def test_fresh_starts_that_differ_are_told(tmp_path: Path, main: Callable[..., Said]) -> None:
+    base, data = save_model(tmp_path / "base", bert().bert, classifies=True), blue_and_green(tmp_path)
+    common = ["train", "--base", base, "--data", data, "--labels", "blue,green", "--steps", 1, "--targets", "query"]
+    ups = [tmp_path / "a", tmp_path / "b"]
+    for seed, out in enumerate(ups):
+        assert main(*common, "--client", out.name, "--start-seed", seed, "-o", out).code == 0
+    done = main("merge", *ups, "--weights-from", "num_examples", "-o", tmp_path / "m")
+    assert done.code == 0 and "--start-seed" in done.err
 
 
 def test_a_site_trains_without_reports_of_the_libraries(tmp_path: Path, program: Callable[..., Program]) -> None:

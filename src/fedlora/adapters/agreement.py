@@ -40,6 +40,12 @@ def check_uploads(
     rounds = {one.client: one.round for one in said if one.round is not None}
     if len(set(rounds.values())) > 1:
         notes.append(f"the uploads are of different rounds: {_listed(rounds)}")
+    fresh = {one.client: one.start for one in said if one.start is not None and one.start.startswith("fresh")}
+    if len(set(fresh.values())) > 1:
+        notes.append(
+            f"the uploads were begun from different fresh adapters ({_listed(fresh)}): heads that were fresh too are a "
+            f"mean of unrelated ones. Train round 1 with the same --start-seed at every site"
+        )
     templates = {one.client: one.template for one in said if one.template is not None}
     if len(set(templates.values())) > 1:
         notes.append(f"the uploads were trained with different templates: {_listed(templates)}")

@@ -30,8 +30,8 @@ _MOST_EXAMPLES = 1e15  # so that sums over any number of clients stay exact enou
 @dataclass(frozen=True)
 class Facts:
     """What an adapter's upload.json says. client, examples: of one without it, its own path and 1, and `there` is
-    False. round: from 1. labels: the classes, in order. base: file of the base model -> its SHA-256. What it does not
-    say is None."""
+    False. round: from 1. labels: the classes, in order. base: file of the base model -> its SHA-256. start: the
+    SHA-256 of the adapter that training began from, or "fresh, seed N". What it does not say is None."""
 
     directory: Path
     client: str
@@ -40,6 +40,7 @@ class Facts:
     labels: tuple[str, ...] | None = None
     base: Mapping[str, str] | None = None
     template: str | None = None
+    start: str | None = None
     there: bool = True
 
 
@@ -71,7 +72,8 @@ def read_facts(directory: Path, limits: Limits | None = None) -> Facts:
     labels = known("label_names", lambda v: isinstance(v, list) and _texts(v), "a list of texts")
     base = known("base_model_sha256", lambda v: isinstance(v, dict) and _texts(v.values()), "names and digests")
     template = known("template", lambda v: isinstance(v, str), "a text")
-    return Facts(directory, client, examples, number, None if labels is None else tuple(labels), base, template)
+    start = known("trained_from", lambda v: isinstance(v, str), "a text")
+    return Facts(directory, client, examples, number, None if labels is None else tuple(labels), base, template, start)
 
 
 def write_upload(

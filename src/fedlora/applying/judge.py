@@ -27,8 +27,8 @@ from fedlora.adapters.config_meaning import resolve
 from fedlora.adapters.module_names import plain
 from fedlora.adapters.reader import PREFIX, AdapterFile
 from fedlora.applying.base_folder import BaseFiles
-from fedlora.applying.layers import NAME, parameter_of, token_rows, within
-from fedlora.applying.model import Built, built, load, quiet, said
+from fedlora.applying.layers import NAME, asks_whether_tied, parameter_of, token_rows, within
+from fedlora.applying.model import WAY_OUT, Built, built, load, quiet, said
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError, FedLoRAError, escaped
 
@@ -95,11 +95,12 @@ def _judged(file: AdapterFile, base: BaseFiles) -> Judged:
     for name, change in wanted:
         by_name.setdefault(name, []).append(change)
     changes = {name: _in_order(file, name, several) for name, several in by_name.items()}
-    lacking = sorted(found.missing - set(changes))
+    whole = {name for name, several in changes.items() if any(change.kind == "value" for change in several)}
+    lacking = sorted(found.missing - whole)
     if lacking:
         raise AdapterFormatError(
             f"{found} has {quoted(lacking[0])} ({len(lacking):,} such tensors), and neither its files nor the adapter "
-            f"have it, under whatever name: its numbers would be made up"
+            f"have it whole, under whatever name: its numbers would be made up"
         )
     return Judged(file, base, found, beside, changes, _must_untie(file, base, found, ties, changes))
 
@@ -247,8 +248,14 @@ def _must_untie(
             if name in changes and not all(_alike(file, changes[name], changes.get(n, ())) for n in group):
                 yield group
 
-    if next(split(ties), None) is None:
+    first = next(split(ties), None)
+    if first is None:
         return False
+    if kind := asks_whether_tied(found.model):
+        raise AdapterFormatError(
+            f"it changes one of {', '.join(map(repr, first[:4]))}, which {found} ties, and {kind} computes otherwise "
+            f"where they are not tied (tie_word_embeddings): merged, it would answer otherwise. {WAY_OUT}"
+        )
     model, _, _ = load(found.kind, untied(found.config), base, most=file.limits.tensors)
     for group in split(ties_of(model)):
         raise AdapterFormatError(

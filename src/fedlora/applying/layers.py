@@ -101,6 +101,15 @@ def within(beside: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name.removeprefix(prefix), module
 
 
+def asks_whether_tied(model: nn.Module) -> str:
+    """The class in a model whose own code computes by `tie_word_embeddings`; "" where none does."""
+    kinds: dict[Any, None] = dict.fromkeys(type(module) for module in model.modules())
+    for kind in kinds:
+        if kind.__module__.startswith("transformers.") and _asks(kind, "tie_word_embeddings"):
+            return kind.__name__
+    return ""
+
+
 def _check_forward(found: Built, module: str, layer: Any, base: nn.Module) -> None:
     """A layer whose class computes something around the weight; peft knows the scale of an embedding."""
     scaled = isinstance(base, nn.Embedding) and layer._get_embed_scale() is not None
@@ -128,12 +137,26 @@ def _check_read(found: Built, module: str, parameter: str) -> None:
 
 
 @cache
+def _asks(kind: Any, field: str) -> bool:
+    """Whether the class's own code, but for what makes and ties it, reads that field of its config."""
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == field and isinstance(node.ctx, ast.Load)
+        for function in _functions(kind)
+        for node in ast.walk(function)
+    )
+
+
+def _functions(kind: Any) -> Iterator[ast.FunctionDef]:
+    for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
+        if isinstance(node, ast.FunctionDef) and not re.search("init|tie|embeddings", node.name):
+            yield node
+
+
+@cache
 def _reads(kind: Any) -> frozenset[tuple[str, str]]:
     """(layer, parameter) that the class's own code computes with: `self.q_proj.weight`, not its dtype or shape."""
     found = set()
-    for function in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(kind)))):
-        if not isinstance(function, ast.FunctionDef) or re.search("init|tie|embeddings", function.name):
-            continue
+    for function in _functions(kind):
         nodes = list(ast.walk(function))
         facts = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr in _FACTS}
         for call in nodes:

@@ -60,6 +60,7 @@ def train(
     force: Force = False,
 ) -> None:
     """A site's half of a round: train a received adapter on own data, and write the upload to hand back."""
+    from fedlora.adapters.labels import labels_of
     from fedlora.adapters.writer import TRAIN, upload_folder
     from fedlora.offline.examples import Columns, kind_of, parse_class_weights, read_examples
     from fedlora.offline.site import Fresh, train_site
@@ -78,7 +79,11 @@ def train(
     columns = Columns(text=text, pair=pair, label=label, prompt=prompt, response=response, messages=messages)
     kind = kind_of(data, columns)
     refuse_idle(context, _of_other_kinds(data, columns, kind))
-    examples = read_examples(data, columns, kind, None if labels is None else split_names(labels))
+    limits = limits_of(limit)
+    names = None if labels is None else split_names(labels)
+    if names is None and kind == "classes" and adapter is not None:
+        names = list(labels_of(adapter, limits)) or None  # in its own order
+    examples = read_examples(data, columns, kind, names)
     weights = parse_class_weights(class_weights, examples) if class_weights is not None else None
     settings = TrainSettings(
         lr=lr, steps=steps, epochs=epochs, batch_size=batch_size, max_length=max_length, bf16=bf16,
@@ -91,7 +96,7 @@ def train(
         "classification" if kind == "classes" else "causal-lm",
         adapter if adapter is not None else Fresh(wanted, rank, seed=start_seed),
         examples, settings, out, client=client, round=round, seed=seed, start_seed=start_seed, device=device,
-        data_file=data, limits=limits_of(limit), force=force,
+        data_file=data, limits=limits, force=force,
     )  # fmt: skip
     played = done.played
     tell_cut({client: asdict(done.cut)} if done.cut.cut else {}, done.max_length, "--max-length")

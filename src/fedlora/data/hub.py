@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.data.tables import Table, check_memory, check_names, unreadable
-from fedlora.errors import DataError
+from fedlora.errors import DataError, repeated
 from fedlora.given_files import opened, parse_json
 
 PREFIX = "hf://"
@@ -140,12 +140,19 @@ def _classes_written(file: Path, metadata: Mapping[bytes, bytes]) -> _Classes:
     """Column -> names by index, of what `datasets` has written as ClassLabel into a Parquet file."""
     try:
         features = parse_json(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features") or {}
-        kinds = {column: kind for column, kind in features.items() if isinstance(kind, dict)}
+        kinds = {
+            column: kind["names"]
+            for column, kind in features.items()
+            if isinstance(kind, dict) and kind.get("_type") == "ClassLabel" and kind.get("names") is not None
+        }
+        for column, names in kinds.items():
+            if not isinstance(names, list) or not all(isinstance(n, str) for n in names) or repeated(names):
+                raise ValueError(f"the classes of {column!r} are {str(names)[:100]}, and must be different texts")
     except (ValueError, AttributeError) as error:
         raise DataError(
             f"{file}: what the library datasets has written of its columns cannot be read ({error}). Write it again."
         ) from error
-    return {c: tuple(kind.get("names") or ()) for c, kind in kinds.items() if kind.get("_type") == "ClassLabel"}
+    return {column: tuple(names) for column, names in kinds.items()}
 
 
 def _plain(value: Any) -> Any:

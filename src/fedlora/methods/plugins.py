@@ -64,6 +64,7 @@ def _reach(top: str) -> None:
 
 # ---- its code --------------------------------------------------------------------------------------------------------
 
+_IMPORTING = ("import_module", "__import__")
 _KNOWN_BY_VERSION = frozenset((*sys.stdlib_module_names, "fedlora", "torch", "numpy", "transformers", "peft")) - {
     "__main__"
 }
@@ -106,7 +107,7 @@ def _sources(root: Path, top: str) -> set[Path]:
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """The top-level names that a file imports."""
+    """The top-level names that a file imports, by statements or by `import_module("name")`."""
     try:
         tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError):  # a package may hold files that nobody imports
@@ -116,3 +117,6 @@ def _imported(file: Path) -> Iterator[str]:
             yield from (alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             yield node.module.partition(".")[0]
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _IMPORTING:
+            yield from (n.value.partition(".")[0] for n in node.args[:1] if isinstance(n, ast.Constant)
+                        if isinstance(n.value, str))  # fmt: skip

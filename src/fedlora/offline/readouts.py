@@ -26,10 +26,19 @@ from fedlora.given_files import read_toml
 from fedlora.offline.server import ByHand
 
 
-def readout_ranks(text: str, clients: Sequence[str], files: Sequence[AdapterFile]) -> tuple[dict[str, Any], list[str]]:
-    """Client -> its rank, or its ranks by module; and what to say of clients that a file leaves out, and of others."""
+def readout_ranks(
+    text: str, clients: Sequence[str], files: Sequence[AdapterFile], known: Mapping[str, Mapping[str, int]]
+) -> tuple[dict[str, Any], list[str]]:
+    """Client -> its rank, or its ranks by module; and what to say of clients that a file leaves out, and of others.
+
+    known: clients that took part in a round before -> their ranks then.
+    """
+    notes, absent = [], [name for name in known if name not in clients]
     if text == "same":
         found: dict[str, Any] = {name: dict(file.ranks) for name, file in zip(clients, files, strict=True)}
+        found |= {name: dict(known[name]) for name in absent}
+        if absent:
+            notes.append(f"{_names(absent)} took no part in this round, and an adapter is written all the same")
     else:
         found = read_toml(Path(text), "--readout is 'same' or a TOML file:")
         most = 8192
@@ -42,14 +51,14 @@ def readout_ranks(text: str, clients: Sequence[str], files: Sequence[AdapterFile
     twice = repeated(folders.values())
     if twice:
         raise HyperparameterError(f"two clients would have the folder {twice[0]!r}; give them names that differ more.")
-    notes = []
-    lacking, new = [c for c in clients if c not in found], [c for c in found if c not in clients]
+    lacking, new = [c for c in (*clients, *absent) if c not in found], [c for c in found if c not in clients]
     if lacking:
         notes.append(f"{text} names no rank for {_names(lacking)}, so no adapter is written for that client")
-    if new:
-        notes.append(
-            f"{text} names {_names(new)}, and none of the merged adapters is of that client: taken for a new one"
-        )
+    back = [name for name in new if name in known] if text != "same" else []
+    if back:
+        notes.append(f"{_names(back)} took no part in this round: {text} names a rank, and an adapter is written")
+    if new := [name for name in new if name not in known]:
+        notes.append(f"{text} names {_names(new)}, who took part in no round: taken for a new client")
     return found, notes
 
 

@@ -13,10 +13,13 @@ import torch
 
 from fedlora.adapters.agreement import base_weights
 from fedlora.adapters.collection import Collection
+from fedlora.adapters.labels import labels_of
 from fedlora.adapters.merge_report import ClientReport, MergeReport, Weighed
 from fedlora.adapters.merge_request import Parts, Place, Progress, Result, Source
 from fedlora.adapters.merge_result import write_result
+from fedlora.adapters.reader import WEIGHTS_FILE
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
+from fedlora.adapters.untrusted_files import StrangersFile
 from fedlora.adapters.uploads import read_facts
 from fedlora.core.echo import shown
 from fedlora.core.lora import LoRA, stack
@@ -65,15 +68,21 @@ def merge_round(
         _check_heads(given, wanted.heads)
     facts = [read_facts(file.directory, file.limits) for file in given.files]
     clients = [one.client for one in facts]
-    ranks, more = readout_ranks(readout, clients, given.files) if readout is not None else ({}, [])
     bases = [file.base for file in given.files]
     handed_on = next(file.base for file in given.files if file.base_model == given.spec().base_model)
     weights = next((found for file in given.files if (found := base_weights(file))), {})
+    named = (labels_of(file.directory, file.limits) for file in given.files if wanted.heads != "drop")
+    classes = next((found for found in named if found), ())
     hand = ByHand(
-        method, label, state, base=handed_on, missing=missing, rule=rule, also_called=bases, weights=weights
+        method, label, state, base=handed_on, missing=missing, rule=rule, also_called=bases, weights=weights,
+        classes=classes,
     )  # fmt: skip
     hand.check_apart(place.out)
-    after = hand.aggregate(given, clients, given.weights, [one.round for one in facts])
+    ranks, more = readout_ranks(readout, clients, given.files, hand.clients) if readout is not None else ({}, [])
+    after = hand.aggregate(
+        given, clients, given.weights, [one.round for one in facts], [one.start for one in facts],
+        [_weights_digest(file.directory) for file in given.files],
+    )  # fmt: skip
     judged = after.tally.judged if after.tally is not None else None
     more = [*more, *(_weighed(judged) if judged is not None else [])]
     label = f"{label}, weighed by {judged.rule}" if judged is not None else label
@@ -93,6 +102,7 @@ def merge_round(
         def also(building: Path | None, parts: Parts) -> tuple[Sequence[ClientReport], Sequence[str]]:
             found = hand_out(hand, ranks, building, parts, updates, label, wanted.max_error)
             if building is not None:
+                hand.handed_out([_weights_digest(file.parent) for file in sorted(building.rglob(WEIGHTS_FILE))])
                 last.enter_context(hand.saving())
             return found
 
@@ -109,6 +119,10 @@ def _check_heads(given: Collection, heads: str) -> None:
             f"be averaged with the plain weights, liars included. Add --heads drop, or --heads first to take those of "
             f"the first adapter; rounds of a server (fedlora run, fedlora flower) judge heads with the pairs."
         )
+
+
+def _weights_digest(folder: Path) -> str:
+    return StrangersFile(folder / WEIGHTS_FILE).sha256()
 
 
 def _measure(

@@ -21,6 +21,7 @@ from fedlora.adapters.collection import Collection
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.untrusted_files import read_json
 from fedlora.core import beside, checkpoint, files
+from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, Missing, Upload
 from fedlora.core.method import Method
@@ -40,7 +41,8 @@ class ByHand:
             keeps none. base: their base model. missing: what a module that one lacks counts as. rule: a robust rule; a
             client's change is taken from what this server would hand it at the rank that it sent (without a state:
             from no adapter at all). also_called: other names of the base model, a kept state may have one of them.
-        weights: file of the base model's weights -> its SHA-256, as the uploads say; a kept state must be of the same.
+        weights: file of the base model's weights -> its SHA-256, classes: names of a classifier's classes in order, as
+            the uploads say; a kept state must be of the same.
 
     Raises:
         ConfigError: a method whose clients keep a part, or whose base weights move: an adapter alone is not its result.
@@ -66,10 +68,15 @@ class ByHand:
         rule: Rule | None = None,
         also_called: Sequence[str] = (),
         weights: Mapping[str, str] | None = None,
+        classes: Sequence[str] = (),
     ) -> None:
         self._server = Server(method, weighting="examples", heads="frozen", missing=missing, rule=rule)  # as given
         self._label, self._folder, self._base = label, folder, base
         self._bases, self._weights = {base, *also_called}, dict(weights or {})
+        self._classes = list(classes)
+        self.clients: dict[str, dict[str, int]] = {}  # all that ever took part -> their ranks
+        self._handed: list[list[str]] = []  # of each round, SHA-256 of the adapters that came of it
+        self._counted: dict[str, int] = {}  # SHA-256 of an upload -> the round that it counted in
         self._newest: int | None = None  # round in the folder, as this server knows it
         roles = method.roles(0)
         if not roles.both_shared or roles.penalty is not None:
@@ -105,6 +112,16 @@ class ByHand:
                     f"was replaced between the rounds. Put it back, or name another folder with --state."
                 )
             self._weights = kept or self._weights
+            classes = said.get("classes") or []
+            if classes and self._classes and classes != self._classes:
+                raise CheckpointError(
+                    f"{self._folder} holds the state of rounds with the classes {quoted(classes)}, and the uploads "
+                    f"name {quoted(self._classes)}: their heads would say other names. Train with the same --labels at "
+                    f"every site and in every round, or name another folder with --state."
+                )
+            self._classes = classes or self._classes
+            self.clients = said.get("clients") or {}
+            self._handed, self._counted = said.get("handed") or [], said.get("counted") or {}
         loaded = checkpoint.load_newest(self._folder, ServerState, self._server.method.State, tell=log.warning)
         return loaded[1] if loaded else None
 
@@ -119,11 +136,18 @@ class ByHand:
         clients: Sequence[str],
         examples: Sequence[float],
         rounds: Sequence[int | None],
+        starts: Sequence[str | None] = (),
+        digests: Sequence[str] = (),
     ) -> ServerState:
-        """The next round's state from one adapter of each client. rounds: which one each says that it is of.
+        """The next round's state from one adapter of each client.
+
+        Args:
+            rounds: which one each says that it is of. starts: the SHA-256 of the adapter that each says that it began
+                from. digests: of its own weights.
 
         Raises:
-            AdapterFormatError: two of one client, or, where a state is kept, an upload of another round than its next.
+            AdapterFormatError: two of one client, or, where a state is kept, an upload of another round than its next,
+                one that counted already, or one that began from an earlier round's result.
             UploadRefused, RankMismatch: as the server and the method say.
         """
         twice = repeated(clients)
@@ -136,6 +160,8 @@ class ByHand:
                 f"the upload of {stale[0]!r} is of another round than {wanted}, which the state in {self._folder} "
                 f"waits for: it counted already, or is early. For another cut of the same round leave out --state."
             )
+        if self._folder is not None:
+            self._check_new(clients, starts, digests)
         uploads = []
         for file, name, count in zip(adapters.files, clients, examples, strict=True):
             adapter = Adapter({module: file.lora(module) for module in file.modules})
@@ -146,7 +172,31 @@ class ByHand:
         for client, why in after.tally.refused.items() if after.tally is not None else ():
             raise UploadRefused(client, f"{why}. Leave its adapter out to merge the others")
         self.state = after
+        self.clients |= {u.client.id: dict(u.adapter.ranks) for u in uploads}
+        self._counted |= dict.fromkeys(digests, after.round)
         return after
+
+    def _check_new(self, clients: Sequence[str], starts: Sequence[str | None], digests: Sequence[str]) -> None:
+        """Raises `AdapterFormatError` for an upload that counted already, or that began from an earlier round's
+        result."""
+        for name, start, digest in zip(clients, starts or [None] * len(clients), digests, strict=False):
+            if digest in self._counted:
+                raise AdapterFormatError(
+                    f"the upload of {name!r} counted already, in round {self._counted[digest]} of the state in "
+                    f"{self._folder}. For another cut of the same round leave out --state."
+                )
+            old = [k for k, handed in enumerate(self._handed, start=1) if start in handed]
+            if old and old[-1] < len(self._handed):
+                raise AdapterFormatError(
+                    f"the upload of {name!r} began from the result of round {old[-1]}, and the state in {self._folder} "
+                    f"has played {len(self._handed)}: what was learned since would be averaged away. Train it from "
+                    f"what round {len(self._handed)} left for it: --readout same writes an adapter for each client "
+                    f"that ever took part."
+                )
+
+    def handed_out(self, digests: Sequence[str]) -> None:
+        """What came of this round: SHA-256 of the weights of the result and of each client's adapter."""
+        self._handed.append(list(digests))
 
     def whole(self) -> Mapping[str, LoRA]:
         """The server's update of each module. Raises `NoGlobalModel`."""
@@ -199,14 +249,18 @@ class ByHand:
     def _named(self, folder: Path) -> Iterator[None]:
         """A folder without a round says what it is of, unless the block fails."""
         facts = folder / "method.json"
-        said = {"method": self._label, "base": self._base, "weights": self._weights}
+        about = {
+            "weights": self._weights, "classes": self._classes, "clients": self.clients, "handed": self._handed,
+            "counted": self._counted,
+        }  # fmt: skip
+        said = {"method": self._label, "base": self._base, **about}
         first = self._newest is None or not facts.is_file()
         try:
             if first:
                 files.write(facts, json.dumps(said) + "\n")
             yield
-            if not first and self._weights != (read_json(facts, Limits()).get("weights") or {}):
-                files.write(facts, json.dumps({**read_json(facts, Limits()), "weights": self._weights}) + "\n")
+            if not first and (before := read_json(facts, Limits())) != {**before, **about}:
+                files.write(facts, json.dumps({**before, **about}) + "\n")
         except BaseException:
             if first:
                 with suppress(OSError):

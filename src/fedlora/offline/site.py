@@ -16,11 +16,13 @@ from typing import Any
 
 from fedlora.adapters.base_names import is_path
 from fedlora.adapters.io import AdapterSpec, read_adapter
+from fedlora.adapters.labels import labels_of
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import WEIGHTS_FILE, AdapterFile
 from fedlora.adapters.uploads import write_upload
 from fedlora.adapters.writer import TRAIN
 from fedlora.client import Played, play_round
+from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory, Download
 from fedlora.core.method import Roles
@@ -84,8 +86,8 @@ def train_site(
     that is known, and a directory by its whole path. force: an upload that is there is replaced.
 
     Raises:
-        ConfigError: the model cannot be loaded, the adapter is of layers that are not trained here, or `out` is not
-            empty or cannot be written.
+        ConfigError: the model cannot be loaded, the adapter is of layers that are not trained here or numbers its
+            classes otherwise than the data, or `out` is not empty or cannot be written.
         AdapterFormatError: the adapter cannot be read or does not fit the model. DataError: data that cannot be
             encoded.
 
@@ -99,6 +101,8 @@ def train_site(
         150
     """
     labels = tuple(data.label_names or ())
+    if isinstance(start, Path):
+        _check_labels(start, labels, limits)
     called, base = str(base), model_location(str(base))
     digests = model_content(base)
     if isinstance(start, Fresh):
@@ -172,6 +176,18 @@ def _received(
             f"{tuple(fresh.heads[wrong[0]].shape) if wrong[0] in fresh.heads else 'none'}: another number of classes?"
         )
     return model, Adapter(adapter.modules, heads), spec
+
+
+def _check_labels(start: Path, labels: Sequence[str], limits: Limits | None) -> None:
+    """Raises `ConfigError` where the received adapter numbers its classes otherwise: its head would be trained to say
+    the wrong names."""
+    known = labels_of(start, limits)
+    if labels and known and known != tuple(labels):
+        raise ConfigError(
+            f"{start} has the classes {quoted(list(known))} in this order, and the examples {quoted(list(labels))}: "
+            f"its head would be trained under other names. Leave --labels out, which takes the adapter's, or give "
+            f"them in its order; a head for other classes begins with a fresh adapter."
+        )
 
 
 def _named(spec: AdapterSpec, base: str, digests: Mapping[str, str], *, received: bool) -> AdapterSpec:

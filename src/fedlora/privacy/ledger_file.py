@@ -15,7 +15,6 @@ What is decided, and why:
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping
@@ -27,7 +26,7 @@ from typing import Any
 from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.errors import LedgerError
-from fedlora.given_files import read_given
+from fedlora.given_files import parse_json, read_given
 from fedlora.privacy import chain
 from fedlora.privacy.chain import Book
 from fedlora.privacy.locked_file import LARGEST, content, held, put
@@ -162,12 +161,13 @@ class LedgerFile:
     def _tip(self) -> _Tip | None:
         """(id, number, digest) in the tip's file; None where there is none."""
         try:
-            found = json.loads(self.tip_path.read_bytes())
+            found = parse_json(read_given(self.tip_path))
             return found["id"], found["number"], found["digest"]
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, KeyError) as error:
-            raise LedgerError(f"{self.tip_path} cannot be read ({error}). Restore it with its ledger.") from error
+            why = getattr(error, "strerror", None) or error
+            raise LedgerError(f"{self.tip_path} cannot be read ({why}). Restore it with its ledger.") from error
 
     def _check(self, book: Book, tip: _Tip | None) -> None:
         """That it is this population's, and holds the tip. Raises `LedgerError`."""

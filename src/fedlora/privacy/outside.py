@@ -22,6 +22,7 @@ from typing import Any
 
 from fedlora.core import files
 from fedlora.errors import LedgerError
+from fedlora.given_files import parse_json, read_given
 from fedlora.privacy.locked_file import held
 
 MACHINE_ID = Path("/etc/machine-id")  # one line, made when the system was installed; may be missing in a container
@@ -62,12 +63,13 @@ class Outside:
     def read(self) -> dict[str, Any] | None:
         """What is known; None: nothing. Raises `LedgerError` where it cannot be read."""
         try:
-            return dict(json.loads(self.path.read_bytes()))
+            return dict(parse_json(read_given(self.path)))
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError) as error:
+            why = getattr(error, "strerror", None) or error
             raise LedgerError(
-                f"{self.path} cannot be read ({error}). Restore it, or remove it: then it counts as lost."
+                f"{self.path} cannot be read ({why}). Restore it, or remove it: then it counts as lost."
             ) from error
 
     def write(self, at: Path, **facts: Any) -> None:
