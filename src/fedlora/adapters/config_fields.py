@@ -26,6 +26,7 @@ _HARMLESS = frozenset((
     "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "lora_ga_config", "loftq_config",
     "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision", "target_modules", "task_type",
     "fan_in_fan_out", "runtime_config",
+    "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr",  # of ms-swift 2: how it trained
 ))
 # Fields that we apply ourselves.
 _APPLIED = frozenset((
@@ -180,9 +181,12 @@ def _object(value: Any) -> bool:
     return value is None or isinstance(value, Mapping)
 
 
-def _mapping_of_texts(value: Any) -> bool:
-    texts = isinstance(value, Mapping) and all(isinstance(text, str) and _text(text) for text in value.values())
-    return value is None or texts
+def _auto_mapping(value: Any) -> bool:
+    """Of a class; Unsloth adds a mark of its own, which is a switch."""
+    known = isinstance(value, Mapping) and all(
+        isinstance(x, bool) or (x is not None and _text(x)) for x in value.values()
+    )
+    return value is None or known
 
 
 def _masks(value: Any) -> bool:
@@ -213,7 +217,7 @@ _FIELDS: tuple[tuple[tuple[str, ...], Test, str], ...] = (
 # Models in memory have values of other types there.
 _FIELDS_OF_FILES: tuple[tuple[tuple[str, ...], Test, str], ...] = (
     (("eva_config", "corda_config", "loftq_config", "lora_ga_config"), _object, "it must be an object"),
-    (("auto_mapping",), _mapping_of_texts, "it must map names to names"),
+    (("auto_mapping",), _auto_mapping, "it must map names to names, or to true and false"),
 )
 _ADALORA: tuple[tuple[tuple[str, ...], Test, str], ...] = (
     (("target_r", "tinit", "tfinal", "deltaT"), _whole, "it must be a whole number"),

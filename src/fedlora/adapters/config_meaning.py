@@ -19,18 +19,23 @@ from itertools import permutations
 from typing import Any
 
 from fedlora.adapters.config_fields import is_adalora
-from fedlora.adapters.module_names import may_be_embedding
+from fedlora.adapters.module_names import may_be_embedding, plain, saved_modules
 from fedlora.adapters.patterns import Question, matches
 from fedlora.core.echo import quoted
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError
 
 ALL_LINEAR = "all-linear"
-CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")  # tasks for which peft saves these, whatever modules_to_save says
+TOKENS = ".token_adapter.trainable_tokens_delta"
 CLASSIFIERS = ("classifier", "score")
+# Of which modules peft saves those that the model has for a task, whatever modules_to_save says.
+SAVED_FOR: Mapping[str | None, tuple[str, ...]] = {
+    "SEQ_CLS": CLASSIFIERS, "TOKEN_CLS": CLASSIFIERS, "QUESTION_ANS": ("qa_outputs",),
+}  # fmt: skip
 _TIED = ("embed_tokens", "lm_head")  # by which peft knows that an embedding is targeted
 _OUTPUTS = ("lm_head", "embed_out", "generator_lm_head")  # heads of language models, which "all-linear" leaves out
 _EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")  # of which peft stores a copy where a vocabulary may have grown
+_IN_WRAPPER = ("original_module.", "modules_to_save.")  # what peft's wrapper of a saved module holds
 
 
 @dataclass(frozen=True)
@@ -138,9 +143,7 @@ def _target_questions(config: Mapping[str, Any], count: int) -> dict[str, Questi
             found[field] = Question(field, "whole", (value,), first=count)
         else:
             found[field] = Question(field, "names", tuple(value), first=count)
-    saved = tuple(config.get("modules_to_save") or ())
-    if config.get("task_type") in CLASSIFYING:
-        saved += CLASSIFIERS
+    saved = (*(config.get("modules_to_save") or ()), *SAVED_FOR.get(config.get("task_type"), ()))
     found["modules_to_save"] = Question("modules_to_save", "inside", saved, first=count)
     if layers is not None and layers != []:
         lists = (lists,) if isinstance(lists, str) and lists else tuple(lists or ())
@@ -239,14 +242,21 @@ def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
 
     "head": of modules_to_save. "bias": a trained bias of the base (bias = all, lora_only). "added": lora_bias, part of
     the update and scaled like it. "base": what peft stores of a layer because its vocabulary may have been resized.
-    "tokens": the rows of an embedding that were trained (trainable_token_indices).
+    "tokens": the rows of an embedding that were trained (trainable_token_indices). "idle": what peft's wrapper of a
+    saved module holds, stored under the wrapper's own names (bias = all, an embedding): the original, which takes no
+    part, or the saved one a second time, which peft does not read; and the rows of an output that is tied to the
+    embedding, a second time.
     """
     if path.endswith(".lora_B.bias"):
         return "added" if config.get("lora_bias") else None
-    if path.endswith(".token_adapter.trainable_tokens_delta"):
-        return "tokens" if config.get("trainable_token_indices") else None
+    if path.endswith(TOKENS):
+        return _kind_of_rows(plain(path.removesuffix(TOKENS)), config.get("trainable_token_indices"))
+    names = config.get("modules_to_save") or ()
+    around = saved_modules(path, (*names, *_TIED) if ties_saved(config) else names)
+    if any(path[len(module) + 1 :].startswith(_IN_WRAPPER) for module in around):
+        return "idle"
     # peft's rule for a saved module: a path that ends with its name (not: equals).
-    saved = any(f"{module}." in path for module in config.get("modules_to_save") or ())
+    saved = any(f"{module}." in path for module in names)
     if saved and "lora_" not in path and "base_layer" not in path:
         return "head"
     if path.endswith(".base_layer.bias") and config.get("bias", "none") != "none":
@@ -258,11 +268,13 @@ def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
     return ("head" if ties_saved(config) else "base") if path.endswith(_EMBEDDINGS) else None
 
 
-def is_put_aside(path: str, config: Mapping[str, Any]) -> bool:
-    """Whether a bias is one of those that peft's wrapper of a saved module holds by itself under bias = all: of the
-    original that lies idle, or a second time the saved one's. peft reads neither."""
-    inside = {"original_module", "modules_to_save"} & set(path.split("."))
-    return bool(inside) and config.get("bias") == "all" and path.endswith(".bias")
+def _kind_of_rows(module: str, tokens: Any) -> str | None:
+    """Of the trained rows of a module. A list means the input's embedding."""
+    if not tokens:
+        return None
+    named = tokens if isinstance(tokens, Mapping) else ()
+    output = module.rpartition(".")[2] in _OUTPUTS
+    return "idle" if output and not any(f".{module}".endswith(f".{name}") for name in named) else "tokens"
 
 
 # --------------------------------------------------------------------------------------------------- nested parameters

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedlora.adapters.config_fields import LARGEST_SCALE
-from fedlora.adapters.config_meaning import CLASSIFIERS, check_left_to_base, ties_saved
+from fedlora.adapters.config_meaning import CLASSIFIERS, TOKENS, check_left_to_base, ties_saved
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.module_names import may_be_embedding, plain, saved_modules
 from fedlora.adapters.parsed import Meaning, Parsed
@@ -20,7 +20,6 @@ from fedlora.adapters.untrusted_files import FLOATS
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError
 
-_TOKENS = ".token_adapter.trainable_tokens_delta"
 # Beyond this, sums of squares in float32 come near its end (3e38), and no model's weight is anywhere near.
 _LARGEST_NUMBER = 1e15
 
@@ -55,7 +54,7 @@ def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, w
             )
     _check_added(parsed)
     _check_saved(config, [path for path, (_, kind) in parsed.beside.items() if kind == "head"])
-    rows = {plain(path.removesuffix(_TOKENS)): parsed.tensors[key].shape
+    rows = {plain(path.removesuffix(TOKENS)): parsed.tensors[key].shape
             for path, (key, kind) in parsed.beside.items() if kind == "tokens"}  # fmt: skip
     _check_tokens(config, rows)
     return notes

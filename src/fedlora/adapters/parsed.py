@@ -16,7 +16,6 @@ from fedlora.adapters.config_meaning import (
     Resolved,
     adalora_ranks,
     extra_kind,
-    is_put_aside,
     parameter_names,
     resolve,
 )
@@ -93,7 +92,7 @@ def parse(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Parsed:
                 f"(modules_to_save = {quoted(config.get('modules_to_save') or [])}, bias = "
                 f"{quoted(config.get('bias', 'none'))}, lora_bias = {bool(config.get('lora_bias'))})."
             )
-        if is_put_aside(path, config):
+        if kind == "idle":
             continue
         name = path if kind in ("added", "tokens") else plain(path)
         if name in beside:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from fedlora.adapters.untrusted_files import (
     json_of,
     largest,
     largest_of_each,
+    same_bytes,
     tensor_of,
 )
 from fedlora.core.echo import quoted
@@ -53,8 +54,8 @@ class AdapterFile:
         limits: what the files may claim. allow_unknown: fields of the config to take as harmless.
         with_base: a base model is going to be asked (`apply`), so what depends on it is left open.
 
-    `notes` are lines for a reader, on what could not be told without the base model; `left_to_base` the modules in
-    question, by path, each with the name by which peft asks for it.
+    `notes` are lines for a reader, on what could not be told without the base model, and on copies that peft does not
+    read; `left_to_base` the modules in question, by path, each with the name by which peft asks for it.
 
     Raises:
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that do
@@ -82,6 +83,7 @@ class AdapterFile:
         try:
             self._weights, self._parsed, self._meaning = _opened(self.directory, self.limits, allow_unknown)
             self.notes = judge(self._parsed, self._meaning, self.limits, scaling, with_base=with_base)
+            self.notes += tuple(_contrary(self._weights, self._parsed))
         except AdapterFormatError as error:
             raise self._named(error) from error
         self.config: Mapping[str, Any] = self._parsed.config
@@ -288,3 +290,14 @@ def _opened(directory: Path, limits: Limits, allow_unknown: Collection[str]) -> 
     meaning = understand(parsed, limits.pattern_seconds)
     config_file.unchanged()  # the two belong together
     return weights, parsed, meaning
+
+
+def _contrary(weights: StrangersFile, parsed: Parsed) -> Iterator[str]:
+    """A line for each saved module that the file has twice, with other numbers: peft reads the one in its own name."""
+    for key, second in parsed.tensors.items():
+        first = key.replace(".modules_to_save.", ".", 1)
+        if first != key and first in parsed.tensors and not same_bytes(weights, parsed.tensors[first], second):
+            yield (
+                f"{quoted(key, 120)} is another tensor than {quoted(first, 120)}, which peft reads: the former is left "
+                f"out."
+            )

@@ -253,6 +253,20 @@ def largest_of_each(file: StrangersFile, header: Mapping[str, Stored]) -> dict[s
     return found | {key: each.get(k, 0.0) for k, (_, key, _) in enumerate(wild)}
 
 
+def same_bytes(file: StrangersFile, one: Stored, other: Stored) -> bool:
+    """Whether two tensors of a file have one type and shape, and the same bytes. Read in pieces, without holes."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    at, begins, size = 0, (one.begin, other.begin), one.size
+    with file.reading() as source:
+        while (at := min(_data_from(source, b + at, b, b + size) - b for b in begins)) < size:
+            first, second = (os.pread(source.fileno(), min(_PIECE, size - at), b + at) for b in begins)
+            if not first or first != second:
+                return False
+            at += len(first)
+    return True
+
+
 def _numbered(floats: list[tuple[str, Stored]]) -> Iterator[tuple[int, str, Stored]]:
     """(number of the run, key, stored): a run is of one type and without a gap."""
     number, before = 0, None

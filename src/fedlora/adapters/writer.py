@@ -26,6 +26,7 @@ from torch.nn.functional import pad
 
 from fedlora.adapters.card_text import base_line
 from fedlora.adapters.config_fields import check_scaling
+from fedlora.adapters.config_meaning import TOKENS
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.mark import marked, only_by
@@ -169,9 +170,8 @@ class AdapterWriter:
         wraps: dict[str, list[str]] = {}
         for path in self._ranks:
             wraps.setdefault(plain(path), []).append("base_layer")
-        tokens = ".token_adapter.trainable_tokens_delta"
-        wraps |= {plain(h.removesuffix(tokens)): ["token_adapter", "base_layer"] for h in heads if h.endswith(tokens)}
-        beside = (".lora_B.bias", tokens)  # of the pairs themselves
+        wraps |= {plain(h.removesuffix(TOKENS)): ["token_adapter", "base_layer"] for h in heads if h.endswith(TOKENS)}
+        beside = (".lora_B.bias", TOKENS)  # of the pairs themselves
         return {head: head if head.endswith(beside) else wrapped(head, wraps) for head in heads}
 
     def _check(self, written: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fedlora.adapters.config_meaning import CLASSIFYING, extra_kind
+from fedlora.adapters.config_meaning import SAVED_FOR, extra_kind
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.module_names import Parameters, asked_as, saved_modules
 from fedlora.adapters.patterns import Question, is_name, matches
@@ -43,9 +43,8 @@ def saved_modules_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[s
     """
     heads = [path for path in heads if extra_kind(path, config) in (None, "head")]
     if not heads:
-        # peft adds a classifier to modules_to_save for these tasks, and would then miss it in the file.
-        classifies = config.get("task_type") in CLASSIFYING
-        return {"modules_to_save": None} | ({"task_type": None} if classifies else {})
+        # For some tasks peft adds their head to modules_to_save, and would then miss it in the file.
+        return {"modules_to_save": None} | ({"task_type": None} if config.get("task_type") in SAVED_FOR else {})
     named = tuple(config.get("modules_to_save") or ())
     outer = {path: saved_modules(path, named)[:1] for path in heads}
     nested = any(len(saved_modules(path, named)) > 1 for path in heads)

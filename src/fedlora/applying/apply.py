@@ -249,7 +249,8 @@ def _sum(
         if change.kind == "bias":
             delta = head.double().reshape(-1, 1)
         elif change.kind == "rows":
-            value = before.to(torch.promote_types(before.dtype, head.dtype), copy=True)
+            whole = before if value is None else value  # a copy of the base model's own, of a longer vocabulary
+            value = whole.to(torch.promote_types(whole.dtype, head.dtype), copy=True)
             value[list(change.rows)] = head.to(value.dtype)
         else:
             value = head

@@ -23,7 +23,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from fedlora.adapters.config_fields import is_adalora
-from fedlora.adapters.config_meaning import resolve
+from fedlora.adapters.config_meaning import extra_kind, resolve
 from fedlora.adapters.module_names import plain
 from fedlora.adapters.reader import PREFIX, AdapterFile
 from fedlora.applying.base_folder import BaseFiles
@@ -157,14 +157,18 @@ def _check_targets(file: AdapterFile, found: Built, layers: Mapping[str, Any]) -
 
 
 def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
-    """Raises `AdapterFormatError` where peft would ask for other tensors than the file has, or for other shapes."""
+    """Raises `AdapterFormatError` where peft would ask for other tensors than the file has, or for other shapes. What
+    it saves and does not read ("idle") is not asked for, nor is a trained bias, of which it keeps the base model's."""
     with quiet():
         try:
             peft = get_peft_model_state_dict(beside, save_embedding_layers=False)
         except Exception as error:
             raise AdapterFormatError(f"peft does not tell its tensors beside {found}: {said(error)}") from error
     for key, tensor in sorted(peft.items()):
-        name, stored = quoted(key.removeprefix(PREFIX)), file.stored.get(key)
+        path, stored = key.removeprefix(PREFIX), file.stored.get(key)
+        name, kind = quoted(path), extra_kind(path, file.config)
+        if kind == "idle" or (stored is None and kind == "bias"):
+            continue
         if stored is None:
             raise AdapterFormatError(f"the file lacks {name}, which peft asks for beside {found}")
         if stored.shape != tuple(tensor.shape):
@@ -202,13 +206,14 @@ def _heads(file: AdapterFile, found: Built, ties: Mapping[str, Sequence[str]]) -
 
 
 def _in_order(file: AdapterFile, name: str, several: Sequence[Change]) -> tuple[Change, ...]:
-    """First what takes the place, then what is added. A saved module is a copy, whatever its original became; what a
-    tie stores twice counts once. Refused: two of one kind, and rows of what changes otherwise."""
+    """First what takes the place, then what is added, or rows of it. A saved module is a copy, whatever its original
+    became; what a tie stores twice counts once. Refused: two of one kind, and rows of what is trained otherwise."""
     changes = [c for k, c in enumerate(several) if not any(_same(file, c, other) for other in several[:k])]
     saved = [c for c in changes if c.kind == "value" and file.kind(c.source) == "head"]
     changes = [c for c in changes if c in saved or c.kind != "value"] if saved else changes
     kinds = [c.kind for c in changes]
-    if len(set(kinds)) < len(kinds) or (len(kinds) > 1 and ("rows" in kinds or saved)):
+    alone = bool(saved) or ("rows" in kinds and set(kinds) != {"rows", "value"})
+    if len(set(kinds)) < len(kinds) or (len(kinds) > 1 and alone):
         raise AdapterFormatError(f"{quoted(name)} is changed in two ways that exclude each other")
     return tuple(sorted(changes, key=lambda change: change.kind != "value"))
 

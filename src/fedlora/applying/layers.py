@@ -21,13 +21,13 @@ from peft.utils.other import AuxiliaryTrainingWrapper, TrainableTokensWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from fedlora.adapters.config_meaning import TOKENS
 from fedlora.adapters.module_names import plain
 from fedlora.applying.model import WAY_OUT, Built
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError
 
 NAME = "default"  # of the adapter in the peft model
-TOKENS = ".token_adapter.trainable_tokens_delta"
 _STOCK = {kind.forward for kind in (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)}
 _FACTS = ("dtype", "device", "shape", "size", "ndim", "dim", "numel", "is_quantized", "requires_grad", "is_cuda")
 

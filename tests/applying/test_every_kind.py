@@ -1,0 +1,205 @@
+"""What one function takes, all take: kinds of adapters that training programs write, through everything that reads or
+writes one. Kind of evidence: oracle (peft's own dense models, float64).
+
+Each kind: two adapters are validated alone and with their base, merged by each rule of heads, resized and written
+anew; each result is loaded by peft, means what it should, and passes `validate --base` and `apply` on the base, whose
+model is peft's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+
+from fedlora.adapters import merge, read_adapter, resize, write_adapter
+from fedlora.adapters.module_names import plain
+from fedlora.adapters.reader import AdapterFile
+from fedlora.applying.apply import apply_adapter, check_adapter
+from fedlora.applying.base_folder import BaseFiles
+from support.bases import reconfigure
+from support.peft_cases import randomise
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of peft's, of what these kinds are about
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+}  # fmt: skip
+BOTH = ["embed_tokens", "lm_head"]
+RULES = ("average", "holders", "first", "drop")
+
+
+def model(name: str, **fields: Any) -> Callable[[], Any]:
+    config = name
+    for end in ("ForCausalLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "Model"):
+        config = config.removesuffix(end)
+    return lambda: getattr(hf, name)(getattr(hf, f"{config}Config")(**SIZES | fields))
+
+
+def t5() -> Any:
+    sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """base: what the adapter is trained on. fields: of peft's config. grown: the vocabulary grew by so many before
+    training. saving: how peft saves. edit: what another program puts into the config. ada: AdaLoRA."""
+
+    base: Callable[[], Any]
+    fields: Mapping[str, Any]
+    grown: int = 0
+    saving: Mapping[str, Any] = field(default_factory=dict)
+    edit: Mapping[str, Any] = field(default_factory=dict)
+    ada: bool = False
+
+
+def causal(base: Callable[[], Any] = model("LlamaForCausalLM"), **more: Any) -> Kind:
+    own = {name: more.pop(name) for name in ("grown", "saving", "edit", "ada") if name in more}
+    return Kind(base, {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]} | more, **own)
+
+
+def encoder(head: str, task: str | None, **more: Any) -> Kind:
+    labels = {"num_labels": 3} if "Classification" in head else {}
+    return Kind(model(f"Bert{head}", **labels), {"task_type": task, "target_modules": ["query", "value"]} | more)
+
+
+TIED = model("LlamaForCausalLM", tie_word_embeddings=True)
+UNSLOTH = {
+    "base_model_class": "LlamaForCausalLM", "parent_library": "transformers.models.llama.modeling_llama",
+    "unsloth_fixed": True,
+}  # fmt: skip
+SWIFT = {"lora_dtype": "AUTO", "lorap_lr_ratio": 16.0, "lorap_emb_lr": 1e-6}
+KINDS: dict[str, Kind] = {
+    "plain": causal(),
+    "grown": causal(grown=2),
+    "grown, both saved": causal(grown=2, modules_to_save=BOTH),
+    "grown, embedding saved": causal(grown=2, modules_to_save=["embed_tokens"]),
+    "grown, head saved": causal(grown=2, modules_to_save=["lm_head"]),
+    "both saved, with embeddings": causal(modules_to_save=BOTH, saving={"save_embedding_layers": True}),
+    "grown, tokens": causal(grown=2, trainable_token_indices=[40, 41]),
+    "grown, tokens of the head": causal(grown=2, trainable_token_indices={"lm_head": [40, 41]}),
+    "grown, tokens of both": causal(grown=2, trainable_token_indices={"lm_head": [40], "embed_tokens": [40, 41]}),
+    "grown, tokens, head saved": causal(grown=2, trainable_token_indices=[40, 41], modules_to_save=["lm_head"]),
+    "grown, LoRA of the embedding": causal(grown=2, target_modules=["q_proj", "embed_tokens"]),
+    "grown, LoRA of both": causal(grown=2, target_modules=["q_proj", *BOTH]),
+    "grown, tied": causal(TIED, grown=2),
+    "grown, tied, tokens": causal(TIED, grown=2, trainable_token_indices=[40, 41]),
+    "grown, tied, tokens by name": causal(TIED, grown=2, trainable_token_indices={"embed_tokens": [40, 41]}),
+    "grown, tied, saved together": causal(
+        TIED, grown=2, modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    "tied, saved together, with embeddings": causal(
+        TIED, modules_to_save=["embed_tokens"], ensure_weight_tying=True, saving={"save_embedding_layers": True}),
+    "bias all": causal(model("Qwen2ForCausalLM"), bias="all"),
+    "bias all, head saved": causal(model("GPTNeoXForCausalLM"), target_modules=["query_key_value"], bias="all",
+                                   modules_to_save=["lm_head"]),
+    "classes": encoder("ForSequenceClassification", "SEQ_CLS"),
+    "classes, bias all": encoder("ForSequenceClassification", "SEQ_CLS", bias="all"),
+    "classes, bias lora_only": encoder("ForSequenceClassification", "SEQ_CLS", bias="lora_only"),
+    "classes, lora_bias": encoder("ForSequenceClassification", "SEQ_CLS", lora_bias=True),
+    "classes, a saved module of several": encoder(
+        "ForSequenceClassification", "SEQ_CLS", bias="all", modules_to_save=["pooler"]),
+    "classes of tokens, bias all": encoder("ForTokenClassification", "TOKEN_CLS", bias="all"),
+    "answers": encoder("ForQuestionAnswering", "QUESTION_ANS"),
+    "answers, bias all": encoder("ForQuestionAnswering", "QUESTION_ANS", bias="all"),
+    "features": encoder("Model", "FEATURE_EXTRACTION"),
+    "features, saved": encoder("Model", "FEATURE_EXTRACTION", modules_to_save=["pooler"], bias="all"),
+    "sequences": Kind(t5, {"task_type": "SEQ_2_SEQ_LM", "target_modules": ["q", "v"]}),
+    "sequences, saved": Kind(t5, {"task_type": "SEQ_2_SEQ_LM", "target_modules": ["q"], "modules_to_save": ["wi"]}),
+    "no task, saved": encoder("ForSequenceClassification", None, modules_to_save=["classifier"], bias="all"),
+    "AdaLoRA, bias all": Kind(
+        model("BertForSequenceClassification", num_labels=3),
+        {"task_type": "SEQ_CLS", "target_modules": ["query"], "bias": "all", "total_step": 10}, ada=True),
+    "Unsloth": causal(edit={"auto_mapping": UNSLOTH}),
+    "ms-swift": causal(edit=SWIFT),
+}  # fmt: skip
+
+
+def grown(kind: Kind) -> Any:
+    """The model that training begins with."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        found = kind.base().double().eval()
+        if kind.grown:
+            found.resize_token_embeddings(SIZES["vocab_size"] + kind.grown, mean_resizing=False)
+    return found
+
+
+def trained(kind: Kind, folder: Path, seed: int) -> Path:
+    """As peft saves it, which looks at the base's vocabulary before it grew."""
+    base = grown(kind)
+    base.name_or_path = base.config._name_or_path = str(folder.parent / "small")
+    fields = {key: list(value) if isinstance(value, list) else value for key, value in kind.fields.items()}
+    rank = {"init_r": 3, "target_r": 2} if kind.ada else {"r": 3}
+    made = get_peft_model(base, (AdaLoraConfig if kind.ada else LoraConfig)(**rank, lora_alpha=6, **fields))
+    randomise(made, seed)
+    made.save_pretrained(folder, **kind.saving)
+    (folder / "README.md").unlink(missing_ok=True)
+    if kind.edit:
+        reconfigure(folder, **kind.edit)
+    return folder
+
+
+def dense(folder: Path, base: Path, kind: type[Any]) -> dict[str, Tensor]:
+    """The base with the adapter in it, as peft makes it; that it loads every tensor of modules and heads is seen in
+    the sums."""
+    fresh = kind.from_pretrained(base, dtype=torch.float64)
+    found = PeftModel.from_pretrained(fresh, folder).merge_and_unload()
+    return {name: tensor.clone() for name, tensor in found.state_dict().items()}
+
+
+def off(got: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
+    assert got.keys() == want.keys()
+    return max(float((got[name] - want[name]).abs().max()) for name in want if want[name].is_floating_point())
+
+
+class Everything:
+    """All that is asked of an adapter folder on a base."""
+
+    def __init__(self, base: Path, kind: type[Any]) -> None:
+        self.base, self.kind = base, kind
+
+    def taken(self, folder: Path) -> dict[str, Tensor]:
+        """Validated alone, validated with the base, applied: the model is peft's, which is returned."""
+        AdapterFile(folder).check()
+        check_adapter(AdapterFile(folder, with_base=True), BaseFiles(self.base))
+        want = dense(folder, self.base, self.kind)
+        full = folder.parent / f"{folder.name}-full"
+        apply_adapter(AdapterFile(folder, with_base=True), BaseFiles(self.base), full)
+        got = self.kind.from_pretrained(full, dtype=torch.float64).state_dict()
+        assert off(got, want) < 1e-10
+        return want
+
+
+@pytest.mark.quick(60)
+@pytest.mark.parametrize("name", KINDS)
+def test_what_one_takes_all_take_and_results_too(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    kind.base().double().save_pretrained(tmp_path / "small")
+    start = grown(kind)
+    start.save_pretrained(tmp_path / "base")
+    every = Everything(tmp_path / "base", type(start))
+    one, two = (trained(kind, tmp_path / folder, seed) for folder, seed in (("a", 1), ("b", 2)))
+    A, B = every.taken(one), every.taken(two)
+    write_adapter(tmp_path / "copy", *read_adapter(one))
+    assert off(every.taken(tmp_path / "copy"), A) < 1e-10
+    resize(one, tmp_path / "resized", rank=4)
+    assert off(every.taken(tmp_path / "resized"), A) < 1e-10
+    Z = {n: t.clone() for n, t in start.state_dict().items()}
+    for rule in RULES:
+        merge([one, two], tmp_path / rule, heads=rule)  # type: ignore[arg-type]
+        got = every.taken(tmp_path / rule)
+        pairs = [
+            f"{plain(path)}.weight" for path in AdapterFile(one).layouts if "embed" not in path and "lm_" not in path
+        ]
+        assert off({n: got[n] for n in pairs}, {n: (A[n] + B[n]) / 2 for n in pairs}) < 1e-10
+        if rule in ("average", "holders"):
+            assert off(got, {n: (A[n] + B[n]) / 2 if A[n].is_floating_point() else A[n] for n in A}) < 1e-10
+    assert any(not torch.equal(A[n], Z[n]) for n in Z)
