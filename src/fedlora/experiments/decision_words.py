@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fedlora.errors import counted
 from fedlora.experiments.claims import Claims, Family, Score
 from fedlora.experiments.decisions import Answer, Answers
 from fedlora.experiments.verdicts import MOST, Weighed
@@ -139,6 +140,18 @@ def tally(found: Sequence[Answers]) -> dict[str, int]:
             word = "no verdict" if answer.verdict is None else verdict_in_words(answer)
             counts[word] = counts.get(word, 0) + 1
     return counts
+
+
+def tally_in_words(found: Sequence[Answers]) -> str:
+    """ "9 questions: 5 better, 4 undecided."; empty where there are none."""
+    counts = tally(found)
+    told = ", ".join(f"{count} {word}" for word, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+    return f"{counted(sum(counts.values()), 'question')}: {told}." if counts else ""
+
+
+def kind(answer: Answer) -> str:
+    """Its class in the style sheet."""
+    return answer.verdict or ("out" if answer.why.startswith(OUT) else "none")
 
 
 def rows(found: Answers) -> list[list[str]]:
