@@ -77,7 +77,7 @@ for name, (where, _) in COMMANDS.items():
 print(json.dumps([asked, sorted({name.split(".")[0] for name in sys.modules})]))
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", ask], capture_output=True, text=True, check=True)
-    asked, imported = json.loads(done.stdout)
+    asked, imported = json.loads(done.stdout.splitlines()[-1])
     assert {"run", "compare", "experiment run", "experiment report", "flower up", "methods"} <= set(asked)
     assert not set(imported) & HEAVY
 

@@ -9,8 +9,8 @@ import pytest
 from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import PROFILE, ComparedRuns, comparison
 from fedlora.experiments.plan import at_the_edge, mains, searches
-from fedlora.experiments.spec import Experiment, Tune
 from fedlora.experiments.scores import parse_number
+from fedlora.experiments.spec import Experiment, Tune
 from fedlora.experiments.tables import CellScore, difference, orders, placings
 from fedlora.runs.config import RunConfig, parse_config
 from fedlora.runs.folder import RunFolder

@@ -14,6 +14,7 @@ import pytest
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import check_asked, load_claims
 from fedlora.experiments.filled_pages import Stored, filled
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import searches
 from fedlora.experiments.result import Commit, Result
 from fedlora.experiments.seed_plan import rates, read_plan
@@ -144,7 +145,7 @@ def test_a_value_that_methods_share_says_every_method_it_was_chosen_by(place: Pa
     path = place / "experiments" / "map_rounds.toml"
     path.write_text(path.read_text().replace('over = ["method"]', "over = []", 1))
     experiment, results = load_experiment(path), read_results(place / "results")
-    (rate,) = rates(experiment, "mini", results, {})
+    (rate,) = rates(Grid(experiment, "mini", results))
     assert (rate.of, rate.value) == ("all", 1e-3)
     held = {
         (f"{run.tuned:g}", f"{run.cell['method']}, 104"): results[run.digest].validation_best
