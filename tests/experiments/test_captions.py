@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.page_tables import Source, table_of
+from fedlora.experiments.page_tables import table_of
 from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Commit, Machine, Made, Merged, Result, short_config
 from fedlora.experiments.scores import KNOWN, SCALES, explained, scale
 from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.table_source import Source
 from fedlora.training.metrics import METRICS, score_name
 from support.made_results import bare
 

@@ -32,7 +32,7 @@ from fedlora.experiments.decision_words import (
 from fedlora.experiments.decision_words import rows as rows_in_words
 from fedlora.experiments.decisions import Answer, Answers
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.pictures import map_figure
+from fedlora.experiments.map_picture import map_figure
 from fedlora.experiments.report import Decided, decided_part
 from fedlora.experiments.seed_plan import path_of, read_plan
 from fedlora.experiments.spec import Experiment, load_experiment

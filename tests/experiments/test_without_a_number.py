@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.page_tables import Source, table_of
+from fedlora.experiments.page_tables import table_of
 from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import load_experiment
+from fedlora.experiments.table_source import Source
 from fedlora.experiments.tables import CellScore, orders, paired, placings, score_cells, without_number
 from support.made_results import stored, whole
 

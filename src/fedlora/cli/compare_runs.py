@@ -32,7 +32,8 @@ from fedlora.experiments.comparison import (
 from fedlora.experiments.digits import shown
 from fedlora.experiments.frames import long_records
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import dead_end, dropped_value, mains, searches, unfit
+from fedlora.experiments.plan import dead_end, dropped_value, mains, searches
+from fedlora.experiments.runnable import unfit
 from fedlora.experiments.runner import Outcome, missing
 from fedlora.experiments.spec import Experiment, Tune
 from fedlora.experiments.tables import paired, score_cells

@@ -15,16 +15,8 @@ from fedlora.cli.experiment_project import Project, search_lines, tell
 from fedlora.cli.screen import Table, complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError, counted
-from fedlora.experiments.plan import (
-    PlannedRun,
-    check_number,
-    check_runnable,
-    chosen_value,
-    mains,
-    missing_files,
-    other_files,
-    searches,
-)
+from fedlora.experiments.plan import PlannedRun, chosen_value, mains, searches
+from fedlora.experiments.runnable import check_number, check_runnable, missing_files, other_files
 from fedlora.experiments.runner import Outcome, missing
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import forget_failed

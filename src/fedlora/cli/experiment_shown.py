@@ -8,23 +8,24 @@ from pathlib import Path
 from fedlora.cli.experiment_decide import answers_of
 from fedlora.cli.experiment_project import Project, search_lines, tell
 from fedlora.cli.formats import Format, Printed, Sheet, show
-from fedlora.cli.scores import cell_value, difference_sheet, direction, records, score_sheet, widen_lines
+from fedlora.cli.scores import cell_value, records
 from fedlora.cli.screen import notes, plotted
 from fedlora.core import files
 from fedlora.errors import ConfigError
-from fedlora.experiments.budgets import SIMULATIONS, budget_rows, spendings
+from fedlora.experiments.budgets import SIMULATIONS
 from fedlora.experiments.claims import Claims
 from fedlora.experiments.decision_words import by_score, margins
 from fedlora.experiments.decisions import Answers
 from fedlora.experiments.filled_pages import Stored, asked_of, filled, read_page
 from fedlora.experiments.frames import long_records
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import other_files
-from fedlora.experiments.prices import price_rows, prices
+from fedlora.experiments.page_tables import tables_of
+from fedlora.experiments.prices import prices
 from fedlora.experiments.report import Decided, write_report
 from fedlora.experiments.result import unclean_lines
+from fedlora.experiments.runnable import other_files
 from fedlora.experiments.runner import missing
-from fedlora.experiments.scores import parse_number, titled
+from fedlora.experiments.scores import parse_number
 from fedlora.experiments.seed_plan import path_of, read_plan, still_open
 from fedlora.experiments.store import exists
 from fedlora.experiments.tables import measured_by, paired, score_cells, without_number
@@ -37,35 +38,27 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
     grid = Grid(experiment, profile, project.done, project.given_up)
     which = grid.which(metric or "")
     parse_number(which)
-    cells = score_cells(grid, which)
-    title = titled(which, measured_by(cells))
+    made, cells = tables_of(grid, metric or ""), score_cells(grid, which)
     differences = paired(cells, grid.rows, experiment.reference) if experiment.reference else []
-    sheets = [score_sheet(f"{experiment.title}: {title}, mean ± sd", {which: cells}, list(experiment.axes))]
-    if differences:
-        sheets.append(difference_sheet(f"{title}: against {experiment.reference}, paired by seed", differences))
-    found = prices(grid)
-    for score in dict.fromkeys(price.score for price in found):
-        told = f"Held-out {score}, and in brackets what a {grid.rows} costs or saves against {experiment.reference}"
-        sheets.append(Sheet(told, *price_rows(found, score)))
-    if experiment.budgets is not None and (spent := spendings(grid)):
-        sheets.append(Sheet("What each cell spent, and its scores", *budget_rows(spent, experiment.budgets.lines)))
     used = {run.digest: result for run, result in grid.used}
     attacks = attacks_of([result.settings.model_dump() for result in used.values()])
-    remarks = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks]
+    loud = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks]
     if any(result.privacy for result in used.values()):
-        remarks.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
-    loud = " ".join(remarks)
-    remarks += [*without_number(cells), *direction(which, cells)]
-    remarks += search_lines(experiment, profile, grid.results, grid.failed)
-    remarks += [*widen_lines(experiment, profile, cells), *unclean_lines(used.values())]
-    remarks += other_files(missing(experiment, profile, project.places, None, grid.failed), grid.results)
+        loud.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
+    remarks = dict.fromkeys(
+        [*loud, *(line for table in made for line in table.below), *without_number(cells),
+         *search_lines(experiment, profile, grid.results, grid.failed), *unclean_lines(used.values()),
+         *other_files(missing(experiment, profile, project.places, None, grid.failed), grid.results)]
+    )  # fmt: skip
+    aloud = {"not_for_use": " ".join(loud)}
     value = {
         "metric": which, "score": measured_by(cells), "cells": [cell_value(c) for c in cells],
-        "differences": [vars(d) for d in differences], "prices": [vars(price) for price in found], "attacks": attacks,
-        "not_for_use": loud,
+        "differences": [vars(d) for d in differences], "prices": [vars(price) for price in prices(grid)],
+        "attacks": attacks, **aloud,
     }  # fmt: skip
-    lines = [{**line, "not_for_use": loud} if loud else line for line in records(which, cells, differences, grid.rows)]
-    show(Printed(sheets, lines, value, remarks, long_records(grid) if form is Format.long else []), form)
+    lines = [{**line, **(aloud if loud else {})} for line in records(which, cells, differences, grid.rows)]
+    sheets = [Sheet(table.caption.replace("*", ""), table.columns, table.rows, table.names) for table in made]
+    show(Printed(sheets, lines, value, [*remarks], long_records(grid) if form is Format.long else []), form)
     project.tell_left_out([(experiment, profile)])
     if late := still_open(project.results, grid):
         tell([f"A look before its time: {late}."])
@@ -91,7 +84,8 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
         )
 
     def pictures() -> list[Path]:
-        from fedlora.experiments.pictures import figure_of, map_figure, save
+        from fedlora.experiments.map_picture import map_figure
+        from fedlora.experiments.pictures import figure_of, save
 
         made = []
         for k, (score, of) in enumerate(by_score(decided).items()):

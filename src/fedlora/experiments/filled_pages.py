@@ -33,12 +33,13 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, load_claims
 from fedlora.experiments.decisions import Answers, answers_from
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.page_tables import KINDS, PLANNED, Source, table_of
+from fedlora.experiments.page_tables import KINDS, PLANNED, table_of
 from fedlora.experiments.plan import searches
 from fedlora.experiments.result import Result
 from fedlora.experiments.seed_plan import SeedPlan, check_plan, path_of, read_plan, still_open
 from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.store import exists, read_failed, read_results
+from fedlora.experiments.table_source import Source
 
 _MARKER = re.compile(r"<!--\s*(filled|end)\b", flags=re.IGNORECASE)  # anything meant as one
 _BEGIN = r"^<!-- filled: (?P<asked>[^\n]*?) -->$"  # markers have lines of their own

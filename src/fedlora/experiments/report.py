@@ -32,10 +32,10 @@ from fedlora.experiments.decision_words import (
 )
 from fedlora.experiments.decisions import Answers
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.page_tables import Source, Table, table_of
+from fedlora.experiments.page_tables import table_of, tables_of
 from fedlora.experiments.plan import worst_values
-from fedlora.experiments.result import SCORES
 from fedlora.experiments.spec import Experiment
+from fedlora.experiments.table_source import Source, Table
 from fedlora.given_files import read_toml
 from fedlora.runs.attack_words import attacks_of
 
@@ -95,10 +95,7 @@ def section(grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> dict[str
     """What page.html shows of an experiment. printed: column -> row -> the paper's number."""
     experiment, of = grid.experiment, f"{grid.experiment.name} --profile {grid.profile}"
     apart = "" if grid.profile in ("mini", "paper") else f" ({grid.profile})"
-    kinds = ["scores", *(["differences"] if experiment.reference else []), *(["budgets"] if experiment.budgets else [])]
-    kinds += [f"prices {score}" for score in SCORES] if experiment.peace else []
-    kinds += [f"categories {when}, last" for when in ("test", "unseen")]
-    made = [_table(one, grid) for one in kinds]
+    made = tables_of(grid)
     if printed:
         made[0] = _beside_the_paper(made[0], grid, printed)
     return {
@@ -108,9 +105,9 @@ def section(grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> dict[str
         "note": experiment.profile(grid.profile).note,
         "runs": counted(len({run.digest for run, _ in grid.used}), "run"),
         "attacks": attacks_of([result.settings.model_dump() for _, result in grid.used]),
-        "tables": [one for one in made if one.rows],
+        "tables": made,
         "below": [
-            *dict.fromkeys(line for one in made if one.rows for line in one.below),
+            *dict.fromkeys(line for one in made for line in one.below),
             *worst_values(experiment, grid.profile, grid.results, grid.failed),
         ],
         "command": f"fedlora experiment table {of} --format json",
@@ -120,11 +117,6 @@ def section(grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> dict[str
             [*(f"{r.digest}  {r.label}" for r in grid.runs), "", *(r.config.canonical() for r in grid.runs[:1])]
         ),
     }
-
-
-def _table(kind: str, grid: Grid) -> Table:
-    name, _, words = kind.partition(" ")
-    return table_of(name, Source(grid, words))
 
 
 def _beside_the_paper(table: Table, grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> Table:
@@ -196,7 +188,8 @@ def _maps(name: str, found: Sequence[Answers]) -> list[object]:
     """A heat map for each score that families go by: one scale has one unit."""
     from markupsafe import Markup
 
-    from fedlora.experiments.pictures import inline, map_figure
+    from fedlora.experiments.map_picture import map_figure
+    from fedlora.experiments.pictures import inline
 
     made: list[object] = []
     for score, of in by_score(found).items():
