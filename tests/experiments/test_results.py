@@ -147,7 +147,7 @@ def test_the_long_format_and_latex(tmp_path: Path) -> None:
     long = invoke("experiment", "table", "small", "--format", "long", *where(place, "work")).stdout.splitlines()
     assert long[0] == "setup,method,seed,round,metric,value" and len(long) == 1 + 8 * 2 * 2
     latex = invoke("experiment", "table", "small", "--format", "latex", *where(place, "work")).stdout
-    assert r"\begin{tabular}{llrr}" in latex and r"0.6150 $\pm$ 0.0129 \\" in latex
+    assert r"\begin{tabular}{lrr}" in latex and r"0.6150 $\pm$ 0.0129 & 4 \\" in latex
 
 
 # ---- which code made a run -------------------------------------------------------------------------------------------
