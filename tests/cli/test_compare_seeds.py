@@ -225,7 +225,7 @@ def test_by_loss_it_is_said_that_smaller_is_better(project: Path, tmp_path: Path
 
 def test_runs_of_other_data_are_not_compared(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
     """A file that changes between two calls: said before more is run; and where all is there, before anything is told.
-    A run whose manifest cannot be read is named with what to do."""
+    A finished run that cannot be read is named with what to do."""
     lines = (project / "train.jsonl").read_text().splitlines(keepends=True)
     data, out = tmp_path / "d.jsonl", tmp_path / "runs"
     data.write_text("".join(lines))
@@ -244,19 +244,23 @@ def test_runs_of_other_data_are_not_compared(project: Path, tmp_path: Path, main
     data.rename(tmp_path / "aside.jsonl")  # what is finished is compared without its files
     assert re.search("glora, seed 0 and svd, seed 0 .*the data of ", main(*both, "--resume").error())
     (tmp_path / "aside.jsonl").rename(data)
+    for name, text in (("metrics.jsonl", '{"round"\n'), ("summary.json", "{}")):
+        (out / "svd" / "seed-0" / name).write_text(text)
+        assert "Delete that folder" in main(*both, "--resume").complaint()
     (out / "svd" / "seed-0" / "manifest.json").write_text("[]")
     data.write_text("".join(lines))
     said = invoke(*both, "--resume").stdout
     assert "svd failed on seed 0: " in said and "manifest.json" in said
 
 
-def test_a_deleted_folder_s_run_is_made_again(project: Path, tmp_path: Path, undrawn: None) -> None:
-    """As `check_alike` advises: its line in results.jsonl alone is no run. Reference: the runs before."""
+def test_a_result_without_its_digests_is_made_again(project: Path, tmp_path: Path, undrawn: None) -> None:
+    """Another seed's summary in its place was believed where SHA256SUMS was gone, too. Reference: the runs before."""
     out = tmp_path / "runs"
     words = ("--seeds", "0,1", "--set", "run.rounds=1", "--out", out)
     compared = ("compare", project / "config.toml", "--methods", "svd", "--json", *words)
     before = json.loads(invoke(*compared).stdout)
-    shutil.rmtree(out / "svd" / "seed-0")
+    (out / "svd" / "seed-0" / "SHA256SUMS").unlink()
+    shutil.copy(out / "svd" / "seed-1" / "summary.json", out / "svd" / "seed-0")
     after = json.loads(invoke(*compared, "--resume").stdout)
     assert without_seconds(after) == without_seconds(before)
     assert (out / "svd" / "seed-0" / "SHA256SUMS").is_file()

@@ -31,7 +31,8 @@ decision_words.py   verdicts in words
 table_source.py     a table, and what it is made of
 verdict_tables.py   the kinds of table that need a plan
 page_tables.py      all kinds of table, of pages and commands
-pictures.py         pictures, in one style             map_picture.py   that of verdicts
+pictures.py         pictures, in one style
+map_picture.py      that of verdicts
 filled_pages.py     a Markdown page, filled from results
 report.py           one self-contained page, from page.html
 """

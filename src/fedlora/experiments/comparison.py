@@ -12,6 +12,7 @@ import json
 import os
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import check_number
 from fedlora.experiments.runner import Places, failure_report
 from fedlora.experiments.spec import Experiment, Profile, Tune
-from fedlora.experiments.store import gather, read_results
+from fedlora.experiments.store import gather, summarise
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.inputs import differing
@@ -167,9 +168,18 @@ class ComparedRuns(Places):
             )
 
     def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
-        """Digest -> result, of the runs whose folders are there. `unclean` makes no difference."""
-        there = {_digest(folder) for folder in self.folders() if folder.finished()}
-        return {digest: result for digest, result in read_results(self.results).items() if digest in there}
+        """Digest -> result of every finished run: its folder is its result. `unclean` makes no difference."""
+        found: dict[str, Result] = {}
+        for folder in self.folders():
+            if folder.finished() and (told := _summarised(folder)) is not None:
+                found.setdefault(told.digest, told)
+        return found
+
+    def done(self, run: PlannedRun) -> bool:
+        folder = self.folder(run)
+        with suppress(CheckpointError):  # what is damaged is not done: its run says what is wrong
+            return folder.finished() and folder.whole()
+        return False
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
         gather(self.results, RESULTS, self.summary(run, wall_seconds))
@@ -223,6 +233,20 @@ def check_alike(runs: Sequence[PlannedRun], places: ComparedRuns) -> None:
 def folder_name(label: str) -> str:
     """A label as the name of a folder."""
     return label.replace(" ", "_").replace(":", ".").replace("/", "-")
+
+
+def _summarised(folder: RunFolder) -> Result | None:
+    """A finished run's result; None where a part of it is gone, so that the run has to make it again."""
+    try:
+        if _digest(folder) is None or not folder.whole():
+            return None
+        return summarise(folder, RunConfig.model_validate(folder.read_json("config.json")))
+    except (CheckpointError, AttributeError, KeyError, TypeError, ValueError) as error:
+        why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"the finished run in {folder.path} cannot be read ({why.rstrip('.')}). Delete that folder, and --resume "
+            f"runs it again."
+        ) from error
 
 
 def _digest(folder: RunFolder) -> str | None:

@@ -88,7 +88,7 @@ def _marked(words: str) -> object:
     """Escaped, with *emphasis* as Markdown has it."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"\*(\S.*?)\*", r"<i>\1</i>", escape(words)))
+    return Markup(re.sub(r"\*(\S.*?)\*", r"<i>\1</i>", str(escape(words))))
 
 
 def section(grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
