@@ -102,6 +102,7 @@ def test_processes_that_gather_at_once_lose_nothing(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(_gather_some, [tmp_path] * 3, (0, 10, 20)))
     assert sorted(read_results(tmp_path)) == [f"{k:02d}" for k in range(30)]
+    assert [path.name for path in tmp_path.iterdir()] == ["e.jsonl"], "no lock is left in a folder that git tracks"
 
 
 def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:

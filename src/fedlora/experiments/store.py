@@ -14,7 +14,7 @@ import fcntl
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,10 @@ def _locked(folder: Path) -> Iterator[None]:
     while True:
         with path.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            if not path.exists() or not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            ours = False
+            with suppress(FileNotFoundError):  # another one's, taken away between two looks
+                ours = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            if not ours:
                 continue
             try:
                 yield
