@@ -36,6 +36,7 @@ from fedlora.experiments.page_tables import table_of, tables_of
 from fedlora.experiments.plan import worst_values
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.table_source import Source, Table
+from fedlora.experiments.tables import score_cells
 from fedlora.given_files import read_toml
 from fedlora.runs.attack_words import attacks_of
 
@@ -120,15 +121,15 @@ def section(grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> dict[str
 
 
 def _beside_the_paper(table: Table, grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> Table:
-    """The table of scores with what the paper prints for a cell's labels."""
+    """The table of scores, a row a cell, with what the paper prints for the cell's labels."""
     beside = grid.experiment.columns or [axis for axis in grid.experiment.axes if axis not in grid.experiment.rows]
-
-    def told(row: Sequence[str]) -> str:
-        labels = dict(zip(table.columns, row, strict=True))
-        column, label = (", ".join(labels.get(axis, "") for axis in axes) for axes in (beside, grid.experiment.rows))
-        return str(printed.get(column, {}).get(label, ""))
-
-    return replace(table, columns=[*table.columns, "paper"], rows=[[*row, told(row)] for row in table.rows])
+    told = []
+    for cell in score_cells(grid):
+        if cell.scores or cell.none:
+            column, row = (", ".join(cell.cell[axis] for axis in axes) for axes in (beside, grid.experiment.rows))
+            told.append(str(printed.get(column, {}).get(row, "")))
+    rows = [[*row, paper] for row, paper in zip(table.rows, told, strict=True)]
+    return replace(table, columns=[*table.columns, "paper"], rows=rows)
 
 
 def _picture(grid: Grid, margins: Mapping[str, float] | None = None) -> object:
