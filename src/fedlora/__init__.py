@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedlora.core.messages import Client, Download, Upload
     from fedlora.core.method import Method, Readout, Roles, Update
     from fedlora.errors import FedLoRAError
-    from fedlora.experiments.tables import results
+    from fedlora.experiments.frames import results
     from fedlora.methods.registry import METHODS, build
     from fedlora.server.server import Server
     from fedlora.server.state import ServerState
@@ -29,7 +29,7 @@ __getattr__ = face(
         "client": ("keep", "receive", "send"),
         "core": ("Adapter", "Client", "Download", "LoRA", "Method", "Readout", "Roles", "Update", "Upload"),
         "errors": ("FedLoRAError",),
-        "experiments.tables": ("results",),
+        "experiments.frames": ("results",),
         "methods": ("METHODS", "build"),
         "adapters": ("AdapterSpec", "read_adapter", "write_adapter"),
         "server": ("Server", "ServerState"),

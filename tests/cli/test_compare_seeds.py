@@ -120,20 +120,6 @@ def test_more_seeds_extend_a_comparison(compared: tuple[Path, Any], project: Pat
     assert said["seeds"] == [0, 1, 2, 3] and said["methods"]["svd"]["n"] == 4
 
 
-def test_a_run_of_one_seed_by_an_earlier_layout_is_found_by_its_digest(
-    compared: tuple[Path, Any], project: Path, tmp_path: Path, undrawn: None
-) -> None:
-    """OUT/METHOD was its place; no run is made again."""
-    out, _ = compared
-    (tmp_path / "old").mkdir()
-    (out / "glora" / "seed-0").rename(tmp_path / "old" / "glora")
-    try:
-        said = json.loads(compare(project, tmp_path / "old", "--resume", "--json", methods="glora").stdout)
-        assert not (tmp_path / "old" / "glora" / "seed-0").exists() and said["methods"]["glora"]["n"] == 1
-    finally:
-        (tmp_path / "old" / "glora").rename(out / "glora" / "seed-0")
-
-
 def test_a_search_chooses_on_validation_and_on_seeds_of_its_own(project: Path, tmp_path: Path, undrawn: None) -> None:
     """By the search's own summaries; the best at an end of the grid is said."""
     out = tmp_path / "runs"

@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.budgets import budget_rows, spendings
 from fedlora.experiments.filled_pages import Stored, filled
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Result, Spent
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.store import gather
-from fedlora.experiments.tables import budget_rows, spendings
 from support.command_line import invoke
 from support.made_results import stored as as_stored
 from support.made_results import whole
@@ -78,7 +79,7 @@ def test_a_label_takes_the_table_away_and_the_others_make_it(experiment: Experim
 
 def test_the_table_says_what_was_spent_and_epsilon_is_rounded_up(experiment: Experiment) -> None:
     """Mean of 0.7 and 0.8 is 0.75, their standard deviation 0.0707; 7.9912 is at most 8.00, never 7.99."""
-    columns, rows = budget_rows(spendings(experiment, "mini", stored(experiment)), "clients")
+    columns, rows = budget_rows(spendings(Grid(experiment, "mini", stored(experiment))), "clients")
     assert columns[0] == "clients" and len(rows) == 6
     assert rows[0] == ["6", "none", "", "", "", "", "0.750 ± 0.071", "0.500 ± 0.000", "2"]
     assert rows[1][1] == "none (clip alone)"
@@ -93,17 +94,17 @@ def test_runs_of_a_cell_that_spent_differently_are_no_cell(experiment: Experimen
     other = spent.model_copy(update={"epsilon_planned": 3.0})
     results[run.digest] = results[run.digest].model_copy(update={"privacy": other})
     with pytest.raises(ConfigError, match=r"6, 8: .*not spent the same"):
-        spendings(experiment, "mini", results)
+        spendings(Grid(experiment, "mini", results))
     results[run.digest] = results[run.digest].model_copy(update={"privacy": None})
     with pytest.raises(ConfigError, match=r"1 of its 2 runs .*privacy.*budgets.none"):
-        spendings(experiment, "mini", results)
+        spendings(Grid(experiment, "mini", results))
 
 
 def test_the_label_without_privacy_has_none(experiment: Experiment, tmp_path: Path) -> None:
     (tmp_path / "tiny.toml").write_text(FILE.replace('none = "no privacy"', 'none = "8"'))
     other = load_experiment(tmp_path / "tiny.toml")
     with pytest.raises(ConfigError, match=r"no privacy: 0 of its 2 "):
-        spendings(other, "mini", stored(experiment))
+        spendings(Grid(other, "mini", stored(experiment)))
 
 
 def test_axes_that_are_not_there_are_refused(tmp_path: Path) -> None:
@@ -117,12 +118,14 @@ def test_axes_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 def test_the_picture_is_drawn_of_whole_and_of_half_grids(experiment: Experiment, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from fedlora.experiments.pictures import plot_budgets
+    from fedlora.experiments.pictures import figure_of, save
 
     results = stored(experiment)
     for some in (results, dict(list(results.items())[:1]), dict(list(results.items())[-1:])):
-        made = plot_budgets(spendings(experiment, "mini", some), "T", "clients", tmp_path / "p.png")
-        assert isinstance(made, Path) and made.stat().st_size > 10_000
+        figure = figure_of(Grid(experiment, "mini", some))
+        assert figure is not None
+        (made,) = save(figure, tmp_path / "p.png")
+        assert made.stat().st_size > 10_000
 
 
 def test_a_block_is_filled_and_filled_again_the_same(experiment: Experiment, tmp_path: Path) -> None:

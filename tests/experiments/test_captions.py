@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from fedlora.experiments.page_tables import Source, table_of
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.page_tables import table_of
 from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Commit, Machine, Made, Merged, Result, short_config
 from fedlora.experiments.scores import KNOWN, SCALES, explained, scale
 from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.table_source import Source
 from fedlora.training.metrics import METRICS, score_name
 from support.made_results import bare
 
@@ -94,7 +96,7 @@ def test_captions_say_unit_seeds_and_which_way_is_better(experiment: Experiment)
     """By hand: losses are in nats and less is better; accuracy the other way; two seeds everywhere."""
 
     def said(kind: str, words: str = "", metric: str = "loss") -> str:
-        table = table_of(kind, Source(experiment, "mini", made(experiment, metric), words))
+        table = table_of(kind, Source(Grid(experiment, "mini", made(experiment, metric)), words))
         assert table.rows
         return table.caption
 
@@ -117,7 +119,7 @@ def test_what_a_table_rests_on_stands_below_it(experiment: Experiment) -> None:
     results = made(experiment)
 
     def below(kind: str, words: str = "") -> list[str]:
-        return list(table_of(kind, Source(experiment, "mini", results, words)).below)
+        return list(table_of(kind, Source(Grid(experiment, "mini", results), words)).below)
 
     assert [below(kind) for kind in ("scores", "differences", "losses")] == [[], [], []]
     mine = [run for run in mains(experiment, "mini", {}) if run.cell["rule"] == "other"]
@@ -141,10 +143,10 @@ def test_times_count_each_training_once(experiment: Experiment) -> None:
     results = made(experiment, ranks={"a": 2, "b": 2, "c": 2}, seconds={"train": 10.0}, wall_seconds=60.0)
     config = mains(experiment, "mini", {})[0].config
     each = 3 * 2 * config.train.batch_size * config.run.rounds
-    ((runs, examples, rate, hours),) = table_of("times", Source(experiment, "mini", results)).rows
+    ((runs, examples, rate, hours),) = table_of("times", Source(Grid(experiment, "mini", results))).rows
     assert (runs, examples) == ("8", f"{8 * each:,}") and rate == f"{each / 10:.0f}" and hours == f"{8 / 60:.1f}"
     merged = {digest: results[digest] for digest in list(results)[:3]}
-    assert table_of("times", Source(experiment, "mini", merged)).rows[0][0] == "3"
+    assert table_of("times", Source(Grid(experiment, "mini", merged))).rows[0][0] == "3"
 
 
 def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
@@ -155,7 +157,7 @@ def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
             machine = Machine(device="gpu", architecture="x86_64")
             other = {"commit": None, "machine": machine, "versions": {"torch": "3"}}
             results[run.digest] = results[run.digest].model_copy(update=other)
-    said = table_of("scores", Source(experiment, "mini", results)).below
+    said = table_of("scores", Source(Grid(experiment, "mini", results))).below
     for line, what in zip(said, ("commits", "machines", "versions"), strict=True):
         assert line.startswith(f"The 8 runs are of 2 {what}")
     assert all("no gap comes" in line for line in said) and "unknown (4)" in said[0]
@@ -169,7 +171,7 @@ def test_a_merger_of_another_commit_is_said(experiment: Experiment) -> None:
             later = Made(commit=Commit(id="b" * 40, clean=True), machine=results[run.digest].machine)
             facts = Merged(merger={}, test=results[run.digest].test.last, made=later)
             results[run.digest] = results[run.digest].model_copy(update={"of": facts})
-    said = table_of("scores", Source(experiment, "mini", results)).below
+    said = table_of("scores", Source(Grid(experiment, "mini", results))).below
     (line,) = said
     assert re.search(r"2 commits .*: aaaaaaa \(4\), aaaaaaa and bbbbbbb \(4\)\..* 4 of 4 cases", line)
 

@@ -9,8 +9,9 @@ import pytest
 from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import PROFILE, ComparedRuns, comparison
 from fedlora.experiments.plan import at_the_edge, mains, searches
+from fedlora.experiments.scores import parse_number
 from fedlora.experiments.spec import Experiment, Tune
-from fedlora.experiments.tables import CellScore, difference, orders, placings, smaller_is_better
+from fedlora.experiments.tables import CellScore, difference, orders, placings
 from fedlora.runs.config import RunConfig, parse_config
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.sections import MethodSection
@@ -92,8 +93,9 @@ def test_places_by_seed() -> None:
 
 def test_of_which_numbers_less_is_better() -> None:
     less = ["rounds to 0.9", "validation, jitter", "validation, largest drop"]
-    assert all(smaller_is_better(which, "accuracy") for which in less) and smaller_is_better("test, last", "perplexity")
-    assert not any(smaller_is_better(which, "accuracy") for which in ("test, last", "test, best", "unseen, last"))
+    more = ["test, last", "test, best", "unseen, last"]
+    assert [parse_number(which).smaller_is_better("accuracy") for which in [*less, *more]] == [True] * 3 + [False] * 3
+    assert parse_number("test, last").smaller_is_better("perplexity")
 
 
 def test_a_verdict_is_of_the_interval() -> None:

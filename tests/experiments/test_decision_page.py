@@ -9,7 +9,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -24,15 +24,15 @@ from fedlora.experiments.decision_words import (
     margins,
     mark,
     plain_answers,
-    records,
     sentence,
     tally,
     title,
 )
 from fedlora.experiments.decision_words import rows as rows_in_words
 from fedlora.experiments.decisions import Answer, Answers
-from fedlora.experiments.pictures import map_figure
-from fedlora.experiments.report import decided_part
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.map_picture import map_figure
+from fedlora.experiments.report import Decided, decided_part
 from fedlora.experiments.seed_plan import path_of, read_plan
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.store import as_lines, read_results_of
@@ -119,9 +119,6 @@ def test_a_verdict_below_the_margin_says_so_wherever_it_stands() -> None:
     assert [words.split()[0] for words in said] == ["better", "worse", "better", "equivalent"]
     assert ["margin" in words for words in said] == [True, True, False, False] and list(tally([found])) == said
     assert [mark(answer) for answer in found.answers] == ["(▲)", "(▼)", "▲", "≈"]
-    assert [(r["verdict"], r["below margin"]) for r in records(found)] == [
-        ("better", True), ("worse", True), ("better", False), ("equivalent", False),
-    ]  # fmt: skip
     assert [a["below_margin"] for a in plain_answers(found)["answers"]] == [True, True, False, False]
     keys = "( ) by less"
 
@@ -272,34 +269,31 @@ def test_the_pages_numbers_are_those_of_decide(place: Path, page: str) -> None:
     assert counts["better"] > 3 and counts["equivalent"] > 3, "planted: both kinds"
 
 
-def test_the_mechanism_is_that_of_table(place: Path, page: str) -> None:
-    """The made results have a relative error of 0.5 + 0.01 seed for GLoRA 0.25, and of 0.6 + 0.01 seed for factor
-    averages; of seeds 0 to n - 1 here are mean and standard deviation."""
-    setups = {cell["setup"] for cell in experiment(place, "map_once").cells("mini")}
-    found = {row[0]: row[1:] for row in rows(page, "mechanism") if len(row) == 1 + len(setups)}
-    said = invoke("experiment", "table", "map_once", "--metric", "server, error", "--json", *options(place)[:-2])
-    cells = [c for c in json.loads(said.stdout)["cells"] if c["mean"] is not None]
-    assert {c["cell"]["method"] for c in cells} >= {"factor averages", "exact mean", "GLoRA 0.25"}
-    errors = [0.01 * seed for seed in range(wanted(place, "map_once"))]
-    assert found["GLoRA 0.25"] == [f"{0.5 + fmean(errors):.3f} ± {stdev(errors):.3f}"] * len(setups)
-    averages = f"{0.6 + fmean(errors):.3f} ± {stdev(errors):.3f}"
-    assert averages in page.split('<h2 id="mechanism">')[1], "of factor averages, once"
-    assert "table map_once --profile mini --metric &#34;server, error&#34;" in page
+def test_the_mechanism_is_that_of_the_results(place: Path, page: str) -> None:
+    """Of the planned seeds alone: the mean of what the stored results of a cell say, read from their file."""
+    found = {(row[0], row[1]): row[2:] for row in rows(page, "mechanism") if len(row) == 5}
+    stored = read_results_of(place / "results" / "map_rounds.jsonl")
+    of = Grid(experiment(place, "map_rounds"), "mini", stored).of_seeds(range(wanted(place, "map_rounds")))
+    cells = {(run.cell["setup"], run.cell["method"]) for run in of.runs}
+    assert len(cells) > 5
+    for cell in cells:
+        each = [r.padded_error for run, r in of.used if (run.cell["setup"], run.cell["method"]) == cell]
+        assert found[cell][0] == f"{fmean(x for x in each if x is not None):.3g}"
+        assert found[cell][2] == str(len(each)) == str(wanted(place, "map_rounds"))
 
 
 def test_what_is_not_there_is_a_sentence(place: Path) -> None:
     """No plan: no picture, no table, no empty grid, and the command that begins. Some seeds: how many."""
     claims = load_claims(place / "claims.toml")
     known = {name: experiment(place, name) for name in ("map_once", "map_rounds")}
-    part = decided_part(claims, [], known, {}, {})
+    part = decided_part(Decided(claims, known))
     for one in part["experiments"]:
-        assert not (one["maps"] or one["panels"] or one["tables"] or one["mechanism"] or one["families"])
-        assert f"fedlora experiment run {one['name']} --profile pilot" in one["state"] == one["no_picture"]
+        assert not (one["maps"] or one["picture"] or one["tables"] or one["mechanism"] or one["families"])
+        assert f"fedlora experiment run {one['name']} --profile pilot" in one["state"]
     waiting = [Answers(name, family, 2, 7) for name, family in claims.of("map_once").items()]
-    part = decided_part(claims, waiting, known, {}, {})
-    once = part["experiments"][0]
-    assert once["no_picture"].startswith("2 of 7 planned seeds") and not once["maps"] and not once["tables"]
-    assert all(family["state"].startswith("2 of 7") and not family["lines"] for family in once["families"])
+    once = decided_part(Decided(claims, known, waiting))["experiments"][0]
+    assert once["state"].startswith("2 of 7 planned seeds") and not once["maps"] and not once["tables"]
+    assert all(not family["lines"] for family in once["families"])
 
 
 def test_plot_draws_the_map_and_the_set_ups_and_nothing_before_its_time(

@@ -14,6 +14,7 @@ from fedlora.adapters.agreement import read_uploads
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.data.text import TextData
 from fedlora.errors import CheckpointError, ConfigError
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.head_alone import head_alone
 from fedlora.experiments.merger_settings import resolved, searched_as
 from fedlora.experiments.mergers import _uploads
@@ -132,7 +133,7 @@ def test_one_training_serves_all_mergers(experiment: Experiment, places: Places)
     assert len(runs) == 9 and len({run.digest for run in runs}) <= 2
     assert missing(experiment, "mini", places) == []
     assert len(done) == len(search) + len({run.digest for run in runs})
-    cells = score_cells(experiment, "mini", done)
+    cells = score_cells(Grid(experiment, "mini", done))
     assert {cell.cell["method"] for cell in cells} == set(experiment.axes["method"])
     assert all(len(cell.scores) == 1 and cell.metric == "loss" for cell in cells)
 

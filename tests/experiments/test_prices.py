@@ -10,13 +10,14 @@ from statistics import fmean, stdev
 import pytest
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import mains
+from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.report import write_report
 from fedlora.experiments.result import Result
 from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.store import gather
-from fedlora.experiments.tables import price_rows, prices
 from fedlora.runs.attack_words import attacks_of
 from support.command_line import invoke
 from support.made_results import stored, whole
@@ -70,7 +71,7 @@ def results(experiment: Experiment) -> dict[str, Result]:
 def test_costs_and_savings_are_paired_differences(grid: Experiment) -> None:
     """By hand. In peace the rule loses 0.03, 0.02, 0.04; under the attack it gains 0.30, 0.38, 0.22. Student's t of two
     degrees of freedom at 97.5 % is 4.3027."""
-    found = {(p.row, p.peaceful, p.score): p for p in prices(grid, "mini", results(grid))}
+    found = {(p.row, p.peaceful, p.score): p for p in prices(Grid(grid, "mini", results(grid)))}
     for (peaceful, score), gaps in {
         (True, "loss"): (-0.03, -0.02, -0.04),
         (False, "loss"): (0.30, 0.38, 0.22),
@@ -85,7 +86,7 @@ def test_costs_and_savings_are_paired_differences(grid: Experiment) -> None:
 
 
 def test_the_table_has_peace_first_and_says_what_it_is(grid: Experiment) -> None:
-    columns, rows = price_rows(prices(grid, "mini", results(grid)), "loss")
+    columns, rows = price_rows(prices(Grid(grid, "mini", results(grid))), "loss")
     assert columns == ["", "none: cost", "flip: saved"]
     assert [row[0] for row in rows] == ["none", "slow"]
     assert rows[1][1].startswith("0.550 (+0.030, +0.005 to +0.055)"), "a cost is a loss: positive"
@@ -97,7 +98,7 @@ def test_a_seed_that_the_reference_lacks_does_not_count_and_one_seed_has_no_inte
     for run in mains(grid, "mini", {}):
         if run.cell == {"rule": "none", "attack": "flip"} and run.seed != 1:
             del done[run.digest]
-    price = next(p for p in prices(grid, "mini", done) if (p.row, p.peaceful, p.score) == ("slow", False, "loss"))
+    price = next(p for p in prices(Grid(grid, "mini", done)) if (p.row, p.peaceful, p.score) == ("slow", False, "loss"))
     assert price.pairs == 1 and price.low is None and price.better == pytest.approx(0.38)
     assert price.mean == pytest.approx(0.62), "of the same seed"
 
@@ -105,7 +106,7 @@ def test_a_seed_that_the_reference_lacks_does_not_count_and_one_seed_has_no_inte
 def test_other_experiments_have_no_prices(tmp_path: Path) -> None:
     (tmp_path / "plain.toml").write_text(GRID.replace('peace = { axis = "attack", label = "none" }\n', ""))
     plain = load_experiment(tmp_path / "plain.toml")
-    assert prices(plain, "mini", results(plain)) == []
+    assert prices(Grid(plain, "mini", results(plain))) == []
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_the_page_and_the_table_of_experiments_say_that_they_are_under_attack(gr
     places = Places(tmp_path / "results", tmp_path / "work", None)
     for found in results(grid).values():
         gather(places.results, "grid", found)
-    write_report(tmp_path / "r.html", [grid], "mini", places.finished(), tmp_path / "none.toml")
+    write_report(tmp_path / "r.html", [Grid(grid, "mini", places.finished())], tmp_path / "none.toml")
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "Under attack, on purpose: sign-flip by 20%" in page
     assert "<td>0.600 (+0.300, " in page and ">flip: saved</th>" in page

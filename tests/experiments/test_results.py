@@ -102,6 +102,7 @@ def test_processes_that_gather_at_once_lose_nothing(tmp_path: Path) -> None:
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(_gather_some, [tmp_path] * 3, (0, 10, 20)))
     assert sorted(read_results(tmp_path)) == [f"{k:02d}" for k in range(30)]
+    assert [path.name for path in tmp_path.iterdir()] == ["e.jsonl"], "no lock is left in a folder that git tracks"
 
 
 def test_a_changed_file_is_read_again_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
@@ -147,7 +148,7 @@ def test_the_long_format_and_latex(tmp_path: Path) -> None:
     long = invoke("experiment", "table", "small", "--format", "long", *where(place, "work")).stdout.splitlines()
     assert long[0] == "setup,method,seed,round,metric,value" and len(long) == 1 + 8 * 2 * 2
     latex = invoke("experiment", "table", "small", "--format", "latex", *where(place, "work")).stdout
-    assert r"\begin{tabular}{llrr}" in latex and r"0.6150 $\pm$ 0.0129 \\" in latex
+    assert r"\begin{tabular}{lrr}" in latex and r"0.6150 $\pm$ 0.0129 & 4 \\" in latex
 
 
 # ---- which code made a run -------------------------------------------------------------------------------------------

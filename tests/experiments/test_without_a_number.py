@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from fedlora.experiments.page_tables import Source, table_of
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.page_tables import table_of
 from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import load_experiment
+from fedlora.experiments.table_source import Source
 from fedlora.experiments.tables import CellScore, orders, paired, placings, score_cells, without_number
 from support.made_results import stored, whole
 
@@ -65,10 +67,10 @@ def made(tmp_path: Path, fifth: str) -> tuple[Any, dict[str, Result], dict[str, 
 def test_no_mean_and_no_difference_where_a_run_has_no_number(tmp_path: Path, fifth: str) -> None:
     """Not run yet is another thing: four of five planned is said, and they may be averaged."""
     experiment, results, failed = made(tmp_path, fifth)
-    cells = score_cells(experiment, "mini", results, failed=failed)
+    cells = score_cells(Grid(experiment, "mini", results, failed))
     slow, fast = cells
     assert (slow.mean, slow.median, fast.median) == (30, 30, 5)
-    source = Source(experiment, "mini", results, failed=failed)
+    source = Source(Grid(experiment, "mini", results, failed))
     [_, row] = table_of("scores", source).rows
     if fifth == "not run":
         assert fast.mean == 5 and len(fast.scores) == 4 and fast.planned == 5 and without_number(cells) == []

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
     from typer.testing import CliRunner
 
     import fedlora.cli.audit
-    import fedlora.cli.compare_stages
+    import fedlora.cli.compare_runs
     import fedlora.cli.formats
     import fedlora.cli.methods
     import fedlora.cli.run_words
@@ -92,7 +92,7 @@ def process(*args: object) -> subprocess.CompletedProcess[str]:
 
 def undraw(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures cost more than most runs of tiny models: none are drawn."""
-    for module in (fedlora.cli.audit, fedlora.cli.compare_stages, fedlora.cli.runs):
+    for module in (fedlora.cli.audit, fedlora.cli.compare_runs, fedlora.cli.runs):
         monkeypatch.setattr(module, "plotted", lambda draw: None)
 
 

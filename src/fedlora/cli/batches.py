@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from datetime import datetime
 
@@ -22,7 +22,8 @@ from fedlora.cli.privacy_rows import where_to_look
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
 from fedlora.experiments.plan import PlannedRun
-from fedlora.experiments.runner import Outcome, Places, run_all
+from fedlora.experiments.runner import Outcome, Places, missing, run_all
+from fedlora.experiments.spec import Cell, Experiment
 from fedlora.runs.quiet import quiet_libraries
 
 
@@ -71,6 +72,48 @@ def run_batch(
                     progress.remove_task(rows.pop(outcome.run.digest))
                 progress.update(whole, completed=finished)
                 heard(outcome)
+
+
+def run_stages(
+    experiment: Experiment,
+    profile: str,
+    places: Places,
+    workers: str,
+    *,
+    only: Sequence[int] | None = None,
+    given_up: Callable[[Sequence[Outcome]], Collection[str]],
+    wanted: Callable[[PlannedRun], bool],
+) -> list[Outcome]:
+    """The search, then what it decides, each run at most once. Returns what failed.
+
+    Args:
+        only: these seeds of the profile.
+        given_up: from what has failed so far, the digests of runs of the search that it goes without.
+        wanted: asked before a run is started; one that is not wanted is left out.
+    """
+    failed: list[Outcome] = []
+    tried: set[str] = set()
+
+    def heard(outcome: Outcome) -> None:
+        if outcome.error is not None:
+            failed.append(outcome)
+
+    def worth_it(run: PlannedRun) -> bool:
+        """What cannot run with any seed, a cell or a value of its search, is tried once."""
+        return wanted(run) and not any(one.unfit and part_of(one.run) == part_of(run) for one in failed)
+
+    for _ in range(2):
+        todo = missing(experiment, profile, places, only, given_up(failed))
+        todo = [run for run in todo if run.digest not in tried and worth_it(run)]
+        todo.sort(key=lambda run: (not run.searching, run.seed))  # seed by seed: what an interrupt leaves can be paired
+        tried |= {run.digest for run in todo}
+        run_batch(experiment.name, todo, places, worker_count(workers, todo), worth_it, heard)
+    return failed
+
+
+def part_of(run: PlannedRun) -> tuple[Cell, float | None]:
+    """What can be unfit: a cell, or one value of its search."""
+    return run.cell, run.tuned if run.searching else None
 
 
 def _log(line: str) -> None:

@@ -1,8 +1,7 @@
 """`fedlora compare`: several methods on one configuration over several seeds, with intervals of their differences.
 
-compare_stages.py   the order of it all
-compare_runs.py     the search, then what it decides       compare_found.py    the numbers of it
-tuning.py           --tune as it is typed                  compare_tables.py   these numbers in words, and as JSON
+compare_runs.py     the runs, and what failed    tuning.py   --tune as it is typed
+compare_tables.py   the numbers in words, and as JSON
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def compare(
     json: JsonAlias = False,
 ) -> None:
     """Run several methods on the same clients, data and seeds: means and paired intervals."""
-    from fedlora.cli.compare_stages import compare_all  # torch: `--help` needs none
+    from fedlora.cli.compare_runs import compare_all  # torch: `--help` needs none
 
     compare_all(
         config, methods, seeds, workers, tune, tune_seeds, reference, metric, set or [], out, resume, data_root,

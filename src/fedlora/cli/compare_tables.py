@@ -1,4 +1,4 @@
-"""The tables of `fedlora compare`, the lines under them, and all of it as one value for JSON."""
+"""The tables of `fedlora compare`, the lines under them, and all of it as one value for JSON. A column is a line."""
 
 from __future__ import annotations
 
@@ -6,74 +6,91 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from fedlora.cli.compare_found import Found
-from fedlora.cli.compare_runs import Failure
 from fedlora.cli.formats import Sheet
 from fedlora.cli.measures import megabytes
 from fedlora.cli.scores import difference_sheet, direction, score_sheet, widen_lines
-from fedlora.experiments.comparison import AXIS, PROFILE
+from fedlora.experiments.comparison import AXIS, PROFILE, ComparedRuns
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import worst_values
 from fedlora.experiments.result import Result
-from fedlora.experiments.tables import CellScore, Difference, smaller_is_better
+from fedlora.experiments.scores import titled
+from fedlora.experiments.tables import (
+    CellScore,
+    Difference,
+    Placing,
+    measured_by,
+    orders,
+    placings,
+    score_cells,
+    without_number,
+)
 from fedlora.runs.attack_words import attacks_of
 
 _PLACES = 5  # so many places have a column of their own on 80 characters
+_BESIDE = ("validation, best", "test, best", "test, last")
 
 
-def sheets(found: Found) -> list[Sheet]:
-    """Scores, differences, places, costs."""
-    return [_scores(found), *_against(found), *_placings(found), _costs(found)]
+def sheets(grid: Grid, cells: Sequence[CellScore], differences: Sequence[Difference]) -> list[Sheet]:
+    """Scores, differences, places, costs. cells: of the compared number."""
+    metric, seeds = measured_by(cells), _seeds(grid)
+    title = titled(grid.which(), metric)
+    how = "one seed" if len(seeds) == 1 else f"mean ± standard deviation over {len(seeds)} seeds"
+    beside = {name: score_cells(grid, name) for name in _BESIDE if name != grid.which()}
+    scores = {grid.which(): cells, **{name: of for name, of in beside.items() if any(cell.scores for cell in of)}}
+    made = [score_sheet(f"{(metric or '').replace('_', '-')}: {how}; same clients, data and start", scores, [AXIS])]
+    if differences:
+        told = f"{title}: difference to {grid.experiment.reference}, paired by seed"
+        made.append(difference_sheet(told, differences))
+    return [*made, *_places_sheet(title, cells, len(seeds)), _costs(grid)]
 
 
-def _scores(found: Found) -> Sheet:
-    by = {found.which: found.cells, **found.beside}
-    n = len(found.seeds)
-    how = "one seed" if n == 1 else f"mean ± standard deviation over {n} seeds"
-    metric = found.metric.replace("_", "-")
-    return score_sheet(f"{metric}: {how}; same clients, data and start", by, [AXIS])
+def _seeds(grid: Grid) -> Sequence[int]:
+    return grid.experiment.profile(PROFILE).seeds
 
 
-def _against(found: Found) -> list[Sheet]:
-    if not found.differences:
+def _placings(cells: Sequence[CellScore]) -> list[Placing]:
+    """None of one method alone."""
+    scored = [cell for cell in cells if cell.scores]
+    return placings(scored, AXIS, smaller_is_better=scored[0].less) if len(scored) > 1 else []
+
+
+def _places_sheet(title: str, cells: Sequence[CellScore], seeds: int) -> list[Sheet]:
+    found = _placings(cells)
+    if not found or seeds == 1:
         return []
-    title = f"{found.title}: difference to {found.reference}, paired by seed"
-    return [difference_sheet(title, found.differences)]
-
-
-def _placings(found: Found) -> list[Sheet]:
-    if not found.placings or len(found.seeds) == 1:
-        return []
-    count = len(found.placings)
-    own = min(count, _PLACES)
+    own = min(len(found), _PLACES)
     heads = [f"{k}{('st', 'nd', 'rd')[k - 1] if k < 4 else 'th'}" for k in range(1, own + 1)]
     rows = []
-    for p in found.placings:
-        rest = [str(sum(p.counts[own:]))] if count > own else []
+    for p in found:
+        rest = [str(sum(p.counts[own:]))] if len(found) > own else []
         rows.append([p.label, *(str(n) for n in p.counts[:own]), *rest, f"{p.mean:.2f}"])
-    different, seeds = found.orders
-    changes = "the same order on every seed" if different == 1 else f"{different} different orders on {seeds} seeds"
-    columns = ["place", *heads, *(["lower"] if count > own else []), "mean place"]
-    return [Sheet(f"{found.title}: places by seed; {changes}", columns, rows)]
+    scored = [cell for cell in cells if cell.scores]
+    different, on = orders(scored, smaller_is_better=scored[0].less)
+    changes = "the same order on every seed" if different == 1 else f"{different} different orders on {on} seeds"
+    columns = ["place", *heads, *(["lower"] if len(found) > own else []), "mean place"]
+    return [Sheet(f"{title}: places by seed; {changes}", columns, rows)]
 
 
-def _costs(found: Found) -> Sheet:
-    """What it took, in the mean over seeds."""
-    columns: dict[str, Callable[[Sequence[Result]], str]] = {
-        "target": lambda runs: runs[0].target,
-        "MB up": lambda runs: _size([r.megabytes_up for r in runs]),
-        "MB down": lambda runs: _size([r.megabytes_down for r in runs]),
-        "aggregate s": lambda runs: f"{fmean(r.seconds.get('aggregate', 0.0) for r in runs):.2f}",
-        "gauge": lambda runs: f"{max(drifts):.1e}" if (drifts := _told([r.drift for r in runs])) else "not told",
-    }
-    rows = [
-        [label, *(column(list(by_seed.values())) for column in columns.values())]
-        for label, by_seed in found.runs.items()
-    ]
-    return Sheet("What a run costs, and its gauge check", [AXIS, *columns], rows, 2)
+# What a run took, in the mean over seeds. No number of private runs travels.
+_COSTS: Mapping[str, Callable[[Sequence[Result]], str]] = {
+    "target": lambda runs: runs[0].target,
+    "MB up": lambda runs: _mean([r.megabytes_up for r in runs]),
+    "MB down": lambda runs: _mean([r.megabytes_down for r in runs]),
+    "aggregate s": lambda runs: f"{fmean(r.seconds.get('aggregate', 0.0) for r in runs):.2f}",
+    "gauge": lambda runs: f"{max(drifts):.1e}" if (drifts := _told([r.drift for r in runs])) else "not told",
+}
 
 
-def _size(each: Sequence[float | None]) -> str:
-    told = _told(each)  # private runs do not tell
+def _costs(grid: Grid) -> Sheet:
+    by: dict[str, list[Result]] = {}
+    for run, result in grid.used:
+        by.setdefault(run.cell[AXIS], []).append(result)
+    rows = [[label, *(column(of) for column in _COSTS.values())] for label, of in by.items()]
+    return Sheet("What a run costs, and its gauge check", [AXIS, *_COSTS], rows, 2)
+
+
+def _mean(each: Sequence[float | None]) -> str:
+    told = _told(each)
     return megabytes(1e6 * fmean(told)) if told else "not told"
 
 
@@ -93,88 +110,68 @@ _VERDICTS = {
 }
 
 
-def remarks(found: Found) -> list[str]:
-    configs = [result.settings.model_dump() for by_seed in found.runs.values() for result in by_seed.values()]
-    said = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks_of(configs)]
-    targets = {result.target for by_seed in found.runs.values() for result in by_seed.values()}
-    if len(found.seeds) == 1:
+def remarks(grid: Grid, cells: Sequence[CellScore], differences: Sequence[Difference]) -> list[str]:
+    """What a reader of the tables has to know."""
+    attacks = attacks_of([result.settings.model_dump() for _, result in grid.used])
+    said = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks]
+    if len(_seeds(grid)) == 1:
         said.append("One seed: no interval and no verdict. Add --seeds 0:8.")
-    elif found.reference not in found.runs:
-        said.append(f"No differences: the reference {found.reference} has no finished run.")
-    elif found.differences:
-        k = len(found.differences)
-        there = {gap.verdict for gap in found.differences}
-        said += [what for verdict, what in _VERDICTS.items() if verdict in there]
+    elif grid.experiment.reference not in grid.experiment.axes[AXIS]:
+        said.append(f"No differences: the reference {grid.experiment.reference} has no finished run.")
+    elif differences:
+        k = len(differences)
+        said += [what for verdict, what in _VERDICTS.items() if verdict in {gap.verdict for gap in differences}]
         if k > 1:
             said.append(
                 f"Each interval is of one comparison. With {k} of them the chance that one or more leave out zero "
                 f"where there is no difference is up to {min(100, 5 * k)} %."
             )
-    if found.placings and len(found.seeds) > 1 and _shared(found):
+    if len(_seeds(grid)) > 1 and _shared(_placings(cells)):
         said.append(
             "Places: methods of the same score, to one in a million, share the better place, and it counts for each of "
             "them; the next one is left empty. An order with a shared place is an order of its own."
         )
-    said += [f"{cell.cell[AXIS]}: {why}" for cell in found.cells if (why := _without(found, cell)) is not None]
-    said += direction(found.which, found.cells)
-    if len(targets) > 1:
+    said += [*without_number(cells), *direction(grid.which(), cells)]
+    if len({result.target for _, result in grid.used}) > 1:
         said.append("Some rows measure the server's model and some the clients' own (target): do not compare these.")
-    said += _search_remarks(found)
+    tune = grid.experiment.tune
+    if tune is not None and len(set(tune.values)) > 1:
+        seeds = ", ".join(map(str, tune.seeds))
+        said.append(
+            f"tuned: {tune.key}, for each method the best on validation, on seed {seeds}, which is not compared."
+        )
+        said += worst_values(grid.experiment, PROFILE, grid.results, {})
+        said += widen_lines(grid.experiment, PROFILE, cells)
     return said
 
 
-def _shared(found: Found) -> bool:
+def _shared(found: Sequence[Placing]) -> bool:
     """Whether on any seed two share a place: each place is then not taken once on each seed."""
-    seeds = sum(found.placings[0].counts)
-    return any(sum(taken) != seeds for taken in zip(*(p.counts for p in found.placings), strict=True))
-
-
-def _without(found: Found, cell: CellScore) -> str | None:
-    """Which finished runs lack the compared number."""
-    lack = [str(seed) for seed in found.runs[cell.cell[AXIS]] if seed not in cell.scores]
-    if not lack:
-        return None
-    seeds = f"seed{'s' if len(lack) > 1 else ''} {', '.join(lack)}"
-    return (
-        f"no number {found.which!r} on {seeds}: the run diverged, or never got there. So there is no mean, and no "
-        f"difference from another."
-    )
-
-
-def _search_remarks(found: Found) -> list[str]:
-    tune = found.experiment.tune
-    if tune is None or len(set(tune.values)) < 2:
-        return []
-    seeds = ", ".join(map(str, tune.seeds))
-    said = [f"tuned: {tune.key}, for each method the best on validation, on seed {seeds}, which is not compared."]
-    said += worst_values(found.experiment, PROFILE, found.results, {})
-    return said + widen_lines(found.experiment, PROFILE, found.cells)
+    return any(sum(taken) != sum(found[0].counts) for taken in zip(*(p.counts for p in found), strict=True))
 
 
 def value(
-    found: Found, failures: Sequence[Failure], summary: Callable[[str, int], Mapping[str, Any]]
+    grid: Grid, cells: Sequence[CellScore], differences: Sequence[Difference], kept: ComparedRuns
 ) -> dict[str, Any]:
-    """For JSON: everything. summary: what a run's folder says of a label and seed."""
+    """For JSON: the score of every seed, and every run's summary."""
+
+    def runs(label: str) -> dict[int, dict[str, Any]]:
+        mine = [run for run, _ in grid.used if run.cell[AXIS] == label]
+        told = {run.seed: kept.folder(run).read_json("summary.json") for run in mine}
+        return {seed: {key: x for key, x in one.items() if key != "diagnostics"} for seed, one in told.items()}
+
     methods = {
-        str(cell.cell[AXIS]): {
+        cell.cell[AXIS]: {
             "scores": dict(cell.scores), "n": len(cell.scores), "mean": cell.mean, "sd": cell.spread,
-            "tuned": cell.tuned,
-            "runs": {seed: summary(cell.cell[AXIS], seed) for seed in found.runs[cell.cell[AXIS]]},
+            "tuned": cell.tuned, "runs": runs(cell.cell[AXIS]),
         }
-        for cell in found.cells
+        for cell in cells
     }  # fmt: skip
     return {
-        "metric": found.which, "score": found.metric,
-        "smaller_is_better": smaller_is_better(found.which, found.metric),
-        "seeds": list(found.seeds), "reference": found.reference, "methods": methods,
-        "differences": [_difference(d) for d in found.differences],
-        "places": {p.label: list(p.counts) for p in found.placings},
-        "refused": {f.label: f.why for f in failures if not f.seeds},
-        "failed": [
-            {"method": f.label, "seeds": list(f.seeds), "why": f.why}
-            for f in failures if f.seeds and (f.dropped is None or f.by_machine)
-        ],
-        "dropped": [f.words() for f in failures if f.dropped is not None and not f.by_machine],
+        "metric": grid.which(), "score": measured_by(cells), "smaller_is_better": any(cell.less for cell in cells),
+        "seeds": list(_seeds(grid)), "reference": grid.experiment.reference, "methods": methods,
+        "differences": [_difference(d) for d in differences],
+        "places": {p.label: list(p.counts) for p in _placings(cells)},
     }  # fmt: skip
 
 

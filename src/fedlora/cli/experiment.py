@@ -1,26 +1,177 @@
-"""`fedlora experiment`: grids of runs, and what came of them. A command's file is imported when it is called."""
+"""`fedlora experiment`: grids of runs, and what came of them. Here are its commands' words and options, without torch.
+
+experiment_project.py   the files that a command is given, and what all commands say of them
+experiment_runs.py      run, retry, status            experiment_costs.py    run --plan
+experiment_shown.py     table, plot, fill, report     experiment_decide.py   plan, decide
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Annotated
+
 import typer
 
-from fedlora.cli.lazy import lazy_group
+from fedlora.cli.formats import Format, FormatOption, JsonAlias, chosen
+from fedlora.cli.runs import WorkersHelp
 
-COMMANDS = {
-    "run": "experiment_commands:run", "retry": "experiment_commands:retry", "status": "experiment_commands:status",
-    "table": "experiment_commands:show_table", "plan": "experiment_decide:plan_seeds",
-    "decide": "experiment_decide:decide", "plot": "experiment_plot:draw", "fill": "experiment_commands:fill",
-    "report": "experiment_commands:report",
-}  # fmt: skip
-app = typer.Typer(
-    cls=lazy_group("fedlora.cli", COMMANDS),
-    help="Grids of runs from experiments/*.toml, and what came of them.",
-    no_args_is_help=True,
-)
+Name = Annotated[str, typer.Argument(help="an experiment")]
+Names = Annotated[list[str], typer.Argument(help="names of experiments/NAME.toml, or paths", show_default=False)]
+ProfileName = Annotated[str, typer.Option("--profile", help="of the experiment's file: mini, paper, or another it has")]
+Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
+Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
+Work = Annotated[Path, typer.Option("--work", help="where run folders, failures and unclean results go")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
+Claimed = Annotated[Path, typer.Option("--claims", help="the file of questions and claims")]
+EXPERIMENTS, RESULTS, WORK, CLAIMS = map(Path, ("experiments", "results", "runs/experiments", "docs/claims.toml"))
 
-
-@app.callback()
-def _group() -> None: ...
+app = typer.Typer(help="Grids of runs from experiments/*.toml, and what came of them.", no_args_is_help=True)
 
 
-__all__ = ["app"]
+@app.command()
+def run(
+    names: Names,
+    profile: ProfileName = "mini",
+    seeds: Annotated[str | None, typer.Option(help="only these seeds: 0:8 (eight of them), 0,3,5 or 7")] = None,
+    workers: Annotated[str, WorkersHelp] = "1",
+    data_root: Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="say what would be run, and run nothing")] = False,
+    rate: Annotated[
+        float | None, typer.Option(min=0.001, help="examples a second that another machine trains, for --plan's hours")
+    ] = None,
+    budget: Annotated[float | None, typer.Option(min=0.0, help="hours after which no further run is started")] = None,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+) -> None:
+    """Run what is missing: finished runs are skipped, interrupted ones resumed, failures kept apart."""
+    from fedlora.cli.experiment_project import Project
+    from fedlora.cli.experiment_runs import run_missing
+
+    project = Project(experiments, results, work, data_root=data_root)
+    run_missing(project, names, profile, seeds, workers, plan, rate, budget)
+
+
+@app.command()
+def retry(results: Results = RESULTS, work: Work = WORK) -> None:
+    """Forget failures, so that the next `run` tries those runs again."""
+    from fedlora.cli.experiment_runs import forget_failures
+
+    forget_failures(results, work)
+
+
+@app.command()
+def status(
+    names: Names,
+    profile: ProfileName = "mini",
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+    json: AsJson = False,
+) -> None:
+    """How many runs are finished, failed and still to do."""
+    from fedlora.cli.experiment_project import Project
+    from fedlora.cli.experiment_runs import show_status
+
+    show_status(Project(experiments, results, work), names, profile, json)
+
+
+@app.command()
+def table(
+    name: Name,
+    profile: ProfileName = "mini",
+    metric: Annotated[str | None, typer.Option(help='as "test, best" or "validation, largest drop"')] = None,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+    format: FormatOption = Format.table,
+    json: JsonAlias = False,
+) -> None:
+    """Means and spreads over seeds, and paired differences with 95 % intervals."""
+    from fedlora.cli.experiment_project import Project
+    from fedlora.cli.experiment_shown import show_table
+
+    show_table(Project(experiments, results, work), name, profile, metric, chosen(format, json))
+
+
+@app.command()
+def plan(
+    names: Names,
+    again: Annotated[bool, typer.Option("--again", help="write another plan; the old one is kept inside")] = False,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+    claims: Claimed = CLAIMS,
+) -> None:
+    """Fix the number of seeds, from the pilot's spread, before the runs that count."""
+    from fedlora.cli.experiment_decide import plan_seeds
+    from fedlora.cli.experiment_project import Project
+
+    plan_seeds(Project(experiments, results, work, claims), names, again=again)
+
+
+@app.command()
+def decide(
+    names: Names,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+    claims: Claimed = CLAIMS,
+    format: FormatOption = Format.table,
+    json: JsonAlias = False,
+) -> None:
+    """Better, worse, equivalent or undecided: for each question, once all planned seeds are there."""
+    from fedlora.cli.experiment_decide import show_answers
+    from fedlora.cli.experiment_project import Project
+
+    show_answers(Project(experiments, results, work, claims), names, chosen(format, json))
+
+
+@app.command()
+def plot(
+    name: Name,
+    out: Annotated[Path | None, typer.Option(help="picture to write (default: results/plots/NAME-PROFILE.png)")] = None,
+    profile: ProfileName = "mini",
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+    claims: Claimed = CLAIMS,
+) -> None:
+    """Curves over rounds, dots of merged runs, or a map.
+
+    With `budgets` scores by epsilon; of what docs/claims.toml asks the heat map, and the panels in NAME-setups.png."""
+    from fedlora.cli.experiment_project import Project
+    from fedlora.cli.experiment_shown import draw
+
+    draw(Project(experiments, results, work, claims), name, profile, out)
+
+
+@app.command()
+def fill(
+    pages: Annotated[list[Path], typer.Argument(help="Markdown pages with blocks to fill", show_default=False)],
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+    claims: Claimed = CLAIMS,
+) -> None:
+    """Write tables into Markdown pages, between <!-- filled: EXPERIMENT PROFILE KIND --> and <!-- end -->."""
+    from fedlora.cli.experiment_project import Project
+    from fedlora.cli.experiment_shown import fill_pages
+
+    fill_pages(Project(experiments, results, work, claims), pages)
+
+
+@app.command()
+def report(
+    out: Annotated[Path, typer.Option(help="the page to write")] = Path("results/report.html"),
+    profile: ProfileName = "mini",
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+    claims: Claimed = CLAIMS,
+) -> None:
+    """One self-contained HTML page: what is decided, and all that has results."""
+    from fedlora.cli.experiment_project import Project
+    from fedlora.cli.experiment_shown import report_all
+
+    report_all(Project(experiments, results, work, claims), out, profile)

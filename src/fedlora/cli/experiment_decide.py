@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from fedlora.cli.experiment_files import (
-    CLAIMS,
-    EXPERIMENTS,
-    RESULTS,
-    WORK,
-    Claimed,
-    Directory,
-    Names,
-    Results,
-    Work,
-    load_named,
-    tell,
-    tell_left_out,
-)  # fmt: skip
-from fedlora.cli.formats import Format, FormatOption, JsonAlias, Printed, Sheet, chosen, show
+from fedlora.cli.experiment_project import Project, tell
+from fedlora.cli.formats import Format, Printed, Sheet, show
 from fedlora.errors import ConfigError
-from fedlora.experiments.claims import Claims, Family, check_asked, load_claims
+from fedlora.experiments.claims import Claims, Family, check_asked
 from fedlora.experiments.decision_words import (
     UNITS,
     headings,
@@ -38,40 +22,35 @@ from fedlora.experiments.decision_words import (
 )
 from fedlora.experiments.decisions import Answers, answers_from, read_scores
 from fedlora.experiments.digits import shown
-from fedlora.experiments.plan import mains
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import unclean_lines
-from fedlora.experiments.runner import Places
-from fedlora.experiments.seed_plan import SeedPlan, check_plan, make_plan, path_of, read_plan, runs_of, write_plan
-from fedlora.experiments.spec import Experiment, load_all
-from fedlora.experiments.store import exists
+from fedlora.experiments.seed_plan import SeedPlan, check_plan, make_plan, path_of, read_plan, write_plan
+from fedlora.experiments.spec import Experiment
 from fedlora.experiments.verdicts import per_cent
 from fedlora.runs.manifest import commit_of_code
 
 
-def plan_seeds(
-    names: Names,
-    again: Annotated[bool, typer.Option("--again", help="write another plan; the old one is kept inside")] = False,
-    experiments: Directory = EXPERIMENTS,
-    results: Results = RESULTS,
-    work: Work = WORK,
-    claims: Claimed = CLAIMS,
-) -> None:
-    """Fix the number of seeds, from the pilot's spread, before the runs that count."""
-    asked, places = load_claims(claims), Places(results, work, None)
-    done, failed = places.finished(), places.given_up()
+def plan_seeds(project: Project, names: Sequence[str], *, again: bool) -> None:
+    """A plan for each experiment, written and shown."""
+    claims = _claims(project)
     for name in names:
-        experiment = load_named(name, experiments)
-        known = {e.name: e for e in [*load_all(experiments), experiment]}
-        check_asked(asked, known)
-        families = asked.of(experiment.name)
-        pilot = next((family.pilot for family in families.values()), "pilot")
-        tell_left_out(places, [(experiment, pilot)] if pilot in experiment.profiles else [])
-        scores = read_scores(experiment, pilot, done, failed) if families else {}
-        plan = make_plan(
-            asked, experiment, known, scores, done, commit_of_code(), failed, places.finished(unclean=True)
-        )
-        path = path_of(results, experiment.name)
-        _show_plan(asked, experiment, write_plan(path, plan, again=again), path, name)
+        experiment = project.named(name)
+        check_asked(claims, project.known(experiment))
+        family = next(iter(claims.of(experiment.name).values()), None)
+        if family is None:
+            raise ConfigError(f"no family asks the experiment {experiment.name}: there is nothing to plan.")
+        project.tell_left_out([(experiment, family.pilot)])
+        pilot = read_scores(Grid(experiment, family.pilot, project.done, project.given_up))
+        grid = Grid(experiment, family.profile, project.done, project.given_up)
+        plan = make_plan(claims, grid, pilot, commit_of_code(), project.places.finished(unclean=True))
+        path = path_of(project.results, experiment.name)
+        _show_plan(claims, experiment, write_plan(path, plan, again=again), path, name)
+
+
+def _claims(project: Project) -> Claims:
+    if project.asked is None:
+        raise ConfigError(f"{project.claims} is not there, which says what is asked: name the file by --claims.")
+    return project.asked
 
 
 def _show_plan(asked: Claims, experiment: Experiment, plan: SeedPlan, path: Path, name: str) -> None:
@@ -119,36 +98,24 @@ def _show_plan(asked: Claims, experiment: Experiment, plan: SeedPlan, path: Path
     tell([f"next: fedlora experiment run {name} --profile {plan.profile} --seeds {which}"])
 
 
-def decide(
-    names: Names,
-    experiments: Directory = EXPERIMENTS,
-    results: Results = RESULTS,
-    work: Work = WORK,
-    claims: Claimed = CLAIMS,
-    format: FormatOption = Format.table,
-    json: JsonAlias = False,
-) -> None:
-    """Better, worse, equivalent or undecided: for each question, once all planned seeds are there."""
-    asked, places, loaded = load_claims(claims), Places(results, work, None), load_all(experiments)
-    found: list[Answers] = []
-    past: list[str] = []
+def show_answers(project: Project, names: Sequence[str], form: Format) -> None:
+    """The verdicts of each family that asks the experiments."""
+    claims, found, past = _claims(project), list[Answers](), list[str]()
     for name in names:
-        experiment = load_named(name, experiments)
-        if not asked.of(experiment.name):
-            raise ConfigError(f"no family of {claims} asks the experiment {experiment.name}.")
-        tell_left_out(places, [(experiment, family.profile) for family in list(asked.of(experiment.name).values())[:1]])
-        plan = read_plan(path_of(places.results, experiment.name))
-        past += plan.history
-        found += answers_of(asked, experiment, loaded, places)
-        done, failed = places.finished(), places.given_up()
-        past += unclean_lines(result for run in mains(experiment, plan.profile, done, failed)
-                              if run.seed in plan.seeds and (result := run.result(done)) is not None)  # fmt: skip
+        experiment = project.named(name)
+        if not (families := claims.of(experiment.name)):
+            raise ConfigError(f"no family of {project.claims} asks the experiment {experiment.name}.")
+        project.tell_left_out([(experiment, next(iter(families.values())).profile)])
+        found += answers_of(project, claims, experiment)
+        plan = read_plan(path_of(project.results, experiment.name))
+        grid = Grid(experiment, plan.profile, project.done, project.given_up).of_seeds(plan.seeds)
+        past += [*plan.history, *unclean_lines(result for _, result in grid.used)]
     sheets = [Sheet(title(one), headings(one.family), rows(one), names=2) for one in found]
-    value = {"alpha": asked.alpha, "history": past, "families": [plain_answers(one) for one in found]}
+    value = {"alpha": claims.alpha, "history": past, "families": [plain_answers(one) for one in found]}
     lines = [
         {"family": one.name, "seeds": one.there, "planned": one.wanted, **r} for one in found for r in records(one)
     ]
-    show(Printed(sheets, lines, value, [*past, *_notes(asked, found)]), chosen(format, json))
+    show(Printed(sheets, lines, value, [*past, *_notes(claims, found)]), form)
 
 
 def _in_unit(family: Family, value: float) -> str:
@@ -157,29 +124,14 @@ def _in_unit(family: Family, value: float) -> str:
     return f"{factor * value:.{digits}f} {words.partition(', ')[2]}"
 
 
-def read_answers(
-    claims: Claims, loaded: Sequence[Experiment], places: Places
-) -> tuple[tuple[Claims, list[Answers]], dict[str, list[str]]]:
-    """Every family of every experiment that has a plan, for the page; and experiment -> how its verdicts came about."""
-    found: list[Answers] = []
-    past: dict[str, list[str]] = {}
-    for experiment in loaded:
-        if claims.of(experiment.name) and exists(path_of(places.results, experiment.name)):
-            plan = read_plan(path_of(places.results, experiment.name))
-            past[experiment.name] = plan.history
-            found += answers_of(claims, experiment, loaded, places)
-    return (claims, found), past
-
-
-def answers_of(claims: Claims, experiment: Experiment, loaded: Sequence[Experiment], places: Places) -> list[Answers]:
+def answers_of(project: Project, claims: Claims, experiment: Experiment) -> list[Answers]:
     """The families of one experiment. Raises `ConfigError` where there is no plan."""
-    known = {e.name: e for e in [*loaded, experiment]}
+    known = project.known(experiment)
     check_asked(claims, known)
-    plan = read_plan(path_of(places.results, experiment.name))
-    done, failed = places.finished(), places.given_up()
-    runs = runs_of(claims, experiment, known, plan.profile, plan.seeds, done, failed)
-    check_plan(plan, claims, experiment.name, runs)
-    return answers_from(claims, experiment, known, plan.profile, plan.seeds, done, failed)
+    plan = read_plan(path_of(project.results, experiment.name))
+    check_plan(plan, claims, experiment.name)
+    grid = Grid(experiment, plan.profile, project.done, project.given_up)
+    return answers_from(claims, grid, known, plan.seeds)
 
 
 def _notes(claims: Claims, found: Sequence[Answers]) -> list[str]:

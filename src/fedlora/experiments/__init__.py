@@ -9,22 +9,30 @@ origin.py           which code on which machine made it
 store.py            results on disk: a file an experiment, a line a run
 merger_settings.py  the settings behind the labels of an axis `merged`
 spec.py             what an experiment is: its file
-plan.py             which runs that makes, and what is known of them before they start
+plan.py             which runs that makes; what a search chose
+runnable.py         what is known of runs before they start
 costs.py            examples and hours
 pool.py             processes that may die
 head_alone.py       the controls without LoRA
 mergers.py          train once, merge many
 runner.py           run what is missing
 comparison.py       methods on one configuration, as an experiment of one axis (`fedlora compare`)
+grid.py             an experiment at a profile with its results: what all below is made of
+frames.py           results as pandas frames (`fedlora.results`)
+tables.py           means of cells, paired differences, places
+prices.py           what a row costs where nothing is wrong, and saves elsewhere
+budgets.py          what privacy costs
 verdicts.py         better, worse, equivalent or undecided; what a number of seeds can show
 claims.py           questions with margins, and the paper's claims: docs/claims.toml
 footnotes.py        what scores rest on: commits, machines, whose model
 decisions.py        from results to verdicts, past the gate
 seed_plan.py        how many seeds, as a file
-tables.py           frames, means of cells, paired differences, prices, budgets
 decision_words.py   verdicts in words
-page_tables.py      the kinds of table of a Markdown page
-filled_pages.py     such a page, filled from results
-pictures.py         all pictures, in one style
+table_source.py     a table, and what it is made of
+verdict_tables.py   the kinds of table that need a plan
+page_tables.py      all kinds of table, of pages and commands
+pictures.py         pictures, in one style
+map_picture.py      that of verdicts
+filled_pages.py     a Markdown page, filled from results
 report.py           one self-contained page, from page.html
 """

@@ -22,8 +22,9 @@ from filelock import FileLock
 from fedlora.core import echo, files
 from fedlora.errors import CheckpointError, ConfigError, FedLoRAError, counted
 from fedlora.experiments.digits import shown
-from fedlora.experiments.plan import PlannedRun, check_number
+from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.result import Result
+from fedlora.experiments.runnable import check_number
 from fedlora.experiments.runner import Places, failure_report
 from fedlora.experiments.spec import Experiment, Profile, Tune
 from fedlora.experiments.store import gather, summarise
@@ -39,7 +40,7 @@ SEARCH_SEED = 1000
 PICTURE = "comparison.png"  # in OUT
 RESULTS = "results"  # .jsonl, in OUT
 _FAILURES = "failures"
-_DEPTHS = ("*", "*/*", "*/*/*", "*/*/*/*")
+_DEPTHS = ("*/*", "*/*/*", "*/*/*/*")  # METHOD/seed-0, METHOD/VALUE/seed-0, METHOD/search/VALUE/seed-0
 
 
 def comparison(
@@ -64,8 +65,14 @@ def comparison(
     Raises:
         ConfigError: methods that are none or take no such settings, all of them in one line; a reference that is no
             label; a search on compared seeds, or without validation data; a metric that is none, or that no run of
-            the configuration has.
+            the configuration has; [privacy].
     """
+    if base.privacy is not None:
+        raise ConfigError(
+            "[privacy] and compare do not go together: every run of it, searches included, would be charged to the "
+            "clients' ledger, and the first would leave nothing for the others. Compare on public data without the "
+            "table; then fedlora run."
+        )
     methods = {label: base.method if label == base.method.name else section for label, section in methods.items()}
     wrong = {label: why for label, section in methods.items() if (why := _wrong(section)) is not None}
     if wrong:
@@ -92,6 +99,18 @@ def comparison(
     )  # fmt: skip
     check_number(found, PROFILE, metric)
     return found
+
+
+def default_metric(base: RunConfig) -> str:
+    """The test set at the round that is best on validation; without validation data at the last; without a test set
+    validation. Raises `ConfigError` where there is neither."""
+    if base.data.task is not None:
+        return "test, best"
+    if base.data.test != 0 or base.clients.own_test is not None:
+        return "test, best" if base.data.validation != 0 else "test, last"
+    if base.data.validation == 0:
+        raise ConfigError("data.validation and data.test are both 0: there is nothing to compare methods by.")
+    return "validation, best"
 
 
 @dataclass(frozen=True)

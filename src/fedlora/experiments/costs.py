@@ -11,8 +11,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from fedlora.errors import ConfigError, DataError
-from fedlora.experiments.plan import clients_of
 from fedlora.experiments.result import Result
+from fedlora.experiments.runnable import clients_of
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
 from fedlora.server.sampling import sample_clients

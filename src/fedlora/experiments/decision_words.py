@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from fedlora.errors import counted
 from fedlora.experiments.claims import Claims, Family, Score
 from fedlora.experiments.decisions import Answer, Answers
 from fedlora.experiments.verdicts import MOST, Weighed
@@ -141,6 +142,18 @@ def tally(found: Sequence[Answers]) -> dict[str, int]:
     return counts
 
 
+def tally_in_words(found: Sequence[Answers]) -> str:
+    """ "9 questions: 5 better, 4 undecided."; empty where there are none."""
+    counts = tally(found)
+    told = ", ".join(f"{count} {word}" for word, count in sorted(counts.items(), key=lambda pair: -pair[1]))
+    return f"{counted(sum(counts.values()), 'question')}: {told}." if counts else ""
+
+
+def kind(answer: Answer) -> str:
+    """Its class in the style sheet."""
+    return answer.verdict or ("out" if answer.why.startswith(OUT) else "none")
+
+
 def rows(found: Answers) -> list[list[str]]:
     """A row a question, in the order of `COLUMNS`; before all seeds are there without a number."""
     if not found.complete:
@@ -149,17 +162,6 @@ def rows(found: Answers) -> list[list[str]]:
     return [
         [f"{a.question.first} against {a.question.second}", a.question.setup, *_numbers(found, a), verdict_in_words(a)]
         for a in found.answers
-    ]
-
-
-def records(found: Answers) -> list[dict[str, Any]]:
-    """The same for programs: `COLUMNS` as keys, the verdict as one word, and whether its gap is below the margin."""
-    told = [dict(zip(COLUMNS, row, strict=True)) for row in rows(found)]
-    if not found.complete:
-        return [{**row, "below margin": None} for row in told]
-    return [
-        {**row, "verdict": a.verdict or a.why, "below margin": a.below_margin}
-        for row, a in zip(told, found.answers, strict=True)
     ]
 
 
@@ -220,25 +222,33 @@ def _tally(found: Answers | None) -> str:
     return ", ".join(f"{count} {word}" for word, count in tally([found]).items())
 
 
+def records(found: Answers) -> list[dict[str, Any]]:
+    """Each answer for programs, with all digits; before all seeds are there only what is asked."""
+    bare = [Answer(question, None, f"{found.there} of {found.wanted} seeds") for question in found.family.questions]
+    return [
+        {
+            "first": a.question.first, "second": a.question.second, "setup": a.question.setup,
+            "verdict": a.verdict, "below_margin": a.below_margin, "why": a.why or None,
+            **({} if a.test is None else {
+                "mean": a.test.mean, "low": a.test.low, "high": a.test.high, "sd": a.test.spread,
+                "p_same": a.test.p_same, "p_matters": a.test.p_matters, "ahead": a.test.ahead,
+            }),
+            **({} if a.beside is None else {
+                "beside_mean": a.beside.mean, "beside_low": a.beside.low, "beside_high": a.beside.high,
+            }),
+        }
+        for a in found.answers or bare
+    ]  # fmt: skip
+
+
 def plain_answers(found: Answers) -> dict[str, Any]:
     """All of a family's numbers, for JSON."""
     return {
         "family": found.name, "experiment": found.family.experiment, "metric": found.family.metric,
         "margin": found.family.margin, "seeds": found.there, "planned": found.wanted,
         "answers": [
-            {
-                "first": a.question.first, "second": a.question.second, "setup": a.question.setup,
-                "verdict": a.verdict, "below_margin": a.below_margin, "why": a.why or None,
-                **({} if a.test is None else {
-                    "mean": a.test.mean, "low": a.test.low, "high": a.test.high, "sd": a.test.spread,
-                    "p_same": a.test.p_same, "p_matters": a.test.p_matters, "ahead": a.test.ahead,
-                    "gaps": list(a.test.gaps),
-                }),
-                **({} if a.beside is None else {
-                    "beside_mean": a.beside.mean, "beside_low": a.beside.low, "beside_high": a.beside.high,
-                }),
-            }
-            for a in found.answers
+            {**told, **({} if a.test is None else {"gaps": list(a.test.gaps)})}
+            for told, a in zip(records(found), found.answers, strict=False)
         ],
         "gates": [vars(gated) for gated in found.gates], "notes": [*found.gate_notes, *found.notes],
     }  # fmt: skip

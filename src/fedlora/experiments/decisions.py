@@ -7,15 +7,15 @@ other easier to decide.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Gate, Question, Score, setup_axis
 from fedlora.experiments.footnotes import family_notes, gate_notes
-from fedlora.experiments.plan import mains
-from fedlora.experiments.result import Result
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.result import SCORES
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.verdicts import Verdict, Weighed, beats_by, judge, seeds_to_beat, weigh
 from fedlora.training.metrics import METRICS
@@ -75,20 +75,18 @@ class Answers:
         return bool(self.answers)
 
 
-def read_scores(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
-) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
+def read_scores(grid: Grid) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
     """Every finished cell's log-loss and accuracy on the test set after the last round, by seed; of a run that failed
     by itself, or has no number, an empty mapping: there is nothing to wait for."""
-    axis, rows = setup_axis(experiment), experiment.rows[0]
+    axis = setup_axis(grid.experiment)
     found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
-    for run in mains(experiment, profile, results, failed):
-        by_seed = found.setdefault((run.cell[rows], run.cell[axis]), {})
-        result = run.result(results)
+    for run in grid.runs:
+        by_seed = found.setdefault((run.cell[grid.rows], run.cell[axis]), {})
+        result = run.result(grid.results)
         if result is not None:
-            told = {name: result.tested(name) for name in ("loss", "accuracy")}
+            told = {name: result.tested(name) for name in SCORES}
             by_seed[run.seed] = {name: value for name, value in told.items() if value is not None}
-        elif run.digest in failed:
+        elif run.digest in grid.failed:
             by_seed[run.seed] = {}
     return found
 
@@ -195,42 +193,29 @@ def _gated(
 
 
 def answers_from(
-    claims: Claims, experiment: Experiment, experiments: Mapping[str, Experiment], profile: str, seeds: Sequence[int],
-    results: Mapping[str, Result], failed: Collection[str] = (),
-) -> list[Answers]:  # fmt: skip
-    """`answers` of stored results. profile, seeds: of the plan. experiments: those that a gate names, too."""
-    scores = read_scores(experiment, profile, results, failed)
-    heads = heads_of(claims, experiment, experiments, profile, results, failed)
-    found = answers(claims, experiment, seeds, scores, heads)
+    claims: Claims, grid: Grid, experiments: Mapping[str, Experiment], seeds: Sequence[int]
+) -> list[Answers]:
+    """`answers` of stored results. grid: at the plan's profile. experiments: by name, those that a gate names, too.
+    seeds: of the plan. Raises `ConfigError` where a gate names an experiment that is not there."""
+    gate = claims.gates.get(grid.experiment.name)
+    setups = list(grid.experiment.axes[setup_axis(grid.experiment)])
+    heads: dict[str, dict[int, dict[str, float]]] = {}
+    beside: list[str] = []
+    if gate is not None:
+        elsewhere = gate.head_of
+        if elsewhere is not None and elsewhere.experiment not in experiments:
+            raise ConfigError(
+                f"the gate of {grid.experiment.name} asks for {gate.head!r} of the experiment {elsewhere.experiment}, "
+                f"which is not there."
+            )
+        theirs = grid if elsewhere is None else replace(grid, experiment=experiments[elsewhere.experiment])
+        scores = read_scores(theirs)
+        at = {setup: setup if elsewhere is None else elsewhere.setup for setup in setups}
+        heads = {setup: scores.get((gate.head, there), {}) for setup, there in at.items()}
+        asked = {at[setup] for family in claims.of(grid.experiment.name).values() for setup in family.setups}
+        beside = gate_notes(gate, asked, theirs.of_seeds(seeds))
+    mine = grid.of_seeds(seeds)
     return [
-        replace(
-            one,
-            notes=tuple(family_notes(one.family, experiment, profile, seeds, results, failed)),
-            gate_notes=tuple(gate_notes(claims, one.family, experiments, profile, seeds, results, failed)),
-        )
-        if one.complete
-        else one
-        for one in found
+        replace(one, notes=tuple(family_notes(one.family, mine)), gate_notes=tuple(beside)) if one.complete else one
+        for one in answers(claims, grid.experiment, seeds, read_scores(grid), heads)
     ]
-
-
-def heads_of(
-    claims: Claims, experiment: Experiment, experiments: Mapping[str, Experiment], profile: str,
-    results: Mapping[str, Result], failed: Collection[str] = (),
-) -> dict[str, dict[int, dict[str, float]]]:  # fmt: skip
-    """Set-up -> seed -> scores of the head alone, wherever the experiment's gate says that it was measured."""
-    gate = claims.gates.get(experiment.name)
-    if gate is None:
-        return {}
-    setups = list(experiment.axes[setup_axis(experiment)])
-    if gate.head_of is None:
-        scores = read_scores(experiment, profile, results, failed)
-        return {setup: scores.get((gate.head, setup), {}) for setup in setups}
-    if gate.head_of.experiment not in experiments:
-        raise ConfigError(
-            f"the gate of {experiment.name} asks for {gate.head!r} of the experiment {gate.head_of.experiment}, which "
-            f"is not there."
-        )
-    other = experiments[gate.head_of.experiment]
-    theirs = read_scores(other, profile, results, failed).get((gate.head, gate.head_of.setup), {})
-    return dict.fromkeys(setups, theirs)

@@ -44,20 +44,6 @@ def difference_in_words(mean: float, low: float, high: float, between: str = " .
     ), f"{written(low, small, sign=True)}{between}{written(high, small, sign=True)}"
 
 
-def by_spread(mean: float, spread: float | None = None) -> str:
-    """ "0.81 ± 0.11": two digits of the spread and no more, for a page that is read and not computed with. Without a
-    spread as `in_words`."""
-    if spread is None or spread <= ALIKE * abs(mean):
-        return in_words(mean, spread)
-    return f"{rounded(mean, spread)} ± {rounded(spread, spread)}"
-
-
-def rounded(value: float, small: float, *, sign: bool = False) -> str:
-    """`value` with two significant digits of `small`, which is larger than zero."""
-    plus, digits = "+" if sign else "", max(0, 1 - math.floor(math.log10(small)))
-    return f"{value + 0.0:{plus}.{digits}f}" if digits <= 9 else f"{value:{plus}.1e}"
-
-
 def written(value: float, small: float, *, sign: bool = False) -> str:
     """`value` with two significant digits of `small`, and at least four behind the point."""
     plus = "+" if sign else ""

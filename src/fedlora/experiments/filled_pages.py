@@ -18,35 +18,28 @@ losses                    clients' training losses in the last round
 decisions FAMILY          verdicts; gates FAMILY: whether LoRA carries the set-ups
 seeds, rates              of the plan: how many seeds and why; what the search chose
 mechanism                 relative error, norm and rank of merged updates; error and gauge drift of runs
+categories [NUMBER]       by category, of data that come in tasks
 times                     examples trained on, examples a second, hours
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, load_claims
 from fedlora.experiments.decisions import Answers, answers_from
-from fedlora.experiments.page_tables import KINDS, PLANNED, Source, table_of
-from fedlora.experiments.plan import PlannedRun, mains, searches
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.page_tables import KINDS, PLANNED, table_of
+from fedlora.experiments.plan import searches
 from fedlora.experiments.result import Result
-from fedlora.experiments.seed_plan import (
-    SeedPlan,
-    Waiting,
-    awaited,
-    check_plan,
-    open_plans,
-    path_of,
-    read_plan,
-    runs_of,
-)
-from fedlora.experiments.spec import Experiment, load_all, load_experiment
+from fedlora.experiments.seed_plan import SeedPlan, check_plan, path_of, read_plan, still_open
+from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.store import exists, read_failed, read_results
+from fedlora.experiments.table_source import Source
 
 _MARKER = re.compile(r"<!--\s*(filled|end)\b", flags=re.IGNORECASE)  # anything meant as one
 _BEGIN = r"^<!-- filled: (?P<asked>[^\n]*?) -->$"  # markers have lines of their own
@@ -58,14 +51,14 @@ _BLOCK = re.compile(rf"({_BEGIN}\n)(?:(?!<!-- filled: ).)*?(^<!-- end -->$)", fl
 class Stored:
     """Where pages take their numbers from. results: as `read_results` reads them. claims: the file of what is asked;
     plans: the results' folder, in which the plans are. Without the two nothing is decided. failed: digest -> why, of
-    runs that failed by themselves. planned: what `_planned` found of an experiment before."""
+    runs that failed by themselves. planned: what was found of an experiment's plan before."""
 
     experiments: Path
     results: Mapping[str, Result]
     claims: Path | None = None
     plans: Path | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
-    planned: dict[str, tuple[SeedPlan, tuple[Answers, ...], Claims]] = field(default_factory=dict)
+    planned: dict[str, tuple[SeedPlan, list[Answers], Claims]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, experiments: Path, results: Path, claims: Path) -> Stored:
@@ -74,12 +67,21 @@ class Stored:
         asked = claims if claims.is_file() else None
         return cls(experiments, read_results(results), asked, results, read_failed(results))
 
-    @cached_property
-    def waiting(self) -> list[Waiting]:
-        """Plans that are open."""
-        if self.plans is None:
-            return []
-        return open_plans(self.plans, load_all(self.experiments), self.results, self.failed)
+    def grid(self, name: str, profile: str) -> Grid:
+        return Grid(load_experiment(self.experiments / f"{name}.toml"), profile, self.results, self.failed)
+
+    def plan_of(self, grid: Grid, plans: Path, claims: Path) -> tuple[SeedPlan, list[Answers], Claims]:
+        """The plan of an experiment, its answers, and what asks."""
+        name = grid.experiment.name
+        if name not in self.planned:
+            asked, plan = load_claims(claims), read_plan(path_of(plans, name))
+            check_plan(plan, asked, name)
+            gate = asked.gates.get(name)
+            beside = gate.head_of.experiment if gate is not None and gate.head_of is not None else name
+            known = {one: self.grid(one, plan.profile).experiment for one in (name, beside)}
+            answers = answers_from(asked, replace(grid, profile=plan.profile), known, plan.seeds)
+            self.planned[name] = plan, answers, asked
+        return self.planned[name]
 
 
 def filled(text: str, stored: Stored) -> str:
@@ -122,105 +124,62 @@ def read_page(path: Path) -> str:
 
 
 def _block(asked: str, stored: Stored) -> str:
-    name, _, rest = asked.partition(" ")
-    profile, _, words = rest.partition(" ")
-    kind, _, words = words.partition(" ")
+    name, profile, kind, words = [*asked.split(" ", 3), "", "", "", ""][:4]
     if kind not in KINDS:
         raise ConfigError(
             f"<!-- filled: {asked} --> names an experiment, a profile and one of {', '.join(KINDS)}; got {kind!r}."
         )
-    experiment, results = load_experiment(stored.experiments / f"{name}.toml"), stored.results
-    source = Source(experiment, profile, results, words.strip(), failed=stored.failed)
+    grid = stored.grid(name, profile)
+    source = Source(grid, words.strip())
+    plan: SeedPlan | None = None
     planned = stored.plans is not None and exists(path_of(stored.plans, name))
     if kind in PLANNED and not planned:
         return "No plan of it is written yet.\n"
     if kind in PLANNED and stored.claims is None:
         raise ConfigError(f"<!-- filled: {asked} --> is of what claims ask, and there are none (--claims).")
+    if stored.plans is not None and kind not in ("seeds", "rates") and (late := still_open(stored.plans, grid)):
+        return f"No number before all planned seeds are there: {late}.\n"
     if planned and stored.plans is not None and stored.claims is not None:
-        if name not in stored.planned:
-            stored.planned[name] = _planned(experiment, stored, stored.claims, stored.plans)
-        plan, answers, claims = stored.planned[name]
-        source = replace(source, plan=plan, answers=answers, claims=claims)
-        if profile != plan.profile and kind in PLANNED:
-            raise ConfigError(f"<!-- filled: {asked} -->: the plan of {name} is of profile {plan.profile}.")
-        if (waiting := _waiting(source)) and kind not in ("seeds", "rates"):
-            return waiting
-        if profile == plan.profile:  # further seeds of the profile are no part of what the page says was planned
-            experiment = experiment.of_first_seeds(profile, len(plan.seeds))
-            source = replace(source, experiment=experiment)
-    runs = mains(experiment, profile, results, stored.failed)
-    if kind not in ("seeds", "rates") and (late := awaited(stored.waiting, {run.digest for run in runs})):
-        return f"No number before all planned seeds are there: {late[0].words}.\n"
-    if not any(run.result(results) for run in runs):
-        return f"No run of it is stored yet (0 of {len(runs)}).{_failed(source, runs)}\n"
+        found, answers, claims = stored.plan_of(grid, stored.plans, stored.claims)
+        if profile != found.profile and kind in PLANNED:
+            raise ConfigError(f"<!-- filled: {asked} -->: the plan of {name} is of profile {found.profile}.")
+        if profile == found.profile:
+            waiting = [one for one in answers if not one.complete]
+            if waiting and kind not in ("seeds", "rates"):  # for the head alone, which may be another experiment's
+                there, wanted = waiting[0].there, waiting[0].wanted
+                return f"No number before all planned seeds are there: {there} of {wanted}.\n"
+            plan, grid = found, grid.of_seeds(found.seeds)  # no further seeds: they are none of what was planned
+        source = Source(grid, source.words, plan, answers, claims)
+    if not grid.used:
+        return f"No run of it is stored yet (0 of {len(grid.runs)}).{_failed(grid)}\n"
     table = table_of(kind, source)
     if not table.rows:
         raise ConfigError(f"<!-- filled: {asked} -->: experiment {name} says nothing of {kind}.")
     below = "".join(f"{line}\n\n" for line in table.below)
-    return f"{table.caption}\n\n{markdown(table.columns, table.rows)}\n{below}{_made(source)}\n"
+    return f"{table.caption}\n\n{markdown(table.columns, table.rows)}\n{below}{_made(grid, plan)}\n"
 
 
-def _waiting(source: Source) -> str:
-    """Instead of any number of the planned runs, as long as a family waits for seeds."""
-    if source.plan is None or source.profile != source.plan.profile:
-        return ""
-    late = [one for one in source.answers if not one.complete]
-    return f"No number before all planned seeds are there: {late[0].there} of {late[0].wanted}.\n" if late else ""
-
-
-def _planned(
-    experiment: Experiment, stored: Stored, claims_file: Path, plans: Path
-) -> tuple[SeedPlan, tuple[Answers, ...], Claims]:
-    """The plan, its answers, and what asks."""
-    claims, results, failed = load_claims(claims_file), stored.results, stored.failed
-    plan = read_plan(path_of(plans, experiment.name))
-    known = {experiment.name: experiment}
-    gate = claims.gates.get(experiment.name)
-    if gate is not None and gate.head_of is not None:
-        known[gate.head_of.experiment] = load_experiment(stored.experiments / f"{gate.head_of.experiment}.toml")
-    runs = runs_of(claims, experiment, known, plan.profile, plan.seeds, results, failed)
-    check_plan(plan, claims, experiment.name, runs)
-    answers = answers_from(claims, experiment, known, plan.profile, plan.seeds, results, failed)
-    return plan, tuple(answers), claims
-
-
-def _made(source: Source) -> str:
-    """How many trainings, of which seeds, of which commits, on which machines, and what failed. Where there is a plan
-    of this profile, its seeds are all that were meant."""
-    plan, name, profile = source.plan, source.experiment.name, source.profile
-    planned = plan if plan is not None and plan.profile == profile else None
-    every = mains(source.experiment, profile, source.results, source.failed)
-    runs = [run for run in every if planned is None or run.seed in planned.seeds]
-    commits = sorted({commit for _, result in source.used for commit in result.commits(7)})
-    made_on = [part.machine for _, result in source.used for part in result.made if part.machine]
+def _made(grid: Grid, plan: SeedPlan | None) -> str:
+    """How many trainings, of which seeds, of which commits, on which machines, and what failed. plan: of this profile;
+    its seeds are then all that were meant."""
+    there, meant = ({run.digest for run in runs} for runs in ((run for run, _ in grid.used), grid.runs))
+    commits = sorted({commit for _, result in grid.used for commit in result.commits(7)})
+    made_on = [part.machine for _, result in grid.used for part in result.made if part.machine]
     machines = sorted({f"{machine.device}, {machine.architecture}" for machine in made_on})
-    of = "" if planned is None else f" of the {len(planned.seeds)} seeds planned"
-    past = "" if planned is None else " ".join(["", *planned.history])
+    of = "" if plan is None else f" of the {len(plan.seeds)} seeds planned"
+    past = "" if plan is None else " ".join(["", *plan.history])
     return (
-        f"`fedlora experiment run {name} --profile {profile}`: {len({run.digest for run, _ in source.used})} of "
-        f"{len({run.digest for run in runs})} runs{of}, commit {', '.join(commits)}, {'; '.join(machines)}."
-        f"{_failed(source, runs)}{past}"
+        f"`fedlora experiment run {grid.experiment.name} --profile {grid.profile}`: {len(there)} of {len(meant)} runs"
+        f"{of}, commit {', '.join(commits)}, {'; '.join(machines)}.{_failed(grid)}{past}"
     )
 
 
-def _failed(source: Source, runs: Sequence[PlannedRun]) -> str:
+def _failed(grid: Grid) -> str:
     """Which of the runs, and of their search, failed by themselves; empty where none did."""
-    each = {run.digest: run for run in [*searches(source.experiment, source.profile), *runs]}
-    lost = [run for digest, run in each.items() if digest in source.failed and digest not in source.results]
-    words = "; ".join(f"{run.label} ({source.failed[run.digest]})" for run in lost)
+    each = {run.digest: run for run in [*searches(grid.experiment, grid.profile), *grid.runs]}
+    lost = [run for digest, run in each.items() if digest in grid.failed and digest not in grid.results]
+    words = "; ".join(f"{run.label} ({grid.failed[run.digest]})" for run in lost)
     return f" {len(lost)} failed: {words}." if lost else ""
-
-
-def failed_here(asked: Iterable[tuple[str, str]], stored: Stored, reports: Mapping[str, str]) -> list[str]:
-    """A line for each run of these that failed on this machine alone, which no page says. reports: digest -> why."""
-    lines: dict[str, None] = {}
-    for name, profile in asked:
-        experiment: Experiment = load_experiment(stored.experiments / f"{name}.toml")
-        runs = [*searches(experiment, profile), *mains(experiment, profile, stored.results, stored.failed)]
-        for run in {run.digest: run for run in runs}.values():
-            if run.digest in reports and run.digest not in stored.results:
-                lines[f"{name}, {run.label} failed here, which the page does not say: {reports[run.digest]}"] = None
-    return list(lines)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,10 +1,11 @@
 """All pictures of experiments and comparisons, in one style. Needs matplotlib (`fedlora[plot]`).
 
-curves   a score on validation by round, a panel a set-up     map      verdicts as colours, a row a question
-dots     differences with intervals, a panel a set-up         budgets  scores by epsilon
+curves       a score on validation by round, a panel a set-up
+dots         differences with intervals, a panel a set-up
+budgets      scores by epsilon
+comparison   of methods: curves above differences
 
-As a file a picture is what was drawn, in the format of its name. Inside a page (`inline`) it is SVG, and each colour of
-`PALETTE` a CSS variable, so that one drawing serves by day and by night; other colours, as those of the map, stay.
+Each is one figure, to be read at 400 points of width: as a file (`saved`), or inside a page (`inline`).
 """
 
 from __future__ import annotations
@@ -13,157 +14,149 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import matplotlib.pyplot as plt
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator, MaxNLocator, NullLocator
 
-from fedlora.core import files
-from fedlora.errors import ConfigError
-from fedlora.experiments.decision_words import MARKS, OUT, UNITS, mark
-from fedlora.experiments.decisions import Answer, Answers
-from fedlora.experiments.plan import mains
+from fedlora.experiments.budgets import Budget, spendings
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
 from fedlora.experiments.scores import scale
-from fedlora.experiments.spec import Experiment
-from fedlora.experiments.tables import Budget, Difference, measured_by, paired, score_cells, smaller_is_better
+from fedlora.experiments.tables import Difference, paired, score_cells
 from fedlora.runs.attack_words import attacks_of
 from fedlora.runs.drawing import COLOURS, saved, under_attack, words
-from fedlora.runs.picture_mark import metadata
 
+P = ParamSpec("P")
+R = TypeVar("R")
 INK, MUTED, FAINT, GROUND = "#222222", "#5c5c5c", "#d9d9d9", "#ffffff"
-# drawn colour -> (CSS variable, in the dark)
-PALETTE = {
-    INK: ("ink", "#e6e6e6"), MUTED: ("muted", "#a8a8a8"), FAINT: ("faint", "#444444"), GROUND: ("ground", "#16181c"),
-    **{
-        light.lower(): (f"c{k}", dark)
-        for k, (light, dark) in enumerate(
-            zip(
-                COLOURS,
-                ("#4fa8e0", "#f08a4b", "#2fc79a", "#e09cc4", "#f0b93a", "#8accf5", "#cfcfcf", "#f2e96b"),
-                strict=True,
-            )
-        )
-    },
+_STYLES, _MARKERS = ("-", "--", ":"), ("o", "s", "^", "D", "v", "P")
+_STYLE = {
+    "font.size": 13, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED, "axes.titlecolor": INK,
+    "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": INK, "ytick.labelcolor": INK, "grid.color": FAINT,
+    "axes.titlesize": 13, "axes.labelsize": 13, "legend.fontsize": 13, "xtick.labelsize": 12, "ytick.labelsize": 12,
+    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "hatch.linewidth": 1.2,
 }  # fmt: skip
-STYLES = ("-", "--", ":")
-_MARKERS = ("o", "s", "^", "D", "v", "P")
 
 
-def line_style(k: int) -> tuple[str, str]:
-    """(colour, dashes) of the k-th line of a picture."""
-    return COLOURS[k % len(COLOURS)], STYLES[k // len(COLOURS) % len(STYLES)]
+def drawn(draw: Callable[P, R]) -> Callable[P, R]:
+    """What draws, in our style."""
+
+    @wraps(draw)
+    def styled(*args: P.args, **kwargs: P.kwargs) -> R:
+        with plt.rc_context(_STYLE):
+            return draw(*args, **kwargs)
+
+    return styled
 
 
-@contextmanager
-def drawn(size: float) -> Iterator[None]:
-    """Within it figures have the colours of `PALETTE`, no ground of their own, and letters of that size."""
-    style = {
-        "font.size": size, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED, "axes.titlecolor": INK,
-        "xtick.color": MUTED, "ytick.color": MUTED, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
-        "grid.color": FAINT, "axes.titlesize": size, "axes.labelsize": size, "legend.fontsize": size,
-        "xtick.labelsize": size - 1, "ytick.labelsize": size - 1, "axes.spines.top": False, "axes.spines.right": False,
-        "legend.frameon": False, "hatch.linewidth": 1.2,
-    }  # fmt: skip
-    with plt.rc_context(style):
-        yield
-
-
-def inline(figure: Figure, name: str, words: str) -> str:
-    """The figure as an <svg> element, and closed. name: of its own on the page. words: for who does not see it."""
-    figure.patch.set_visible(False)
-    for axis in figure.axes:
-        axis.patch.set_visible(False)
+def inline(figure: Figure, words: str) -> str:
+    """The figure as an <svg> element, and closed. words: of its own on the page, for who does not see it."""
     made = io.StringIO()
-    with plt.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):  # names inside it are of this picture alone
+    ours = {"svg.fonttype": "none", "svg.hashsalt": words}  # names inside it are of this picture alone
+    with plt.rc_context(_STYLE | ours):
         figure.savefig(made, format="svg", metadata={"Date": None})
     plt.close(figure)
     svg = made.getvalue()
-    svg = svg[svg.index("<svg") :]
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r"<g id=\"[^\"]*\"", "<g", svg)
-    svg = re.sub(r"#[0-9a-f]{6}\b", lambda found: css_colour(found[0]), svg)
     box = re.search(r'viewBox="[^"]*"', svg)
     head = f'<svg {box[0] if box else ""} role="img" aria-label="{escape(words)}">'
     return head + svg[svg.index(">") + 1 :].strip()
 
 
-def css_colour(colour: str) -> str:
-    """The variable of a drawn colour, or the colour itself where it is none of `PALETTE`."""
-    return f"var(--{PALETTE[colour.lower()][0]})" if colour.lower() in PALETTE else colour
+@drawn
+def save(figure: Figure, *paths: Path) -> list[Path]:
+    """The figure as files, each in the format of its name; and closed."""
+    return [saved(figure, path) for path in paths]
 
 
-def style_sheet() -> str:
-    """The variables, in the light and in the dark."""
-    light = " ".join(f"--{name}: {colour};" for colour, (name, _) in PALETTE.items())
-    dark = " ".join(f"--{name}: {colour};" for name, colour in PALETTE.values())
-    return f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}"
+def line_style(k: int) -> tuple[str, str]:
+    """(colour, dashes) of the k-th line of a picture."""
+    return COLOURS[k % len(COLOURS)], _STYLES[k // len(COLOURS) % len(_STYLES)]
+
+
+def _panels(count: int, height: float) -> tuple[Figure, list[Any]]:
+    """(figure, as many axes), two in a row."""
+    columns = min(2, count)
+    rows = -(-count // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(7.2, height * rows + 1.4), layout="constrained", squeeze=False)
+    for axis in axes.flat[count:]:
+        axis.set_axis_off()
+    return figure, list(axes.flat[:count])
+
+
+def wrapped(text: str, width: int) -> str:
+    return "\n".join(textwrap.wrap(text, width))
+
+
+def figure_of(grid: Grid, margins: Mapping[str, float] | None = None) -> Figure | None:
+    """The picture of an experiment: scores by epsilon, curves, or dots where runs were merged or evaluated once; None
+    where there is nothing to draw. margins: score -> what is too small to matter, of an experiment that is decided."""
+    experiment = grid.experiment
+    if experiment.budgets is not None:
+        found = spendings(grid)
+        return budgets_figure(found, experiment.title, experiment.budgets.lines) if found else None
+    drawing = None if experiment.merged else curves_figure(grid, experiment.reference if margins else None)
+    return drawing or dots_figure(grid, margins)
 
 
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True)
-class Panel:
-    """One combination of labels but those of the first row axis. lines: label of that axis -> seed -> result."""
-
-    title: str
-    lines: Mapping[str, Mapping[int, Result]]
-
-    @property
-    def words(self) -> str:
-        """Where its lines end, for who does not see them."""
-        ends = [f"{label} {fmean(ends):.4f}" for label, by_seed in self.lines.items() if (ends := _ends(by_seed))]
-        return f"{self.title or 'all'}, validation after the last round: {', '.join(ends)}"
-
-
+Lines = Mapping[str, Mapping[int, Result]]  # label of the first row axis -> seed -> result
 _BANDS = 5  # lines of one panel that are shaded: more pile up to a brown in which none is seen
 
 
-def curve_panels(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
-) -> list[Panel]:
-    """Panels of what has been run and evaluated after several rounds. failed: as `plan.chosen_value` takes it."""
-    axis_name = experiment.rows[0]
+def curves_of(grid: Grid) -> dict[str, dict[str, dict[int, Result]]]:
+    """The other labels -> lines, of what has been run and evaluated after several rounds."""
     found: dict[str, dict[str, dict[int, Result]]] = {}
-    for run in mains(experiment, profile, results, failed):
-        if run.digest in results and len(results[run.digest].history.evaluated) > 1:
-            title = ", ".join(label for axis, label in run.cell.items() if axis != axis_name)
-            found.setdefault(title, {}).setdefault(run.cell[axis_name], {})[run.seed] = results[run.digest]
-    return [Panel(title, lines) for title, lines in found.items()]
+    for run, result in grid.used:
+        if len(result.history.evaluated) > 1:
+            title = ", ".join(label for axis, label in run.cell.items() if axis != grid.rows)
+            found.setdefault(title, {}).setdefault(run.cell[grid.rows], {})[run.seed] = result
+    return found
 
 
-def labels_of(panels: Sequence[Panel]) -> list[str]:
-    """All lines' labels, in the order in which they have colours."""
-    return list(dict.fromkeys(label for panel in panels for label in panel.lines))
+@drawn
+def curves_figure(grid: Grid, against: str | None = None) -> Figure | None:
+    """All panels of an experiment; None where nothing was evaluated after several rounds. against: as `_draw_curves`
+    takes it."""
+    if not (panels := curves_of(grid)):
+        return None
+    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
+    figure, axes = _panels(len(panels), 3.1)
+    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+        _draw_curves(axis, lines, labels, against)
+        axis.set_title(title, loc="left", fontweight="bold")
+    handles = [
+        plt.Line2D([], [], color=colour, linestyle=style, linewidth=2.5, label=label)
+        for label, (colour, style) in zip(labels, map(line_style, range(len(labels))), strict=True)
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    seeds = sorted({len(by_seed) for lines in panels.values() for by_seed in lines.values()})
+    of = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
+    shaded = f"95 % interval of the gap to {against}" if against else "± standard error"
+    bands = f"\nshaded: {shaded}" if any(len(p) <= _BANDS for p in panels.values()) and seeds[-1] > 1 else ""
+    figure.suptitle(f"{wrapped(grid.experiment.title, 56)}\nmean of {of} seeds{bands}", fontsize=13)
+    if attacks := attacks_of([result.settings.model_dump() for _, result in grid.used]):
+        under_attack(figure, f"some of these runs, by {'; '.join(attacks)}")
+    return figure
 
 
-def legend_of(panels: Sequence[Panel]) -> tuple[list[str], list[dict[str, str]]]:
-    """(labels, what a page's legend shows of them)"""
-    labels = labels_of(panels)
-    return labels, [legend_entry(label, *line_style(k)) for k, label in enumerate(labels)]
-
-
-def legend_entry(label: str, colour: str, style: str = "-") -> dict[str, str]:
-    return {"label": label, "colour": css_colour(colour), "dashes": {"--": "7 3", ":": "2 3"}.get(style, "none")}
-
-
-def draw_curves(axis: Any, panel: Panel, labels: Sequence[str], against: str | None = None) -> None:
+def _draw_curves(axis: Any, lines: Lines, labels: Sequence[str], against: str | None = None) -> None:
     """The validation metric by round, a line a label: means over seeds. labels: of all panels, for the colours.
 
     Shaded, of few lines: with `against`, a label, the 95 % interval of the gap to it, paired by seed, so that a line is
     told apart from that one where its band leaves it out; else the mean's standard error.
     """
-    curves = {label: _by_round(by_seed) for label, by_seed in panel.lines.items()}
+    curves = {label: _by_round(by_seed) for label, by_seed in lines.items()}
     for place, (label, curve) in enumerate(curves.items()):
         colour, style = line_style(labels.index(label))
         rounds = sorted(set.intersection(*(set(each) for each in curve.values())))
@@ -171,15 +164,14 @@ def draw_curves(axis: Any, panel: Panel, labels: Sequence[str], against: str | N
         marker = "o" if len(rounds) < 8 else ""
         wide = max(1.6, 3.4 - 0.4 * place)  # where two coincide, both are seen
         axis.plot(rounds, means, style, color=colour, label=label, linewidth=wide, marker=marker, markersize=3.5)
-        if len(panel.lines) <= _BANDS and label != against:
-            reference = (
-                curves.get(against or "", {}) if against else {seed: dict.fromkeys(rounds, 0.0) for seed in curve}
-            )
+        if len(lines) <= _BANDS and label != against:
+            zero = {seed: dict.fromkeys(rounds, 0.0) for seed in curve}
+            reference = curves.get(against, {}) if against else zero
             ends = [_band(curve, reference, t, m, paired=bool(against)) for t, m in zip(rounds, means, strict=True)]
             axis.fill_between(rounds, *zip(*ends, strict=True), color=colour, alpha=0.16, linewidth=0)
-    results = [result for by_seed in panel.lines.values() for result in by_seed.values()]
-    _chance_line(axis, results)
-    axis.set(xlabel="round", ylabel=f"validation {_axis_words(results[0].metric)}")
+    first = next(result for by_seed in lines.values() for result in by_seed.values())
+    _chance_line(axis, first.chance())
+    axis.set(xlabel="round", ylabel=f"validation {'log-loss' if first.metric == 'loss' else words(first.metric)}")
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axis.yaxis.set_major_locator(MaxNLocator(5))
     axis.grid(alpha=0.6)
@@ -191,10 +183,6 @@ def _by_round(by_seed: Mapping[int, Result]) -> dict[int, dict[int, float]]:
         seed: {t: value for t, value in result.history.curve(result.metric).items() if not math.isnan(value)}
         for seed, result in by_seed.items()
     }
-
-
-def _ends(by_seed: Mapping[int, Result]) -> list[float]:
-    return [curve[max(curve)] for curve in _by_round(by_seed).values() if curve]
 
 
 def _band(
@@ -212,9 +200,8 @@ def _band(
     return mean - half, mean + half
 
 
-def _chance_line(axis: Any, results: Sequence[Result]) -> None:
+def _chance_line(axis: Any, at: float | None) -> None:
     """Where guessing is: a line, or, where that would flatten the others, words."""
-    at = results[0].chance()
     if at is None:
         return
     low, high = axis.get_ylim()
@@ -227,72 +214,6 @@ def _chance_line(axis: Any, results: Sequence[Result]) -> None:
     where, side = ("above", "top") if at > high else ("below", "bottom")
     axis.annotate(f"chance {at:.3g} lies {where}", (0.98, 0.98 if at > high else 0.02), xycoords="axes fraction",
                   ha="right", va=side, color=MUTED, fontsize="small")  # fmt: skip
-
-
-def _axis_words(metric: str) -> str:
-    return "log-loss" if metric == "loss" else words(metric)
-
-
-def curve_figure(panel: Panel, labels: Sequence[str], against: str | None = None) -> Figure:
-    """One panel as a picture of its own, for a page that puts as many side by side as there is room."""
-    figure: Figure
-    figure, axis = plt.subplots(figsize=(3.5, 2.7), layout="constrained")
-    draw_curves(axis, panel, labels, against)
-    if panel.title:
-        axis.set_title(panel.title, loc="left", fontweight="bold")
-    return figure
-
-
-def plot_curves(
-    experiment: Experiment,
-    profile: str,
-    results: Mapping[str, Result],
-    path: Path,
-    failed: Collection[str] = (),
-    against: str | None = None,
-) -> Path:
-    """All panels in one picture, two beside each other, to be read at 400 points of width.
-
-    Raises:
-        ConfigError: no run of it that has rounds is there.
-    """
-    panels = curve_panels(experiment, profile, results, failed)
-    if not panels:
-        raise ConfigError(f"experiment {experiment.name} has no result of profile {profile}; run some first.")
-    labels = labels_of(panels)
-    shaded = "95 % interval of the gap to " + against if against else "± standard error"
-    with drawn(13):
-        figure, axes = panel_grid(len(panels), 3.1)
-        for axis, panel in zip(axes, panels, strict=True):
-            draw_curves(axis, panel, labels, against)
-            axis.set_title(panel.title, loc="left", fontweight="bold")
-        handles = [
-            plt.Line2D([], [], color=colour, linestyle=style, linewidth=2.5, label=label)
-            for label, (colour, style) in zip(labels, map(line_style, range(len(labels))), strict=True)
-        ]
-        figure.legend(handles=handles, loc="outside lower center", ncols=2)
-        seeds = sorted({len(by_seed) for panel in panels for by_seed in panel.lines.values()})
-        of = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
-        bands = f"\nshaded: {shaded}" if any(len(p.lines) <= _BANDS for p in panels) and seeds[-1] > 1 else ""
-        figure.suptitle(f"{wrapped(experiment.title, 56)}\nmean of {of} seeds{bands}", fontsize=13)
-        runs = [result for panel in panels for by_seed in panel.lines.values() for result in by_seed.values()]
-        if attacks := attacks_of([result.settings.model_dump() for result in runs]):
-            under_attack(figure, f"some of these runs, by {'; '.join(attacks)}")
-        return saved(figure, path)
-
-
-def panel_grid(count: int, height: float) -> tuple[Figure, list[Any]]:
-    """(figure, as many axes), two in a row."""
-    columns = min(2, count)
-    rows = -(-count // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(7.2, height * rows + 1.4), layout="constrained", squeeze=False)
-    for axis in axes.flat[count:]:
-        axis.set_axis_off()
-    return figure, list(axes.flat[:count])
-
-
-def wrapped(text: str, width: int) -> str:
-    return "\n".join(textwrap.wrap(text, width))
 
 
 # ---- dots ------------------------------------------------------------------------------------------------------------
@@ -316,38 +237,52 @@ class Dots:
 
     @property
     def words(self) -> str:
-        """The numbers, for who does not see the picture."""
-        told = [f"{d.other} {self.up * d.mean:+.4f}" for d in self.rows]
-        return f"{self.title}, better than {self.label} by: {', '.join(told)}"
+        """Of the reference."""
+        by_chance = "" if self.chance is None else f", chance {self.chance:.3f}"
+        return f"{self.label}: {'log-loss' if self.metric == 'loss' else self.metric} {self.reference:.3f}{by_chance}"
 
 
-def dots(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = (),
-    margins: Mapping[str, float] | None = None,
-) -> list[Dots]:  # fmt: skip
+def dots_of(grid: Grid, margins: Mapping[str, float] | None = None) -> list[Dots]:
     """A panel a set-up in which the reference and another label share two seeds. margins: score -> what is too small to
     matter, of the test set after the last round; that of another number or score is none of these."""
-    reference, axis = experiment.reference, experiment.rows[0]
-    which = experiment.profile(profile).metric or experiment.metric
-    cells = score_cells(experiment, profile, results, failed=failed)
-    metric = measured_by(cells)
-    if reference is None or metric is None:
+    reference, cells = grid.experiment.reference, score_cells(grid)
+    if reference is None or not grid.used:
         return []
-    up = -1.0 if smaller_is_better(which, metric) else 1.0
-    margin = (margins or {}).get(metric, 0.0) if which == "test, last" else 0.0
+    result = grid.used[0][1]
+    margin = (margins or {}).get(result.metric, 0.0) if grid.which() == "test, last" else 0.0
+    up = -1.0 if any(cell.less for cell in cells) else 1.0
     found: dict[str, list[Difference]] = {}
-    for d in paired(cells, axis, reference):
+    for d in paired(cells, grid.rows, reference):
         found.setdefault(", ".join(d.where.values()), []).append(d)
-    means = {", ".join(label for name, label in cell.cell.items() if name != axis): cell.mean
-             for cell in cells if cell.cell[axis] == reference}  # fmt: skip
-    one = next(r for run in mains(experiment, profile, results, failed) if (r := run.result(results)) is not None)
+    means = {", ".join(label for name, label in cell.cell.items() if name != grid.rows): cell.mean
+             for cell in cells if cell.cell[grid.rows] == reference}  # fmt: skip
     return [
-        Dots(title, rows, up, metric, reference, means[title] or 0.0, one.chance(metric), margin)
+        Dots(title, rows, up, result.metric, reference, means[title] or 0.0, result.chance(), margin)
         for title, rows in found.items()
     ]
 
 
-def reach(panels: Sequence[Dots]) -> float:
+@drawn
+def dots_figure(grid: Grid, margins: Mapping[str, float] | None = None) -> Figure | None:
+    """All panels of an experiment; None where there is no pair of results."""
+    if not (panels := dots_of(grid, margins)):
+        return None
+    end = _reach(panels)
+    figure, axes = _panels(len(panels), 0.9 + 0.3 * max(len(panel.rows) for panel in panels))
+    for k, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
+        _draw_dots(axis, panel, end)
+        axis.set_title(panel.words, loc="right", color=MUTED, fontsize=11)
+        axis.set_title(panel.title, loc="left", fontweight="bold")
+        if k % 2 and [d.other for d in panel.rows] == [d.other for d in panels[k - 1].rows]:
+            axis.set_yticklabels([])
+    figure.supxlabel(f"better than {panels[0].label} by, {scale(panels[0].metric)}", fontsize=13)
+    strip = f"; grey: within the margin {panels[0].margin:g}" if panels[0].margin else ""
+    title = wrapped(grid.experiment.title, 56)
+    figure.suptitle(f"{title}\npaired by seed, 95 % intervals; hollow: zero inside{strip}", fontsize=13)
+    return figure
+
+
+def _reach(panels: Sequence[Dots]) -> float:
     """Where the scale of all panels ends."""
     ends = sorted(max(abs(d.low), abs(d.high)) for panel in panels for d in panel.rows)
     margin = max(panel.margin for panel in panels)
@@ -355,7 +290,7 @@ def reach(panels: Sequence[Dots]) -> float:
     return 1.08 * (min(largest, _REACH * margin) if margin else largest) or 1.0
 
 
-def draw_dots(axis: Any, panel: Dots, end: float) -> None:
+def _draw_dots(axis: Any, panel: Dots, end: float) -> None:
     """Right is better. A full dot's interval leaves out zero; the grey strip is within the margin; an arrow at the edge
     says that the dot lies beyond it."""
     if panel.margin:
@@ -387,210 +322,30 @@ def draw_dots(axis: Any, panel: Dots, end: float) -> None:
     axis.spines["left"].set_visible(False)
 
 
-def _told(panel: Dots) -> str:
-    by_chance = "" if panel.chance is None else f", chance {panel.chance:.3f}"
-    name = "log-loss" if panel.metric == "loss" else panel.metric
-    return f"{panel.label}: {name} {panel.reference:.3f}{by_chance}"
-
-
-def dots_figure(panel: Dots, end: float) -> Figure:
-    """One panel as a picture of its own."""
-    figure: Figure
-    figure, axis = plt.subplots(figsize=(3.6, 1.15 + 0.23 * len(panel.rows)), layout="constrained")
-    draw_dots(axis, panel, end)
-    figure.suptitle(panel.title, x=0.02, ha="left", fontweight="bold", fontsize=plt.rcParams["font.size"])
-    axis.set_title(_told(panel), loc="right", color=MUTED, fontsize=plt.rcParams["font.size"] - 1)
-    axis.set_xlabel(f"better by, {scale(panel.metric)}")
-    return figure
-
-
-def plot_dots(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], path: Path, failed: Collection[str] = (),
-    margins: Mapping[str, float] | None = None,
-) -> Path:  # fmt: skip
-    """All panels in one picture, two beside each other, to be read at 400 points of width.
-
-    Raises:
-        ConfigError: there is no pair of results to draw.
-    """
-    panels = dots(experiment, profile, results, failed, margins)
-    if not panels:
-        raise ConfigError(
-            f"experiment {experiment.name} has no result of profile {profile} to draw: it takes runs that were "
-            f"evaluated after several rounds, or two seeds of the reference and of another label. Run more first."
-        )
-    end = reach(panels)
-    with drawn(13):
-        figure, axes = panel_grid(len(panels), 0.9 + 0.3 * max(len(panel.rows) for panel in panels))
-        for k, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
-            draw_dots(axis, panel, end)
-            axis.set_title(panel.title, loc="left", fontweight="bold")
-            if k % 2 and [d.other for d in panel.rows] == [d.other for d in panels[k - 1].rows]:
-                axis.set_yticklabels([])
-        figure.supxlabel(f"better than {panels[0].label} by, {scale(panels[0].metric)}", fontsize=13)
-        margin = panels[0].margin
-        strip = f"; grey: within the margin {margin:g}" if margin else ""
-        figure.suptitle(
-            f"{wrapped(experiment.title, 56)}\npaired by seed, 95 % intervals; hollow: zero inside{strip}", fontsize=13
-        )
-        return saved(figure, path)
-
-
-# ---- the map ---------------------------------------------------------------------------------------------------------
-
-_MAP = "PuOr"  # orange to purple: told apart by everybody
-_DARK, _LIGHT, _GREY = "#111111", "#fefefe", "#b9b9b9"  # in cells: the same by day and by night
-_HATCH = "////"
-_TITLE = 0.42  # of a row's height: the question stands above its cells, which so have the picture's whole width
-
-
-def map_figure(found: Sequence[Answers]) -> Figure:
-    """A row a question (first against second), a column a set-up: colour is the mean difference, with zero in the
-    middle and the margin marked on the scale. Hatched: undecided. Struck: thrown out by the gate.
-
-    The scale ends at the largest difference, but at four margins at least and at twelve at most: what is larger has the
-    colour of its end, and its number. A verdict in brackets is of a gap below its margin. found: complete families of
-    one experiment that go by one score.
-
-    Raises:
-        ValueError: the families go by several scores: one scale has one unit.
-    """
-    if len(scores := {one.family.metric for one in found}) > 1:
-        raise ValueError(f"a map has one unit; these families go by {' and '.join(sorted(scores))}.")
-    cells = {(a.question.first, a.question.second, a.question.setup): a for one in found for a in one.answers}
-    setups = list(dict.fromkeys(setup for one in found for setup in one.family.setups))
-    pairs = list(dict.fromkeys(pair for one in found for pair in one.family.pairs))
-    unit, factor, _ = UNITS[found[0].family.metric]
-    margins = sorted({one.family.margin * factor for one in found})
-    sizes = [factor * abs(a.test.mean) for a in cells.values() if a.test is not None]
-    end = min(12 * margins[-1], max([4 * margins[-1], *sizes]))
-    norm = Normalize(-end, end)
-    figure: Figure
-    with drawn(14):
-        figure = plt.figure(figsize=(7.2, 0.95 + 1.08 * len(pairs) + 1.75))
-        top, bottom = 0.95 / figure.get_figheight(), 1.75 / figure.get_figheight()
-        axis = figure.add_axes((0.0, bottom, 1.0, 1 - top - bottom))
-        axis.set(xlim=(0, max(4, len(setups))), ylim=(len(pairs), 0))
-        axis.set_axis_off()
-        for x, setup in enumerate(setups):
-            axis.text(x + 0.5, -0.06, wrapped(setup, 8), ha="center", va="bottom", linespacing=1.05)
-        for y, (first, second) in enumerate(pairs):
-            axis.text(0.03, y + _TITLE - 0.08, f"{first} against {second}", va="bottom", fontweight="bold")
-            for x, setup in enumerate(setups):
-                if (first, second, setup) in cells:
-                    _draw_cell(axis, x, y + _TITLE, cells[first, second, setup], norm, factor)
-                else:
-                    axis.text(x + 0.5, y + (1 + _TITLE) / 2, "·", ha="center", va="center", color=MUTED)
-        _scale(figure, norm, margins, unit)
-        _keys(figure, below=any(answer.below_margin for answer in cells.values()))
-    return figure
-
-
-def plot_map(found: Sequence[Answers], path: Path) -> Path:
-    """The figure as a file."""
-    return saved(map_figure(found), path)
-
-
-def _draw_cell(axis: Any, x: int, y: float, a: Answer, norm: Normalize, factor: float) -> None:
-    """One cell. Its box carries the question as its name, and the hatching of an undecided one."""
-    high = 1 - _TITLE
-    middle = (x + 0.5, y + high / 2)
-    name = a.question.words
-    if a.test is None:
-        axis.add_patch(Rectangle((x + 0.02, y), 0.96, high, facecolor=_GREY, edgecolor="none", gid=name))
-        if a.why.startswith(OUT):
-            axis.plot([x + 0.02, x + 0.98], [y + high, y], color=_DARK, linewidth=1.6, gid=f"struck: {name}")
-        ground: dict[str, Any] | None = {"facecolor": _GREY, "edgecolor": "none", "pad": 1.5}
-        words = "out" if a.why.startswith(OUT) else "failed"
-        axis.text(*middle, words, ha="center", va="center", color=_DARK, bbox=ground)
-        return
-    mean = factor * a.test.mean
-    colour = plt.get_cmap(_MAP)(norm(mean))
-    undecided = a.verdict == "undecided"
-    axis.add_patch(Rectangle(
-        (x + 0.02, y), 0.96, high, facecolor=colour, edgecolor="#6a6a6a" if undecided else "none", linewidth=0,
-        hatch=_HATCH if undecided else None, gid=name,
-    ))  # fmt: skip
-    dark = 0.299 * colour[0] + 0.587 * colour[1] + 0.114 * colour[2] < 0.5
-    ground = {"facecolor": colour, "edgecolor": "none", "pad": 1.5} if undecided else None
-    digits = 3 if factor == 1.0 else 1
-    axis.text(
-        *middle, f"{mean + 0.0:+.{digits}f}\n{mark(a)}", ha="center", va="center", color=_LIGHT if dark else _DARK,
-        bbox=ground, fontsize=16, linespacing=1.05,
-    )  # fmt: skip
-
-
-def _scale(figure: Figure, norm: Normalize, margins: Sequence[float], unit: str) -> None:
-    """The colours from end to end, zero and the margins on them."""
-    height = figure.get_figheight()
-    axis = figure.add_axes((0.06, 1.18 / height, 0.88, 0.2 / height))
-    figure.colorbar(plt.cm.ScalarMappable(norm, _MAP), cax=axis, orientation="horizontal")
-    axis.spines[:].set_visible(False)
-    for margin in margins:
-        for at in (-margin, margin):
-            axis.axvline(at, color=_DARK, linewidth=1.6)
-    end = float(norm.vmax or 1.0)
-    axis.set_xticks([-end, 0.0, end], [f"-{end:.2g}: second better", "0", f"first better: +{end:.2g}"])
-    axis.get_xticklabels()[0].set_horizontalalignment("left")
-    axis.get_xticklabels()[-1].set_horizontalalignment("right")
-    axis.tick_params(length=0, pad=3)
-    words = f"difference of {unit}; lines: ± margin, {' and '.join(f'{m:g}' for m in margins)}"
-    axis.annotate(words, (0.5, 1.25), xycoords="axes fraction", ha="center", va="bottom", color=INK, fontsize=13)
-
-
-def _keys(figure: Figure, *, below: bool) -> None:
-    """below: whether a verdict is of a gap below the margin, which is then explained."""
-
-    def bare(label: str) -> Patch:
-        return Patch(facecolor="none", edgecolor="none", label=label)
-
-    keys = [
-        bare(f"{MARKS['better']} first better"),
-        bare(f"{MARKS['worse']} second better"),
-        bare(f"{MARKS['equivalent']} equivalent"),
-        Patch(facecolor=FAINT, edgecolor=MUTED, hatch=_HATCH, label=f"{MARKS['undecided']} undecided"),
-        Patch(facecolor=_GREY, edgecolor=MUTED, label="out: LoRA not shown to add"),
-        bare("· not asked"),
-        *([bare("( ) by less than the margin")] if below else []),
-    ]
-    figure.legend(handles=keys, loc="lower center", ncols=3, fontsize=13, columnspacing=0.8, handlelength=1.4)
-
-
 # ---- budgets ---------------------------------------------------------------------------------------------------------
 
 _PROMISES_NOTHING = 1000.0  # an epsilon beyond it stands at the picture's edge, by its label
 
 
-def budget_figures(found: Sequence[Budget], lines: str) -> tuple[dict[str, Figure], list[dict[str, str]]]:
-    """(score -> its panel as a picture of its own, what a page's legend shows)"""
-    labels, figures = list(dict.fromkeys(cell.line for cell in found)), {}
-    for score in ("accuracy", "loss"):
-        figures[score], axis = plt.subplots(figsize=(4.6, 3.4), layout="constrained")
-        _draw_budgets(axis, found, labels, score)
-        axis.set_xlabel("epsilon (smaller: more private)")
-    legend = [legend_entry(f"{label} {lines}", COLOURS[k % len(COLOURS)]) for k, label in enumerate(labels)]
-    return figures, [*legend, legend_entry("without privacy", MUTED, "--")]
-
-
-def plot_budgets(found: Sequence[Budget], title: str, lines: str, path: Path) -> Path:
+@drawn
+def budgets_figure(found: Sequence[Budget], title: str, lines: str) -> Figure:
     """Accuracy and log-loss by epsilon, a line for each label of `lines` with a band from the least to the largest
     seed. Dashed: the same federation without privacy. At the right edge: cells whose noise is next to none."""
     labels = list(dict.fromkeys(cell.line for cell in found))
     figure: Figure
-    with drawn(14):  # to be read 400 pixels wide
-        figure, axes = plt.subplots(2, 1, figsize=(7.6, 10.6), layout="constrained")
-        for axis, score in zip(axes, ("accuracy", "loss"), strict=True):
-            _draw_budgets(axis, found, labels, score)
-        handles = [
-            plt.Line2D([], [], color=colour, marker=marker, linewidth=2.5, markersize=9, label=f"{label} {lines}")
-            for label, (colour, marker) in zip(labels, zip(COLOURS, _MARKERS, strict=False), strict=False)
-        ]
-        handles.append(plt.Line2D([], [], color=MUTED, linestyle="--", linewidth=2, label="without privacy"))
-        figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=14)
-        seeds = {cell.seeds for cell in found}
-        of = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seeds"
-        figure.suptitle(f"{title}\nmean of {of}, shaded: from the least to the largest", fontsize=14)
-        return saved(figure, path)
+    figure, axes = plt.subplots(2, 1, figsize=(7.6, 10.6), layout="constrained")
+    for axis, score in zip(axes, ("accuracy", "loss"), strict=True):
+        _draw_budgets(axis, found, labels, score)
+    handles = [
+        plt.Line2D([], [], color=colour, marker=marker, linewidth=2.5, markersize=9, label=f"{label} {lines}")
+        for label, (colour, marker) in zip(labels, zip(COLOURS, _MARKERS, strict=False), strict=False)
+    ]
+    handles.append(plt.Line2D([], [], color=MUTED, linestyle="--", linewidth=2, label="without privacy"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    seeds = {cell.seeds for cell in found}
+    of = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seeds"
+    figure.suptitle(f"{title}\nmean of {of}, shaded: from the least to the largest", fontsize=13)
+    return figure
 
 
 def _tenth_up(epsilon: float) -> float:
@@ -607,12 +362,12 @@ def _draw_budgets(axis: Any, found: Sequence[Budget], labels: Sequence[str], sco
         colour, marker = COLOURS[k % len(COLOURS)], _MARKERS[k % len(_MARKERS)]
         own = sorted((c for c in private if c.line == label), key=lambda c: c.epsilon or 0.0)
         on = [c for c in own if c.epsilon is not None and c.epsilon < _PROMISES_NOTHING]
-        x, low, high = [c.epsilon for c in on], *_ends_of(on, score)
+        x, ends = [c.epsilon for c in on], [c.spread(score) for c in on]
         axis.plot(x, [c.mean(score) for c in on], color=colour, marker=marker, markersize=9, linewidth=2.5)
-        axis.fill_between(x, low, high, color=colour, alpha=0.15, linewidth=0)
+        axis.fill_between(x, [low for low, _ in ends], [high for _, high in ends], color=colour, alpha=0.15, lw=0)
         for cell in own[len(on) :]:  # noise next to none
-            (least,), (largest,) = _ends_of([cell], score)
-            mean, beside = cell.mean(score), edge * 1.2 ** (k - (len(labels) - 1) / 2)
+            (least, largest), mean = cell.spread(score), cell.mean(score)
+            beside = edge * 1.2 ** (k - (len(labels) - 1) / 2)
             axis.errorbar(
                 [beside], [mean], yerr=[[mean - least], [largest - mean]], color=colour, marker=marker, markersize=9,
                 capsize=5, markerfacecolor="white", markeredgewidth=2, linestyle="none",
@@ -638,59 +393,31 @@ def _draw_budgets(axis: Any, found: Sequence[Budget], labels: Sequence[str], sco
     axis.grid(alpha=0.3)
 
 
-def _ends_of(cells: Sequence[Budget], score: str) -> tuple[list[float], list[float]]:
-    spreads = [cell.spread(score) for cell in cells]
-    return [low for low, _ in spreads], [high for _, high in spreads]
-
-
 # ---- a comparison ----------------------------------------------------------------------------------------------------
 
 
-def plot_comparison(
-    runs: Mapping[str, Mapping[int, Result]],
-    panels: Sequence[Dots],
-    which: str,
-    order: Sequence[str],
-    paths: Sequence[Path],
-) -> list[Path]:
+@drawn
+def comparison_figure(grid: Grid, order: Sequence[str]) -> Figure | None:
     """Curves, where methods were evaluated after several rounds, above the differences to the reference, where there
-    are several seeds. runs: label -> seed -> result. panels: of `dots`, of the number `which`. order: all labels,
-    which give the colours. paths: a file each, in the format of its name. Of one seed and one evaluated round nothing
-    is drawn.
-    """
-    curves = {label: each for label, each in runs.items() if all(len(r.history.evaluated) > 1 for r in each.values())}
-    shown = [panel for panel in panels if panel.rows]
-    if not curves and not shown:
-        return []
-    heights = [4.2] * bool(curves) + [1.2 + 0.36 * len(panel.rows) for panel in shown]
+    are several seeds. order: all labels, which give the colours. None of one seed and one evaluated round."""
+    lines = next(iter(curves_of(grid).values()), {})
+    shown = [panel for panel in dots_of(grid) if panel.rows]
+    if not lines and not shown:
+        return None
+    heights = [4.2] * bool(lines) + [1.2 + 0.36 * len(panel.rows) for panel in shown]
+    size = {"figsize": (7.2, sum(heights) + 0.4), "height_ratios": heights}
     figure: Figure
-    with drawn(13):
-        figure, axes = plt.subplots(
-            len(heights),
-            1,
-            figsize=(7.2, sum(heights) + 0.4),
-            height_ratios=heights,
-            layout="constrained",
-            squeeze=False,
-        )
-        column = list(axes[:, 0])
-        if curves:
-            axis, seeds = column.pop(0), max(map(len, curves.values()))
-            draw_curves(axis, Panel("", curves), order)
-            axis.set_title("one seed" if seeds == 1 else f"mean of {seeds} seeds; shaded: ± standard error")
-            axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves, over none of them
-        for axis, panel in zip(column, shown, strict=True):
-            draw_dots(axis, panel, reach([panel]))
-            axis.set_title("difference paired by seed, 95 % interval; hollow: zero inside")
-            axis.set_xlabel(f"better than {panel.label} by, {scale(panel.metric)} ({which})")
-        if attacks := attacks_of([each.settings.model_dump() for by in runs.values() for each in by.values()]):
-            under_attack(figure, "; ".join(attacks))
-        return saved_all(figure, paths)
-
-
-def saved_all(figure: Figure, paths: Sequence[Path]) -> list[Path]:
-    """The figure in several formats."""
-    for path in paths[:-1]:
-        with files.replacing(path) as file:
-            figure.savefig(file, dpi=130, format=path.suffix.removeprefix("."), metadata=metadata(path.suffix[1:]))
-    return [*paths[:-1], saved(figure, paths[-1])]
+    figure, axes = plt.subplots(len(heights), 1, layout="constrained", squeeze=False, **size)
+    column = list(axes[:, 0])
+    if lines:
+        axis, seeds = column.pop(0), max(map(len, lines.values()))
+        _draw_curves(axis, lines, order)
+        axis.set_title("one seed" if seeds == 1 else f"mean of {seeds} seeds; shaded: ± standard error")
+        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves, over none of them
+    for axis, panel in zip(column, shown, strict=True):
+        _draw_dots(axis, panel, _reach([panel]))
+        axis.set_title("difference paired by seed, 95 % interval; hollow: zero inside")
+        axis.set_xlabel(f"better than {panel.label} by, {scale(panel.metric)} ({grid.which()})")
+    if attacks := attacks_of([result.settings.model_dump() for _, result in grid.used]):
+        under_attack(figure, "; ".join(attacks))
+    return figure

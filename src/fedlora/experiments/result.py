@@ -22,6 +22,7 @@ from fedlora.runs.config import FORMER_DEFAULTS, RunConfig
 from fedlora.training.metrics import by_guessing, find_metric, is_better
 
 PADDED = "padded-average"  # the method whose error every run measures on its own uploads
+SCORES = ("loss", "accuracy")  # of the test set after the last round, what costs are told by
 ABSENT: Literal["absent"] = "absent"  # of a client that a round did not ask, or a score that it did not measure
 Scores = dict[str, float | None]  # score -> value; None: the run diverged
 Columns = dict[str, list[float | Literal["absent"] | None]]

@@ -102,17 +102,9 @@ class Places:
     def given_up(self) -> dict[str, str]:
         """Digest -> why, of the runs that failed by themselves, here or where the results were made. What the machine
         failed says nothing of the run."""
-        here = {digest: said["error"] for digest, said in self._reports().items() if not said["by_machine"]}
+        told = {path.stem: json.loads(path.read_bytes()) for path in sorted((self.work / "failures").glob("*.json"))}
+        here = {d: said["error"].partition("\n")[0] for d, said in told.items() if not said["by_machine"]}
         return read_failed(self.results) | here
-
-    def reports(self) -> dict[str, str]:
-        """Digest -> why, of all that failed here, the machine's failures too, and is not noted beside the results."""
-        known = read_failed(self.results)
-        return {digest: said["error"] for digest, said in self._reports().items() if digest not in known}
-
-    def _reports(self) -> dict[str, Any]:
-        found = {path.stem: json.loads(path.read_bytes()) for path in sorted((self.work / "failures").glob("*.json"))}
-        return {digest: {**said, "error": said["error"].partition("\n")[0]} for digest, said in found.items()}
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
         """Gather a finished run. wall_seconds: of its training; None where it was trained before."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Question
 from fedlora.experiments.decisions import Scores, gaps_of
-from fedlora.experiments.plan import PlannedRun, at_the_edge, chosen_value, mains, searches
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.plan import PlannedRun, at_the_edge, chosen_value, searches
 from fedlora.experiments.result import Commit, Part, Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import exists
@@ -48,9 +49,9 @@ class Before(Part):
 
 
 class SeedPlan(Part):
-    """A plan's file. asked, runs: digests of what is asked and of the planned runs, by experiment. needed: family ->
-    the seeds that it takes. spreads: family -> question -> standard deviation of its gaps in the pilot. results: what
-    was there already. before: when earlier plans of it were written, and how many seeds they had."""
+    """A plan's file. asked: a digest of what is asked. needed: family -> the seeds that it takes. spreads: family ->
+    question -> standard deviation of its gaps in the pilot. results: what was there already. before: when earlier plans
+    of it were written, and how many seeds they had."""
 
     experiment: str
     asked: str
@@ -61,7 +62,6 @@ class SeedPlan(Part):
     needed: dict[str, int]
     spreads: dict[str, dict[str, float]]
     rates: list[Rate]
-    runs: dict[str, str] = Field(default_factory=dict)
     results: Before = Before(there=0, of=0)
     before: dict[str, int] = Field(default_factory=dict)
 
@@ -98,73 +98,42 @@ def asked(claims: Claims, experiment: str) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def runs_of(
-    claims: Claims,
-    experiment: Experiment,
-    experiments: Mapping[str, Experiment],
-    profile: str,
-    seeds: Sequence[int],
-    results: Mapping[str, Result],
-    failed: Collection[str] = (),
-) -> dict[str, str]:
-    """Experiment -> a digest of its planned runs: cells, seeds, configurations, mergers; also of the experiment from
-    which the gate takes its head. It changes where a label stands for something else than it did."""
-    gate = claims.gates.get(experiment.name)
-    known = {experiment.name: experiment}
-    if gate is not None and gate.head_of is not None:
-        known[gate.head_of.experiment] = experiments[gate.head_of.experiment]
-    found = {}
-    for name, each in known.items():
-        runs = [run for run in mains(each, profile, results, failed) if run.seed in seeds]
-        told = [[run.seed, sorted(run.cell.items()), run.digest, run.mergers] for run in runs]
-        found[name] = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
-    return found
-
-
 def make_plan(
-    claims: Claims,
-    experiment: Experiment,
-    experiments: Mapping[str, Experiment],
-    pilot: Scores,
-    results: Mapping[str, Result],
-    commit: Any,
-    failed: Mapping[str, str] | None = None,
-    seen: Mapping[str, Result] | None = None,
+    claims: Claims, grid: Grid, pilot: Scores, commit: Any, seen: Mapping[str, Result] | None = None
 ) -> SeedPlan:
-    """The plan: seeds from the pilot's spreads, the rates with what they were chosen by, which runs these are, and how
-    many of them are there already.
+    """The plan: seeds from the pilot's spreads, the rates with what they were chosen by, and how many of its runs are
+    there already.
 
-    experiments: by name, those that a gate names. seen: all results that there are, those of a changed checkout too.
+    Args:
+        grid: at the profile that answers. pilot: as `read_scores` gives them, of the pilot's profile.
+        seen: all results that there are, those of a changed checkout too.
 
     A question whose set-up has no pilot takes the largest spread of its pair.
 
     Raises:
-        ConfigError: nobody asks the experiment, or a family has a pair without a pilot.
+        ConfigError: nobody asks the experiment, a family has a pair without a pilot, or the search is not done.
     """
+    experiment = grid.experiment
     families = claims.of(experiment.name)
     if not families:
         raise ConfigError(f"no family asks the experiment {experiment.name}: there is nothing to plan.")
     spreads = {name: spreads_of(name, family, experiment, pilot) for name, family in families.items()}
     needed = needed_seeds(claims, families, spreads)
-    wanted = wanted_seeds(families, needed)
-    profile = next(iter(families.values())).profile
-    seeds = experiment.profile(profile).seeds
-    seen = results if seen is None else seen
-    planned = [run for run in mains(experiment, profile, results, failed or {}) if run.seed in seeds[:wanted]]
-    cells = sum(1 for _ in experiment.cells(profile))
-    if len(planned) < cells * len(seeds[:wanted]):
-        done = len(planned) // len(seeds[:wanted])
+    known = experiment.profile(grid.profile).seeds
+    seeds = known[: wanted_seeds(families, needed)]
+    planned = grid.of_seeds(seeds).runs
+    cells = sum(1 for _ in experiment.cells(grid.profile))
+    if len(planned) < cells * len(seeds):
         raise ConfigError(
-            f"the search of {experiment.name}, profile {profile}, is not done: {done} of {cells} cells have a value. A "
-            f"plan says which runs answer, so run the search first: fedlora experiment run {experiment.called} "
-            f"--profile {profile} --seeds {seeds[0]}"
+            f"the search of {experiment.name}, profile {grid.profile}, is not done: {len(planned) // len(seeds)} of "
+            f"{cells} cells have a value. A plan says which runs answer, so run the search first: fedlora experiment "
+            f"run {experiment.called} --profile {grid.profile} --seeds {known[0]}"
         )
+    there = sum(run.result(grid.results if seen is None else seen) is not None for run in planned)
     return SeedPlan(
         experiment=experiment.name, asked=asked(claims, experiment.name), commit=commit,
-        written=datetime.now(UTC).isoformat(timespec="seconds"), profile=profile, seeds=seeds[:wanted],
-        needed=needed, spreads=spreads, rates=rates(experiment, profile, results, failed or {}),
-        runs=runs_of(claims, experiment, experiments, profile, seeds[:wanted], results, failed or {}),
-        results=Before(there=sum(run.result(seen) is not None for run in planned), of=cells * len(seeds[:wanted])),
+        written=datetime.now(UTC).isoformat(timespec="seconds"), profile=grid.profile, seeds=seeds, needed=needed,
+        spreads=spreads, rates=rates(grid), results=Before(there=there, of=len(planned)),
     )  # fmt: skip
 
 
@@ -208,16 +177,17 @@ def spreads_of(name: str, family: Family, experiment: Experiment, pilot: Scores)
     return found
 
 
-def rates(experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]) -> list[Rate]:
+def rates(grid: Grid) -> list[Rate]:
     """For each label of the searched axes: the value chosen, and the score on validation of each value and seed; where
     cells share one value, of each of them, by its label and the seed ("glora, 7")."""
+    experiment, profile = grid.experiment, grid.profile
     if experiment.tune is None:
         return []
-    over, axis = experiment.tune.over, experiment.merged or experiment.rows[0]
+    over, axis = experiment.tune.over, experiment.merged or grid.rows
     scored: list[tuple[dict[str, str], PlannedRun, float]] = []  # (labels of the axes, run of the search, score)
     for run in searches(experiment, profile):
         labels: Mapping[str, Mapping[str, Any]] = run.mergers or {run.cell.get(axis, ""): {}}
-        found = results.get(run.digest)
+        found = grid.results.get(run.digest)
         for label, merger in labels.items():
             result = found.merged(label, merger) if found is not None and run.mergers else found
             scored.append(({**run.cell, axis: label}, run, math.nan if result is None else result.validation_best))
@@ -228,14 +198,13 @@ def rates(experiment: Experiment, profile: str, results: Mapping[str, Result], f
         by_run[", ".join([*(at[a] for a in shared), str(run.seed)])] = None if math.isnan(score) else round(score, 6)
     chosen: dict[tuple[str, ...], Rate] = {}
     for cell in experiment.cells(profile):
-        value = chosen_value(experiment, profile, cell, results, failed)
         key = tuple(cell[axis] for axis in over)
         if key not in chosen:
-            edge = at_the_edge(experiment, profile, value)
-            told = ", ".join(key) or "all"
+            value = chosen_value(experiment, profile, cell, grid.results, grid.failed)
             chosen[key] = Rate(
-                of=told, key=experiment.tune.key, value=value, at_the_edge=edge, validation=evidence.get(key, {})
-            )
+                of=", ".join(key) or "all", key=experiment.tune.key, value=value,
+                at_the_edge=at_the_edge(experiment, profile, value), validation=evidence.get(key, {}),
+            )  # fmt: skip
     return list(chosen.values())
 
 
@@ -267,69 +236,26 @@ def read_plan(path: Path) -> SeedPlan:
         raise ConfigError(f"the plan {path} cannot be read: {why:.300}. Restore it (git).") from error
 
 
-def check_plan(plan: SeedPlan, claims: Claims, experiment: str, runs: Mapping[str, str]) -> None:
-    """Raises `ConfigError` where the questions or the runs are others than those that were planned. runs: as `runs_of`
-    gives them now."""
+def check_plan(plan: SeedPlan, claims: Claims, experiment: str) -> None:
+    """Raises `ConfigError` where the questions are others than those that were planned."""
     if plan.asked != asked(claims, experiment):
         raise ConfigError(
             f"the questions of {experiment} are not those of its plan of {plan.written}: pairs, set-ups, margins, "
             f"error rates or the gate have changed since. Put them back, or plan again (fedlora experiment plan "
             f"{experiment} --again), which the plan will show."
         )
-    changed = [name for name, digest in plan.runs.items() if runs.get(name) != digest]
-    if changed:
-        raise ConfigError(
-            f"the runs of {changed[0]} are not those of the plan of {experiment}, of {plan.written}: a label, a "
-            f"set-up, a seed, a rate or the base of its file stands for something else now. Put it back, or plan again "
-            f"(fedlora experiment plan {experiment} --again), which the plan will show."
-        )
 
 
-# ---- plans that wait -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A plan whose runs are not all there. digests: of those that are. there: seeds on which all of them are."""
-
-    plan: SeedPlan
-    digests: frozenset[str]
-    there: int
-
-    @property
-    def words(self) -> str:
-        return f"{self.there} of {len(self.plan.seeds)} planned seeds of {self.plan.experiment} are there"
-
-
-def open_plans(
-    results: Path, experiments: Iterable[Experiment], done: Mapping[str, Result], failed: Collection[str] = ()
-) -> list[Waiting]:
-    """Plans among the results of these experiments that wait for runs. Nobody shows a number of such runs, whatever
-    experiment or profile they are asked under. What a gate takes from another experiment, the head alone, is no number
-    that is compared, and is not guarded."""
-    found = []
-    for experiment in experiments:
-        path = path_of(results, experiment.name)
-        if exists(path) and (waiting := _waiting(read_plan(path), experiment, done, failed)) is not None:
-            found.append(waiting)
-    return found
-
-
-def awaited(found: Iterable[Waiting], digests: Collection[str]) -> list[Waiting]:
-    """Those of the open plans that wait for one of these runs."""
-    return [one for one in found if not one.digests.isdisjoint(digests)]
-
-
-def _waiting(
-    plan: SeedPlan, experiment: Experiment, done: Mapping[str, Result], failed: Collection[str]
-) -> Waiting | None:
-    runs = [run for run in mains(experiment, plan.profile, done, failed) if run.seed in plan.seeds]
-    cells = sum(1 for _ in experiment.cells(plan.profile))
-    by_seed = {seed: [run for run in runs if run.seed == seed] for seed in plan.seeds}
-    there = sum(
-        len(of) == cells and all(run.digest in failed or run.result(done) is not None for run in of)
-        for of in by_seed.values()
-    )
+def still_open(results: Path, grid: Grid) -> str:
+    """ "2 of 4 planned seeds of small are there", of a profile whose plan waits for runs; else "". A number of these
+    runs would be a look before its time."""
+    path = path_of(results, grid.experiment.name)
+    if not exists(path) or (plan := read_plan(path)).profile != grid.profile:
+        return ""
+    planned = grid.of_seeds(plan.seeds)
+    cells = sum(1 for _ in grid.experiment.cells(grid.profile))
+    ended = Counter(r.seed for r in planned.runs if r.digest in grid.failed or r.result(grid.results) is not None)
+    there = sum(count == cells for count in ended.values())
     if there == len(plan.seeds):
-        return None
-    return Waiting(plan, frozenset(run.digest for run in runs if run.digest in done), there)
+        return ""
+    return f"{there} of {len(plan.seeds)} planned seeds of {grid.experiment.name} are there"

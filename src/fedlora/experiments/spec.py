@@ -138,10 +138,13 @@ class Experiment(Part):
             raise ConfigError(f"experiment {self.name} has no profile {name!r}; it has {', '.join(self.profiles)}.")
         return self.profiles[name]
 
-    def of_first_seeds(self, profile: str, number: int) -> Experiment:
-        """The experiment with so many of the profile's seeds: those that its plan asks for."""
-        cut = self.profile(profile).model_copy(update={"seeds": self.profile(profile).seeds[:number]})
-        made = self.model_copy(update={"profiles": {**self.profiles, profile: cut}})
+    def compared(self, profile: str) -> str:
+        """The number that is compared: the profile's, or the experiment's."""
+        return self.profile(profile).metric or self.metric
+
+    def with_profile(self, name: str, profile: Profile) -> Experiment:
+        """The experiment with that in place of its profile."""
+        made = self.model_copy(update={"profiles": {**self.profiles, name: profile}})
         made._folder = self.folder  # private attributes are not of a model's fields
         return made
 

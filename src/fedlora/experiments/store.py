@@ -10,14 +10,14 @@ one folder at the same time: a lock is held while a file is read, changed and re
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
-
-from filelock import FileLock
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError
@@ -139,9 +139,25 @@ def _change_failed(folder: Path, change: Callable[[dict[str, Any]], dict[str, An
 # ---- lines -----------------------------------------------------------------------------------------------------------
 
 
-def _locked(folder: Path) -> FileLock:
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """One process at a time, of all that share the folder. The lock's file is there only while it is held: who waited
+    for one that its holder took away finds that it is no longer in its place, and takes the new one."""
     folder.mkdir(parents=True, exist_ok=True)
-    return FileLock(folder / _LOCK)
+    path = folder / _LOCK
+    while True:
+        with path.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            ours = False
+            with suppress(FileNotFoundError):  # another one's, taken away between two looks
+                ours = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            if not ours:
+                continue
+            try:
+                yield
+            finally:
+                path.unlink()
+            return
 
 
 @lru_cache(maxsize=64)  # of one version each: bounded, and a file that changed is another entry

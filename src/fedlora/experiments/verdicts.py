@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
@@ -126,17 +126,7 @@ def seeds_needed(
     spread: the standard deviation of the paired gaps, from a pilot. By the noncentral t distribution, each of the two
     one-sided tests with power 1 - (1 - power) / 2.
     """
-    from scipy import stats
-
-    if spread == 0:
-        return 2
-    level, each = alpha / questions, 1 - (1 - power) / 2
-
-    def enough(n: int) -> bool:
-        bound = float(stats.t.ppf(1 - level, n - 1))
-        return float(stats.nct.sf(bound, n - 1, margin / spread * math.sqrt(n))) >= each
-
-    return _least(enough, most)
+    return _seeds_for(margin, spread, alpha / questions, 1 - (1 - power) / 2, most)
 
 
 def seeds_to_beat(lead: float, spread: float, alpha: float, *, power: float = POWER, most: int = MOST) -> int | None:
@@ -144,23 +134,22 @@ def seeds_to_beat(lead: float, spread: float, alpha: float, *, power: float = PO
 
     lead: what the mean of the gaps is above the margin. spread: their standard deviation.
     """
+    return None if lead <= 0 else _seeds_for(lead, spread, alpha, power, most)
+
+
+def _seeds_for(gap: float, spread: float, level: float, power: float, most: int) -> int:
+    """The least number of seeds, from 2, with which a one-sided t test at `level` finds that gap with that power;
+    `most` where none below it does. More seeds have more power, so that it is found by doubling and bisection. From
+    below: scipy's noncentral t fails far beyond what is needed."""
     from scipy import stats
 
-    if lead <= 0:
-        return None
     if spread == 0:
         return 2
 
     def enough(n: int) -> bool:
-        bound = float(stats.t.ppf(1 - alpha, n - 1))
-        return float(stats.nct.sf(bound, n - 1, lead / spread * math.sqrt(n))) >= power
+        bound = float(stats.t.ppf(1 - level, n - 1))
+        return float(stats.nct.sf(bound, n - 1, gap / spread * math.sqrt(n))) >= power
 
-    return _least(enough, most)
-
-
-def _least(enough: Callable[[int], bool], most: int) -> int:
-    """The least number of seeds, from 2, that is enough; `most` where none below it is. More seeds have more power, so
-    that it is found by doubling and bisection. From below: scipy's noncentral t fails far beyond what is needed."""
     end = 2
     while end < most and not enough(end):
         end *= 2
@@ -215,8 +204,7 @@ def smallest_gap(spread: float, seeds: int, level: float, power: float) -> float
     Raises:
         ValueError: fewer than two seeds.
     """
-    if seeds < 2:
-        raise ValueError(f"a t test takes two seeds or more; got {seeds}.")
+    _check_seeds(seeds)
     if spread == 0:
         return 0.0
     from scipy import optimize, stats
@@ -239,8 +227,7 @@ def chance_of_equals(spread: float, margin: float, seeds: int, level: float) -> 
     Raises:
         ValueError: fewer than two seeds.
     """
-    if seeds < 2:
-        raise ValueError(f"a t test takes two seeds or more; got {seeds}.")
+    _check_seeds(seeds)
     if spread == 0:
         return 1.0
     from scipy import integrate, stats
@@ -255,6 +242,11 @@ def chance_of_equals(spread: float, margin: float, seeds: int, level: float) -> 
 
     value, _ = integrate.quad(inside, 0.0, limit, limit=200)
     return min(1.0, max(0.0, float(value)))
+
+
+def _check_seeds(seeds: int) -> None:
+    if seeds < 2:
+        raise ValueError(f"a t test takes two seeds or more; got {seeds}.")
 
 
 def per_cent(chance: float) -> str:

@@ -1,0 +1,93 @@
+"""What every command of `fedlora experiment` is given: folders and files, and what they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from fedlora.cli.experiment import CLAIMS
+from fedlora.cli.screen import notes
+from fedlora.errors import ConfigError
+from fedlora.experiments.claims import Claims, load_claims
+from fedlora.experiments.plan import dead_end, worst_values
+from fedlora.experiments.result import Result
+from fedlora.experiments.runnable import left_out
+from fedlora.experiments.runner import Places
+from fedlora.experiments.spec import Experiment, load_all, load_experiment
+from fedlora.experiments.store import read_results
+
+
+@dataclass(frozen=True)
+class Project:
+    """experiments: the folder of their files. results, work, data_root: as `Places`. claims: the file of what is
+    asked; the default one may be missing, for a project of one's own need not ask anything."""
+
+    experiments: Path
+    results: Path
+    work: Path
+    claims: Path = CLAIMS
+    data_root: Path | None = None
+
+    @property
+    def places(self) -> Places:
+        return Places(self.results, self.work, self.data_root)
+
+    @property
+    def done(self) -> Mapping[str, Result]:
+        """Digest -> result, of code that a commit describes."""
+        return self.places.finished()
+
+    @property
+    def given_up(self) -> dict[str, str]:
+        return self.places.given_up()
+
+    @cached_property
+    def all(self) -> list[Experiment]:
+        """Every experiment of the folder."""
+        return load_all(self.experiments)
+
+    @cached_property
+    def asked(self) -> Claims | None:
+        """Raises `ConfigError` for a named file that is not there."""
+        if self.claims.is_file():
+            return load_claims(self.claims)
+        if self.claims != CLAIMS:
+            raise ConfigError(f"--claims {self.claims}: there is no such file.")
+        return None
+
+    def named(self, name: str) -> Experiment:
+        """NAME.toml of the folder, or a path. Raises `ConfigError` for none, with those that there are."""
+        path = Path(name) if name.endswith(".toml") else self.experiments / f"{name}.toml"
+        if not path.is_file():
+            found = sorted(p.stem for p in self.experiments.glob("*.toml") if p.stem != "paper_numbers")
+            known = ", ".join(found) or "none"
+            raise ConfigError(f"there is no experiment {path}; in {self.experiments} there are: {known}.")
+        return load_experiment(path)
+
+    def known(self, experiment: Experiment) -> dict[str, Experiment]:
+        """By name: the experiment, which may be of another place, and all of the folder, which a gate may name."""
+        return {**{one.name: one for one in self.all}, experiment.name: experiment}
+
+    def tell_left_out(self, asked: Iterable[tuple[Experiment, str]]) -> None:
+        """Of which finished runs of these experiments and profiles nothing is shown, and why."""
+        places = self.places
+        if unclean := read_results(places.unclean):
+            for experiment, profile in asked:
+                tell(left_out(experiment, profile, self.done, unclean, places.unclean, self.given_up))
+
+
+def tell(lines: Sequence[str]) -> None:
+    """In yellow, beside the result."""
+    for line in lines:
+        notes.print(line, style="yellow", markup=False, soft_wrap=True)
+
+
+def search_lines(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
+) -> list[str]:
+    """A line for each value that counts as the worst of its search, and for each cell whose search chose nothing."""
+    found = [(cell, dead_end(experiment, profile, cell, results, failed)) for cell in experiment.cells(profile)]
+    worst = worst_values(experiment, profile, results, failed)
+    return worst + [f"{', '.join(cell.values())} not run: {why}" for cell, why in found if why is not None]

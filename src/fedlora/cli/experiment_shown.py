@@ -1,0 +1,158 @@
+"""`fedlora experiment table | plot | fill | report`: what came of the runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedlora.cli.experiment_decide import answers_of
+from fedlora.cli.experiment_project import Project, search_lines, tell
+from fedlora.cli.formats import Format, Printed, Sheet, show
+from fedlora.cli.scores import cell_value, records
+from fedlora.cli.screen import notes, plotted
+from fedlora.core import files
+from fedlora.errors import ConfigError
+from fedlora.experiments.budgets import SIMULATIONS
+from fedlora.experiments.claims import Claims
+from fedlora.experiments.decision_words import by_score, margins
+from fedlora.experiments.decisions import Answers
+from fedlora.experiments.filled_pages import Stored, asked_of, filled, read_page
+from fedlora.experiments.frames import long_records
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.page_tables import tables_of
+from fedlora.experiments.prices import prices
+from fedlora.experiments.report import Decided, write_report
+from fedlora.experiments.result import unclean_lines
+from fedlora.experiments.runnable import other_files
+from fedlora.experiments.runner import missing
+from fedlora.experiments.scores import parse_number
+from fedlora.experiments.seed_plan import path_of, read_plan, still_open
+from fedlora.experiments.store import exists
+from fedlora.experiments.tables import measured_by, paired, score_cells, without_number
+from fedlora.runs.attack_words import attacks_of
+
+
+def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format) -> None:
+    """Scores, differences, prices and budgets; under them what a reader has to know."""
+    experiment = project.named(name)
+    grid = Grid(experiment, profile, project.done, project.given_up)
+    which = grid.which(metric or "")
+    parse_number(which)
+    made, cells = tables_of(grid, metric or ""), score_cells(grid, which)
+    differences = paired(cells, grid.rows, experiment.reference) if experiment.reference else []
+    used = {run.digest: result for run, result in grid.used}
+    attacks = attacks_of([result.settings.model_dump() for result in used.values()])
+    loud = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks]
+    if any(result.privacy for result in used.values()):
+        loud.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
+    remarks = dict.fromkeys(
+        [*loud, *(line for table in made for line in table.below), *without_number(cells),
+         *search_lines(experiment, profile, grid.results, grid.failed), *unclean_lines(used.values()),
+         *other_files(missing(experiment, profile, project.places, None, grid.failed), grid.results)]
+    )  # fmt: skip
+    aloud = {"not_for_use": " ".join(loud)}
+    value = {
+        "metric": which, "score": measured_by(cells), "cells": [cell_value(c) for c in cells],
+        "differences": [vars(d) for d in differences], "prices": [vars(price) for price in prices(grid)],
+        "attacks": attacks, **aloud,
+    }  # fmt: skip
+    lines = [{**line, **(aloud if loud else {})} for line in records(which, cells, differences, grid.rows)]
+    sheets = [Sheet(table.caption.replace("*", ""), table.columns, table.rows, table.names) for table in made]
+    show(Printed(sheets, lines, value, [*remarks], long_records(grid) if form is Format.long else []), form)
+    project.tell_left_out([(experiment, profile)])
+    if late := still_open(project.results, grid):
+        tell([f"A look before its time: {late}."])
+
+
+def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
+    """The map of what is decided and its set-ups, or what has been run."""
+    experiment = project.named(name)
+    target = out or project.results / "plots" / f"{experiment.name}-{profile}.png"
+    project.tell_left_out([(experiment, profile)])
+    grid = Grid(experiment, profile, project.done, project.given_up)
+    asked, decided = project.asked, list[Answers]()
+    if asked is not None and profile in {family.profile for family in asked.of(experiment.name).values()}:
+        decided = answers_of(project, asked, experiment)
+        grid = grid.of_seeds(read_plan(path_of(project.results, experiment.name)).seeds)
+    waiting = [
+        f"{a.there} of {a.wanted} planned seeds of {experiment.name} are there" for a in decided if not a.complete
+    ]
+    if late := still_open(project.results, grid) or "".join(waiting[:1]):
+        raise ConfigError(
+            f"{late}, and nothing of it is drawn before all of them are. Go on with: fedlora experiment run "
+            f"{experiment.name} --profile {profile}"
+        )
+
+    def pictures() -> list[Path]:
+        from fedlora.experiments.map_picture import map_figure
+        from fedlora.experiments.pictures import figure_of, save
+
+        made = []
+        for k, (score, of) in enumerate(by_score(decided).items()):
+            made += save(map_figure(of), target if k == 0 else target.with_stem(f"{target.stem}-{score}"))
+        figure = figure_of(grid, margins(decided))
+        if figure is None:
+            raise ConfigError(
+                f"experiment {experiment.name} has no result of profile {profile} to draw: it takes runs that were "
+                f"evaluated after several rounds, or two seeds of the reference and of another label. Run more first."
+            )
+        return [*made, *save(figure, target.with_stem(f"{target.stem}-setups") if decided else target)]
+
+    plotted(pictures)
+
+
+def fill_pages(project: Project, pages: Sequence[Path]) -> None:
+    """Each page's tables from the results."""
+    stored = Stored.read(project.experiments, project.results, project.claims if project.asked else Path())
+    found = [(page, text, filled(text, stored)) for page in pages for text in [read_page(page)]]
+    for page, text, new in found:
+        if new != text:
+            files.write(page.resolve(), new)  # a link stays one
+        notes.print(f"{page}: {'filled' if new != text else 'as it was'}", markup=False, highlight=False)
+    asked = dict.fromkeys(pair for _, text, _ in found for pair in asked_of(text))
+    project.tell_left_out([(project.named(name), profile) for name, profile in asked])
+
+
+def report_all(project: Project, out: Path, profile: str) -> None:
+    """The page, of all experiments that have the profile; with "mini" of all their profiles but "paper" and pilots."""
+    if not project.all:
+        raise ConfigError(f"there are no experiments in {project.experiments}.")
+    project.tell_left_out([(one, name) for one in project.all for name in one.profiles])
+    claims, grids, late = project.asked, [], []
+    for experiment in project.all:
+        pilots = set() if claims is None else claims.pilots(experiment.name)
+        for name in experiment.profiles:
+            if name in pilots or not (name == profile or (profile == "mini" and name != "paper")):
+                continue
+            grid = Grid(experiment, name, project.done, project.given_up)
+            if words := still_open(project.results, grid):
+                late.append(f"not shown: {words}, and nothing of it is shown before all of them are.")
+            else:
+                grids.append(_planned_seeds(project, grid))
+    decided = None if claims is None else _decided(project, claims)
+    waiting = {one.family.experiment for one in decided.answers if not one.complete} if decided else set()
+    grids = [grid for grid in grids if grid.experiment.name not in waiting]
+    write_report(out, grids, project.experiments / "paper_numbers.toml", decided)
+    tell(late)
+    notes.print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _planned_seeds(project: Project, grid: Grid) -> Grid:
+    """Without seeds beyond a plan of this profile."""
+    path = path_of(project.results, grid.experiment.name)
+    plan = read_plan(path) if exists(path) else None
+    return grid if plan is None or plan.profile != grid.profile else grid.of_seeds(plan.seeds)
+
+
+def _decided(project: Project, claims: Claims) -> Decided:
+    """Every family of every experiment that has a plan."""
+    found, grids, past = list[Answers](), {}, {}
+    for experiment in project.all:
+        path = path_of(project.results, experiment.name)
+        if claims.of(experiment.name) and exists(path):
+            plan = read_plan(path)
+            found += answers_of(project, claims, experiment)
+            past[experiment.name] = plan.history
+            grid = Grid(experiment, plan.profile, project.done, project.given_up)
+            grids[experiment.name] = grid.of_seeds(plan.seeds)
+    return Decided(claims, {one.name: one for one in project.all}, found, grids, past)

@@ -1,0 +1,106 @@
+"""Results as pandas frames. A new column is a line in `COLUMNS`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.result import Result
+from fedlora.experiments.store import read_results_of
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
+
+# Of each run, in `results`.
+COLUMNS: Mapping[str, Callable[[Result], object]] = {
+    "digest": lambda r: r.digest,
+    "method": lambda r: r.method,
+    "seed": lambda r: r.settings.run.seed,
+    "metric": lambda r: r.metric,
+    "target": lambda r: r.target,
+    "rounds": lambda r: r.rounds,
+    "best_round": lambda r: r.best_round,
+    "test, best": lambda r: r.score("test, best"),
+    "test, last": lambda r: r.score("test, last"),
+    "validation, best": lambda r: r.score("validation, best"),
+    "MB up": lambda r: r.megabytes_up,
+    "MB down": lambda r: r.megabytes_down,
+    "seconds": lambda r: r.wall_seconds,
+    "seconds of training": lambda r: r.seconds.get("train"),
+    "epsilon": lambda r: r.privacy.epsilon_planned if r.privacy else None,
+    "commit": lambda r: " and ".join(r.commits(12)),
+    "machine": lambda r: r.machine.words,
+}
+
+
+def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
+    """Stored runs as a pandas frame.
+
+    Args:
+        path: a folder of results (`results`, the `--out` of `fedlora compare`), or one of its files.
+        by_round: a row for each run, round and score (on validation; "training loss" of each client), in place of one
+            for each run.
+
+    Returns:
+        By run: where it is stored, `COLUMNS`, every setting in which the runs differ ("train.lr"), and every score on
+        the test set after the last round ("test loss"). By round: digest, method, seed, round, metric, client, value.
+
+    Raises:
+        CheckpointError: a file there that holds no results. FileNotFoundError: nothing is there.
+
+    Example:
+        >>> runs = results("results")
+        >>> runs.groupby("method")["seed"].count().to_dict()
+        {'glora': 1}
+    """
+    from pandas import DataFrame
+
+    place = Path(path)
+    files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
+    if not files:
+        raise FileNotFoundError(f"{place} has no results (NAME.jsonl).")
+    found = [(file.stem, result) for file in files for result in read_results_of(file).values()]
+    if by_round:
+        return DataFrame([row for _, result in found for row in rounds_of(result)])
+    settings = [_flat(result.settings.model_dump(mode="json")) for _, result in found]
+    differing = {key for one in settings for key in one if any(one[key] != other.get(key) for other in settings)}
+    return DataFrame(
+        [
+            {"file": file, **{name: column(result) for name, column in COLUMNS.items()},
+             **{key: value for key, value in told.items() if key in differing - {"run.seed", "method.name"}},
+             **{f"test {name}": value for name, value in result.test.last.items()}}
+            for (file, result), told in zip(found, settings, strict=True)
+        ]
+    )  # fmt: skip
+
+
+def rounds_of(result: Result) -> Iterator[dict[str, object]]:
+    """Each score on validation and each client's training loss, by round; NaN where it diverged."""
+    of = {"digest": result.digest, "method": result.method, "seed": result.settings.run.seed}
+    for score in result.history.metrics:
+        for t, value in result.history.curve(score).items():
+            yield {**of, "round": t, "metric": score, "client": None, "value": value}
+    for t in range(1, result.rounds + 1):
+        for client, loss in result.history.losses_of(t).items():
+            value = math.nan if loss is None else loss
+            yield {**of, "round": t, "metric": "training loss", "client": client, "value": value}
+
+
+def long_records(grid: Grid) -> list[dict[str, object]]:
+    """A record for each run, round and score on validation, with the labels of its cell: for curves of one's own."""
+    return [
+        {**run.cell, "seed": run.seed, "round": row["round"], "metric": row["metric"], "value": row["value"]}
+        for run, result in grid.used
+        for row in rounds_of(result)
+        if row["client"] is None
+    ]
+
+
+def _flat(table: Mapping[str, object], where: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
+    return found

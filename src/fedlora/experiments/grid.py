@@ -1,0 +1,55 @@
+"""An experiment at one profile with what has come of it: what tables, verdicts and pictures are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from fedlora.experiments.plan import PlannedRun, mains
+from fedlora.experiments.result import Result
+from fedlora.experiments.spec import Cell, Experiment
+
+
+@dataclass(frozen=True)
+class Grid:
+    """results: by digest. failed: digest -> why, of runs that failed by themselves."""
+
+    experiment: Experiment
+    profile: str
+    results: Mapping[str, Result]
+    failed: Mapping[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def runs(self) -> list[PlannedRun]:
+        """Those that count, of cells whose search is done."""
+        return mains(self.experiment, self.profile, self.results, self.failed)
+
+    @cached_property
+    def used(self) -> list[tuple[PlannedRun, Result]]:
+        """Those that have a result."""
+        return [(run, result) for run in self.runs if (result := run.result(self.results)) is not None]
+
+    @property
+    def rows(self) -> str:
+        """The axis whose labels are compared."""
+        return self.experiment.rows[0]
+
+    @cached_property
+    def axes(self) -> list[str]:
+        """Those of which the profile has more than one label; the first at least."""
+        cells = list(self.experiment.cells(self.profile))
+        return [axis for axis in self.experiment.axes if len({cell[axis] for cell in cells}) > 1] or [self.rows]
+
+    def which(self, number: str = "") -> str:
+        """A number's name; without one that which is compared."""
+        return number or self.experiment.compared(self.profile)
+
+    def place(self, cell: Cell) -> tuple[str, ...]:
+        """Its labels of `axes`."""
+        return tuple(cell[axis] for axis in self.axes)
+
+    def of_seeds(self, seeds: Sequence[int]) -> Grid:
+        """With these seeds in place of the profile's: those that a plan asks for."""
+        profile = self.experiment.profile(self.profile).model_copy(update={"seeds": list(seeds)})
+        return replace(self, experiment=self.experiment.with_profile(self.profile, profile))

@@ -1,0 +1,129 @@
+"""What is known of runs before they start: what cannot be run, and which results are of other data or other code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.messages import Client
+from fedlora.errors import ConfigError, FedLoRAError, counted
+from fedlora.experiments.plan import PlannedRun, first_run, mains, searches
+from fedlora.experiments.result import Result
+from fedlora.experiments.scores import parse_number
+from fedlora.experiments.spec import Experiment
+from fedlora.runs.config import RunConfig
+from fedlora.runs.own_files import MISSING, named, own_paths
+
+
+def check_number(experiment: Experiment, profile: str, which: str) -> None:
+    """Raises `ConfigError`, before anything is run, for a number (`Result.score`) that is none, or that no run
+    of the profile can have."""
+    number, whys = parse_number(which), []
+    for cell in experiment.cells(profile):
+        why = number.lacks(first_run(experiment, profile, cell).config)
+        if why is None:
+            return
+        whys.append(why)
+    if whys:
+        raise ConfigError(f"no run can have the number {which!r}: {whys[0]}.")
+
+
+def check_runnable(runs: Iterable[PlannedRun]) -> None:
+    """Raises `ConfigError`, with the run, for a method or a rule that there is not, or that refuses its settings, and
+    for ranks that are not those of as many clients. What only data or model show is found when a run begins."""
+    known: set[str] = set()
+    for run in runs:
+        config = run.config
+        told = config.model_dump_json(include={"method", "server", "defence", "clients", "data"})
+        if told in known:
+            continue
+        known.add(told)
+        why = unfit(config)
+        if why is not None:
+            raise ConfigError(f"{run.label} cannot be run: {why}")
+
+
+def unfit(config: RunConfig) -> str | None:
+    """Why the configuration alone shows that it cannot be run, with any seed; None where it does not."""
+    try:
+        server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
+        names = [str(k) for k in range(clients_of(config))]
+        assigned = config.clients.assigned(names, config.run.seed) if names else {}
+        ranks = {of.attention for of in assigned.values()}
+        if ranks:  # a model of one square matrix says whether the method serves them
+            size = max(ranks)
+            state = server.init(Adapter({"any": LoRA(torch.zeros(size, size), torch.eye(size))}))
+            for rank in sorted(ranks):
+                server.download(state, Client(f"of rank {rank}", rank))
+    except FedLoRAError as error:
+        return str(error)
+    return None
+
+
+def clients_of(config: RunConfig) -> int:
+    """How many there are: the files of data.clients, the tasks of superni, or clients.count, else one for each rank;
+    0 where only the data tell."""
+    clients, data = config.clients, config.data
+    if data.clients:
+        return len(data.clients)
+    if data.task == "superni":
+        return data.tasks
+    return clients.count or len([] if clients.profile else clients.ranks or [])
+
+
+def missing_files(runs: Sequence[PlannedRun]) -> list[str]:
+    """A line for each file or folder that there is not."""
+    found = {key: _path(run, key) for run in runs for key, what in run.files.items() if what == MISSING}
+    return [
+        f"{key}: {path} does not exist, and runs are known by its content. Relative paths start at the folder of the "
+        f"experiment's file."
+        for key, path in found.items()
+    ]
+
+
+def _path(run: PlannedRun, key: str) -> str:
+    return own_paths(run.config).get(key, run.config.method.name)
+
+
+def other_files(runs: Sequence[PlannedRun], results: Mapping[str, Result]) -> list[str]:
+    """A line for each data set or model of which there are results of another content, under the same name in the same
+    configuration; and for each that is not there now."""
+    wanted = {named(run.config).digest(): run for run in runs if run.files and run.digest not in results}
+    found: Counter[tuple[str, str, str, str]] = Counter()
+    for result in results.values() if wanted else ():
+        run = wanted.get(result.settings.digest()) if result.files else None
+        if run is None:
+            continue
+        for key, here in run.files.items():
+            if result.files.get(key) != here != MISSING:
+                found[key, _path(run, key), result.files.get(key, ""), here] += 1
+    return missing_files(list(wanted.values())) + [
+        f"{key}: {counted(count, 'finished run')} of the same configuration had a {Path(path).name} with SHA-256 "
+        f"{there[:12]}, and {path} has {here[:12]}: another content, and they are not taken."
+        for (key, path, there, here), count in found.items()
+    ]
+
+
+def left_out(
+    experiment: Experiment, profile: str, results: Mapping[str, Result], unclean: Mapping[str, Result], folder: Path,
+    failed: Collection[str],
+) -> list[str]:  # fmt: skip
+    """A line where runs of the profile, of its search or its table, have no result but one of code that no commit
+    describes. unclean: these, of `folder`. results: all the others."""
+    aside = {digest: result for digest, result in unclean.items() if digest not in results}
+    runs = [*searches(experiment, profile), *mains(experiment, profile, {**aside, **results}, failed)] if aside else []
+    gone = [aside[digest] for digest in dict.fromkeys(run.digest for run in runs) if digest in aside]
+    if not gone:
+        return []
+    whys = ("was installed without git" if one.commit is None else "was changed after its commit" for one in gone)
+    why = " and ".join(f"{count} of code that {what}" for what, count in Counter(whys).items())
+    return [
+        f"{experiment.name}, profile {profile}: {counted(len(gone), 'finished run')} left out, because no commit says "
+        f"which code made them: {why}. They stand in {folder}. To have such runs counted, make them from a git "
+        f"checkout without changes (git clone, pip install -e), in a new work folder: fedlora experiment run "
+        f"{experiment.name} --profile {profile} --work NEW."
+    ]

@@ -1,0 +1,114 @@
+"""The kinds of table that need a plan: verdicts, the gate, how many seeds, what the search chose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean
+
+from fedlora.experiments import decision_words
+from fedlora.experiments.claims import Family, setup_axis
+from fedlora.experiments.decision_words import UNITS, margin_in_words, seeds_in_words
+from fedlora.experiments.digits import in_words, shown
+from fedlora.experiments.scores import scale
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.table_source import Source, Table
+from fedlora.experiments.tables import measured_by, score_cells
+from fedlora.experiments.verdicts import per_cent
+
+
+def decisions(source: Source) -> Table:
+    """words: a family."""
+    found, alpha = source.family, source.claims.alpha if source.claims else 0.0
+    columns, rows = decision_words.headings(found.family), decision_words.rows(found)
+    if all(answer.test is None for answer in found.answers):  # columns of nothing say nothing
+        columns, rows = [*columns[:2], columns[-1]], [[*row[:2], row[-1]] for row in rows]
+    return Table(columns, rows, decision_words.caption(found, alpha), found.notes)
+
+
+def gates(source: Source) -> Table:
+    """By how much LoRA beats a head alone, by set-up, and with how many seeds that would pass. words: a family."""
+    found, claims = source.family, source.claims
+    rows = [
+        [gate.setup, label, in_words(gate.ahead[label], gate.spread[label]),
+         "not ahead by the margin" if (needed := gate.needed[label]) is None else seeds_in_words(needed),
+         "carried by LoRA" if gate.passed else "not known: a run is lost" if gate.lost else "thrown out"]
+        for gate in found.gates for label in gate.ahead
+    ]  # fmt: skip
+    columns = ["set-up", "", "log-loss lower than a head's by, mean ± sd", "seeds that it would take", "set-up is"]
+    gate = None if claims is None else claims.gates.get(source.grid.experiment.name)
+    if claims is None or gate is None:
+        return Table(columns, rows, "", found.gate_notes)
+    where = f" (measured in {gate.head_of.experiment}, {gate.head_of.setup})" if gate.head_of else ""
+    caption = (
+        f"By how much LoRA's held-out log-loss (nats) is lower than that of the control without LoRA, "
+        f"{gate.head}{where}: mean ± standard deviation over {found.there} paired seeds. A set-up is carried by LoRA "
+        f"where one of the methods named is ahead by more than {gate.margin:g} nats (one-sided t test at "
+        f"{claims.alpha / len(gate.lora):g}). *seeds that it would take*: to show such a lead in {claims.power:.0%} of "
+        f"cases."
+    )
+    return Table(columns, rows, caption, found.gate_notes)
+
+
+def seeds(source: Source) -> Table:
+    """What the plan says: the largest spread of a gap in the pilot, how many seeds it takes, how many there are, and
+    what these can show where the spread is largest."""
+    plan, claims = source.plan, source.claims
+    if plan is None or claims is None:
+        return Table(["family"], [], "")
+    rows, count = [], len(plan.seeds)
+    for name, spreads in plan.spreads.items():
+        family = claims.families[name]
+        question, spread = max(_piloted(source.grid.experiment, family, spreads).items(), key=lambda pair: pair[1])
+        found = claims.powers(name, {question: spread}, count)[question]
+        _, factor, digits = UNITS[family.metric]
+        told = [f"{factor * x:.{digits}f}" for x in (spread, found.gap)]
+        rows.append([name, f"{told[0]} ({question})", seeds_in_words(plan.needed[name]), str(count), told[1],
+                     per_cent(found.equal)])  # fmt: skip
+    families = [claims.families[name] for name in plan.spreads]
+    units, margins, caps = (
+        " or ".join(dict.fromkeys(words(family) for family in families))
+        for words in (lambda f: UNITS[f.metric][0].replace(", ", " in "), margin_in_words, lambda f: str(f.cap))
+    )
+    cases, pilot = f"{claims.power:.0%} of cases", len(source.grid.experiment.profile(families[0].pilot).seeds)
+    caption = (
+        f"*spread*: the standard deviation over the pilot's {pilot} seeds of the paired gap between two methods "
+        f"({units}), and of which question. *seeds that it takes*: to find equal methods equivalent, within {margins}, "
+        f"in {cases}; at most {caps} were to be spent. The last two columns say what the planned seeds can do at that "
+        f"spread, if gaps are normal: the smallest difference that they show in {cases}, and how often they find equal "
+        f"methods equivalent."
+    )
+    columns = ["family", "largest spread of a gap in the pilot", "seeds that it takes", "seeds planned",
+               "smallest gap that these show", "chance that equals are found equivalent"]  # fmt: skip
+    return Table(columns, rows, caption)
+
+
+def _piloted(experiment: Experiment, family: Family, spreads: Mapping[str, float]) -> Mapping[str, float]:
+    """The spreads that were measured. A set-up without a pilot took the largest of its pair, and is not where it is
+    from."""
+    axis = setup_axis(experiment)
+    setups = {cell[axis] for cell in experiment.cells(family.pilot)}
+    measured = {question.words for question in family.questions if question.setup in setups}
+    return {words: spread for words, spread in spreads.items() if words in measured} or spreads
+
+
+def rates(source: Source) -> Table:
+    """The value of the search that each label got, with what it was chosen by: the score on validation."""
+    tune, rates = source.grid.experiment.tune, source.plan.rates if source.plan else []
+    if tune is None:
+        return Table(["of"], [], "")
+    values = list(dict.fromkeys(value for rate in rates for value in rate.validation))
+    rows = []
+    for rate in rates:
+        each = [list(rate.validation.get(value, {}).values()) for value in values]
+        means = ["diverged" if None in scores else in_words(fmean(x for x in scores if x is not None)) if scores else ""
+                 for scores in each]  # fmt: skip
+        chosen = "none" if rate.value is None else shown(rate.value)
+        rows.append([rate.of, chosen + (f" ({rate.at_the_edge} tried)" if rate.at_the_edge else ""), *means])
+    metric = measured_by(score_cells(source.grid))
+    told = "the score" if metric is None else scale(metric)
+    caption = (
+        f"The value of {tune.key} that the search chose for each row, and {told} on validation data at each value "
+        f"tried, the mean over seed{'s' if len(tune.seeds) > 1 else ''} {', '.join(map(str, tune.seeds))} of the "
+        "search."
+    )
+    return Table(["", "chosen", *(f"validation at {value}" for value in values)], rows, caption)
