@@ -13,8 +13,8 @@ from fedlora.cli.measures import byte_size
 from fedlora.cli.screen import Table, cell, complain, console, import_plots, plotted, print_json, tracked
 from fedlora.core.echo import shown
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
+from fedlora.runs.drawing import check_picture
 from fedlora.runs.folder import plain
-from fedlora.runs.picture_mark import check_picture
 
 if TYPE_CHECKING:
     from fedlora.applying.apply import Applied

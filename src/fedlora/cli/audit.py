@@ -16,8 +16,8 @@ from fedlora.adapters.limits import Limits
 from fedlora.cli.limits import Limit, limits_of
 from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red, tell_attack
 from fedlora.errors import ConfigError
+from fedlora.runs.drawing import check_picture
 from fedlora.runs.folder import RunFolder, plain
-from fedlora.runs.picture_mark import check_picture
 
 if TYPE_CHECKING:
     from fedlora.analysis.audit import Audit

@@ -37,8 +37,7 @@ from fedlora.experiments.scores import scale
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.tables import Budget, Difference, measured_by, paired, score_cells, smaller_is_better
 from fedlora.runs.attack_words import attacks_of
-from fedlora.runs.drawing import COLOURS, saved, under_attack, words
-from fedlora.runs.picture_mark import metadata
+from fedlora.runs.drawing import COLOURS, metadata, saved, under_attack, words
 
 INK, MUTED, FAINT, GROUND = "#222222", "#5c5c5c", "#d9d9d9", "#ffffff"
 # drawn colour -> (CSS variable, in the dark)

@@ -27,7 +27,7 @@ from fedlora.experiments.result import Result
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, located, parse_config
-from fedlora.runs.own_files import MISSING, contents, digest_of, named, own_paths
+from fedlora.runs.inputs import MISSING, contents, digest_of, named, own_paths
 from fedlora.runs.private_simulation import LEDGER, simulated, with_ledger
 from fedlora.training.metrics import best_of
 

@@ -14,15 +14,13 @@ from fedlora.core.lora import Adapter
 from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.errors import CheckpointError
 from fedlora.runs.card import model_card
-from fedlora.runs.exported import export_folder, write_export
+from fedlora.runs.exported import clear_exports, export_folder, global_adapter, write_export
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.observers import Trackers
 from fedlora.runs.opening import best_line
-from fedlora.runs.own_exports import clear_exports
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import private_summary, without_times
 from fedlora.runs.private_run import PrivateRun, told
-from fedlora.runs.readouts import global_adapter
 from fedlora.runs.samples import write_samples
 from fedlora.server.judged import of_run
 from fedlora.server.state import RunState
@@ -153,7 +151,7 @@ def finish(
             exports.write(f"clients/{client.id}", own, state.round, each.get(client.id, {}), client.id)
     # before the summary: what is lost by a kill here is told again
     trackers.close((name, one.state.round, one.measured.scores) for name, one in tested.items())
-    clear_exports(prepared, folder, exports.made)
+    clear_exports(folder, prepared.tokenizer, [client.id for client in prepared.clients], exports.made)
     samples = write_samples(prepared, folder, state)
     last = lines[-1] if lines else {}
     scored = [line for line in lines if line["metrics"]]

@@ -20,9 +20,9 @@ from fedlora.core.folders import replacing_folder
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs.attack_section import attack_note
+from fedlora.runs.exported import UPLOADS
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.opening import best_line
-from fedlora.runs.own_exports import UPLOADS
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import private_line, shown_config
 from fedlora.runs.private_run import PrivateRun

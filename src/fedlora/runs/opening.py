@@ -11,9 +11,9 @@ from typing import Any
 from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError, counted
 from fedlora.runs import resuming
+from fedlora.runs.exported import check_replaceable
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.identity import identity
-from fedlora.runs.own_exports import check_replaceable
+from fedlora.runs.inputs import identity
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_releases import begin, keep_config, read_private
@@ -64,7 +64,8 @@ def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunStat
     if (logged := len(folder.metrics())) > state.round:
         newest = f"the newest state in checkpoints/ is of round {state.round}" if loaded else "checkpoints/ has none"
         log.warning("%s are logged, and %s: later ones are played again", counted(logged, "round"), newest)
-    check_replaceable(prepared, folder, state)
+    left = range(state.round + 1, prepared.config.run.rounds + 1)
+    check_replaceable(folder, prepared.tokenizer, [client.id for client in prepared.clients], left)
     if folder.finished():
         folder.lacking()  # raises where a file of the result is another one by now
     if changed:

@@ -21,11 +21,10 @@ from fedlora.runs.attack_section import attack_facts
 from fedlora.runs.base_names import base_name
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
-from fedlora.runs.copies import straddling
 from fedlora.runs.defence import check_rule
 from fedlora.runs.exported import named
 from fedlora.runs.inputs import dealt_out
-from fedlora.runs.manifest import manifest
+from fedlora.runs.manifest import manifest, straddling
 from fedlora.runs.private_checks import check_private, planned_privacy
 from fedlora.runs.private_outputs import public_manifest
 from fedlora.runs.samples import draw_samples

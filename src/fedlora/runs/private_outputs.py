@@ -14,7 +14,7 @@ from typing import Any
 from fedlora.privacy.released import TIMELESS, fate_of, filtered, items
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.own_files import with_paths
+from fedlora.runs.inputs import with_paths
 
 WITHHELD = "withheld"
 

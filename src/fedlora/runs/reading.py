@@ -77,12 +77,13 @@ def _known(kind: type[BaseModel], place: Sequence[object]) -> tuple[str, ...]:
     """The keys of the table at that place of a file."""
     for part in place:
         if part in kind.model_fields:
-            kind = next(_tables(kind.model_fields[str(part)].annotation), kind)
+            kind = next(tables_in(kind.model_fields[str(part)].annotation), kind)
     return tuple(kind.model_fields)
 
 
-def _tables(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def tables_in(annotation: Any) -> Iterator[type[Section]]:
+    """The tables that a value of that type is, or holds."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for inside in get_args(annotation):
-        yield from _tables(inside)
+        yield from tables_in(inside)

@@ -11,7 +11,7 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedlora.client import receive
 from fedlora.core import files
@@ -19,17 +19,15 @@ from fedlora.core.lora import Adapter
 from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.data import TextData
 from fedlora.errors import counted
+from fedlora.runs.exported import global_adapter
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.readouts import global_adapter
+from fedlora.runs.preparation import Prepared
 from fedlora.seeds import derive_seed
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.training.encoding import cut_prompts
 from fedlora.training.generation import greedy
 from fedlora.training.prompting import end_tokens, find_template
-
-if TYPE_CHECKING:
-    from fedlora.runs.preparation import Prepared
 
 
 def draw_samples(sets: Sequence[TextData], count: int, seed: int) -> TextData | None:
