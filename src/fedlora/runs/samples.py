@@ -8,7 +8,6 @@ the model before is the common start, which a run that was resumed has too.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,22 +21,11 @@ from fedlora.errors import counted
 from fedlora.runs.exported import global_adapter
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
-from fedlora.seeds import derive_seed
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.training.encoding import cut_prompts
 from fedlora.training.generation import greedy
 from fedlora.training.prompting import end_tokens, find_template
-
-
-def draw_samples(sets: Sequence[TextData], count: int, seed: int) -> TextData | None:
-    """`count` examples of the held-out sets, drawn by the seed: fewer where there are fewer, None of none."""
-    filled = [data for data in sets if len(data)]
-    if not filled or not count:
-        return None
-    whole = TextData.concat(filled)
-    drawn = random.Random(derive_seed(seed, "samples")).sample(range(len(whole)), min(count, len(whole)))
-    return whole.select(drawn)
 
 
 def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> list[Path]:
