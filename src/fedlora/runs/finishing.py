@@ -114,6 +114,10 @@ class _Exports:
         )  # fmt: skip
         self.made.append(self._folder.path / name)
 
+    def names(self) -> list[str]:
+        """Of the folders in the run's."""
+        return sorted({place.relative_to(self._folder.path).parts[0] for place in self.made})
+
     def files(self) -> list[Path]:
         return [path for place in self.made for path in place.rglob("*") if path.is_file()]
 
@@ -153,9 +157,21 @@ def finish(
     trackers.close((name, one.state.round, one.measured.scores) for name, one in tested.items())
     clear_exports(folder, prepared.tokenizer, [client.id for client in prepared.clients], exports.made)
     samples = write_samples(prepared, folder, state)
+    summary = _summary(prepared, state, lines, best, tested, stopped, each, common, exports, judged).plain()
+    folder.finish(summary if spent is None else private_summary(summary, spent), [*samples, *exports.files()])
+    without_times(folder, prepared.config)
+
+
+def _summary(
+    prepared: Prepared, state: RunState, lines: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None,
+    tested: Mapping[str, _Tested], stopped: Mapping[str, Any] | None, each: Mapping[str, Mapping[str, float]],
+    common: Mapping[str, Mapping[str, float]], exports: _Exports, judged: Mapping[str, Any] | None,
+) -> Summary:  # fmt: skip
+    """each, common: what `finish` measured of the clients, on their own test sets and on the common one."""
+    server = prepared.server
     last = lines[-1] if lines else {}
     scored = [line for line in lines if line["metrics"]]
-    summary = Summary(
+    return Summary(
         method=server.method.name,
         rounds=state.round,
         clients=len(prepared.clients),
@@ -176,13 +192,11 @@ def finish(
         gauge_drift=last.get("gauge_drift"),
         gauge_drift_as_sent=last.get("gauge_drift_as_sent"),
         refused=sum(len(line["refused"]) for line in lines),
-        exports=sorted({place.relative_to(folder.path).parts[0] for place in exports.made}),
+        exports=exports.names(),
         diagnostics=server.diagnostics(state.server),
         attack=prepared.manifest["attack"] if prepared.adversary is not None else None,
         defence=judged,
-    ).plain()
-    folder.finish(summary if spent is None else private_summary(summary, spent), [*samples, *exports.files()])
-    without_times(folder, prepared.config)
+    )
 
 
 def _tested(

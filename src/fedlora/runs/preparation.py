@@ -114,10 +114,8 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
     a_round = len(sample_clients(list(parts), config.run.participation, seed=0, round=0))
     processes = config.run.processes(config.model.chosen_device(), a_round)
     check_processes(config, processes)
-    labels = next(iter(parts.values())).label_names
-    model = config.model.load(  # with several processes, each moves its own to its device
-        config.lora, labels, config.run.seed, device="cpu" if processes > 1 else None
-    )
+    labels, device = next(iter(parts.values())).label_names, "cpu" if processes > 1 else None  # each moves its own
+    model = config.model.load(config.lora, labels, config.run.seed, device=device)
     clients, seed_adapter, spec = _start(config, model, list(parts))
     if config.privacy is not None:
         server = replace(server, privacy=planned_privacy(config, clients, seed_adapter))
