@@ -20,9 +20,11 @@ from fedlora.adapters.mark import only_by, written_by
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
 from fedlora.adapters.uploads import FILE
 from fedlora.adapters.writer import RUN
+from fedlora.client import receive
 from fedlora.core import files
 from fedlora.core.folders import ANY_FOLDER, FolderKind, check_target, replacing_folder
 from fedlora.core.lora import Adapter
+from fedlora.core.messages import Client, ClientMemory, as_pruned
 from fedlora.core.read_only import ReadOnly
 from fedlora.runs.folder import RunFolder
 from fedlora.server.server import Server
@@ -96,6 +98,12 @@ def global_adapter(server: Server, state: RunState) -> Adapter:
     """The server's model as one adapter: its whole update at full rank, base change included, and the heads."""
     update = server.global_update(state.server)
     return Adapter({name: pad_rank(lora, 1) for name, lora in update.items()}, state.server.heads)
+
+
+def client_adapter(server: Server, state: RunState, client: Client) -> Adapter:
+    """What that client reads out of the state, as one adapter on the pre-trained base."""
+    memory = state.clients.get(client.id, ClientMemory())
+    return receive(server.download(state.server, as_pruned(client, memory)), memory.kept).folded()
 
 
 def check_replaceable(folder: RunFolder, tokenizer: Any, clients: Collection[str], rounds: Iterable[int]) -> None:

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.client import receive
 from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter
-from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.errors import CheckpointError
 from fedlora.runs.card import model_card
-from fedlora.runs.exported import clear_exports, export_folder, global_adapter, write_export
+from fedlora.runs.exported import clear_exports, client_adapter, export_folder, global_adapter, write_export
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.observers import Trackers
 from fedlora.runs.opening import best_line
@@ -150,8 +148,7 @@ def finish(
     common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}
     if prepared.config.run.readouts or not server.has_global_model(state.server):
         for client in prepared.clients:
-            memory = state.clients.get(client.id, ClientMemory())
-            own = receive(server.download(state.server, as_pruned(client, memory)), memory.kept).folded()
+            own = client_adapter(server, state, client)
             exports.write(f"clients/{client.id}", own, state.round, each.get(client.id, {}), client.id)
     # before the summary: what is lost by a kill here is told again
     trackers.close((name, one.state.round, one.measured.scores) for name, one in tested.items())

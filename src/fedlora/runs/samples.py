@@ -12,13 +12,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlora.client import receive
 from fedlora.core import files
 from fedlora.core.lora import Adapter
-from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.data import TextData
 from fedlora.errors import counted
-from fedlora.runs.exported import global_adapter
+from fedlora.runs.exported import client_adapter, global_adapter
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
 from fedlora.server.server import start
@@ -78,13 +76,9 @@ def _answers(prepared: Prepared, prompts: list[list[int]], new: int, state: RunS
 
 def _as_adapter(prepared: Prepared, state: RunState) -> Adapter:
     """The model as one adapter on the pre-trained base, which other processes may be using: it is not changed."""
-    server = prepared.server
-    if server.has_global_model(state.server):
-        return global_adapter(server, state)
-    client = prepared.clients[0]
-    memory = state.clients.get(client.id, ClientMemory())
-    download = server.download(state.server, as_pruned(client, memory))
-    return receive(download, memory.kept).folded()
+    if prepared.server.has_global_model(state.server):
+        return global_adapter(prepared.server, state)
+    return client_adapter(prepared.server, state, prepared.clients[0])
 
 
 def _speaker(prepared: Prepared, state: RunState) -> str:
