@@ -220,7 +220,7 @@ class RunFolder:
 
     def finish(self, summary: Mapping[str, Any], made: Collection[Path]) -> None:
         """The result is whole, and the summary is written last. Samples and pictures of an earlier one go; adapters
-        have gone already (`own_exports.clear_exports`). What the run did not make stays, also in plots/.
+        have gone already (`exported.clear_exports`). What the run did not make stays, also in plots/.
 
         made: all files of the result but the summary. Plots are drawn afterwards, from the summary.
         """
