@@ -34,7 +34,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("download", "privatised", PAID, "adapter.modules", "adapter.heads"),
     *_items("download", "released", PUBLIC, "client", "round", "roles", "start"),
     *_items("download", "released", MADE, "base"),
-    # RUN/metrics.jsonl: `runs.execution.describe`
+    # RUN/metrics.jsonl: `runs.observers.describe`
     *_items("metrics.jsonl", "released", PUBLIC, "round"),
     *_items("metrics.jsonl", "released", MADE, "server_rank"),
     *_items("metrics.jsonl", "released", LEDGER, "privacy"),
