@@ -27,7 +27,7 @@ from fedlora.experiments.spec import Experiment, Tune, load_experiment
 from fedlora.experiments.store import as_lines, read_results_of
 from fedlora.experiments.tables import CellScore, difference, paired, score_cells
 from fedlora.runs.config import parse_config
-from fedlora.runs.own_files import contents, digest_of
+from fedlora.runs.inputs import contents, digest_of
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.made_results import bare

@@ -61,9 +61,9 @@ def test_every_item_has_a_fate_and_a_reason_and_is_there_once() -> None:
 
 
 def test_a_round_s_line_is_on_the_list_and_shows_no_client() -> None:
-    """Of `runs.execution.describe` itself: a field that is added there fails here."""
-    execution = pytest.importorskip("fedlora.runs.execution")
-    line = execution.describe(
+    """Of `runs.observers.describe` itself: a field that is added there fails here."""
+    observers = pytest.importorskip("fedlora.runs.observers")
+    line = observers.describe(
         a_record(), padded_error=0.1, gauge={"float64": {"glora": 0.0}, "as sent": {"glora": 0.1}}
     )
     assert unlisted("metrics.jsonl", line) == [] and {"attack", "defence"} <= set(line)
@@ -73,9 +73,9 @@ def test_a_round_s_line_is_on_the_list_and_shows_no_client() -> None:
 
 
 def test_a_summary_is_on_the_list() -> None:
-    """The keys as `runs.execution._finish` has them."""
-    execution = pytest.importorskip("fedlora.runs.execution")
-    keys = keys_of(execution._finish, "stopped_early")
+    """The fields of `runs.finishing.Summary`."""
+    finishing = pytest.importorskip("fedlora.runs.finishing")
+    keys = {field.name for field in fields(finishing.Summary)}
     listed = {item.name.split(".")[0] for item in items("summary.json")}
     assert keys <= listed and len(keys) > 15
     for place in ("summary.json", "metrics.jsonl", "manifest.json"):
@@ -114,8 +114,8 @@ def test_a_card_is_on_the_list() -> None:
 
 def test_what_a_tracker_is_told_is_on_the_list() -> None:
     tracking = pytest.importorskip("fedlora.runs.tracking")
-    execution = pytest.importorskip("fedlora.runs.execution")
-    told = tracking.numbers(execution.describe(a_record(), padded_error=0.1))
+    observers = pytest.importorskip("fedlora.runs.observers")
+    told = tracking.numbers(observers.describe(a_record(), padded_error=0.1))
     told |= tracking.numbers_of_test({"accuracy": 0.5}, best=True) | tracking.numbers_of_test(
         {"accuracy": 0.5}, best=False
     )

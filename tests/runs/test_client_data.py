@@ -19,7 +19,7 @@ from fedlora.data.splits import inputs
 from fedlora.errors import ConfigError, DataError, FedLoRAError
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig, load_config, parse_config
-from fedlora.runs.copies import straddling
+from fedlora.runs.manifest import straddling
 from support.benchmark_files import glue_rows, one_line, task_file, write_glue, write_tasks
 from support.stand_in_hub import Hub, HubRows
 

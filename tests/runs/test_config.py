@@ -146,7 +146,7 @@ def test_an_impossible_share_is_one_complaint_under_the_key_of_the_file() -> Non
         ),
         ("train", "class_weights", 3, "train.class_weights: .*'balanced' or .*dictionary; got 3"),
         ("clients", "ranks", [{"attention": 2}, 4], "key 'clients.ranks.0.feed_forward' is missing"),
-        ("clients", "ranks", {"attention": 2}, "key 'clients.ranks.0.feed_forward' is missing"),
+        ("clients", "ranks", {"attention": 2}, "key 'clients.ranks.feed_forward' is missing"),
         (
             "clients", "ranks", [4, {"attention": 2, "feedforward": 2, "feed_forward": 2}],
             ".*'clients.ranks.1.feedforward'; did you mean 'feed_forward'.*",

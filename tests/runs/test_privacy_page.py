@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from fedlora.runs.checks import check_private
 from fedlora.runs.config import parse_config
-from fedlora.runs.private_checks import check_private
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "privacy.md").read_text(encoding="utf-8")
 

@@ -7,10 +7,12 @@ the folder).
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +30,7 @@ from fedlora.core import checkpoint
 from fedlora.data import read_classification, split
 from fedlora.errors import CheckpointError, ConfigError, FedLoRAError
 from fedlora.runs.config import load_config
+from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.state import RunState
@@ -53,6 +56,16 @@ from support.tiny_models import bert, llama
 from support.training_data import LABELS, classification, csv_rows, instructions, rows, save_model, tokenizer
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
+
+
+def test_a_process_that_has_made_a_run_holds_nothing_of_it(project: Path, tmp_path: Path) -> None:
+    """Nothing keeps the model: 30 runs in one process would add up."""
+    prepared = prepare(configured(project, "run.rounds=1"))
+    model = weakref.ref(prepared.model)
+    assert [record.round for record in execute(prepared, RunFolder(tmp_path / "run"))] == [1]
+    del prepared
+    gc.collect()
+    assert model() is None
 
 
 # ---- one run, looked at from all sides -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.privacy import fate_of
-from fedlora.runs.private_checks import check_private
+from fedlora.runs.checks import check_private
 from fedlora.server import private_round
 from fedlora.training import LocalTrainer
 from support.command_line import invoke

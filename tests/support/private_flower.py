@@ -16,9 +16,8 @@ from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.privacy import Budget, Geometry, Ledger
-from fedlora.runs.private_plan import plan_of
 from fedlora.runs.private_releases import OnDisk, Planned
-from fedlora.runs.private_run import PrivateRun
+from fedlora.runs.private_run import PrivateRun, plan_of
 from fedlora.server.private_options import Privacy
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.server import start

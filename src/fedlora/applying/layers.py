@@ -106,7 +106,7 @@ def asks_whether_tied(model: nn.Module) -> str:
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in model.modules())
     for kind in kinds:
         if kind.__module__.startswith("transformers.") and _asks(kind, "tie_word_embeddings"):
-            return kind.__name__
+            return str(kind.__name__)
     return ""
 
 

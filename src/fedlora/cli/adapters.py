@@ -13,8 +13,8 @@ from fedlora.cli.options import Adapters, AllowUnknown, AsJson, Limit, limits_of
 from fedlora.cli.screen import Table, cell, console, import_plots, plotted, print_json, tell_remarks
 from fedlora.core.echo import shown
 from fedlora.errors import AdapterFormatError
+from fedlora.runs.drawing import check_picture
 from fedlora.runs.folder import plain
-from fedlora.runs.picture_mark import check_picture
 
 
 def inspect(

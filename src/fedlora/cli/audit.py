@@ -16,8 +16,8 @@ from fedlora.cli.options import AsJson, Limit, limits_of, numbers
 from fedlora.cli.run_words import tell_attack
 from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red, tracked
 from fedlora.errors import ConfigError
+from fedlora.runs.drawing import check_picture
 from fedlora.runs.folder import RunFolder, plain
-from fedlora.runs.picture_mark import check_picture
 
 if TYPE_CHECKING:
     from fedlora.analysis.audit import Audit

@@ -12,7 +12,7 @@ from fedlora.experiments.result import Result
 from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.config import RunConfig
-from fedlora.runs.own_files import named
+from fedlora.runs.inputs import named
 from fedlora.training.metrics import generates
 
 _Counted = tuple[PlannedRun, Workload]

@@ -10,7 +10,7 @@ import typer
 from fedlora.cli.options import AsJson
 from fedlora.cli.screen import Table, console, import_plots, plotted, print_json, red
 from fedlora.errors import ConfigError, counted
-from fedlora.runs.picture_mark import check_picture
+from fedlora.runs.drawing import check_picture
 from fedlora.runs.rank_profiles import FLEXLORA_TYPES, RankProfile, RankType, brings_types, rank_counts, total_rank
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from fedlora.errors import ConfigError, counted
 from fedlora.runs.quiet import quiet_libraries
 
 if TYPE_CHECKING:
-    from fedlora.runs.private_plan import PrivacyPlan
+    from fedlora.runs.private_run import PrivacyPlan
 
 SECONDS_AN_ENTRY = 13e-6  # of exact noise, on one core (privacy.mechanism)
 
@@ -87,8 +87,7 @@ def _elsewhere(name: str, where: tuple[str, ...]) -> str:
 def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: bool) -> None:
     from fedlora.runs.config import load_config
     from fedlora.runs.preparation import prepare
-    from fedlora.runs.private_plan import plan
-    from fedlora.runs.private_run import check_affordable
+    from fedlora.runs.private_run import check_affordable, plan
 
     config = load_config(file, overrides)
     if config.privacy is None:

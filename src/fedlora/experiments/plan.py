@@ -17,7 +17,7 @@ from fedlora.experiments.merger_settings import check_run, resolved, searched_as
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, located, parse_config
-from fedlora.runs.own_files import contents, digest_of
+from fedlora.runs.inputs import contents, digest_of
 from fedlora.runs.private_simulation import LEDGER, simulated, with_ledger
 from fedlora.training.metrics import best_of
 
@@ -28,7 +28,7 @@ Known = dict[tuple[Any, ...], tuple[RunConfig, str, Mapping[str, str]]]
 @dataclass(frozen=True)
 class PlannedRun:
     """One run. tuned: the searched value. searching: whether it belongs to the search. digest: what it is known by.
-    files: key -> content of its own data, model and method, where it is known by these (`own_files.contents`).
+    files: key -> content of its own data, model and method, where it is known by these (`inputs.contents`).
     mergers: label -> settings of what is made of its uploads (`mergers`); of one cell the one label that it stands for.
     experiment: the one that asks for it, whose file its result goes to."""
 

@@ -16,7 +16,7 @@ from fedlora.experiments.result import Result
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.config import RunConfig
-from fedlora.runs.own_files import MISSING, named, own_paths
+from fedlora.runs.inputs import MISSING, named, own_paths
 
 
 def check_number(experiment: Experiment, profile: str, which: str) -> None:

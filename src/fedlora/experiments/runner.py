@@ -47,7 +47,7 @@ from fedlora.experiments.store import (
 from fedlora.runs import manifest, resuming
 from fedlora.runs.client_data import deal
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.own_files import contents, named
+from fedlora.runs.inputs import contents, named
 from fedlora.runs.private_simulation import LEDGER, with_ledger
 from fedlora.runs.quiet import quiet_libraries
 

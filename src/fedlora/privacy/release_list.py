@@ -34,7 +34,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("download", "privatised", PAID, "adapter.modules", "adapter.heads"),
     *_items("download", "released", PUBLIC, "client", "round", "roles", "start"),
     *_items("download", "released", MADE, "base"),
-    # RUN/metrics.jsonl: `runs.execution.describe`
+    # RUN/metrics.jsonl: `runs.observers.describe`
     *_items("metrics.jsonl", "released", PUBLIC, "round"),
     *_items("metrics.jsonl", "released", MADE, "server_rank"),
     *_items("metrics.jsonl", "released", LEDGER, "privacy"),
@@ -44,7 +44,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("metrics.jsonl", "dropped", TRAFFIC, "seconds", "bytes"),
     *_items("metrics.jsonl", "dropped", UPLOADS, "padded_error", "gauge_drift", "gauge_drift_as_sent"),
     *_items("metrics.jsonl", "dropped", REFUSED, "attack", "defence"),
-    # RUN/summary.json: `runs.execution._finish`
+    # RUN/summary.json: `runs.finishing.Summary`
     *_items("summary.json", "released", PUBLIC, "method", "rounds", "clients", "target", "metric"),
     *_items("summary.json", "released", PUBLIC, "withheld"),
     *_items("summary.json", "released", MADE, "server_rank", "exports"),

@@ -12,7 +12,7 @@ from fedlora.attacks import Adversary, Attack, choose_attackers, flip_labels
 from fedlora.attacks.kinds import KINDS, Kind, Space
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, HyperparameterError
-from fedlora.training.settings import Section
+from fedlora.training.settings import Key, Section
 
 
 class AttackSection(Section):
@@ -23,6 +23,8 @@ class AttackSection(Section):
     changes are added up as products B A ("update") or as the entries of the factors ("factors"); without it as the
     method does that is attacked. noise: a free rider hides behind noise.
     """
+
+    of_each = Key("clients that lie on purpose are an experiment in one process, for fedlora run; never a federation")
 
     kind: Kind | Literal["none"] = "none"
     share: Annotated[float, Field(gt=0, lt=1)] | None = None

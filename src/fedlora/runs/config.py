@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
 from fedlora.given_files import parse_toml, read_toml
-from fedlora.runs.attack_section import AttackSection
+from fedlora.runs.attack_section import AttackSection, attack_reasons
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
-from fedlora.runs.reading import checked
+from fedlora.runs.reading import checked, tables_in
 from fedlora.runs.sections import (
     ClientsSection,
     DataSection,
@@ -31,13 +31,9 @@ from fedlora.runs.sections import (
     RunSection,
     ServerSection,
 )
-from fedlora.runs.unused import unused
 from fedlora.server.terms import weighs_by
 from fedlora.training.prompting import RAW
-from fedlora.training.settings import LoRASettings, Section, TrainSection
-
-# Defaults as they were when the first runs were stored, where they have changed since: digests are told against these.
-FORMER_DEFAULTS = {("train", "lr"): 1e-3, ("train", "accumulation"): 1, ("server", "weighting"): "examples"}
+from fedlora.training.settings import Key, LoRASettings, Section, TrainSection
 
 
 class RunConfig(Section):
@@ -78,16 +74,17 @@ class RunConfig(Section):
         does a new default of an old key.
 
         A language model's template is in it unless it is "none": so were all runs prompted before there was the key.
-        run.workers does not count: it changes no bit. What its one thread does is in the manifest. Nor does
-        model.remember_prefix: the same training up to rounding, as on another processor. Results say whether it was on.
+        Some keys do not count (`Key.counts`): run.workers changes no bit, and model.remember_prefix is the same
+        training up to rounding, as on another processor; results say whether it was on.
         """
         fields = self.model_dump(mode="json", exclude_defaults=True)
         if self.model.task == "causal-lm":
             fields["data"].pop("template", None)
             if self.data.prompting() != RAW:
                 fields["data"]["template"] = self.data.prompting()
-        fields.get("run", {}).pop("workers", None)
-        fields.get("model", {}).pop("remember_prefix", None)
+        for name in (name for name, key in KEYS.items() if not key.counts):
+            table, key = name.split(".")
+            fields.get(table, {}).pop(key, None)
         for (table, key), former in FORMER_DEFAULTS.items():
             section: BaseModel = getattr(self, table)
             value = getattr(section, key)
@@ -101,6 +98,15 @@ class RunConfig(Section):
         fields = {table: fields[table] for table in type(self).model_fields if fields.get(table)}
         fields["method"] = {"name": self.method.name, **dict(sorted(fields.get("method", {}).items()))}
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
+
+
+KEYS: Mapping[str, Key] = {  # "table.key" -> what it is, of every key that a configuration may have
+    f"{table}.{name}": key
+    for table, field in RunConfig.model_fields.items()
+    for section in tables_in(field.annotation)
+    for name, key in section.keys().items()
+}
+FORMER_DEFAULTS = {tuple(name.split(".")): key.former for name, key in KEYS.items() if key.former is not None}
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -202,3 +208,88 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
             "model": model.model_copy(update={"path": absolute(model.path)}) if local else model,
         }
     )
+
+
+# ---- keys that are set and would do nothing: each is an error, none is ignored ---------------------------------------
+#
+# A key counts as set where it is not at its default: a resolved configuration (config.json, run.toml) names every key,
+# and must read back as the same run.
+
+_DEALING = ("count", "partition", "alpha", "min_size")  # how one file becomes clients
+_COLUMNS = {"classification": ("text", "pair", "label", "labels"), "causal-lm": ("prompt", "response")}
+
+
+def unused(config: RunConfig) -> list[str]:
+    """A line for each key that is set and has no effect: what it is, why, what to do."""
+    return [f"{key} = {_shown(_value(config, key))} has no effect: {why}" for key, why in _found(config)]
+
+
+def has_no_effect(config: RunConfig, key: str) -> bool:
+    """Whether `unused` names that key ("clients.count")."""
+    return any(key == name for name, _ in _found(config))
+
+
+def _found(config: RunConfig) -> Iterator[tuple[str, str]]:
+    for key, why in _reasons(config):
+        table, name = key.split(".")
+        section: BaseModel = getattr(config, table)
+        if getattr(section, name) != type(section).model_fields[name].default:
+            yield key, why
+    if "epochs" in config.train.model_fields_set and "steps" not in config.train.model_fields_set:
+        yield "train.epochs", f"train.steps = {config.train.steps} goes before it. Set train.steps = 0 to train epochs"
+
+
+def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Every key that has no effect beside the others, set or not, and why."""
+    d, c = config.data, config.clients
+    # data
+    files = d.task is None and (d.train != "demo" or isinstance(d.validation, str) or isinstance(d.test, str))
+    for task, columns in _COLUMNS.items():
+        for column in columns:
+            if task != config.model.task:
+                what = "the classes" if column == "labels" else "a column"
+                yield f"data.{column}", f"it is {what} of {task} files, and model.task = {config.model.task!r}"
+            elif not files:
+                source = f"data.task = {d.task!r}" if d.task else "data.train = 'demo'"
+                what = "classes" if column == "labels" else "columns"
+                yield f"data.{column}", f"{source} has {what} of its own"
+    if config.model.task == "classification":
+        yield "data.loss_on", "it is for instructions, and model.task = 'classification'"
+    if d.task != "superni":
+        for name in ("tasks", "unseen", "task_lists"):
+            yield f"data.{name}", "it is for data.task = 'superni'"
+    # clients
+    own = "each file of data.clients is a client" if d.clients else "each task of superni is a client"
+    if d.clients or d.task == "superni":
+        for name in _DEALING:
+            yield f"clients.{name}", f"{own}, and nothing is dealt out"
+    elif c.partition == "iid":
+        for name in ("alpha", "min_size"):
+            yield f"clients.{name}", "it is for clients.partition = 'dirichlet'"
+    elif config.model.task == "causal-lm":
+        yield "clients.min_size", "it is for a partition by label, and instructions have none"
+    yield from attack_reasons(config.attack)
+    # server, training, evaluation
+    yield from config.defence.idle()
+    if config.train.steps:
+        yield "train.epochs", f"train.steps = {config.train.steps} goes before it. Set train.steps = 0 to train epochs"
+    if config.model.task == "classification":
+        yield "evaluate.max_new_tokens", "it is for generated text, and model.task = 'classification'"
+    if d.test == 0 and c.own_test is None:
+        yield "evaluate.clients_at_end", "clients are measured on the test set, and data.test = 0 leaves none"
+    if (
+        d.test == 0 and c.own_test is None and d.validation == 0 and d.task != "superni"
+    ):  # whose unseen tasks are measured in any case
+        for name in ("metric", "batch_size"):
+            yield f"evaluate.{name}", "data.validation = 0 and data.test = 0 leave nothing to measure on"
+    if d.validation == 0:
+        yield "evaluate.every", "data.validation = 0 leaves nothing to measure on between rounds"
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    table, name = key.split(".")
+    return getattr(getattr(config, table), name)
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,22 +1,26 @@
-"""What every picture shares: colours, letters that are read at 400 pixels, and how a picture becomes a file."""
+"""What every picture shares: colours, letters that are read at 400 pixels, and how a picture becomes a file.
+
+Each says in its file that fedlora drew it, and a command writes over no other; a run's own `plots/` need no such mark.
+matplotlib is imported by who draws: whether a place may be drawn to is asked before the work.
+"""
 
 from __future__ import annotations
 
+import os
 import textwrap
 from pathlib import Path
-from typing import Any
-
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from typing import TYPE_CHECKING, Any
 
 from fedlora.core import files
-from fedlora.runs.picture_mark import metadata
+from fedlora.core.echo import shown
+from fedlora.errors import ConfigError
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+os.environ.setdefault("MPLBACKEND", "Agg")  # no window is opened
+MARK = "drawn by fedlora"
+_KEYS = {"png": "Software", "svg": "Creator", "pdf": "Creator", "ps": "Creator", "eps": "Creator"}
 # Okabe and Ito's palette: told apart by everybody, and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 WIDE = 6.6  # inches, with letters of 12 points: shown 400 pixels wide, these are 10 pixels high
@@ -24,6 +28,8 @@ LETTERS = {"font.size": 12, "axes.titlesize": 12.5, "axes.titleweight": "bold", 
 
 
 def gridded(figure: Figure, *axes: Any) -> Figure:
+    from matplotlib.ticker import MaxNLocator
+
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -50,6 +56,8 @@ def short(module: str) -> str:
 
 def saved(figure: Figure, path: Path) -> Path:
     """The figure as a file, whole or not at all; returns where: a name without an ending gets matplotlib's own."""
+    import matplotlib.pyplot as plt
+
     kind = path.suffix.removeprefix(".") or plt.rcParams["savefig.format"]
     path = path if path.suffix else path.with_name(f"{path.name}.{kind}")
     try:
@@ -58,3 +66,32 @@ def saved(figure: Figure, path: Path) -> Path:
     finally:
         plt.close(figure)
     return path
+
+
+def metadata(kind: str) -> dict[str, str] | None:
+    """What matplotlib is to write into a picture of this kind; None where the kind holds no words."""
+    return {_KEYS[kind]: MARK} if kind in _KEYS else None
+
+
+def check_picture(path: Path) -> None:
+    """May a picture be drawn here? Where nothing is, and over what fedlora drew.
+
+    Raises:
+        ConfigError: another file is there, or a directory.
+
+    Example:
+        >>> _ = Path("figure.png").write_bytes(b"of a paper")
+        >>> try:
+        ...     check_picture(Path("figure.png"))
+        ... except ConfigError as error:
+        ...     print(str(error).partition(":")[0])
+        figure.png is there, and fedlora did not draw it
+    """
+    path = path if path.suffix else path.with_name(f"{path.name}.png")
+    try:
+        ours = not path.exists() or (path.is_file() and MARK.encode() in path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{shown(path)} cannot be written: {error.strerror or error}.") from error
+    if not ours:
+        what = "is a directory" if path.is_dir() else "is there, and fedlora did not draw it"
+        raise ConfigError(f"{shown(path)} {what}: it is not replaced. Name another file with --plot, or move it.")

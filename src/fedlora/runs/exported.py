@@ -1,25 +1,36 @@
-"""The adapter folder that a run leaves for others: PEFT files, tokenizer, class names, a card with how to load it."""
+"""The adapter folders that a run leaves for others: PEFT files, tokenizer, class names, a card with how to load it.
+
+Going on, a run replaces adapters and uploads that it wrote itself, and nothing that was put there: weights say who
+wrote them (`adapters.mark`).
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedlora.adapters.io import AdapterSpec, write_adapter
+from fedlora.adapters.io import AdapterSpec, pad_rank, write_adapter
 from fedlora.adapters.labels import LABELS_FILE, write_labels
-from fedlora.adapters.mark import only_by
+from fedlora.adapters.mark import only_by, written_by
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
+from fedlora.adapters.uploads import FILE
 from fedlora.adapters.writer import RUN
+from fedlora.client import receive
 from fedlora.core import files
-from fedlora.core.folders import ANY_FOLDER, FolderKind, replacing_folder
+from fedlora.core.folders import ANY_FOLDER, FolderKind, check_target, replacing_folder
 from fedlora.core.lora import Adapter
+from fedlora.core.messages import Client, ClientMemory, as_pruned
 from fedlora.core.read_only import ReadOnly
+from fedlora.runs.folder import RunFolder
+from fedlora.server.server import Server
+from fedlora.server.state import RunState
 
+UPLOADS_BY = "fedlora"  # what uploads of a run say: `write_upload`
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # transformers' name for it
 # What tokenizers are saved as, by every transformers; a kind's own vocabulary has the names that its class says.
 _TOKENIZER = (
@@ -81,3 +92,57 @@ def _link_tokenizer(folder: Path, like: Path) -> None:
                 os.link(path, folder / path.name)
             except OSError:  # a file system without links
                 shutil.copyfile(path, folder / path.name)
+
+
+def global_adapter(server: Server, state: RunState) -> Adapter:
+    """The server's model as one adapter: its whole update at full rank, base change included, and the heads."""
+    update = server.global_update(state.server)
+    return Adapter({name: pad_rank(lora, 1) for name, lora in update.items()}, state.server.heads)
+
+
+def client_adapter(server: Server, state: RunState, client: Client) -> Adapter:
+    """What that client reads out of the state, as one adapter on the pre-trained base."""
+    memory = state.clients.get(client.id, ClientMemory())
+    return receive(server.download(state.server, as_pruned(client, memory)), memory.kept).folded()
+
+
+def check_replaceable(folder: RunFolder, tokenizer: Any, clients: Collection[str], rounds: Iterable[int]) -> None:
+    """To ask before rounds are played: is everything that going on replaces the run's own? rounds: still to be played.
+
+    Raises:
+        ConfigError: a file, or weights, that the run did not write; the message names it.
+    """
+    for place in exports(folder, clients):
+        check_target(place, force=True, kind=export_folder(tokenizer))
+    for round in rounds:
+        if os.path.lexists(folder.uploads(round)):
+            check_target(folder.uploads(round), force=True, kind=UPLOADS)
+
+
+def exports(folder: RunFolder, clients: Collection[str]) -> Iterator[Path]:
+    """The adapters' places that are taken. What else is in clients/ is no client's, and stays."""
+    places = [folder.path / "adapter", folder.path / "best", *(folder.path / "clients" / name for name in clients)]
+    return (place for place in places if os.path.lexists(place))
+
+
+def clear_exports(folder: RunFolder, tokenizer: Any, clients: Collection[str], made: Collection[Path]) -> None:
+    """Removes the adapters of an earlier end of the run that this one has not. made: those that it has."""
+    for place in exports(folder, clients):
+        if place not in made:
+            check_target(place, force=True, kind=export_folder(tokenizer))
+            shutil.rmtree(place)
+    own = folder.path / "clients"
+    if own.is_dir() and not any(own.iterdir()):
+        own.rmdir()
+
+
+def _uploads_of_a_run(folder: Path) -> str | None:
+    """Why these are not all a run's, in words."""
+    for weights in sorted(folder.glob(f"*/{WEIGHTS_FILE}")):
+        if written_by(weights) != UPLOADS_BY:
+            return f"holds weights that the run did not write ({weights.parent.name}/{WEIGHTS_FILE})"
+    return None
+
+
+_PARTS = "|".join(name.replace(".", "[.]") for name in (CONFIG_FILE, WEIGHTS_FILE, "README.md", FILE))
+UPLOADS = FolderKind("a round's uploads", None, rf"[^/]+/({_PARTS})", _uploads_of_a_run, "choose another --out")

@@ -16,6 +16,7 @@ adapter/, best/, each of clients/ and each round of uploads/ appear whole (`core
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -191,7 +192,7 @@ class RunFolder:
             half = [
                 left for one in ("config.json", "manifest.json", PARTS) for left in beside.leftovers(self.path, one)
             ]
-            return path in half or name in ("config.json.part", "manifest.json.part")  # the latter: of older versions
+            return path in half
         try:
             value = json.loads(path.read_bytes()) if path.is_file() else None
         except (ValueError, RecursionError):  # ours appears whole
@@ -219,7 +220,7 @@ class RunFolder:
 
     def finish(self, summary: Mapping[str, Any], made: Collection[Path]) -> None:
         """The result is whole, and the summary is written last. Samples and pictures of an earlier one go; adapters
-        have gone already (`own_exports.clear_exports`). What the run did not make stays, also in plots/.
+        have gone already (`exported.clear_exports`). What the run did not make stays, also in plots/.
 
         made: all files of the result but the summary. Plots are drawn afterwards, from the summary.
         """
@@ -311,11 +312,6 @@ class RunFolder:
             ConfigError: as `check_place`. CheckpointError: another process has it, or it cannot be made.
         """
         self._make()
-        try:
-            import fcntl
-        except ImportError:  # Windows
-            yield
-            return
         handle = os.open(self.path, os.O_RDONLY)
         try:
             try:

@@ -1,12 +1,17 @@
-"""What a run reads, and what each of it is known by: its data, its model's files, the code of its own method.
+"""What a run reads, what each of it is known by, and so what "the same run" means.
 
-A name is not enough: what lies there may be another one by now. `facts_of` is what a manifest says of all that is read,
-`differing` compares two of these, and `there_now` makes one without loading the model.
+A name is not enough: what lies there may be another one by now, and one that has moved is still the same. `contents`
+are the digests of one's own files, data, model and a method's code; `facts_of` is what a manifest says of all that is
+read, once data are dealt out; `differing` compares two of these, and `there_now` makes one without loading the model.
+`identity` is of configuration, seed and these facts. Checkpoints carry it in their metadata, and each line of
+metrics.jsonl ends a chain of digests that begins with it: what another run left is known by it, however it is called.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +26,13 @@ from fedlora.methods.plugins import code_of
 from fedlora.methods.registry import find
 from fedlora.runs.attack_section import with_flipped_labels
 from fedlora.runs.client_data import Dealt, deal
-from fedlora.runs.config import RunConfig
-from fedlora.runs.own_files import own_paths
-from fedlora.training.content import model_content
+from fedlora.runs.config import KEYS, RunConfig, has_no_effect
+from fedlora.training.content import file_digest, model_content
 
 MODEL, CODE, DATA = "the model", "the code of the method", "the data"
 _MOST_NAMED = 3
+MISSING = "missing"
+_CODE = "method.name"  # the key of the code of a method that is not ours
 
 
 def facts_of(config: RunConfig, data: Dealt) -> dict[str, Any]:
@@ -157,3 +163,111 @@ def _of_the_hub(config: RunConfig, data_root: Path | None) -> bool:
     data = config.data
     each = (data.train, *data.clients.values(), data.validation, data.test)
     return (data.task is not None and data_root is None) or any(isinstance(d, str) and is_hub(d) for d in each)
+
+
+# ---- the same run ----------------------------------------------------------------------------------------------------
+
+
+def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> str:
+    """64 hexadecimal digits, the same for each start of one run, and for it at any place and of any length.
+
+    Args:
+        facts: a manifest's model, code, data and threads. secret: of a private run, so that nobody can confirm a
+            guess of its data by this digest.
+    """
+    lasting = {}
+    for table, keys in config.model_dump(mode="json", exclude_defaults=True).items():
+        for name, value in (keys or {}).items():
+            key = f"{table}.{name}"  # run.rounds has a rule of its own
+            if is_lasting(key) and key != "run.rounds" and not has_no_effect(config, key):
+                lasting[key] = placeless(value)
+    if config.train.schedule != "constant" or config.privacy is not None:  # then each round depends on their number
+        lasting["run.rounds"] = config.run.rounds
+    told = [lasting, facts["model"]["sha256"], facts["code"], facts["data"], facts["threads"], secret]
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
+
+
+def placeless(value: Any) -> Any:
+    """The value with absolute paths alike: what lies there is compared by its digest. The order of clients counts."""
+    if isinstance(value, Mapping):
+        return [(name, placeless(item)) for name, item in value.items()]
+    return ("a file",) if isinstance(value, str) and os.path.isabs(value) else value
+
+
+def is_lasting(key: str) -> bool:
+    """Whether a run cannot go on with another value of it; so are all hyper-parameters of a method."""
+    return key not in KEYS or KEYS[key].lasting == "always"
+
+
+# ---- files of one's own ----------------------------------------------------------------------------------------------
+
+
+def own_paths(config: RunConfig) -> dict[str, str]:
+    """Key -> path of each file or folder of one's own: the absolute ones, as `config.located` leaves them."""
+    data = config.data
+    told = {
+        "data.train": data.train,
+        **{f"data.clients.{client}": path for client, path in data.clients.items()},
+        "data.validation": data.validation,
+        "data.test": data.test,
+        "model.path": config.model.path,
+    }
+    return {key: path for key, path in told.items() if isinstance(path, str) and os.path.isabs(path)}
+
+
+def with_paths(config: RunConfig, new: Mapping[str, str]) -> RunConfig:
+    """The configuration with other words in place of the paths of these keys."""
+    data, model, method = config.data, config.model, config.method
+    parts = {part: new[f"data.{part}"] for part in ("train", "validation", "test") if f"data.{part}" in new}
+    clients = {client: new.get(f"data.clients.{client}", path) for client, path in data.clients.items()}
+    return config.model_copy(
+        update={
+            "data": data.model_copy(update={**parts, "clients": clients}),
+            "model": model.model_copy(update={"path": new.get("model.path", model.path)}),
+            "method": method.model_copy(update={"name": new.get(_CODE, method.name)}),
+        }
+    )
+
+
+def named(config: RunConfig) -> RunConfig:
+    """With the names of one's own files in place of where they are."""
+    return with_paths(config, {key: Path(path).name for key, path in own_paths(config).items()})
+
+
+def contents(config: RunConfig) -> dict[str, str]:
+    """Key -> SHA-256 of what is there, with a file's suffix, which says how it is read; `MISSING` where nothing is.
+    Of a method that is not ours its code, by "method.name".
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    found = {key: _content(key, Path(path)) for key, path in own_paths(config).items()}
+    code = {_CODE: _code(config.method.name)}
+    return found | {key: digest for key, digest in code.items() if digest}
+
+
+def digest_of(config: RunConfig, files: Mapping[str, str]) -> str:
+    """The configuration's digest with its own files known by their content, as `contents` has it. It is the
+    configuration's own where it has none."""
+    return with_paths(config, files).digest()
+
+
+def _code(method: str) -> str:
+    """Empty for a method of ours."""
+    try:
+        code = code_of(find(method))
+    except HyperparameterError:  # said where it is to be run
+        return MISSING
+    return hashlib.sha256(json.dumps(code).encode()).hexdigest() if code else ""
+
+
+def _content(key: str, path: Path) -> str:
+    try:
+        if path.is_dir():
+            told = json.dumps(model_content(path), sort_keys=True)  # as its run's manifest has it
+            return hashlib.sha256(told.encode()).hexdigest()
+        return f"{file_digest(path)}{path.suffix.lower()}"
+    except FileNotFoundError:
+        return MISSING
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror or error}.") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from fedlora.core.messages import Client
 from fedlora.core.method import Method
 from fedlora.data import TextData, label_counts
+from fedlora.data.splits import inputs
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import facts_of
@@ -70,11 +71,6 @@ def _template(config: RunConfig, model: AdaptedModel) -> dict[str, str]:
     return {"template": find_template(config.data.prompting(), model.tokenizer).name}
 
 
-def prompted(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A stored manifest's data; one of a language model that does not say its template is of a time without: raw."""
-    return theirs if "template" in theirs or "template" not in ours else {**theirs, "template": "raw"}
-
-
 def shown_rank(client: Client) -> int | str:
     """Its rank, or its ranks as "30/200"."""
     if isinstance(client.rank, int):
@@ -103,3 +99,28 @@ def commit_of_code() -> dict[str, Any] | None:
         return {"id": git("rev-parse", "HEAD"), "clean": not git("status", "--porcelain", "--untracked-files=no")}
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def straddling(dealt: Dealt) -> dict[str, dict[str, int]]:
+    """Held-out set -> how many examples it has ("examples"), and how many of them are copies of a training text ("in
+    training") or of a validation text ("in validation"). Sets without copies are left out.
+
+    Shares are drawn so that there are none; files of one's own, and a benchmark's official splits, may hold some.
+    """
+    trained, chosen_by = _texts(dealt.parts.values()), _texts(dealt.validation.values())
+    held = {"validation": dealt.validation, "test": dealt.test, **dealt.probes}
+    if dealt.own_test and not any(len(part) for part in dealt.test.values()):
+        held["test"] = dealt.own_test
+    found = {}
+    for name, sets in held.items():
+        texts = [one for part in sets.values() for one in inputs(part)]
+        counts = {"in training": sum(one in trained for one in texts)}
+        if name != "validation":
+            counts["in validation"] = sum(one in chosen_by for one in texts)
+        if any(counts.values()):
+            found[name] = {"examples": len(texts), **counts}
+    return found
+
+
+def _texts(parts: Iterable[TextData]) -> set[tuple[str, str]]:
+    return {one for part in parts for one in inputs(part)}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ from matplotlib.figure import Figure
 from fedlora.errors import counted
 from fedlora.runs.attack_words import in_words
 from fedlora.runs.audit_plot import plot_audit
-from fedlora.runs.defence_plot import defence, name_points, names_of
 from fedlora.runs.drawing import COLOURS, LETTERS, WIDE, gridded, saved, short, under_attack, words
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.rank_profiles import RankType
@@ -38,13 +38,11 @@ def plot_run(folder: RunFolder) -> list[Path]:
         chance = by_guessing(summary["metric"], len((manifest.get("data") or {}).get("labels") or ()))
         metric = _metric(lines, summary, ranks, chance)
         if judged:
-            figures["defence"] = defence(judged, attackers)
+            figures["defence"] = _defence(judged, attackers)
         figures["metric"] = metric  # the last: where it is, all are
     if attack := summary.get("attack"):
         for figure in figures.values():
             under_attack(figure, in_words(attack, len(ranks)))
-    if judged:
-        name_points(figures["defence"], names_of(judged[-1], attackers), judged[-1]["defence"])
     with plt.rc_context(LETTERS):  # marks at the axes are made when it is drawn
         return [saved(figure, folder.plots / f"{name}.png") for name, figure in figures.items()]
 
@@ -192,29 +190,78 @@ def _spectrum(summary: Mapping[str, Any]) -> Figure:
 
 
 def _bytes(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """What travels, by part: a column a round, or one bar a part where every round is the same."""
+    """What travels: a column a round, in its parts."""
     parts = [key for key in lines[0]["bytes"] if key != "total" and any(line["bytes"][key] for line in lines)]
-    sizes = {part: [line["bytes"][part] / 1e6 for line in lines] for part in parts}
-    colours = dict(zip(parts, COLOURS, strict=False))
     figure: Figure
-    if all(len(set(size)) == 1 for size in sizes.values()):
-        figure, axis = plt.subplots(figsize=(WIDE, 2.6 + 0.4 * len(parts)), layout="constrained")
-        bars = axis.barh([part.replace("_", ", ") for part in parts], [size[0] for size in sizes.values()], height=0.6)
-        for bar, part in zip(bars, parts, strict=True):
-            bar.set_color(colours[part])
-        axis.bar_label(bars, fmt="%.3g MB", padding=4)
-        axis.invert_yaxis()
-        axis.margins(x=0.25)
-        total = sum(size[0] for size in sizes.values())
-        axis.set(
-            xlabel="MB, all clients together", title=f"what travels, alike in all {len(lines)} rounds: {total:.3g} MB"
-        )
-        return figure
     figure, axis = plt.subplots(figsize=(WIDE, 4.6), layout="constrained")
     rounds, base = [line["round"] for line in lines], [0.0] * len(lines)
-    for part, size in sizes.items():
-        axis.bar(rounds, size, bottom=base, color=colours[part], width=0.7, label=part.replace("_", ", "))
+    for part, colour in zip(parts, COLOURS, strict=False):
+        size = [line["bytes"][part] / 1e6 for line in lines]
+        label = f"{part.replace('_', ', ')}, {sum(size) / len(size):.3g} MB a round"
+        axis.bar(rounds, size, bottom=base, color=colour, width=0.7, label=label)
         base = [b + s for b, s in zip(base, size, strict=True)]
     axis.set(xlabel="round", ylabel="MB, all clients together", title="what travels (tensor bytes)")
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
     return gridded(figure, axis)
+
+
+_ROWS = 40  # clients of a heat map
+
+
+def _defence(lines: Sequence[Mapping[str, Any]], attackers: Collection[str]) -> Figure:
+    """What a robust rule did: above to the last round's clients, below to all in each round, a row each. attackers: who
+    lies on purpose."""
+    names = sorted({name for line in lines for name in line["defence"]["clients"]})
+    if len(names) > _ROWS:  # those that it took most from
+        total = {n: sum(_multiplier(line, n) or 0.0 for line in lines) for n in names}
+        names = sorted(sorted(names, key=lambda name: (total[name], name))[:_ROWS])
+    heights = [6.4, max(3.6, 2.2 + 0.24 * len(names))]
+    figure: Figure
+    figure, (upper, lower) = plt.subplots(
+        2, 1, figsize=(WIDE, sum(heights)), layout="constrained", height_ratios=heights
+    )
+    _plane(upper, lines[-1], names)
+    rows = [[math.nan if (m := _multiplier(line, n)) is None else min(m, 2.0) for line in lines] for n in names]
+    image = lower.imshow(rows, vmin=0, vmax=2, cmap="PuOr", aspect="auto", interpolation="nearest")
+    lies = {name: " (lies)" if name in attackers else "" for name in names}
+    lower.set_yticks(
+        range(len(names)), [f"{k} {name[:24]}{lies[name]}" for k, name in enumerate(names, start=1)], fontsize=10
+    )
+    every = max(1, -(-len(lines) // 15))
+    lower.set_xticks(range(0, len(lines), every), [str(line["round"]) for line in lines][::every])
+    lower.set(xlabel="round")
+    lower.set_title(lines[-1]["defence"]["rule"])
+    figure.colorbar(image, ax=lower, location="bottom", label="what a change counts for, of its weight (2: or more)")
+    return figure
+
+
+def _plane(axis: Any, line: Mapping[str, Any], names: Sequence[str]) -> None:
+    """A round's clients as points in the plane of their changes' two leading directions, with the plain and the robust
+    mean. names: of the rows below, whose numbers stand in the points."""
+    judged, clients = line["defence"], line["defence"]["clients"]
+    for name, one in clients.items():
+        out, held = one["after"] == 0, one["after"] < 0.95 * one["before"]
+        axis.scatter(
+            *one["at"], s=30 + 500 * (one["before"] if out else one["after"]), marker="X" if out else "o",
+            color=COLOURS[1 if out else 3 if held else 0], alpha=0.75, linewidths=0, zorder=3,
+        )  # fmt: skip
+        if name in names:
+            axis.text(*one["at"], str(names.index(name) + 1), ha="center", va="center", fontsize=8, zorder=5)
+    points = {"no change": ((0.0, 0.0), "+", "#777777"), "plain mean": (judged["mean"], "s", COLOURS[4])}
+    points |= {"robust mean": (judged["robust"], "*", COLOURS[2])}
+    for label, (at, marker, colour) in points.items():
+        axis.scatter(*at, s=110, marker=marker, color=colour, label=label, zorder=4)
+    axis.scatter([], [], s=60, color=COLOURS[0], label="client, by its weight after")
+    axis.scatter([], [], s=60, color=COLOURS[3], label="client held back")
+    axis.scatter([], [], s=60, marker="X", color=COLOURS[1], label="client left out")
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
+    axis.axis("equal")
+    axis.grid(alpha=0.3)
+    axis.set(xlabel="first direction of the changes", ylabel="second direction")
+    share = f"{judged['in_plane']:.0%} of all squared norms is in this plane"
+    axis.set_title(f"round {line['round']}: {share}", fontsize=11)
+
+
+def _multiplier(line: Mapping[str, Any], name: str) -> float | None:
+    one = line["defence"]["clients"].get(name)
+    return None if one is None else float(one["after"] / one["before"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,27 +17,30 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.core.trainer import OneByOne, Workers
 from fedlora.data import TextData
-from fedlora.errors import ConfigError
 from fedlora.runs.attack_section import attack_facts
 from fedlora.runs.base_names import base_name
+from fedlora.runs.checks import (
+    check_fit,
+    check_liars,
+    check_measuring,
+    check_private,
+    check_processes,
+    check_task,
+    planned_privacy,
+)
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
-from fedlora.runs.copies import straddling
-from fedlora.runs.defence import check_rule
 from fedlora.runs.exported import named
 from fedlora.runs.inputs import dealt_out
-from fedlora.runs.manifest import manifest
-from fedlora.runs.private_checks import check_private, planned_privacy
+from fedlora.runs.manifest import manifest, straddling
 from fedlora.runs.private_outputs import public_manifest
-from fedlora.runs.samples import draw_samples
 from fedlora.runs.tracking import check_trackers
-from fedlora.server.closing import largest_shares
+from fedlora.seeds import derive_seed
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
-from fedlora.server.state import ServerState
 from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.local import LocalTrainer
-from fedlora.training.metrics import METRICS, generates, score_name
+from fedlora.training.metrics import score_name
 from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import end_tokens, find_template
 from fedlora.training.settings import TrainSettings
@@ -104,75 +108,21 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
         torch.set_num_threads(threads)
     check_trackers(config.run.track)
     config.model.check_targets(config.lora.targets)
-    _check_task(config)
-    data, adversary = dealt_out(config, data_root, label_names)
-    if config.data.task == "mnli" and not data.probes:
-        log.warning(
-            "data.task = 'mnli' from --data-root has one test set: matched or mixed, as the file has it. "
-            "validation_mismatched is on the hub only (leave --data-root out), and this run will have no such number."
-        )
-    _check_measuring(config, data)
+    check_task(config)
+    data, adversary = _data(config, data_root, label_names)
     parts = data.parts
-    types = config.clients.assigned(list(parts), config.run.seed)
-    labels = next(iter(parts.values())).label_names
     a_round = len(sample_clients(list(parts), config.run.participation, seed=0, round=0))
     processes = config.run.processes(config.model.chosen_device(), a_round)
-    if processes > 1 and config.model.four_bit:
-        raise ConfigError(f"model.four_bit cannot be shared by run.workers = {config.run.workers!r}; leave one out.")
-    if processes > 1 and config.model.remember_prefix:
-        raise ConfigError(
-            f"model.remember_prefix remembers in one process, and run.workers = {config.run.workers!r} trains in "
-            f"{processes}: leave one of them out."
-        )
-    model = config.model.load(
-        config.lora, labels, config.run.seed, device="cpu" if processes > 1 else None
-    )  # with several processes, each moves its own to its device
-    largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
-    seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
-    clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())
-    seed_adapter = _cut(seed_adapter, clients)
+    check_processes(config, processes)
+    labels, device = next(iter(parts.values())).label_names, "cpu" if processes > 1 else None  # each moves its own
+    model = config.model.load(config.lora, labels, config.run.seed, device=device)
+    clients, seed_adapter, spec = _start(config, model, list(parts))
     if config.privacy is not None:
         server = replace(server, privacy=planned_privacy(config, clients, seed_adapter))
-    initial = server.init(seed_adapter)
-    for client in clients:  # a method that cannot serve these ranks says so now, not after the first round
-        server.download(initial, client)
-    target = config.evaluate.target
-    if target == "auto":
-        target = "server" if server.has_global_model(initial) else "clients"
-    _check_fit(config, server, initial, target, clients)
-    _check_liars(config, server, initial, clients, {name: float(len(part)) for name, part in parts.items()})
-    bf16, max_length = config.model.bf16, config.data.max_length
-    template = config.data.prompting() if config.model.task == "causal-lm" else None
-    settings = TrainSettings(
-        **config.train.model_dump(), rounds=config.run.rounds, max_length=max_length, loss_on=config.data.loss_on,
-        bf16=bf16, template=template, own_starts=config.clients.starts == "own",
-    )  # fmt: skip
-
-    def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
-        return config.evaluate.evaluator(
-            model, sets, clients, target=target, own=own, max_length=max_length, bf16=bf16, template=template
-        )  # fmt: skip
-
-    ends: tuple[int, ...] = ()
-    if config.model.task == "causal-lm":  # what cannot be asked is said before training, not after it
-        ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
-    validation, test = evaluator(data.validation, data.own_validation), evaluator(data.test, data.own_test)
-    probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
-    trainer = LocalTrainer(model, parts, settings, seed=config.run.seed)
-    facts = {
-        **manifest(config, data, clients, model, server.method),
-        "evaluation_target": target,
-        "cut": {client: asdict(cut) for client, cut in trainer.cut().items() if cut.cut},
-        "copies": straddling(data),
-        "answer_ends": list(ends),
-        **({"attack": attack_facts(adversary)} if adversary is not None else {}),
-        "cut_held_out": {
-            name: {how: asdict(cut) for how, cut in found.items()}
-            for name, each in {"validation": validation, "test": test, **probes}.items()
-            if each is not None and (found := each.cut())
-        },
-    }
-    told = facts if config.privacy is None else public_manifest(facts)
+    target = _checked_target(config, server, seed_adapter, clients, parts)
+    measuring = _Measuring.of(config, data, model, clients, target)
+    trainer = LocalTrainer(model, parts, _train_settings(config, measuring.template), seed=config.run.seed)
+    facts = _facts(config, data, clients, model, server, target, adversary, trainer, measuring)
     return Prepared(
         config=config,
         server=server,
@@ -183,53 +133,116 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
         workers=OneByOne(trainer),
         processes=processes,
         adversary=adversary,
-        validation=validation,
-        test=test,
-        probes={name: probe for name, probe in probes.items() if probe is not None},
+        validation=measuring.validation,
+        test=measuring.test,
+        probes=measuring.probes,
         samples=_samples(config, data),
         target=target,
         metric=score_name(config.evaluate.metric),
         seed_adapter=seed_adapter,
         spec=named(spec, base_name(config.model.path, facts["model"]["sha256"]).name),
         tokenizer=model.tokenizer,
-        manifest=told,
+        manifest=facts if config.privacy is None else public_manifest(facts),
         secrets=None if config.privacy is None else facts,
     )
 
 
-def _check_measuring(config: RunConfig, data: Dealt) -> None:
-    """Raises `ConfigError` for settings of evaluation that ask for data which are not there, or measure none of it."""
-    e = config.evaluate
-    if e.patience is not None and not any(len(part) for part in data.validation.values()):
-        raise ConfigError(
-            f"evaluate.patience = {e.patience} looks at the validation metric, and there are no validation data: "
-            f"data.validation = {config.data.validation!r}. Give it a share or a file, or leave patience out."
+def _data(config: RunConfig, data_root: Path | None, label_names: Sequence[str]) -> tuple[Dealt, Adversary | None]:
+    data, adversary = dealt_out(config, data_root, label_names)
+    if config.data.task == "mnli" and not data.probes:
+        log.warning(
+            "data.task = 'mnli' from --data-root has one test set: matched or mixed, as the file has it. "
+            "validation_mismatched is on the hub only (leave --data-root out), and this run will have no such number."
         )
-    beside = config.clients.own_test is not None and config.data.test != 0  # else they are the common test set
-    if beside and not e.clients_at_end and e.target != "clients":
-        raise ConfigError(
-            f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would measure: set "
-            f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."
-        )
-    if e.clients_at_end == "both" and not (data.own_test and any(len(part) for part in data.test.values())):
-        there = "a common one only" if not data.own_test else "each client's own only"
-        raise ConfigError(
-            f"evaluate.clients_at_end = 'both' is the clients' own test sets and the common one, and there is {there}. "
-            f"Give clients.own_test and data.test, or set it to true."
-        )
+    check_measuring(config, data)
+    return data, adversary
 
 
-def _check_task(config: RunConfig) -> None:
-    """Raises `ConfigError` where something is set for a language model, and the task is another one."""
-    if config.model.task == "causal-lm":
-        return
-    for section, key in (("data", "template"), ("data", "messages"), ("evaluate", "samples")):
-        table = getattr(config, section)
-        if getattr(table, key) != type(table).model_fields[key].default:
-            raise ConfigError(
-                f"{section}.{key} = {getattr(table, key)!r} is of language models, and model.task is "
-                f"{config.model.task!r}: leave one of them out."
-            )
+def _start(config: RunConfig, model: AdaptedModel, names: list[str]) -> tuple[tuple[Client, ...], Adapter, AdapterSpec]:
+    """The clients with their ranks, and what all of them start from."""
+    types = config.clients.assigned(names, config.run.seed)
+    largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
+    seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
+    clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())
+    return clients, _cut(seed_adapter, clients), spec
+
+
+def _checked_target(
+    config: RunConfig, server: Server, seed_adapter: Adapter, clients: Sequence[Client], parts: Mapping[str, TextData]
+) -> Target:
+    """What is measured, "auto" resolved; of a server that can serve these clients."""
+    initial = server.init(seed_adapter)
+    for client in clients:  # a method that cannot serve these ranks says so now, not after the first round
+        server.download(initial, client)
+    target = config.evaluate.target
+    if target == "auto":
+        target = "server" if server.has_global_model(initial) else "clients"
+    check_fit(config, server, initial, target, clients)
+    check_liars(config, server, initial, clients, {name: float(len(part)) for name, part in parts.items()})
+    return target
+
+
+def _train_settings(config: RunConfig, template: str | None) -> TrainSettings:
+    return TrainSettings(
+        **config.train.model_dump(), rounds=config.run.rounds, max_length=config.data.max_length,
+        loss_on=config.data.loss_on, bf16=config.model.bf16, template=template,
+        own_starts=config.clients.starts == "own",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class _Measuring:
+    """What measures a run. template: of a language model's prompts. ends: the tokens that end its answers."""
+
+    template: str | None
+    ends: tuple[int, ...]
+    validation: ModelEvaluator | None
+    test: ModelEvaluator | None
+    probes: Mapping[str, ModelEvaluator]
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, data: Dealt, model: AdaptedModel, clients: Sequence[Client], target: Target
+    ) -> _Measuring:
+        template: str | None = None
+        ends: tuple[int, ...] = ()
+        if config.model.task == "causal-lm":  # what cannot be asked is said before training, not after it
+            template = config.data.prompting()
+            ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
+
+        def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
+            return config.evaluate.evaluator(
+                model, sets, clients, target=target, own=own, max_length=config.data.max_length,
+                bf16=config.model.bf16, template=template,
+            )  # fmt: skip
+
+        probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}
+        return cls(
+            template, ends, evaluator(data.validation, data.own_validation), evaluator(data.test, data.own_test),
+            {name: probe for name, probe in probes.items() if probe is not None},
+        )  # fmt: skip
+
+    def cut(self) -> dict[str, Any]:
+        """Set -> what of it was cut to data.max_length."""
+        each = {"validation": self.validation, "test": self.test, **self.probes}
+        found = {name: evaluator.cut() for name, evaluator in each.items() if evaluator is not None}
+        return {name: {how: asdict(cut) for how, cut in cuts.items()} for name, cuts in found.items() if cuts}
+
+
+def _facts(
+    config: RunConfig, data: Dealt, clients: tuple[Client, ...], model: AdaptedModel, server: Server, target: Target,
+    adversary: Adversary | None, trainer: LocalTrainer, measuring: _Measuring,
+) -> dict[str, Any]:  # fmt: skip
+    """The manifest, and what only a run that is prepared knows."""
+    return {
+        **manifest(config, data, clients, model, server.method),
+        "evaluation_target": target,
+        "cut": {client: asdict(cut) for client, cut in trainer.cut().items() if cut.cut},
+        "copies": straddling(data),
+        "answer_ends": list(measuring.ends),
+        **({"attack": attack_facts(adversary)} if adversary is not None else {}),
+        "cut_held_out": measuring.cut(),
+    }
 
 
 def _samples(config: RunConfig, data: Dealt) -> TextData | None:
@@ -241,72 +254,14 @@ def _samples(config: RunConfig, data: Dealt) -> TextData | None:
     return draw_samples(chosen, config.evaluate.samples, config.run.seed)
 
 
-def _check_fit(
-    config: RunConfig, server: Server, initial: ServerState, target: Target, clients: Sequence[Client]
-) -> None:
-    """Raises `ConfigError` for options that can never work with this method or these clients."""
-    name, roles = server.method.name, server.roles(initial)
-    if config.model.task not in METRICS[config.evaluate.metric].tasks:
-        wanted = "classes" if config.model.task == "causal-lm" else "generated text"
-        there = ", ".join(name for name, metric in METRICS.items() if config.model.task in metric.tasks)
-        raise ConfigError(
-            f"evaluate.metric = {config.evaluate.metric!r} is of {wanted}, and model.task is {config.model.task!r}; "
-            f"there is {there}."
-        )
-    if generates(config.evaluate.metric) and config.evaluate.max_new_tokens >= config.data.max_length:
-        raise ConfigError(
-            f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
-            f"data.max_length = {config.data.max_length}."
-        )
-    if config.server.heads is not None and not initial.heads:
-        raise ConfigError(
-            f"server.heads = {config.server.heads!r} has no effect: the model has no fully trained head. Leave it out, "
-            f"or name modules to train in full in lora.saved."
-        )
-    if config.clients.starts == "own" and not roles.both_shared:
-        raise ConfigError(
-            f"clients.starts = 'own' draws each client's A anew, and {name} shares {roles}: there a factor belongs to "
-            f"the server or stays at home. Leave it out, or take a method that gets both factors."
-        )
-    if config.server.gauge_stress is not None and not roles.both_shared:
-        raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
-    if config.attack.needs_pairs and not roles.both_shared:
-        raise ConfigError(f"attack.kind = {config.attack.kind!r} needs both factors shared, and {name} shares {roles}.")
-    if config.attack.space == "factors" and config.server.upload == "subspace":
-        raise ConfigError(
-            "attack.space = 'factors' needs uploads in the coordinates of the readouts, and server.upload = 'subspace' "
-            "has its own: leave one of them out."
-        )
-    if target == "server" and not server.has_global_model(initial):
-        raise ConfigError(
-            f"{name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it out)."
-        )
-    if config.server.upload == "subspace" and not roles.both_shared:
-        raise ConfigError(f"server.upload = 'subspace' needs both factors shared, and {name} shares {roles}.")
-    if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
-        raise ConfigError(f"run.keep_uploads cannot store what never leaves a client, and {name} shares {roles}.")
-    if config.run.keep_uploads != "none" and server.memory is not None:
-        raise ConfigError("run.keep_uploads stores a round's uploads, and server.memory keeps none of them.")
-    server.open(initial)  # says so if its memory is too small
-    names = [client.id for client in clients]
-    a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))
-    if server.quorum is not None and server.quorum > a_round:
-        raise ConfigError(
-            f"server.quorum = {server.quorum} can never be met: {a_round} of {len(names)} clients take part in a round."
-        )
-
-
-def _check_liars(
-    config: RunConfig, server: Server, initial: ServerState, clients: Sequence[Client], examples: Mapping[str, float]
-) -> None:
-    """Raises `ConfigError` where a robust rule cannot bear its liars in any round. examples: of each client."""
-    if server.rule is None:
-        return
-    a_round = len(sample_clients(list(examples), config.run.participation, seed=0, round=0))
-    p = largest_shares(examples if server.weighs_by == "examples" else dict.fromkeys(examples, 1.0), a_round)
-    ranks = [client.ranks(initial.modules) for client in clients]
-    if near := check_rule(server.rule, server.method, ranks, p, config.server.upload):
-        log.warning("%s", near)
+def draw_samples(sets: Sequence[TextData], count: int, seed: int) -> TextData | None:
+    """`count` examples of the held-out sets, drawn by the seed: fewer where there are fewer, None of none."""
+    filled = [data for data in sets if len(data)]
+    if not filled or not count:
+        return None
+    whole = TextData.concat(filled)
+    drawn = random.Random(derive_seed(seed, "samples")).sample(range(len(whole)), min(count, len(whole)))
+    return whole.select(drawn)
 
 
 def _cut(seed_adapter: Adapter, clients: Sequence[Client]) -> Adapter:

@@ -11,7 +11,7 @@ from fedlora.errors import BudgetSpent
 from fedlora.privacy.geometry import Geometry, Shape
 from fedlora.privacy.ledger import Budget, Ledger
 from fedlora.server.private_options import Privacy, Releases
-from fedlora.training.settings import Positive, Section
+from fedlora.training.settings import Key, Positive, Section
 
 Above = Annotated[float, Field(gt=0)]
 
@@ -42,7 +42,7 @@ class PrivacySection(Section):
     delta: Annotated[float, Field(gt=0, lt=1)]
     population: Annotated[str, Field(min_length=1, max_length=200)]
     ledger: Annotated[str, Field(min_length=1)]
-    budget: Above | None = None
+    budget: Annotated[Above | None, Key(lasting="never")] = None  # of the population: the ledger has its own
     sampling: Literal["all", "poisson"] = "all"
     shape: Shape = "full"
     dims: Positive | None = None

@@ -2,7 +2,7 @@
 summary.
 
 A name that is not on the list is not written. Where readers of these files expect a table it stays, empty: an empty
-table says nothing. Held-out examples are public in a private run: `private_checks` refuses others.
+table says nothing. Held-out examples are public in a private run: `checks` refuses others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from fedlora.privacy.released import TIMELESS, fate_of, filtered, items
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.own_files import with_paths
+from fedlora.runs.inputs import with_paths
 
 WITHHELD = "withheld"
 

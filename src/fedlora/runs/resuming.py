@@ -14,14 +14,11 @@ from pydantic import ValidationError
 
 from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError, counted
-from fedlora.runs.config import RunConfig
+from fedlora.runs.config import KEYS, RunConfig, has_no_effect
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.identity import HARMLESS, ON_THE_WAY, placeless
-from fedlora.runs.inputs import DATA, differing, there_now
-from fedlora.runs.manifest import prompted
+from fedlora.runs.inputs import DATA, differing, is_lasting, placeless, there_now
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_releases import keep_config, read_private
-from fedlora.runs.unused import has_no_effect
 
 
 def changes(folder: RunFolder, config: RunConfig) -> bool:
@@ -32,7 +29,7 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
     """
     stored = _stored(folder)
     differing = dict(_differing(stored, config))
-    wrong = {key: pair for key, pair in differing.items() if key not in HARMLESS and key != "run.rounds"}
+    wrong = {key: pair for key, pair in differing.items() if is_lasting(key) and key != "run.rounds"}
     if wrong:
         named = "; ".join(f"{key} is {theirs!r} there and {ours!r} here" for key, (theirs, ours) in wrong.items())
         raise CheckpointError(
@@ -47,7 +44,8 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
         )
     if "run.rounds" in differing:
         _check_rounds(folder, *differing["run.rounds"], config.train.schedule)
-    _check_left(folder, config, {key: pair for key, pair in differing.items() if key in ON_THE_WAY})
+    ahead = {key: pair for key, pair in differing.items() if key in KEYS and KEYS[key].lasting == "ahead"}
+    _check_left(folder, config, ahead)
     return stored.canonical() != config.canonical()
 
 
@@ -110,12 +108,11 @@ def _check_alike(
 
 
 def _check_template(folder: RunFolder, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    was, now = prompted(theirs, ours).get("template"), ours.get("template")
+    was, now = theirs.get("template"), ours.get("template")
     if was != now:
         raise CheckpointError(
-            f"{folder.path} was begun with the prompts' template {was!r}, and now it is {now!r}. "
-            + ("Set data.template = 'none' to go on with it" if was == "raw" else "Set data.template as it was")
-            + ", or choose another --out."
+            f"{folder.path} was begun with the prompts' template {was!r}, and now it is {now!r}. Set data.template as "
+            f"it was, or choose another --out."
         )
 
 
@@ -139,7 +136,7 @@ def settle(folder: RunFolder, config: RunConfig, manifest: Mapping[str, Any]) ->
 
 
 def _stored(folder: RunFolder) -> RunConfig:
-    whole = (folder.path / "private" / "config.json").is_file()  # a private run's; those of before had no other
+    whole = (folder.path / "private" / "config.json").is_file()  # a private run's
     found = read_private(folder, "config.json") if whole else folder.read_json("config.json")
     try:
         return RunConfig.model_validate(found)

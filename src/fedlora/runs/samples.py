@@ -8,38 +8,22 @@ the model before is the common start, which a run that was resumed has too.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fedlora.client import receive
 from fedlora.core import files
 from fedlora.core.lora import Adapter
-from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.data import TextData
 from fedlora.errors import counted
+from fedlora.runs.exported import client_adapter, global_adapter
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.readouts import global_adapter
-from fedlora.seeds import derive_seed
+from fedlora.runs.preparation import Prepared
 from fedlora.server.server import start
 from fedlora.server.state import RunState
 from fedlora.training.encoding import cut_prompts
 from fedlora.training.generation import greedy
 from fedlora.training.prompting import end_tokens, find_template
-
-if TYPE_CHECKING:
-    from fedlora.runs.preparation import Prepared
-
-
-def draw_samples(sets: Sequence[TextData], count: int, seed: int) -> TextData | None:
-    """`count` examples of the held-out sets, drawn by the seed: fewer where there are fewer, None of none."""
-    filled = [data for data in sets if len(data)]
-    if not filled or not count:
-        return None
-    whole = TextData.concat(filled)
-    drawn = random.Random(derive_seed(seed, "samples")).sample(range(len(whole)), min(count, len(whole)))
-    return whole.select(drawn)
 
 
 def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> list[Path]:
@@ -92,13 +76,9 @@ def _answers(prepared: Prepared, prompts: list[list[int]], new: int, state: RunS
 
 def _as_adapter(prepared: Prepared, state: RunState) -> Adapter:
     """The model as one adapter on the pre-trained base, which other processes may be using: it is not changed."""
-    server = prepared.server
-    if server.has_global_model(state.server):
-        return global_adapter(server, state)
-    client = prepared.clients[0]
-    memory = state.clients.get(client.id, ClientMemory())
-    download = server.download(state.server, as_pruned(client, memory))
-    return receive(download, memory.kept).folded()
+    if prepared.server.has_global_model(state.server):
+        return global_adapter(prepared.server, state)
+    return client_adapter(prepared.server, state, prepared.clients[0])
 
 
 def _speaker(prepared: Prepared, state: RunState) -> str:

@@ -31,11 +31,15 @@ from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.metrics import MetricName, score_name
 from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import CHAT, RAW, check_template
-from fedlora.training.settings import LoRASettings, LossOn, Positive, Section, Targets, Task
+from fedlora.training.settings import Key, LoRASettings, LossOn, Positive, Section, Targets, Task
 from fedlora.training.targets import check_targets
 from fedlora.workers.processes import available
 
 Share = Annotated[float, Field(gt=0, le=1)]
+_EACH_ITS_OWN = "each site names its own in its site.toml (fedlora flower site)"
+_BENCHMARK = Key("it is of benchmarks, which are for fedlora run")
+_NOT_DEALT = Key("nothing is dealt out: each site has its own file")
+_IN_POLICY = Key("who takes part, with which rank, stands in policy.toml (fedlora flower init --sites)")
 
 
 DataTask = Literal["sst2", "qqp", "qnli", "mnli", "superni"]
@@ -56,13 +60,23 @@ class RunSection(Section):
     rounds: Positive = 10
     participation: Share = 1.0
     seed: int = 0
-    threads: Annotated[int, Field(ge=0)] = 0
-    workers: Positive | Literal["auto"] | None = None
-    checkpoint_every: Positive = 1
-    keep_checkpoints: Positive = 2
-    readouts: bool = False
-    keep_uploads: Literal["none", "last", "all"] = "none"
-    track: list[TrackerName] = []  # noqa: RUF012 - pydantic copies it
+    threads: Annotated[int, Field(ge=0), Key(lasting="never")] = 0  # the manifest says how many, which is compared
+    workers: Annotated[
+        Positive | Literal["auto"] | None,
+        Key("a server trains nobody, and each site trains itself", lasting="never", counts=False),
+    ] = None
+    checkpoint_every: Annotated[
+        Positive, Key("a federation's server stores every round, and could lose none", lasting="ahead")
+    ] = 1
+    keep_checkpoints: Annotated[
+        Positive, Key("a federation's server keeps the last two rounds, and the best", lasting="ahead")
+    ] = 2
+    readouts: Annotated[bool, Key(lasting="end")] = False
+    keep_uploads: Annotated[
+        Literal["none", "last", "all"],
+        Key("a federation's server stores no uploads; it is for fedlora run", lasting="ahead"),
+    ] = "none"
+    track: Annotated[list[TrackerName], Key(lasting="end")] = []  # noqa: RUF012 - pydantic copies it
 
     @model_validator(mode="after")
     def _one_thread_each(self) -> RunSection:
@@ -96,14 +110,16 @@ class ModelSection(Section):
     (an encoder, without dropout): faster, and the same result up to the rounding of padded batches.
     """
 
-    path: str
+    path: Annotated[str, Key("each site names its own copy in its site.toml, and the server one in [at_server]")]
     task: Task = "classification"
-    device: str = "auto"
+    device: Annotated[str, Key("each machine has its own: device in a site's site.toml")] = "auto"
     bf16: bool = False
     four_bit: bool = False
     checkpointing: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    remember_prefix: bool = False
+    remember_prefix: Annotated[
+        bool, Key("it is for many runs on one machine, with fedlora run", counts=False)  # the same up to rounding
+    ] = False
 
     def location(self) -> Path | str:
         """Where the model is; packaged models are files of installed packages, and a hub id stays as it is."""
@@ -158,14 +174,16 @@ class ServerSection(Section):
     aggregated, every round.
     """
 
-    weighting: Weighting | None = None
+    weighting: Annotated[Weighting | None, Key(former="examples")] = None
     heads: Heads | None = None
     quorum: Positive | None = None
     missing: Missing = "renormalise"
     memory: Annotated[float, Field(gt=0)] | None = None
     workers: Positive | None = None
     upload: Form = "factors"
-    gauge_stress: Annotated[float, Field(ge=1)] | None = None
+    gauge_stress: Annotated[
+        Annotated[float, Field(ge=1)] | None, Key("it is an experiment with uploads, for fedlora run")
+    ] = None
 
     def build(self, method: Method[Any], seed: int, rule: Rule | None = None) -> Server:
         """The server, of that method. rule: of [defence]. Raises `HyperparameterError`."""
@@ -201,14 +219,16 @@ class ClientsSection(Section):
     it draws itself, as adapters have that were trained apart.
     """
 
-    count: Positive | None = None
-    ranks: list[Positive | RankEntry] | None = None
-    profile: RankProfile | None = None
-    partition: Literal["dirichlet", "iid"] = "dirichlet"
-    alpha: Annotated[float, Field(gt=0)] | None = None
-    min_size: Positive = 8
-    own_test: Annotated[float, Field(gt=0, lt=1)] | None = None
-    starts: Literal["common", "own"] = "common"
+    count: Annotated[Positive | None, _IN_POLICY] = None
+    ranks: Annotated[list[Positive | RankEntry] | None, _IN_POLICY] = None
+    profile: Annotated[RankProfile | None, _IN_POLICY] = None
+    partition: Annotated[Literal["dirichlet", "iid"], _NOT_DEALT] = "dirichlet"
+    alpha: Annotated[Annotated[float, Field(gt=0)] | None, _NOT_DEALT] = None
+    min_size: Annotated[Positive, _NOT_DEALT] = 8
+    own_test: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Key("what each site holds out is data.test")] = None
+    starts: Annotated[
+        Literal["common", "own"], Key("every site starts from what the server sends; own starts are for fedlora run")
+    ] = "common"
 
     @field_validator("ranks", mode="before")
     @classmethod
@@ -277,14 +297,17 @@ class DataSection(Section):
     tokens of an example; what is longer is cut.
     """
 
-    train: str | None = None
-    clients: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
-    task: DataTask | None = None
-    tasks: Positive = 50
-    unseen: Annotated[int, Field(ge=0)] = 20
-    task_lists: list[str] = []  # noqa: RUF012 - pydantic copies it
+    train: Annotated[str | None, Key(f"{_EACH_ITS_OWN}. To deal one file out, for a trial, leave --sites away")] = None
+    clients: Annotated[dict[str, str], Key(_EACH_ITS_OWN)] = {}  # noqa: RUF012 - pydantic copies it
+    task: Annotated[DataTask | None, Key(f"{_EACH_ITS_OWN}; a benchmark is for fedlora run")] = None
+    tasks: Annotated[Positive, _BENCHMARK] = 50
+    unseen: Annotated[int, Field(ge=0), _BENCHMARK] = 20
+    task_lists: Annotated[list[str], _BENCHMARK] = []  # noqa: RUF012 - pydantic copies it
     max_train: Positive | None = None
-    max_test: Positive | None = None
+    max_test: Annotated[
+        Positive | None,
+        Key("what a site holds out is data.validation and data.test; the server's file can be shortened"),
+    ] = None
     loss_on: LossOn = "response"
     text: str = "text"
     pair: str | None = None
@@ -293,7 +316,7 @@ class DataSection(Section):
     prompt: str = "prompt"
     response: str = "response"
     messages: str | None = None
-    template: str | None = None
+    template: Annotated[str | None, Key(lasting="never")] = None  # the manifest says which, and it is compared
     validation: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     test: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     max_length: Positive = 128
@@ -351,15 +374,15 @@ class EvaluateSection(Section):
     kept in samples.jsonl and samples.md.
     """
 
-    every: Positive = 1
+    every: Annotated[Positive, Key(lasting="ahead")] = 1
     target: Target | Literal["auto"] = "auto"
     metric: MetricName = "accuracy"
     max_new_tokens: Positive = 64
-    clients_at_end: bool | Literal["both"] = False
+    clients_at_end: Annotated[bool | Literal["both"], Key(lasting="end")] = False
     batch_size: Positive = 64
     patience: Positive | None = None
     min_delta: Annotated[float, Field(ge=0)] = 0.0
-    samples: Annotated[int, Field(ge=0)] = 5
+    samples: Annotated[int, Field(ge=0), Key("a federation keeps no answers of its model; it is for fedlora run")] = 5
 
     @model_validator(mode="after")
     def _delta_of_patience(self) -> EvaluateSection:

@@ -51,7 +51,7 @@ class RoundRecord:
     """One finished round.
 
     round: its number, from 1. losses: client -> mean training loss. weights: client -> p_i of those that counted
-    ({} of a sketched round, whose server sees sums only). refused: client -> why not (a refused upload or a failed
+    ({} of a private round). refused: client -> why not (a refused upload or a failed
     client). seconds: by phase. server_rank: the mean over modules of the state's rank. metrics: of the evaluator, {}
     where it did not run. uploads: those that counted, as the server got them; () where it drops them. Of a private
     round nothing but state, metrics, seconds and server_rank is told; `state.clients` is a secret: who took part.

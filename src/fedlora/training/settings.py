@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -24,6 +25,23 @@ Schedule = Literal["constant", "linear", "cosine"]
 ClassWeights = Literal["balanced"] | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)]
 
 
+@dataclass(frozen=True)
+class Key:
+    """What a key is beside its type and its limits: metadata of its field, `Annotated[int, Key(...)]`.
+
+    elsewhere: of a key that belongs to one machine, so that no federation has it, what takes its place there. lasting:
+    whether a run may go on with another value: "always" the same; "ahead", of rounds still to be played; of the
+    "end", for a finished run gets what it lacks; "never", for no round depends on it. counts: whether it is in the
+    configuration's digest, by which results are known. former: its default when the first results were stored, where
+    that has changed since: digests are told against it.
+    """
+
+    elsewhere: str = ""
+    lasting: Literal["always", "ahead", "end", "never"] = "always"
+    counts: bool = True
+    former: Any = None
+
+
 class Section(BaseModel):
     """A table of settings. What is written is what is meant: true and "3" are no numbers, 1 and "yes" no truth values.
     3 is a number, and 3.0 a whole one. What is wrong is a `ConfigError` where Python makes one, and pydantic's own
@@ -31,6 +49,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
+    of_each: ClassVar[Key] = Key()  # of keys whose fields have none
     gone: ClassVar[Mapping[str, tuple[object, str]]] = {}  # key -> its last default, and what to do in its place
 
     if not TYPE_CHECKING:  # the fields are the arguments
@@ -54,6 +73,12 @@ class Section(BaseModel):
             if raw[key] != default:
                 raise ValueError(f"the key {key!r} is gone, and it is {raw[key]!r} here. {instead}")
         return {key: value for key, value in raw.items() if key not in old} if old else raw
+
+    @classmethod
+    def keys(cls) -> dict[str, Key]:
+        """What each key is."""
+        own = {name: [m for m in field.metadata if isinstance(m, Key)] for name, field in cls.model_fields.items()}
+        return {name: found[0] if found else cls.of_each for name, found in own.items()}
 
     @field_validator("*", mode="before")
     @classmethod
@@ -168,13 +193,13 @@ class TrainSection(Section):
 
     gone = {"together": (1, "Clients are trained one after the other; run.workers = 2 trains two at the same time.")}
 
-    lr: Annotated[float, Field(gt=0)] = 3e-3
+    lr: Annotated[float, Field(gt=0), Key(former=1e-3)] = 3e-3
     optimizer: Optimizer = "adam"
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     steps: Annotated[int, Field(ge=0)] = 10
     epochs: Annotated[float, Field(gt=0)] = 1.0
     batch_size: Positive = 16
-    accumulation: Positive | Literal["auto"] = "auto"
+    accumulation: Annotated[Positive | Literal["auto"], Key(former=1)] = "auto"
     clip: Annotated[float, Field(ge=0)] = 1.0
     schedule: Schedule = "constant"
     class_weights: ClassWeights | None = None
@@ -201,6 +226,6 @@ class TrainSettings(TrainSection):
 
 
 __all__ = [
-    "ClassWeights", "LoRASettings", "LossOn", "Optimizer", "Positive", "Schedule", "Section", "Targets", "Task",
+    "ClassWeights", "Key", "LoRASettings", "LossOn", "Optimizer", "Positive", "Schedule", "Section", "Targets", "Task",
     "TrainSection", "TrainSettings",
 ]  # fmt: skip

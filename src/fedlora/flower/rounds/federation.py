@@ -36,8 +36,7 @@ from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.runs.private_plan import PrivacyPlan
-from fedlora.runs.private_run import PrivateRun
+from fedlora.runs.private_run import PrivacyPlan, PrivateRun
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
 from fedlora.training.metrics import score_name

@@ -20,7 +20,7 @@ from fedlora.flower.rounds.private_words import public_summary
 from fedlora.flower.rounds.results import Results, taken_part
 from fedlora.flower.rounds.site_evaluation import SiteRound
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.runs.execution import MOST_CLASSES
+from fedlora.runs.finishing import MOST_CLASSES
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts
 from fedlora.runs.tracking import Tracker, numbers_of_test

@@ -19,9 +19,8 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.privacy.ledger import Ledger
-from fedlora.runs.private_plan import PrivacyPlan, plan_of
 from fedlora.runs.private_releases import OnDisk, Planned
-from fedlora.runs.private_run import PrivateRun
+from fedlora.runs.private_run import PrivacyPlan, PrivateRun, plan_of
 from fedlora.server.private_options import Privacy
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.server import Server

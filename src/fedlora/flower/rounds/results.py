@@ -27,10 +27,9 @@ from fedlora.flower.terms.site_file import Site
 from fedlora.runs.base_names import BaseName, base_name
 from fedlora.runs.card import model_card
 from fedlora.runs.config import RunConfig
-from fedlora.runs.exported import write_export
+from fedlora.runs.exported import global_adapter, write_export
 from fedlora.runs.manifest import code_facts
 from fedlora.runs.private_run import told
-from fedlora.runs.readouts import global_adapter
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.training.prompting import is_jinja

@@ -28,7 +28,7 @@ from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, keys_elsewher
 from fedlora.flower.terms.privacy import FederationPrivacy, refusals, with_private_defaults
 from fedlora.flower.terms.site_file import Site
 from fedlora.given_files import read_toml
-from fedlora.runs.config import RunConfig
+from fedlora.runs.config import RunConfig, unused
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.reading import checked
 from fedlora.runs.sections import (
@@ -38,7 +38,6 @@ from fedlora.runs.sections import (
     ServerSection,
     check_classes,
 )
-from fedlora.runs.unused import unused
 from fedlora.training.prompting import check_template
 from fedlora.training.settings import LoRASettings, LossOn, Positive, Section, Task, TrainSection
 

@@ -1,0 +1,248 @@
+"""What a run may not have together: settings that each alone are sound. Asked before the first round, each with why.
+
+Of a private run that is, first of all, by what more than the noised sums would leave.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import Client
+from fedlora.core.method import Roles
+from fedlora.errors import ConfigError
+from fedlora.runs.client_data import Dealt
+from fedlora.runs.config import RunConfig
+from fedlora.runs.defence import check_rule
+from fedlora.runs.private_releases import Planned
+from fedlora.server.closing import largest_shares
+from fedlora.server.private_options import Privacy
+from fedlora.server.sampling import sample_clients
+from fedlora.server.server import Server
+from fedlora.server.state import ServerState
+from fedlora.training.evaluation import Target
+from fedlora.training.metrics import METRICS, generates
+
+log = logging.getLogger("fedlora.runs")
+
+
+def check_processes(config: RunConfig, processes: int) -> None:
+    """Raises `ConfigError` for what several processes cannot do."""
+    if processes > 1 and config.model.four_bit:
+        raise ConfigError(f"model.four_bit cannot be shared by run.workers = {config.run.workers!r}; leave one out.")
+    if processes > 1 and config.model.remember_prefix:
+        raise ConfigError(
+            f"model.remember_prefix remembers in one process, and run.workers = {config.run.workers!r} trains in "
+            f"{processes}: leave one of them out."
+        )
+
+
+def check_task(config: RunConfig) -> None:
+    """Raises `ConfigError` where something is set for a language model, and the task is another one."""
+    if config.model.task == "causal-lm":
+        return
+    for section, key in (("data", "template"), ("data", "messages"), ("evaluate", "samples")):
+        table = getattr(config, section)
+        if getattr(table, key) != type(table).model_fields[key].default:
+            raise ConfigError(
+                f"{section}.{key} = {getattr(table, key)!r} is of language models, and model.task is "
+                f"{config.model.task!r}: leave one of them out."
+            )
+
+
+def check_measuring(config: RunConfig, data: Dealt) -> None:
+    """Raises `ConfigError` for settings of evaluation that ask for data which are not there, or measure none of it."""
+    e = config.evaluate
+    if e.patience is not None and not any(len(part) for part in data.validation.values()):
+        raise ConfigError(
+            f"evaluate.patience = {e.patience} looks at the validation metric, and there are no validation data: "
+            f"data.validation = {config.data.validation!r}. Give it a share or a file, or leave patience out."
+        )
+    beside = config.clients.own_test is not None and config.data.test != 0  # else they are the common test set
+    if beside and not e.clients_at_end and e.target != "clients":
+        raise ConfigError(
+            f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would measure: set "
+            f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."
+        )
+    if e.clients_at_end == "both" and not (data.own_test and any(len(part) for part in data.test.values())):
+        there = "a common one only" if not data.own_test else "each client's own only"
+        raise ConfigError(
+            f"evaluate.clients_at_end = 'both' is the clients' own test sets and the common one, and there is {there}. "
+            f"Give clients.own_test and data.test, or set it to true."
+        )
+
+
+def check_fit(
+    config: RunConfig, server: Server, initial: ServerState, target: Target, clients: Sequence[Client]
+) -> None:
+    """Raises `ConfigError` for options that can never work with this method or these clients."""
+    _check_metric(config)
+    _check_roles(config, server.method.name, server.roles(initial))
+    if config.server.heads is not None and not initial.heads:
+        raise ConfigError(
+            f"server.heads = {config.server.heads!r} has no effect: the model has no fully trained head. Leave it out, "
+            f"or name modules to train in full in lora.saved."
+        )
+    if target == "server" and not server.has_global_model(initial):
+        raise ConfigError(
+            f"{server.method.name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it "
+            f"out)."
+        )
+    if config.run.keep_uploads != "none" and server.memory is not None:
+        raise ConfigError("run.keep_uploads stores a round's uploads, and server.memory keeps none of them.")
+    server.open(initial)  # says so if its memory is too small
+    names = [client.id for client in clients]
+    a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))
+    if server.quorum is not None and server.quorum > a_round:
+        raise ConfigError(
+            f"server.quorum = {server.quorum} can never be met: {a_round} of {len(names)} clients take part in a round."
+        )
+
+
+def _check_metric(config: RunConfig) -> None:
+    if config.model.task not in METRICS[config.evaluate.metric].tasks:
+        wanted = "classes" if config.model.task == "causal-lm" else "generated text"
+        there = ", ".join(name for name, metric in METRICS.items() if config.model.task in metric.tasks)
+        raise ConfigError(
+            f"evaluate.metric = {config.evaluate.metric!r} is of {wanted}, and model.task is {config.model.task!r}; "
+            f"there is {there}."
+        )
+    if generates(config.evaluate.metric) and config.evaluate.max_new_tokens >= config.data.max_length:
+        raise ConfigError(
+            f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
+            f"data.max_length = {config.data.max_length}."
+        )
+
+
+def _check_roles(config: RunConfig, name: str, roles: Roles) -> None:
+    """name, roles: of the method."""
+    if config.clients.starts == "own" and not roles.both_shared:
+        raise ConfigError(
+            f"clients.starts = 'own' draws each client's A anew, and {name} shares {roles}: there a factor belongs to "
+            f"the server or stays at home. Leave it out, or take a method that gets both factors."
+        )
+    if config.server.gauge_stress is not None and not roles.both_shared:
+        raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
+    if config.attack.needs_pairs and not roles.both_shared:
+        raise ConfigError(f"attack.kind = {config.attack.kind!r} needs both factors shared, and {name} shares {roles}.")
+    if config.attack.space == "factors" and config.server.upload == "subspace":
+        raise ConfigError(
+            "attack.space = 'factors' needs uploads in the coordinates of the readouts, and server.upload = 'subspace' "
+            "has its own: leave one of them out."
+        )
+    if config.server.upload == "subspace" and not roles.both_shared:
+        raise ConfigError(f"server.upload = 'subspace' needs both factors shared, and {name} shares {roles}.")
+    if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
+        raise ConfigError(f"run.keep_uploads cannot store what never leaves a client, and {name} shares {roles}.")
+
+
+def check_liars(
+    config: RunConfig, server: Server, initial: ServerState, clients: Sequence[Client], examples: Mapping[str, float]
+) -> None:
+    """Raises `ConfigError` where a robust rule cannot bear its liars in any round. examples: of each client."""
+    if server.rule is None:
+        return
+    a_round = len(sample_clients(list(examples), config.run.participation, seed=0, round=0))
+    p = largest_shares(examples if server.weighs_by == "examples" else dict.fromkeys(examples, 1.0), a_round)
+    ranks = [client.ranks(initial.modules) for client in clients]
+    if near := check_rule(server.rule, server.method, ranks, p, config.server.upload):
+        log.warning("%s", near)
+
+
+# ---- private runs ----------------------------------------------------------------------------------------------------
+
+
+def check_private(config: RunConfig, server: Server) -> None:
+    """Raises `ConfigError` or `HyperparameterError`, before any data are read, for what [privacy] cannot go with."""
+    section = config.privacy
+    if section is None:
+        return
+    found = list(_refusals(config))
+    if found:
+        raise ConfigError("; ".join(found) + ".")
+    probe = section.model_copy(update={"noise_multiplier": 1.0, "epsilon": None})
+    privacy = probe.build(
+        Planned(), clients=["anybody"], largest=1, rounds=1, participation=config.run.participation, seed=0
+    )
+    replace(server, privacy=privacy)
+
+
+def planned_privacy(config: RunConfig, clients: Sequence[Client], start: Adapter) -> Privacy:
+    """What the configuration says, for these clients: public constants, all of them. It releases nothing yet.
+
+    Raises:
+        ConfigError: a delta that lets one of so many clients be shown whole. HyperparameterError: no epsilon.
+    """
+    section = config.privacy
+    if section is None:
+        raise ConfigError("this configuration has no table [privacy].")
+    count, run = len(clients), config.run
+    if section.delta >= 1 / count:
+        raise ConfigError(
+            f"privacy.delta = {section.delta:g} with {count} clients: to show one of them at random, whole, has delta "
+            f"= 1 / n = {1 / count:.2g}, so this promises nothing. Take a delta far below it."
+        )
+    largest = max(max(client.ranks(start.modules).values(), default=1) for client in clients)
+    return section.build(
+        Planned(), clients=[client.id for client in clients], largest=largest, rounds=run.rounds,
+        participation=run.participation, seed=run.seed,
+    )  # fmt: skip
+
+
+def _refusals(config: RunConfig) -> Iterator[str]:
+    """A line for each thing."""
+    section, run, data, clients, evaluate = config.privacy, config.run, config.data, config.clients, config.evaluate
+    if section is None:
+        return
+    if section.sampling == "all" and run.participation != 1.0:
+        yield (
+            f"run.participation = {run.participation:g} and privacy.sampling = 'all' contradict each other: set "
+            f"sampling = 'poisson' (a secret draw, which makes epsilon smaller), or leave participation out"
+        )
+    if section.sampling == "poisson" and run.participation == 1.0:
+        yield "privacy.sampling = 'poisson' draws each client with chance run.participation, which is 1: set it below 1"
+    if section.sampling == "poisson" and run.track:
+        yield (
+            f"run.track = {list(run.track)} stores when each round ended, which tells who was drawn, and "
+            f"privacy.sampling = 'poisson' counts on nobody knowing: leave run.track out"
+        )
+    if run.keep_uploads != "none":
+        yield (
+            f"run.keep_uploads = {run.keep_uploads!r} stores what clients sent, and [privacy] promises that only "
+            f"noised sums leave: leave it out"
+        )
+    if config.attack.kind != "none":
+        yield (
+            f"attack.kind = {config.attack.kind!r} is an experiment that tells who lied and how, and a private run "
+            f"tells of no single client: leave one of them out"
+        )
+    if config.server.gauge_stress is not None:
+        yield "server.gauge_stress is an experiment with uploads, and [privacy] shows nothing of them: leave it out"
+    if clients.own_test is not None:
+        yield (
+            f"clients.own_test = {clients.own_test:g} measures on clients' own data, and scores are released: leave it "
+            f"out"
+        )
+    if evaluate.target == "clients":
+        yield "evaluate.target = 'clients' is a score for each client, and a private run tells of none: leave it out"
+    if evaluate.clients_at_end or run.readouts:
+        key = "evaluate.clients_at_end" if evaluate.clients_at_end else "run.readouts"
+        yield f"{key} tells of single clients, and a private run tells of none: leave it out"
+    if data.task == "superni":
+        yield "data.task = 'superni' holds validation and test data out of the clients' own: it cannot be private here"
+    own = bool(data.clients) or data.train not in (None, "demo")
+    if own and config.model.task == "classification" and data.labels is None:
+        yield (
+            "data.labels is missing: which classes occur in the clients' rows is theirs, and the head's shape would "
+            "tell it: name the classes"
+        )
+    if data.clients:
+        for part in ("validation", "test"):
+            share = getattr(data, part)
+            if not isinstance(share, str) and share:
+                yield (
+                    f"data.{part} = {share:g} is a share of each client's own file, and scores on it are released: "
+                    f"name a file of public data, or set data.{part} = 0"
+                )

@@ -1,0 +1,217 @@
+"""Who looks at each round that a run has played, one after the other: uploads kept, the log, trackers, checkpoints.
+
+An observer is told of a round before anybody outside is. `seen_by_all` makes what they look at: the round's record with
+its diagnosis, as one line of metrics.jsonl.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Protocol
+
+from fedlora.adapters.io import pad_rank
+from fedlora.adapters.uploads import write_upload
+from fedlora.analysis.audit import gauge_drift, padded_average_error, storing_drift
+from fedlora.core import checkpoint
+from fedlora.core.folders import replacing_folder
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.methods.padded_average import PaddedAverage
+from fedlora.runs.attack_section import attack_note
+from fedlora.runs.exported import UPLOADS
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.opening import best_line
+from fedlora.runs.preparation import Prepared
+from fedlora.runs.private_outputs import private_line, shown_config
+from fedlora.runs.private_run import PrivateRun
+from fedlora.runs.tracking import Tracker, make_tracker, numbers, numbers_of_test
+from fedlora.server.server import Server
+from fedlora.server.state import RunState
+from fedlora.simulation import RoundRecord
+from fedlora.training.metrics import is_better
+
+
+@dataclass(frozen=True)
+class Played:
+    """A round, as observers see it. before: the state that it began from. line: of metrics.jsonl. last: no other round
+    follows."""
+
+    before: RunState
+    record: RoundRecord
+    line: Mapping[str, Any]
+    last: bool
+
+
+class Observer(Protocol):
+    """Looks at rounds."""
+
+    def see(self, played: Played) -> None:
+        """One more round."""
+
+
+def diagnosed(
+    prepared: Prepared, before: RunState, record: RoundRecord, *, last: bool, private: PrivateRun | None
+) -> Played:
+    """The round with what was found of its uploads; of a private run what may be told alone."""
+    began = time.perf_counter()
+    padded = _padded_error(prepared, before, record)
+    if padded is not None:
+        record = replace(record, seconds={**record.seconds, "diagnose": time.perf_counter() - began})
+    line = describe(record, padded_error=padded, gauge=_gauge(prepared, record) if last else None)
+    if private is not None:
+        line = private_line(line, private.spent(record.round))
+    return Played(before, record, line, last)
+
+
+def describe(
+    record: RoundRecord,
+    *,
+    padded_error: float | None = None,
+    gauge: Mapping[str, Mapping[str, float]] | None = None,
+) -> dict[str, Any]:
+    """A round as plain numbers: one line of metrics.jsonl.
+
+    padded_error: of zero-padded factor averaging on this round's uploads, None where it has none. gauge: what the gauge
+    check found, where the round was checked.
+    """
+    tally = record.state.server.tally
+    judged = tally.judged if tally is not None else None
+    return {
+        "round": record.round,
+        "loss": record.loss,
+        "losses": dict(record.losses),
+        "weights": dict(record.weights),
+        "refused": dict(record.refused),
+        "metrics": dict(record.metrics),
+        "seconds": dict(record.seconds),
+        "bytes": {**asdict(record.bytes), "total": record.bytes.total},
+        "server_rank": record.server_rank,
+        "padded_error": padded_error,
+        "gauge_drift": dict(gauge["float64"]) if gauge is not None else None,
+        "gauge_drift_as_sent": dict(gauge["as sent"]) if gauge is not None else None,
+        **({"attack": asdict(record.attacked)} if record.attacked is not None else {}),
+        **({"defence": judged.plain()} if judged is not None else {}),
+    }
+
+
+class Uploads:
+    """Keeps what clients sent, where run.keep_uploads asks for it."""
+
+    def __init__(self, prepared: Prepared, folder: RunFolder) -> None:
+        self._prepared, self._folder = prepared, folder
+
+    def see(self, played: Played) -> None:
+        kept = self._prepared.config.run.keep_uploads
+        if kept == "all" or (played.last and kept == "last"):
+            _keep_uploads(self._prepared, self._folder, played.before, played.record)
+
+
+class Log:
+    """metrics.jsonl. link: of the newest round's line, or the run's identity (`RunFolder.rewind`)."""
+
+    def __init__(self, folder: RunFolder, link: str) -> None:
+        self._folder, self._link = folder, link
+
+    def see(self, played: Played) -> None:
+        self._link = self._folder.append_metrics(played.line, self._link)
+
+
+class Trackers:
+    """The trackers of run.track, which know all rounds before: after a resume they are told them again."""
+
+    def __init__(
+        self, prepared: Prepared, folder: RunFolder, lines: Sequence[Mapping[str, Any]], resumed: bool
+    ) -> None:
+        config = prepared.config
+        self._trackers: list[Tracker] = []
+        for name in config.run.track:
+            told = json.loads(shown_config(config).canonical())
+            self._trackers.append(tracker := make_tracker(name, folder.path, told, anew=resumed))
+            for line in lines:
+                tracker.log(line["round"], numbers(line))
+
+    def see(self, played: Played) -> None:
+        for tracker in self._trackers:
+            tracker.log(played.record.round, numbers(played.line))
+
+    def close(self, tests: Iterable[tuple[str, int, Mapping[str, float]]]) -> None:
+        """tests: of each state that was tested its name, "adapter" or "best", its round and its scores."""
+        tests = list(tests)
+        for tracker in self._trackers:
+            for name, round, scores in tests:
+                tracker.log(round, numbers_of_test(scores, best=name == "best"))
+            tracker.close()
+
+
+class Checkpoints:
+    """The newest states, as many as run.keep_checkpoints says, and the best one by validation. of: the run's
+    identity."""
+
+    def __init__(self, prepared: Prepared, folder: RunFolder, of: str, lines: Sequence[Mapping[str, Any]]) -> None:
+        self._run, self._metric, self._folder, self._of = prepared.config.run, prepared.metric, folder, of
+        best = best_line(prepared.metric, lines)
+        self._best: float | None = best["metrics"][prepared.metric] if best else None
+
+    def see(self, played: Played) -> None:
+        state, metrics = played.record.state, played.record.metrics
+        if metrics and is_better(self._metric, metrics[self._metric], self._best):
+            self._best = metrics[self._metric]
+            checkpoint.save(self._folder.best_checkpoint, state.round, state, of=self._of, keep=1)
+        if played.last or state.round % self._run.checkpoint_every == 0:
+            self.keep(state)
+
+    def keep(self, state: RunState) -> None:
+        checkpoint.save(self._folder.checkpoints, state.round, state, of=self._of, keep=self._run.keep_checkpoints)
+
+
+def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, record: RoundRecord) -> None:
+    """Each accepted upload, completed by the frozen parts that it was trained with, as a PEFT directory.
+
+    A round is stored as a whole or not at all.
+    """
+    if not record.uploads:
+        return
+    with replacing_folder(folder.uploads(record.round), force=True, kind=UPLOADS) as building:
+        for upload in record.uploads:
+            download = prepared.server.download(before.server, upload.client)
+            modules = {}
+            for name, came in download.adapter.modules.items():
+                sent = upload.adapter.modules[name].tensors() if name in upload.adapter.modules else {}
+                modules[name] = pad_rank(LoRA(**(came.tensors() | sent)), 1)
+            heads = {**download.adapter.heads, **upload.adapter.heads}
+            whole = replace(upload, adapter=Adapter(modules, heads))
+            more = attack_note(prepared.adversary, upload.client.id)
+            write_upload(building / upload.client.id, whole, prepared.spec, round=record.round, more=more)
+
+
+def _padded_error(prepared: Prepared, before: RunState, record: RoundRecord) -> float | None:
+    """The error that zero-padded factor averaging would have made; None where a factor stays at home, or the server
+    keeps no uploads."""
+    if not prepared.server.roles(before.server).both_shared or not record.uploads:
+        return None
+    return padded_average_error(before.server, record.uploads, record.weights)
+
+
+def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, dict[str, float]] | None:
+    """The gauge check on this round's real uploads: this run's method beside zero-padded factor averaging.
+
+    "float64": of the methods, on float64 copies. "as sent": of the server, on the uploads in their dtypes, and beside
+    it how far storing them in other coordinates moves the mean itself ("storing").
+    """
+    roles = prepared.server.roles(record.state.server)
+    if not roles.both_shared or not record.uploads:
+        return None
+    bare = [replace(upload, adapter=Adapter(upload.adapter.modules)) for upload in record.uploads]
+    own, padded = replace(prepared.server, heads="frozen"), Server(PaddedAverage(), heads="frozen")
+    begun = padded.init(prepared.seed_adapter)
+    tally = record.weights
+    found = {}
+    for kind, as_sent in (("float64", False), ("as sent", True)):
+        found[kind] = {
+            own.method.name: gauge_drift(own, record.state.server, bare, as_sent=as_sent),
+            "padded-average": gauge_drift(padded, begun, bare, as_sent=as_sent),
+        }
+    found["as sent"]["storing"] = storing_drift(bare, tally)
+    return found

@@ -1,0 +1,112 @@
+"""Where a run goes on from: a fresh start, or the newest sound state of its folder, which is known to be its own."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fedlora.core import checkpoint
+from fedlora.errors import CheckpointError, counted
+from fedlora.runs import resuming
+from fedlora.runs.exported import check_replaceable
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.inputs import identity
+from fedlora.runs.preparation import Prepared
+from fedlora.runs.private_outputs import shown_config
+from fedlora.runs.private_releases import begin, keep_config, read_private
+from fedlora.server.server import start
+from fedlora.server.state import RunState
+from fedlora.training.metrics import best_of
+
+log = logging.getLogger("fedlora.runs")
+
+
+def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunState, str]:
+    """The state to go on from, the newest sound checkpoint or a fresh start; and the run's identity.
+
+    Raises:
+        ConfigError, CheckpointError: as `execute`.
+    """
+    fresh = start(prepared.server, prepared.seed_adapter)
+    if not folder.exists():
+        if prepared.secrets is not None:
+            begin(folder, prepared.secrets)
+            keep_config(folder, prepared.config.canonical())
+        of = _identity(prepared, folder)
+        folder.create(shown_config(prepared.config).canonical(), {**prepared.manifest, "run": of})
+        return fresh, of
+    if not resume:
+        raise CheckpointError(
+            f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out."
+        )
+    changed = resuming.changes(folder, prepared.config)
+    if prepared.secrets is None:
+        resuming.check_content(folder, prepared.manifest)
+    else:
+        resuming.check_content(folder, json.loads(json.dumps(prepared.secrets)), read_private(folder, "content.json"))
+    of = _identity(prepared, folder)
+    resuming.check_manifest(folder, of)
+    if not folder.finished() and os.path.lexists(folder.sums):
+        log.warning("%s is gone, and the run had ended: its results are made again", folder.path / "summary.json")
+    kind = prepared.server.method.State
+    loaded = checkpoint.load_newest(folder.checkpoints, RunState, kind, of=of, tell=log.warning)
+    ended = folder.ended()
+    if loaded is None and ended:
+        raise CheckpointError(
+            f"{folder.path} holds a run that has ended after {counted(ended, 'round')}, and checkpoints/ has no state "
+            f"of it: going on would train all of them again. Put checkpoints/ back, or choose another --out."
+        )
+    state = loaded[1] if loaded else fresh
+    _check_best(prepared, folder, of, folder.upto(state.round, of)[0])
+    if (logged := len(folder.metrics())) > state.round:
+        newest = f"the newest state in checkpoints/ is of round {state.round}" if loaded else "checkpoints/ has none"
+        log.warning("%s are logged, and %s: later ones are played again", counted(logged, "round"), newest)
+    left = range(state.round + 1, prepared.config.run.rounds + 1)
+    check_replaceable(folder, prepared.tokenizer, [client.id for client in prepared.clients], left)
+    if folder.finished():
+        folder.lacking()  # raises where a file of the result is another one by now
+    if changed:
+        resuming.settle(folder, prepared.config, prepared.manifest)
+    folder.sweep()
+    return state, of
+
+
+def _identity(prepared: Prepared, folder: RunFolder) -> str:
+    if prepared.secrets is None:
+        return identity(prepared.config, prepared.manifest)
+    return identity(prepared.config, prepared.secrets, str(read_private(folder, "run.json").get("secret")))
+
+
+def _check_best(prepared: Prepared, folder: RunFolder, of: str, lines: Sequence[Mapping[str, Any]]) -> None:
+    """checkpoints/best/ has the best state of these rounds; where it has not, it gets the one in checkpoints/.
+
+    Raises:
+        CheckpointError: neither of them has it.
+    """
+    metric, kind = prepared.metric, prepared.server.method.State
+    best = best_line(metric, lines)
+    if best is None:
+        return
+    round, why = best["round"], "none is there"
+    checkpoint.newest_round(folder.best_checkpoint)  # where a directory has its place, it cannot be put back
+    try:
+        found = checkpoint.load_newest(folder.best_checkpoint, RunState, kind, of=of, tell=log.warning)
+        if found is not None and (found[0] == round or found[0] > len(lines)):  # a later one is made again, as it was
+            return
+        why = why if found is None else f"that of round {found[0]} is there"
+    except CheckpointError as error:
+        why = str(error)
+    said = f"{folder.best_checkpoint}/ lacks the state of round {round}, the best one so far by {metric} ({why})"
+    found = checkpoint.load_newest(folder.checkpoints, RunState, kind, of=of, upto=round, tell=log.warning)
+    if found is None or found[0] != round:
+        raise CheckpointError(f"{said}, and checkpoints/ has it no more. Restore it, or choose another --out.")
+    log.warning("%s: it is taken from checkpoints/", said)
+    checkpoint.save(folder.best_checkpoint, round, found[1], of=of, keep=1)
+
+
+def best_line(metric: str, lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The line of the best round by validation; None where none was measured."""
+    return best_of(metric, [line for line in lines if line["metrics"]], lambda line: line["metrics"][metric])
