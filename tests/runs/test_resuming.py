@@ -175,7 +175,7 @@ def test_resuming_what_was_never_started_starts_it(project: Path, tmp_path: Path
 
 def test_a_run_that_was_killed_before_its_manifest_starts_afresh(project: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json.part").write_text('{"clie')
+    (tmp_path / "run" / ".config.json.0123456789ab.part").write_text('{"clie')
     assert ran(configured(project, "run.rounds=1"), tmp_path / "run").finished()
 
 
