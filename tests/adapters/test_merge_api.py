@@ -63,6 +63,17 @@ def test_an_added_bias_counts_as_its_module_does(tmp_path: Path) -> None:
             torch.testing.assert_close(found[f"base_model.model.{module}.lora_B.bias"], torch.full((20,), value))
 
 
+def test_an_added_bias_has_the_type_of_the_factors_that_it_goes_with(tmp_path: Path) -> None:
+    """It is part of the update: of a bfloat16 adapter beside a float32 one nothing is rounded to bfloat16 again."""
+    value = torch.full((20,), 3.0).bfloat16()
+    a = bare(tmp_path / "a", {Q: 2}, dtype=torch.bfloat16, beside={f"{Q}.lora_B.bias": value}, lora_bias=True)
+    b = bare(tmp_path / "b", {Q: 2})
+    report = merge([a, b], tmp_path / "m", weights=[0.3, 0.7])
+    found = load_file(tmp_path / "m" / "adapter_model.safetensors")
+    assert {t.dtype for t in found.values()} == {torch.float32} and report.beside_rounding < 1e-7
+    torch.testing.assert_close(found[f"base_model.model.{Q}.lora_B.bias"], torch.full((20,), 1.8), rtol=1e-6, atol=0)
+
+
 # ---- three lines -----------------------------------------------------------------------------------------------------
 
 

@@ -81,18 +81,20 @@ def kept(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
 
 
 def averaged(
-    given: Collection, rule: HeadRule, dtype: torch.dtype | None = None, missing: Missing = "zero"
+    given: Collection, rule: HeadRule, dtype: torch.dtype | None = None, missing: Missing = "zero", *,
+    added: torch.dtype | None = None,
 ) -> Beside:  # fmt: skip
     """The tensors beside the pairs: added biases as the update that they are part of, the others by `rule`.
 
-    dtype: of floating-point ones; None: their own. missing: as of the modules, for added biases.
+    dtype: of floating-point ones; None: their own. missing: as of the modules, for added biases. added: the dtype of
+    these, which is that of the factors; None: their own.
 
     Raises:
         AdapterFormatError: as `kept`; shapes that differ; whole numbers that differ; different tensors under weights
             that do not add up to 1, for they are no updates.
     """
     found, used, left, rounding = {}, {}, {}, {}
-    wide = torch.promote_types(dtype or torch.float32, torch.float32)
+    wide = torch.promote_types(dtype or added or torch.float32, torch.float32)
     for path, (kind, held) in sorted(kept(given, rule).items()):
         needed = allocation.bytes_to_average([file.stored_head(path) for file, _ in held])
         allocation.check(needed, f"averaging {quoted(path)}", given.files[0].limits)
@@ -110,6 +112,7 @@ def averaged(
         if held:
             used[path] = given.effective(held)
         own, _ = common_type(file.stored_head(path).dtype for file in given.files if file.has_head(path))
+        own = added if kind == "added" and added is not None else own
         found[path] = narrowed(mean, dtype or own, f"tensor {quoted(path)}")
         moved = _moved(mean, found[path])
         if moved:

@@ -60,7 +60,7 @@ def write_result(
     notes = [*said, *given.notes, *([remark] if remark and not wanted.dtype else []), *_far_apart(given, dtype)]
     if wanted.serve == "vllm":
         notes += check_vllm(given, [(name, kind) for name, (kind, held) in kept(given, heads).items() if held])
-    extras = averaged(given, heads, dtype if wanted.dtype else None, missing)
+    extras = averaged(given, heads, dtype if wanted.dtype else None, missing, added=dtype)
     notes += _of_first(wanted, given, extras)
     labels, more = _labels(wanted, given, extras)
     notes += more
