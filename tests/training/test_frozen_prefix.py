@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from fedlora import Client, Server, build
@@ -103,6 +104,20 @@ def test_what_cannot_be_remembered_is_refused(folder: Path, targets: list[str], 
 def test_a_model_without_such_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="Linear is none"):
         frozen_prefix.remember(torch.nn.Linear(2, 2), LAST, 0)
+
+
+@pytest.mark.parametrize("kind", ["MPNet", "DebertaV2"])
+def test_layers_that_need_more_than_the_layer_before_are_refused(kind: str) -> None:
+    """Position biases, masks of their own, results in tuples: each loud when it is set, and no run begins."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = getattr(transformers, f"{kind}Config")(vocab_size=40, max_position_embeddings=40, **sizes)
+    network = getattr(transformers, f"{kind}ForSequenceClassification")(config)
+    for module in network.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    names = [name for name, m in network.named_modules() if ".layer.1." in name and isinstance(m, torch.nn.Linear)]
+    with pytest.raises(ConfigError, match=f"{kind}ForSequenceClassification"):
+        frozen_prefix.remember(network, names, 0)
 
 
 def test_each_precision_has_entries_of_its_own(folder: Path) -> None:

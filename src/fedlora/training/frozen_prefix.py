@@ -96,14 +96,19 @@ class Remembered(nn.Module):
         found = self._table.known.get(key)
         if found is not None:
             return found
+        hidden = self.compute(key[0])
+        self._table.add(key, hidden)
+        return hidden
+
+    def compute(self, ids_and_segments: tuple[int, ...]) -> Tensor:
+        """Of one text, (tokens, width)."""
         embeddings, layers = self._compute
         device = next(embeddings.parameters()).device
-        ids, kinds = torch.tensor(key[0], device=device).view(2, 1, -1)
+        ids, kinds = torch.tensor(ids_and_segments, device=device).view(2, 1, -1)
         embeddings.eval()
         hidden: Tensor = embeddings(input_ids=ids, token_type_ids=kinds)
         for layer in layers:
             hidden = layer.eval()(hidden, None)
-        self._table.add(key, hidden[0])
         return hidden[0]
 
 
@@ -133,7 +138,8 @@ def remember(network: Any, targets: Targets, pad: int | None) -> int:
         pad: the id of the padding token.
 
     Raises:
-        ConfigError: no encoder with `embeddings` and `encoder.layer`, dropout there, or LoRA before its second layer.
+        ConfigError: no encoder with `embeddings` and `encoder.layer`, dropout there, LoRA before its second layer, or a
+            model whose layers need more than what the layer before gives.
     """
     backbone: Any = getattr(network, getattr(network, "base_model_prefix", ""), None)
     layers: Any = getattr(getattr(backbone, "encoder", None), "layer", None)
@@ -157,10 +163,43 @@ def remember(network: Any, targets: Targets, pad: int | None) -> int:
             f"model.remember_prefix remembers what a layer gives, and dropout {rate:g} draws it anew each time. Set "
             f"model.dropout = 0."
         )
-    backbone.embeddings = Remembered(backbone.embeddings, list(layers[:first]), pad)
+    remembered = Remembered(backbone.embeddings, list(layers[:first]), pad)
+    _check_same(network, layers[first], remembered, pad)
+    backbone.embeddings = remembered
     for k in range(first):
         layers[k] = PassedOver()
     return first
+
+
+@torch.no_grad()
+def _check_same(network: Any, layer: nn.Module, remembered: Remembered, pad: int) -> None:
+    """Raises `ConfigError` where `layer` would read something else than in the whole model: of a short padded text."""
+    ids = [k for k in range(1, 8) if k != pad]
+    batch = torch.tensor([[*ids, pad, pad]], device=next(layer.parameters()).device)
+    read: list[Tensor] = []
+
+    def note(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        read.append(given[0] if given else named["hidden_states"])
+
+    hook = layer.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            network(input_ids=batch, attention_mask=(batch != pad).long())
+        whole, ours = read[0][0, : len(ids)].double(), remembered.compute((*ids, *(0 for _ in ids))).double()
+        if ours.shape != whole.shape:
+            raise TypeError("a layer gives more than one tensor")
+        apart = float((whole - ours).norm() / whole.norm())
+    except Exception as error:  # whatever layers of another kind need
+        apart, why = 1.0, f"{type(error).__name__}: {error}"
+    else:
+        why = f"what the first adapted layer reads is {apart:.1e} apart"
+    finally:
+        hook.remove()
+    if not apart < 1e-2:  # of bfloat16
+        raise ConfigError(
+            f"model.remember_prefix computes the layers of a {type(network).__name__} one by one, and they need more "
+            f"than the layer before gives ({why}). Leave it out."
+        )
 
 
 __all__ = ["MOST", "PassedOver", "Remembered", "remember", "tables"]
