@@ -182,9 +182,9 @@ class Everything:
         self.base, self.kind = base, kind
 
     def taken(self, folder: Path) -> dict[str, Tensor]:
-        """Validated alone, validated with the base, applied: the model is peft's, which is returned."""
+        """Validated alone, and applied, which begins with the judgement of `validate --base`: the model is peft's,
+        which is returned."""
         AdapterFile(folder).check()
-        check_adapter(AdapterFile(folder, with_base=True), BaseFiles(self.base))
         want = dense(folder, self.base, self.kind)
         full = folder.parent / f"{folder.name}-full"
         apply_adapter(AdapterFile(folder, with_base=True), BaseFiles(self.base), full)
@@ -268,7 +268,8 @@ def test_what_one_takes_all_take_and_results_too(name: str, tmp_path: Path) -> N
     start.save_pretrained(tmp_path / "base")
     every = Everything(tmp_path / "base", type(start))
     one, two = (trained(kind, tmp_path / folder, seed) for folder, seed in (("a", 1), ("b", 2)))
-    A, B = every.taken(one), every.taken(two)
+    A, B = every.taken(one), dense(two, every.base, every.kind)
+    check_adapter(AdapterFile(two, with_base=True), BaseFiles(every.base))
     write_adapter(tmp_path / "copy", *read_adapter(one))
     assert off(every.taken(tmp_path / "copy"), A) < 1e-10
     resize(one, tmp_path / "resized", rank=4)
