@@ -279,6 +279,7 @@ WEIGHTS: dict[str, tuple[Callable[[], bytes], str]] = {
     "no rank": (lambda: shaped({**SHAPES, **pair(Q, r=0)}), "q_proj"),
     "no inputs": (lambda: shaped({**SHAPES, **pair(Q, d_in=0)}), "q_proj.* is empty"),
     "no outputs": (lambda: shaped({**SHAPES, **pair(Q, d_out=0)}), "q_proj.* is empty"),
+    "not gathered": (lambda: shaped(dict.fromkeys(SHAPES, (0,))), "is empty.*ZeRO-3.*zero_to_fp32"),
     "A and B swapped": (lambda: shaped({QA: (6, 2), QB: (2, 5), **pair(V)}), "q_proj"),
     "A and B swapped and turned": (lambda: shaped({QA: (2, 6), QB: (5, 3), **pair(V)}), "q_proj"),
     "no B": (lambda: shaped({k: s for k, s in SHAPES.items() if k != QB}), "q_proj' lacks lora_B"),

@@ -151,6 +151,10 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a file that is missing": (lambda base: sorted(base.glob("model-*"))[1].unlink(), "is missing"),
     "an index of a list": (lambda base: _index(base, lambda x: x.update(weight_map=["a"])), "weight_map"),
     "no index": (lambda base: (base / "model.safetensors.index.json").unlink(), "is no model directory"),
+    "only a pickle": (
+        lambda base: ([path.unlink() for path in base.glob("model*")], (base / "pytorch_model.bin").write_bytes(b"")),
+        r"pickles.*save_pretrained\(.*safe_serialization",
+    ),
     "a shard twice": (
         lambda base: (shutil.copy(min(base.glob("model-*")), base / "model-again.safetensors"),
                       _index(base, lambda x: x["weight_map"].update({"z": "model-again.safetensors"}))),

@@ -8,12 +8,15 @@ model is peft's own.
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import transformers as hf
 from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
@@ -24,7 +27,8 @@ from fedlora.adapters.module_names import plain
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.apply import apply_adapter, check_adapter
 from fedlora.applying.base_folder import BaseFiles
-from support.bases import reconfigure
+from fedlora.errors import AdapterFormatError
+from support.bases import reconfigure, rewrite
 from support.peft_cases import randomise
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of peft's, of what these kinds are about
@@ -48,6 +52,15 @@ def t5() -> Any:
     return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, decoder_start_token_id=0))
 
 
+def llava() -> Any:
+    image = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    parts = {
+        "vision_config": hf.CLIPVisionConfig(**image, image_size=16, patch_size=8),
+        "text_config": hf.LlamaConfig(**SIZES),
+    }
+    return hf.LlavaForConditionalGeneration(hf.LlavaConfig(**parts, image_token_index=39))
+
+
 @dataclass(frozen=True)
 class Kind:
     """base: what the adapter is trained on. fields: of peft's config. grown: the vocabulary grew by so many before
@@ -61,7 +74,10 @@ class Kind:
     ada: bool = False
 
 
-def causal(base: Callable[[], Any] = model("LlamaForCausalLM"), **more: Any) -> Kind:
+LLAMA, TIED = model("LlamaForCausalLM"), model("LlamaForCausalLM", tie_word_embeddings=True)
+
+
+def causal(base: Callable[[], Any] = LLAMA, **more: Any) -> Kind:
     own = {name: more.pop(name) for name in ("grown", "saving", "edit", "ada") if name in more}
     return Kind(base, {"task_type": "CAUSAL_LM", "target_modules": ["q_proj"]} | more, **own)
 
@@ -71,7 +87,6 @@ def encoder(head: str, task: str | None, **more: Any) -> Kind:
     return Kind(model(f"Bert{head}", **labels), {"task_type": task, "target_modules": ["query", "value"]} | more)
 
 
-TIED = model("LlamaForCausalLM", tie_word_embeddings=True)
 UNSLOTH = {
     "base_model_class": "LlamaForCausalLM", "parent_library": "transformers.models.llama.modeling_llama",
     "unsloth_fixed": True,
@@ -167,15 +182,81 @@ class Everything:
         self.base, self.kind = base, kind
 
     def taken(self, folder: Path) -> dict[str, Tensor]:
-        """Validated alone, validated with the base, applied: the model is peft's, which is returned."""
+        """Validated alone, and applied, which begins with the judgement of `validate --base`: the model is peft's,
+        which is returned."""
         AdapterFile(folder).check()
-        check_adapter(AdapterFile(folder, with_base=True), BaseFiles(self.base))
         want = dense(folder, self.base, self.kind)
         full = folder.parent / f"{folder.name}-full"
         apply_adapter(AdapterFile(folder, with_base=True), BaseFiles(self.base), full)
         got = self.kind.from_pretrained(full, dtype=torch.float64).state_dict()
         assert off(got, want) < 1e-10
         return want
+
+
+# ---- names of transformers 4, which peft converts as it loads --------------------------------------------------------
+
+
+def old_llava(tensors: dict[str, Tensor]) -> None:
+    for key in list(tensors):
+        tensors[key.replace("model.model.language_model.", "model.language_model.model.")] = tensors.pop(key)
+
+
+def mixtral_of_4(folder: Path) -> Path:
+    """One pair for each matrix of each expert, as peft saved them; made by hand, since no transformers 4 is here."""
+    draw = torch.Generator().manual_seed(1)
+    tensors = {}
+    for expert in range(4):
+        for name, (d_out, d_in) in {"w1": (24, 16), "w2": (16, 24), "w3": (24, 16)}.items():
+            path = f"base_model.model.model.layers.0.block_sparse_moe.experts.{expert}.{name}.lora_"
+            tensors[f"{path}A.weight"] = torch.randn(2, d_in, generator=draw, dtype=torch.float64)
+            tensors[f"{path}B.weight"] = torch.randn(d_out, 2, generator=draw, dtype=torch.float64)
+    folder.mkdir()
+    safetensors.torch.save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    fields = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 2,
+        "lora_alpha": 8,
+        "target_modules": ["w1", "w2", "w3"],
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+def test_names_of_transformers_4_are_taken_as_peft_takes_them(tmp_path: Path) -> None:
+    """peft's dense models of the old names and of the new ones are one; so are ours. A target that means the old names
+    only is none to peft, and refused."""
+    kind = Kind(llava, {"task_type": "CAUSAL_LM", "target_modules": ["gate_proj", "down_proj"]})
+    grown(kind).save_pretrained(tmp_path / "base")
+    every = Everything(tmp_path / "base", hf.LlavaForConditionalGeneration)
+    new, old = trained(kind, tmp_path / "a", 1), trained(kind, tmp_path / "b", 1)
+    rewrite(old, old_llava)
+    want = every.taken(new)
+    assert off(every.taken(old), want) < 1e-12
+    merge([old, old], tmp_path / "merged")
+    resize(old, tmp_path / "resized", rank=4)
+    write_adapter(tmp_path / "copy", *read_adapter(old))
+    assert max(off(every.taken(tmp_path / name), want) for name in ("merged", "resized", "copy")) < 1e-10
+    reconfigure(old, target_modules=r"language_model\.model\..*(gate|down)_proj")
+    AdapterFile(old).check()
+    with pytest.raises(AdapterFormatError, match=r"model\.language_model\.layers\.0"):
+        check_adapter(AdapterFile(old, with_base=True), BaseFiles(every.base))
+
+
+def test_experts_of_transformers_4_are_refused_with_the_way_round(tmp_path: Path) -> None:
+    """The way round leads where it should: what peft loads and saves again is taken, and is peft's own model."""
+    kind = model("MixtralForCausalLM", num_key_value_heads=2, num_local_experts=4)
+    grown(Kind(kind, {})).save_pretrained(tmp_path / "base")
+    every, old = Everything(tmp_path / "base", hf.MixtralForCausalLM), mixtral_of_4(tmp_path / "old")
+    AdapterFile(old).check()
+    with pytest.raises(AdapterFormatError, match=r"experts\.0\.w1.*transformers 4.*save it again"):
+        check_adapter(AdapterFile(old, with_base=True), BaseFiles(every.base))
+    want = dense(old, every.base, every.kind)
+    PeftModel.from_pretrained(every.kind.from_pretrained(every.base), old).save_pretrained(tmp_path / "again")
+    assert off(every.taken(tmp_path / "again"), want) < 1e-10
+
+
+# ---- everything ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick(60)
@@ -187,7 +268,8 @@ def test_what_one_takes_all_take_and_results_too(name: str, tmp_path: Path) -> N
     start.save_pretrained(tmp_path / "base")
     every = Everything(tmp_path / "base", type(start))
     one, two = (trained(kind, tmp_path / folder, seed) for folder, seed in (("a", 1), ("b", 2)))
-    A, B = every.taken(one), every.taken(two)
+    A, B = every.taken(one), dense(two, every.base, every.kind)
+    check_adapter(AdapterFile(two, with_base=True), BaseFiles(every.base))
     write_adapter(tmp_path / "copy", *read_adapter(one))
     assert off(every.taken(tmp_path / "copy"), A) < 1e-10
     resize(one, tmp_path / "resized", rank=4)
@@ -196,10 +278,34 @@ def test_what_one_takes_all_take_and_results_too(name: str, tmp_path: Path) -> N
     for rule in RULES:
         merge([one, two], tmp_path / rule, heads=rule)  # type: ignore[arg-type]
         got = every.taken(tmp_path / rule)
-        pairs = [
-            f"{plain(path)}.weight" for path in AdapterFile(one).layouts if "embed" not in path and "lm_" not in path
-        ]
+        pairs = {f"{plain(path)}.weight" for path in AdapterFile(one).layouts if "layer" in path or "block" in path}
         assert off({n: got[n] for n in pairs}, {n: (A[n] + B[n]) / 2 for n in pairs}) < 1e-10
         if rule in ("average", "holders"):
             assert off(got, {n: (A[n] + B[n]) / 2 if A[n].is_floating_point() else A[n] for n in A}) < 1e-10
     assert any(not torch.equal(A[n], Z[n]) for n in Z)
+
+
+def test_copies_that_peft_does_not_read(tmp_path: Path) -> None:
+    """Left out of a merge with an adapter that has none, since it was trained on the grown base; where one differs
+    from what peft reads, that is said, and changes nothing."""
+    kind = KINDS["grown, both saved"]
+    kind.base().double().save_pretrained(tmp_path / "small")
+    grown(kind).save_pretrained(tmp_path / "base")
+    every = Everything(tmp_path / "base", hf.LlamaForCausalLM)
+    one, two = trained(kind, tmp_path / "a", 1), trained(kind, tmp_path / "b", 2)
+    A, B = every.taken(one), every.taken(two)
+
+    def without(tensors: dict[str, Tensor]) -> None:
+        for key in [key for key in tensors if "modules_to_save" in key or "original_module" in key]:
+            del tensors[key]
+
+    rewrite(two, without)
+    assert not AdapterFile(one).notes
+    for rule in ("average", "holders"):
+        merge([one, two], tmp_path / rule, heads=rule)
+        assert off(every.taken(tmp_path / rule), {n: (A[n] + B[n]) / 2 for n in A}) < 1e-10
+    odd = Path(shutil.copytree(one, tmp_path / "odd"))
+    rewrite(odd, lambda tensors: tensors["base_model.model.lm_head.modules_to_save.weight"].add_(1))
+    (note,) = AdapterFile(odd).notes
+    assert "'base_model.model.lm_head.modules_to_save.weight'" in note
+    assert off(every.taken(odd), A) == 0

@@ -79,6 +79,11 @@ def _check_targets(parsed: Parsed, meaning: Meaning) -> None:
 def _check_pair(parsed: Parsed, meaning: Meaning, path: str) -> None:
     """The shapes are those of a pair of its kind of layer, and of the rank that the config says."""
     layout, B, A = meaning.layouts[path], parsed.shape(path, "B"), parsed.shape(path, "A")
+    if 0 in (*B[:1], *A[1:]) or (0 in (*B, *A) and layout.kind != "adalora"):  # AdaLoRA may prune a module away
+        raise AdapterFormatError(
+            f"module {quoted(path)} is empty: B {B}, A {A}. So DeepSpeed's ZeRO-3 saves what it has not gathered: save "
+            f"under deepspeed.zero.GatheredParameters, or make weights of its checkpoint with zero_to_fp32.py."
+        )
     r, says = layout.rank(B, A), meaning.ranks[path]
     if r is None or (layout.kind == "adalora" and parsed.shape(path, "E") != (r, 1)):
         needed = {
@@ -90,8 +95,6 @@ def _check_pair(parsed: Parsed, meaning: Meaning, path: str) -> None:
         )
     if r != says:
         raise AdapterFormatError(f"module {quoted(path)} has rank {r}, but its config says {says}.")
-    if B[0] == 0 or 0 in A[1:] or (r == 0 and layout.kind != "adalora"):  # AdaLoRA may prune a module away
-        raise AdapterFormatError(f"module {quoted(path)} is empty: B {B}, A {A}.")
     init = parsed.config.get("init_lora_weights", True)
     if layout.kind == "embedding" and parsed.config.get("lora_bias"):
         raise AdapterFormatError(f"{quoted(path)} is an embedding, for which peft takes no lora_bias.")

@@ -53,6 +53,7 @@ class AdapterFile:
         scaling: of the updates that `lora` gives: with the default 1.0, B @ A is the update itself.
         limits: what the files may claim. allow_unknown: fields of the config to take as harmless.
         with_base: a base model is going to be asked (`apply`), so what depends on it is left open.
+        names: key of a tensor -> the one to take it for.
 
     `notes` are lines for a reader, on what could not be told without the base model, and on copies that peft does not
     read; `left_to_base` the modules in question, by path, each with the name by which peft asks for it.
@@ -75,13 +76,14 @@ class AdapterFile:
         limits: Limits | None = None,
         allow_unknown: Collection[str] = (),
         with_base: bool = False,
+        names: Mapping[str, str] = ReadOnly({}),
     ) -> None:
         check_scaling(scaling)
         self.directory = Path(directory)
         self.scaling = scaling
         self.limits = limits or Limits()
         try:
-            self._weights, self._parsed, self._meaning = _opened(self.directory, self.limits, allow_unknown)
+            self._weights, self._parsed, self._meaning = _opened(self.directory, self.limits, allow_unknown, names)
             self.notes = judge(self._parsed, self._meaning, self.limits, scaling, with_base=with_base)
             self.notes += tuple(_contrary(self._weights, self._parsed))
         except AdapterFormatError as error:
@@ -270,7 +272,9 @@ def scaled(lora: LoRA, factor: float) -> LoRA:
     return LoRA(B * factor, A)
 
 
-def _opened(directory: Path, limits: Limits, allow_unknown: Collection[str]) -> tuple[StrangersFile, Parsed, Meaning]:
+def _opened(
+    directory: Path, limits: Limits, allow_unknown: Collection[str], names: Mapping[str, str]
+) -> tuple[StrangersFile, Parsed, Meaning]:
     """The weights, still unread, and what the two files hold and mean."""
     config_path, weights_path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     for path in (config_path, weights_path):
@@ -282,7 +286,7 @@ def _opened(directory: Path, limits: Limits, allow_unknown: Collection[str]) -> 
     foreign_formats.check_config(config)
     check_config(config, where=str(config_path), allow=allow_unknown)
     weights = StrangersFile(weights_path)
-    header = header_of(weights, limits)
+    header = {names.get(key, key): stored for key, stored in header_of(weights, limits).items()}
     foreign_formats.check_keys(header)
     asked = sum(len(config.get(field) or ()) for field in ("modules_to_save", "target_parameters"))
     limits.check("questions", asked * len(header), f"{asked:,} names for {len(header):,} tensors are too many")

@@ -36,6 +36,7 @@ _COPIED = frozenset((
     ".yaml", ".yml", ".rst",
 ))  # fmt: skip
 _COPIED_NAMES = ("LICENSE", "LICENCE", "NOTICE", "COPYING", ".gitattributes", "VERSION")
+_PICKLED = re.compile(r"pytorch_model(-\d+-of-\d+)?\.bin")
 _NAME = re.compile(r"[A-Za-z0-9_.@()+, -]{1,200}")
 
 
@@ -90,6 +91,12 @@ class BaseFiles:
         for shard in names:
             if not _NAME.fullmatch(shard) or not shard.endswith(".safetensors"):
                 raise ConfigError(f"{self.directory / INDEX} names {quoted(shard)}, which is no file of weights.")
+        if not names and any(map(_PICKLED.fullmatch, os.listdir(self.directory))):
+            raise ConfigError(
+                f"{self.directory} has its weights as pickles, which can run code when they are read, and not as "
+                f"safetensors. Where you trust it, load it with transformers and save it again: "
+                f"save_pretrained(NEW, safe_serialization=True)."
+            )
         missing = next((shard for shard in names if not os.path.lexists(self.directory / shard)), None)
         if missing or not names:
             raise ConfigError(

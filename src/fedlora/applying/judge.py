@@ -84,6 +84,7 @@ def _judged(file: AdapterFile, base: BaseFiles) -> Judged:
     if file.config.get("layer_replication"):
         raise AdapterFormatError("layer_replication makes another model, which is not written here")
     found = built(file, base)
+    file = found.file
     beside = _beside(file, found)
     layers = {path: module for path, module in within(beside) if isinstance(module, LoraLayer)}
     _check_targets(file, found, layers)

@@ -26,6 +26,7 @@ from fedlora.adapters.labels import labels_of
 from fedlora.adapters.module_names import plain
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.base_folder import BaseFiles
+from fedlora.applying.old_names import by_new_names
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 
@@ -50,11 +51,12 @@ _MOST, _LARGEST = 10_000, 2**24  # of a count; of a size: the longest contexts h
 class Built:
     """A base model on the meta device, in the class that the adapter is for.
 
-    missing: names that the base's files do not hold. unexpected: stored names that the class has no place for. auto:
-    the class of transformers that loads the result, "" where the adapter brings no classifier. labels: its classes'
-    names, where the adapter says them. notes: lines for a reader.
+    file: the adapter, by the names of this transformers. missing: names that the base's files do not hold. unexpected:
+    stored names that the class has no place for. auto: the class of transformers that loads the result, "" where the
+    adapter brings no classifier. labels: its classes' names, where the adapter says them. notes: lines for a reader.
     """
 
+    file: AdapterFile
     kind: Any
     config: Any
     model: Any
@@ -100,10 +102,13 @@ def built(file: AdapterFile, base: BaseFiles) -> Built:
             lacking = sorted(needed - {name for name, _ in model.named_modules()} - set(state))
             told = [*notes, *_told(config)] if classifies and (labels or brought) else notes
             auto = _AUTO[str(task)] if classifies else ""
-            found = Built(kind, config, model, missing, unexpected, auto, labels, tuple(told))
+            found = Built(file, kind, config, model, missing, unexpected, auto, labels, tuple(told))
             if not lacking and all(tuple(state[head].shape) == shape for head, shape in heads.items()):
                 return found
             first = first or (found, lacking)
+    renamed = by_new_names(file, first[0].model) if first is not None and first[1] else None
+    if renamed is not None:
+        return built(renamed, base)
     if first is None or first[1]:
         why = (
             f"transformers has no class of {base.config.get('model_type')} for it"

@@ -7,6 +7,7 @@ that look like them, and leaves a copy of all rows in its cache.
 
 from __future__ import annotations
 
+import codecs
 import csv
 import difflib
 import errno
@@ -102,9 +103,10 @@ def text_table(file: Path) -> Table:
     try:
         content = _content(file).decode("utf-8-sig")
     except UnicodeDecodeError as error:
+        wide = error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         raise DataError(
             f"{file} is not UTF-8: byte {error.object[error.start]:#04x} at offset {error.start}. Convert it, for "
-            f"example with `iconv -f cp1252 -t utf-8`."
+            f"example with `iconv -f {'utf-16' if wide else 'cp1252'} -t utf-8`."
         ) from error
     separated = file.suffix.lower() in (".csv", ".tsv")
     found = _csv_rows(file, content) if separated else _json_rows(file, content)
