@@ -372,7 +372,7 @@ def test_a_site_that_misses_a_round_goes_on_from_the_newest_one(tmp_path: Path, 
     assert json.loads((tmp_path / "r2/clients/b/adapter_config.json").read_text())["r"] == 3
     stale = train("b", 3, "--adapter", tmp_path / "r1" / "clients" / "b")
     refused = main("merge", stale, *kept, "same", "-o", tmp_path / "r3")
-    assert refused.code == 2 and re.search("'b' began from the result of round 1", refused.err), refused.err
+    assert refused.code == 2 and re.search("'b' .*round 1,", refused.err), refused.err
     facts = json.loads((second / "upload.json").read_text())
     (second / "upload.json").write_text(json.dumps({k: v for k, v in facts.items() if k != "round"}))
     refused = main("merge", second, *kept, "same", "-o", tmp_path / "r3")
@@ -382,7 +382,7 @@ def test_a_site_that_misses_a_round_goes_on_from_the_newest_one(tmp_path: Path, 
     (tmp_path / "ranks.toml").write_text("a = 2\nb = 3\nkork = 2\n")
     kept[-2] = tmp_path / "again"
     done = main("merge", second, *kept, tmp_path / "ranks.toml", "-o", tmp_path / "r4")
-    assert done.code == 0 and re.search("'b' took no part in this round.*'kork', who took part in no", done.err, re.S)
+    assert done.code == 0 and re.search("'b' .*no part.*'kork'", done.err, re.S)
 
 
 def test_fresh_starts_that_differ_are_told(tmp_path: Path, main: Callable[..., Said]) -> None:
