@@ -25,7 +25,7 @@ from fedlora.flower.rounds.events import (
     PolicyChanged,
     read_events,
 )
-from fedlora.flower.serving.lines import lines_of
+from fedlora.flower.rounds.lines import lines_of
 
 AT = "2026-01-31T12:00:00.000+00:00"
 ALL: list[Event] = [

@@ -108,7 +108,7 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
     """
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.rounds.events import read_events
-    from fedlora.flower.serving.progress import progress_of
+    from fedlora.flower.rounds.progress import progress_of
 
     place = FederationFolder(folder)
     if not now.finished:
@@ -154,7 +154,7 @@ def _metrics(place: Any, address: str | None) -> Iterator[Any]:
 
 
 def _show(found: Any, rounds: int) -> None:
-    from fedlora.flower.serving.lines import size_of
+    from fedlora.flower.rounds.lines import size_of
     from fedlora.flower.serving.status import seen_ago
 
     console.print(found.headline(), markup=False, highlight=False, soft_wrap=True)
@@ -202,7 +202,7 @@ def _show_private(found: Any, rounds: int) -> None:
 
 
 def _rounds_table(progress: Any, count: int) -> Table:
-    from fedlora.flower.serving.progress import fates_of, spent_of
+    from fedlora.flower.rounds.progress import fates_of, spent_of
     from fedlora.privacy.accounting import epsilon_up
 
     shown = sorted(progress.lines.items())[-count:]

@@ -21,11 +21,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import PlainValidator
+from pydantic.dataclasses import dataclass
 
 from fedlora.core.echo import shown
 from fedlora.core.read_only import ReadOnly
@@ -34,9 +37,25 @@ from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 
 Fate = Literal["trained", "refused", "failed", "late", "offline", "quarantined", "not drawn"]
-FATES: tuple[str, ...] = get_args(Fate)
 _MOST = 1000  # letters of a text
 _HEAD = 256  # bytes at a file's begin by which it is known again
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return ReadOnly({key: _frozen(item) for key, item in value.items()})
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _table(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError("no table")
+    found: Mapping[str, Any] = _frozen(value)
+    return found
+
+
+Names = tuple[str, ...]
+Table = Annotated[Mapping[str, Any], PlainValidator(_table)]
 
 
 @dataclass(frozen=True)
@@ -48,8 +67,8 @@ class Began:
 
     round: int
     attempt: int
-    asked: Sequence[str]
-    not_asked: Mapping[str, Mapping[str, str]]
+    asked: Names
+    not_asked: Table
     deadline: float | None
     at: str = ""
 
@@ -83,7 +102,7 @@ class Awaited:
 
     round: int
     doing: str
-    clients: Sequence[str]
+    clients: Names
     seconds: float
     left: float
     at: str = ""
@@ -96,7 +115,7 @@ class Done:
     NAME: ClassVar[str] = "done"
 
     round: int
-    line: Mapping[str, Any]
+    line: Table
     at: str = ""
 
 
@@ -120,9 +139,9 @@ class PolicyChanged:
     NAME: ClassVar[str] = "policy"
 
     round: int
-    added: Mapping[str, Any] = field(default_factory=dict)
-    removed: Sequence[str] = ()
-    changed: Mapping[str, Any] = field(default_factory=dict)
+    added: Table = field(default_factory=ReadOnly)
+    removed: Names = ()
+    changed: Table = field(default_factory=ReadOnly)
     why: str = ""
     at: str = ""
 
@@ -139,9 +158,7 @@ class Ended:
 
 
 Event = Began | Fated | Awaited | Done | Again | PolicyChanged | Ended
-_KINDS: Mapping[str, type[Event]] = {
-    kind.NAME: kind for kind in (Began, Fated, Awaited, Done, Again, PolicyChanged, Ended)
-}
+_KINDS: Mapping[str, type[Event]] = {kind.NAME: kind for kind in get_args(Event)}
 
 
 class EventWriter:
@@ -260,17 +277,13 @@ def as_event(line: bytes) -> Event | None:
     """The event of a line; None for a torn one, or one of a kind that is not known here."""
     try:
         said = parse_json(line, nan_as_none=True)
-        kind = _KINDS[said.pop("event")]
-        at, number = said.pop("at"), said["round"]
-        if not isinstance(at, str) or not isinstance(number, int):
-            return None
+        kind, at = _KINDS[said.pop("event")], said.pop("at")
         if kind is Done:
-            return Done(number, _frozen(said), at)
+            return Done(said["round"], said, at)
         known = {f.name for f in fields(kind)}
-        event = kind(**{name: _frozen(value) for name, value in said.items() if name in known}, at=at)
+        return kind(**{name: value for name, value in said.items() if name in known}, at=at)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    return None if isinstance(event, Fated) and event.fate not in FATES else event
 
 
 def json_line(facts: Mapping[str, Any]) -> str:
@@ -286,25 +299,7 @@ def _printable(value: Any) -> Any:
     return [_printable(item) for item in value] if isinstance(value, list) else value
 
 
-def _frozen(value: Any) -> Any:
-    if isinstance(value, dict):
-        return ReadOnly({key: _frozen(item) for key, item in value.items()})
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
 __all__ = [
-    "FATES",
-    "Again",
-    "Began",
-    "Done",
-    "Ended",
-    "Event",
-    "EventReader",
-    "EventWriter",
-    "Fate",
-    "Fated",
-    "PolicyChanged",
-    "as_line",
-    "json_line",
-    "read_events",
-]
+    "Again", "Awaited", "Began", "Done", "Ended", "Event", "EventReader", "EventWriter", "Fate", "Fated",
+    "PolicyChanged", "as_line", "json_line", "read_events",
+]  # fmt: skip

@@ -8,12 +8,13 @@ the messages, a named fate for everyone of the policy, a round that is played ag
 inside the round, an error instead of a "successful" run without training, and going on from where a checkpoint stands.
 
 drawing.py      who is asked                      collecting.py   messages out, answers in, late ones by name
-attempt.py      what is made of the answers       events.py, round_lines.py, server_log.py   what others get to know
+attempt.py      what is made of the answers       events.py, lines.py, round_lines.py   what others get to know
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -32,15 +33,16 @@ from fedlora.errors import ConfigError, QuorumNotMet
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.messages.records import to_array
-from fedlora.flower.rounds import server_log
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.attempt import Attempt, Closed
 from fedlora.flower.rounds.collecting import Answer, Awaiting, Clock, Question, collect
 from fedlora.flower.rounds.drawing import Drawn, draw
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter, Fated, PolicyChanged
+from fedlora.flower.rounds.lines import lines_of
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.online import Identify, registered_names, who_is_online
 from fedlora.flower.rounds.policy_watch import PolicyWatch
+from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.rounds.site_evaluation import Asking, SiteEvaluation, SiteRound
 from fedlora.flower.terms.policy import Policy
@@ -124,6 +126,7 @@ class FedLoRA(Strategy):
         self.at_sites = SiteRound()  # what came of the last `measure`
         self._asking, self._evaluation = asking, SiteEvaluation("validation", run, 0, {}, {})
         self._stopped: str | None = None
+        self._of: int | None = None  # how many rounds are asked for
         self._policy_told = ""
         self._opened: Intake | None = None  # a round that says itself whom to ask
 
@@ -158,8 +161,8 @@ class FedLoRA(Strategy):
         Raises:
             QuorumNotMet: a round had too few usable replies, in each of its attempts; the state before it is stored.
         """
-        server_log.listen()
-        result, self._stopped = Result(), None
+        listen()
+        result, self._stopped, self._of = Result(), None, num_rounds
         self.lines = RoundLines(self._record / "rounds.jsonl" if self._record is not None else None, upto=self.round)
         why = "interrupted"
         try:
@@ -168,7 +171,7 @@ class FedLoRA(Strategy):
                 self._finish(grid, last)
             while self.round < num_rounds and self._stopped is None:
                 number = self.round + 1
-                closed = self._play(grid, timeout, num_rounds)
+                closed = self._play(grid, timeout)
                 if closed is None:
                     continue
                 result.train_metrics_clientapp[number] = MetricRecord({"clients": closed.trained, "loss": closed.loss})
@@ -184,7 +187,7 @@ class FedLoRA(Strategy):
         result.arrays = self._arrays(self.memory.state.server)
         return result
 
-    def _play(self, grid: Grid, timeout: float | None, rounds: int) -> Closed | None:
+    def _play(self, grid: Grid, timeout: float | None) -> Closed | None:
         """One round, in as many attempts as the policy has. None: none was played, and `stop` was called."""
         number, attempt = self.round + 1, 0
         while True:
@@ -198,7 +201,6 @@ class FedLoRA(Strategy):
                 self.memory = replace(self.memory, refusals=trial.refusals)
                 self._event(Again(number, attempt, str(error)))
                 self._count(trial, dict.fromkeys(trial.asked, f"the whole attempt did not: {error}"))
-                log.warning("round %d, attempt %d does not count: %s", number, attempt, error)
                 self._save()
                 if attempt > self.policy.retries:
                     raise QuorumNotMet(f"{error} Not there: {self.refused or 'nobody'}.") from error
@@ -206,7 +208,6 @@ class FedLoRA(Strategy):
                 continue
             for fated in closed.overturned:
                 self._event(fated)
-                self._tell(fated)
             self.fates = trial.fates
             judged = closed.memory.state.server.tally.judged if closed.memory.state.server.tally else None
             self._count(trial, judged.left_out if judged is not None else {})
@@ -215,7 +216,6 @@ class FedLoRA(Strategy):
             self.memory = closed.memory
             self._save()
             self._finish(grid, line)
-            server_log.done(line, rounds, self.policy)
             return closed
 
     def _attempt(self, grid: Grid, attempt: int, deadline: float) -> Attempt:
@@ -228,20 +228,16 @@ class FedLoRA(Strategy):
         )  # fmt: skip
         others = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         self._event(Began(number, attempt, drawn.asked, others, deadline))
-        for fated in trial.fates.values():
-            self._tell(fated)
         for answer in collect(
             grid, trial.questions(), deadline=deadline, clock=self._clock, awaiting=self._awaiting(number, "training")
         ):
             fated = trial.take(answer)
             del answer
             self._event(fated)
-            self._tell(fated)
         self.fates = trial.fates
         for name in drawn.asked:
             if name not in trial.asked:  # the method cannot serve it
                 self._event(self.fates[name])
-                self._tell(self.fates[name])
         return trial
 
     def _count(self, trial: Attempt, others: Mapping[str, str]) -> None:
@@ -260,10 +256,6 @@ class FedLoRA(Strategy):
             self.policy, self.memory.refusals, self.online,
             participation=self._participation, seed=self._seed, round=self.round,
         )  # fmt: skip
-
-    def _tell(self, fated: Fated) -> None:
-        """What became of one who was asked, or is missing."""
-        server_log.fate(fated)
 
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> None:
         """What comes after a round that is stored: evaluation, and its line as it will stay."""
@@ -295,8 +287,7 @@ class FedLoRA(Strategy):
 
     def _awaiting(self, number: int, doing: str) -> Awaiting:
         def told(clients: list[str], seconds: float, left: float) -> None:
-            log.warning("round %d: no answer for %.0f s: %s (%s)", number, seconds, ", ".join(clients), doing)
-            self._event(Awaited(number, doing, clients, round(seconds, 1), round(left, 1)))
+            self._event(Awaited(number, doing, tuple(clients), round(seconds, 1), round(left, 1)))
 
         return told
 
@@ -366,7 +357,6 @@ class FedLoRA(Strategy):
             return
         self._policy_told = change.why
         self._event(change)
-        server_log.policy_changed(change)
         self._forget(change)
 
     def _forget(self, change: PolicyChanged) -> None:
@@ -389,10 +379,14 @@ class FedLoRA(Strategy):
         return who_is_online(self._identify, grid, self.policy.deadline, self._clock)
 
     def _event(self, event: Event) -> None:
+        """Write it down, and log what it says."""
         try:
             self._events.write(event)
         except OSError as error:  # a round is worth more than its report
             log.warning("an event could not be written: %s", error)
+        level = logging.INFO if isinstance(event, Done | Ended) else logging.WARNING
+        for line in lines_of(event, self._of):
+            log.log(level, "%s", line, extra=RELEASED)
 
     def _save(self) -> None:
         if self._folder is not None:
@@ -404,6 +398,18 @@ class FedLoRA(Strategy):
             return ArrayRecord()
         named = self.server.global_update(state)
         return ArrayRecord({f"{f}/{m}": to_array(t) for m, lora in named.items() for f, t in lora.tensors().items()})
+
+
+def listen() -> None:
+    """Print what fedlora logs, where nobody else does: Flower gives a ServerApp a handler for its own logger only."""
+    package = logging.getLogger("fedlora")
+    if package.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    package.addHandler(handler)
+    if package.getEffectiveLevel() > logging.INFO:
+        package.setLevel(logging.INFO)
 
 
 __all__ = ["FedLoRA", "FlowerState", "Identify", "registered_names"]

@@ -41,8 +41,8 @@ from prometheus_client.registry import Collector
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.progress import Progress
 from fedlora.flower.serving import database
-from fedlora.flower.serving.progress import Progress
 from fedlora.flower.serving.standing import Standing, room_of
 from fedlora.flower.serving.superlink import NodeFacts
 from fedlora.privacy.released import fate_of

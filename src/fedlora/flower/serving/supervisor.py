@@ -20,9 +20,9 @@ from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import children
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.lines import nodes_line, size_of, time_of
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving import database
-from fedlora.flower.serving.lines import nodes_line, size_of, time_of
 from fedlora.flower.serving.serve_lock import serving
 from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
 from fedlora.flower.serving.superlink import NodeFacts, RunFacts, SuperLinkError

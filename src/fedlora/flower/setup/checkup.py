@@ -16,8 +16,8 @@ from fedlora.core.messages import Client
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import begun
+from fedlora.flower.rounds.lines import size_of
 from fedlora.flower.serving.connection import check_ports, connection
-from fedlora.flower.serving.lines import size_of
 from fedlora.flower.setup import doors, handshake
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.private_checkup import privacy_rows
