@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
@@ -16,11 +19,18 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedlora.core.echo import shown
-from fedlora.errors import ConfigError
+from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
+from fedlora.flower import children
 from fedlora.flower.messages.envelope import TOLD
+from fedlora.flower.ownership import opened_here
+from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.site import work_log
 from fedlora.flower.site.resident import TrainerFailed, ask, private_directory
 from fedlora.flower.site.site_work import Do, SiteWork, told_to_server
+from fedlora.flower.terms.agreement import Disagreement
+
+log = logging.getLogger(__name__)
 
 server_app = ServerApp()
 client_app = ClientApp()
@@ -32,9 +42,34 @@ def main(grid: Grid, context: Context) -> None:
     from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors
     from fedlora.flower.rounds.playing import play, told
 
-    with heartbeats_outlive_errors(grid):
-        summary = play(grid, Path(str(context.run_config["folder"])))
-    print(f"fedlora: {told(summary)}", flush=True)
+    folder = Path(str(context.run_config["folder"]))
+    with _kept_log(FederationFolder(folder).logs / "serverapp.log"), heartbeats_outlive_errors(grid):
+        try:
+            summary = play(grid, folder)
+        except (ConfigError, AdapterFormatError, Disagreement) as error:
+            log.exception("the rounds are refused")
+            raise FedLoRAError(f"{REFUSED}{error}") from error
+        except Exception:
+            log.exception("the rounds failed")
+            raise
+        print(f"fedlora: {told(summary)}", flush=True)
+
+
+@contextlib.contextmanager
+def _kept_log(path: Path) -> Iterator[None]:
+    """What fedlora logs goes to a file, too: Flower shows a ServerApp's words to nobody."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    children.trim(path)
+    with os.fdopen(opened_here(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as file:
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        package = logging.getLogger("fedlora")
+        package.addHandler(handler)
+        package.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            package.removeHandler(handler)
 
 
 @client_app.train()

@@ -16,7 +16,7 @@ COMMANDS = {
     "admit": ("fedlora.cli.flower.sites:admit", "At the server: admit a site, or another key of it."),
     "remove": ("fedlora.cli.flower.sites:remove", "At the server: a site takes part no longer."),
     "renew": ("fedlora.cli.flower.renew:renew", "At the server: the next certificates, and derived files anew."),
-    "serve": ("fedlora.cli.flower.serve:serve", "At the server: play the rounds, and start again what dies."),
+    "serve": ("fedlora.cli.flower.serve:serve", "At the server: play the rounds."),
     "status": ("fedlora.cli.flower.serve:status", "At the server: who is online, the round, the losses."),
     "node": ("fedlora.cli.flower.node:node", "At a site: take part."),
     "up": ("fedlora.cli.flower.up:up", "A trial on this machine, start to end."),

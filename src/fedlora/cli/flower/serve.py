@@ -24,12 +24,13 @@ def serve(
         str | None, typer.Option(metavar="HOST:PORT", help="answer Prometheus there, as 127.0.0.1:9464")
     ] = None,
 ) -> None:
-    """Play the rounds to their end, and start again what dies: the SuperLink, the run, after a restart of the machine.
+    """Play the rounds to their end: the SuperLink and the run, started, followed and ended together.
 
     It waits for sites as long as it takes, and for room on a full disk. Each round is a line, and each site that did
-    not train is one with the reason. SIGTERM and Ctrl-C end it in order, with exit code 0: started again, it goes on.
-    Exit code 0: all rounds are played, or it was asked to stop. 1: given up, with the cause, or nothing could be
-    started; it may pass. 2: the folder is wrong.
+    not train is one with the reason. SIGTERM and Ctrl-C end it in order. What dies ends all of it; systemd, or compose,
+    starts it again, and it goes on after the last round.
+    Exit code 0: all rounds are played, or it was asked to stop. 1: something died, or could not be started; it may
+    pass. 2: the folder is wrong, and starting again does not mend it.
     """
     needed()
     from fedlora.flower.places import FederationFolder

@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import typer
-
-from fedlora.cli.flower.common import Folder, needed
-from fedlora.cli.screen import complain, print_json
+from fedlora.cli.flower.common import Folder, ending_for_systemd, needed
+from fedlora.cli.screen import print_json
 
 
 def up(folder: Folder) -> None:
     """A trial on loopback: SuperLink, a node for each site, all rounds; then everything is taken down again.
 
-    Started again it goes on after the last finished round, and says so where all are played. Ctrl-C ends it in order.
+    What dies ends all of it, with exit code 1. Called again it goes on after the last finished round, and says so where
+    all are played. Ctrl-C ends it in order.
     """
     needed()
     from fedlora.cli.flower.serve import say, stopping, tell_end
-    from fedlora.flower.serving.supervisor import GaveUp
-    from fedlora.flower.serving.trial import Trial, TrialFailed
+    from fedlora.flower.serving.trial import Trial
 
-    with stopping() as stop:
-        try:
-            now = Trial(folder, say, stop=stop).play()
-        except (GaveUp, TrialFailed) as error:
-            complain(str(error))
-            raise typer.Exit(1) from error
+    with ending_for_systemd(), stopping() as stop:
+        now = Trial(folder, say, stop=stop).play()
     tell_end(folder, now, stop, "up")
 
 

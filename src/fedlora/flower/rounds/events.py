@@ -37,6 +37,7 @@ from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 
 Fate = Literal["trained", "refused", "failed", "late", "offline", "quarantined", "not drawn"]
+REFUSED = "it would fail again: "  # begins what a run says of the folder's own files, for `serve` (exit code 2)
 _MOST = 1000  # letters of a text
 _HEAD = 256  # bytes at a file's begin by which it is known again
 
@@ -300,6 +301,6 @@ def _printable(value: Any) -> Any:
 
 
 __all__ = [
-    "Again", "Awaited", "Began", "Done", "Ended", "Event", "EventReader", "EventWriter", "Fate", "Fated",
+    "REFUSED", "Again", "Awaited", "Began", "Done", "Ended", "Event", "EventReader", "EventWriter", "Fate", "Fated",
     "PolicyChanged", "as_line", "json_line", "read_events",
 ]  # fmt: skip

@@ -1,5 +1,7 @@
-"""A federation's events in words: what `serve` and `up` print, and what a ServerApp logs. A line a round, 80 columns wide,
-and a line for each site that did not train."""
+"""A federation's events in words: what `serve` and `up` print, and what a ServerApp logs.
+
+A line a round, 80 columns wide, and a line for each site that did not train.
+"""
 
 from __future__ import annotations
 

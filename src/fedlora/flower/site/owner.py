@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that it starts
+OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that its SuperNode starts
 _PROGRAMS = (b"flower-supernode", b"flower-superexec")
 
 
