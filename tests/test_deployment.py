@@ -38,7 +38,7 @@ from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
 from support.training_data import classification, save_model
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.deployment_all, pytest.mark.timeout(1200)]
+pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.deployment_all, pytest.mark.timeout(2400)]
 
 ROUNDS = 6
 CONFIG = """\
@@ -124,16 +124,16 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     log = tmp_path / "up.log"
     up = Kept(log, folder.path)
     try:
-        until(played(1), 240, log, up)
+        until(played(1), 600, log, up)
         second = main("flower", "up", folder.path)
         assert second.code == 2 and f"served already, by process {up.process.pid}" in second.err
         assert holder(folder.lock) == up.process.pid
         kill(children.SUPERLINK)
-        until(played(2), 240, log, up)
+        until(played(2), 600, log, up)
         kill("flwr-serverapp")  # which Flower notices after a minute
-        until(played(3), 300, log, up)
+        until(played(3), 600, log, up)
         kill(children.SUPERLINK)
-        until(played(4), 240, log, up)
+        until(played(4), 600, log, up)
     finally:
         up.kill()
     said = log.read_text()
@@ -144,7 +144,7 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     again = tmp_path / "again.log"
     last = Kept(again, folder.path)
     try:
-        assert last.process.wait(400) == 0, children.tail(again, 6000)
+        assert last.process.wait(900) == 0, children.tail(again, 6000)
     finally:
         last.kill()
     said = again.read_text()
