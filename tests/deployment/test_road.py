@@ -112,7 +112,9 @@ def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Ro
     cork, server = road.network["cork"], road.server
     road.wait_said(cork, SITE, "admitted: online")
     told_site = len(cork.said(SITE))
-    assert cork.kill("flower node") >= 1  # its unit starts it again; for a minute Flower takes the old one for online
+    assert (
+        cork.kill("site.supernode") >= 1
+    )  # its unit starts it again; for a minute Flower takes the old one for online
     road.until_round(1, 300)
     told = len(server.said(SERVER))
     everything = server.fill_disk()

@@ -592,7 +592,7 @@ with server_lock.held(Path({str(tmp_path)!r}) / "server"):
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        said = rf"by process {other.pid}, since 20"
+        said = rf"by process {other.pid}\."
         with pytest.raises(ConfigError, match=said), server_lock.held(tmp_path / "server"):
             pytest.fail("both have it")
     finally:
@@ -605,8 +605,9 @@ with server_lock.held(Path({str(tmp_path)!r}) / "server"):
 
 
 def test_a_folder_that_cannot_be_locked_says_so(tmp_path: Path) -> None:
+    """An error of the system, which may pass: not one of the folder's own files, which is exit code 2."""
     (tmp_path / "server").write_text("a file")
-    with pytest.raises(ConfigError, match="cannot be made"), server_lock.held(tmp_path / "server"):
+    with pytest.raises(OSError, match="server"), server_lock.held(tmp_path / "server"):
         pass
 
 

@@ -7,7 +7,7 @@ site/       a site: its folder, its node, the trainer that stays
 messages/   what travels, as Flower's records, checked before it is used
 terms/      what server and sites agree on: settings, facts, policy, names, keys, the files that travel by hand
 places.py   where things lie in the server's folder and in a site's; units.py: systemd's; children.py: processes
-apps.py     the ServerApp and the ClientApp; simulated.py: in Flower's simulation engine; stock.py: stock PEFT clients
+apps.py     the ServerApp and the ClientApp; stock.py: stock PEFT clients
 """
 
 from typing import TYPE_CHECKING

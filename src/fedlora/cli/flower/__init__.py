@@ -20,7 +20,6 @@ COMMANDS = {
     "status": ("fedlora.cli.flower.serve:status", "At the server: who is online, the round, the losses."),
     "node": ("fedlora.cli.flower.node:node", "At a site: take part."),
     "up": ("fedlora.cli.flower.up:up", "A trial on this machine, start to end."),
-    "simulate": ("fedlora.cli.flower.up:simulate", "The same in Flower's simulation engine (Ray)."),
 }
 app = typer.Typer(
     cls=lazy_group(COMMANDS), help="A federation on Flower: SuperLink, SuperNodes, TLS.", no_args_is_help=True

@@ -1,9 +1,8 @@
-"""`fedlora flower up | simulate`: a federation's folder played on this machine."""
+"""`fedlora flower up`: a federation's folder played on this machine."""
 
 from __future__ import annotations
 
 from fedlora.cli.flower.common import Folder, ending_for_systemd, needed
-from fedlora.cli.screen import print_json
 
 
 def up(folder: Folder) -> None:
@@ -19,14 +18,3 @@ def up(folder: Folder) -> None:
     with ending_for_systemd(), stopping() as stop:
         now = Trial(folder, say, stop=stop).play()
     tell_end(folder, now, stop, "up")
-
-
-def simulate(folder: Folder) -> None:
-    """The same federation in Flower's simulation engine (Ray), in place of SuperLink and SuperNodes.
-
-    Started again it goes on after the last finished round.
-    """
-    needed()
-    from fedlora.flower.simulated import simulate_federation
-
-    print_json(simulate_federation(folder))

@@ -211,7 +211,7 @@ def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
         said = f"{port} in flwr/config.toml, {network.superlink_port} in {there.settings.name}"
         return [("SuperLink's port", f"{said}: fedlora flower renew {there.path}", False)]
     here = doors.own_addresses()
-    open_ = [a for a in doors.listening(port) or [] if not doors.is_loopback(a)]
+    open_ = [a for a in doors.listening(port) if not doors.is_loopback(a)]
     open_ += [a for a in here if a not in open_ and doors.answers(a, port)]
     if open_:
         why = "whoever reaches it can run Python on this machine. Start it by fedlora flower serve, which does not"

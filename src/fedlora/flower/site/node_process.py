@@ -17,10 +17,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from fedlora.core import beside
-from fedlora.errors import ConfigError
 from fedlora.flower import children
-from fedlora.flower.ownership import opened_here
+from fedlora.flower.ownership import locked
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.owner import OWNER
 from fedlora.flower.site.reach import NOTICED, Found
@@ -67,21 +65,11 @@ def held(site: SiteFolder) -> Iterator[int]:
     """The site's folder is in use by this process. Gives the lock's descriptor. Raises `ConfigError` where another one
     has it."""
     site.state.mkdir(mode=0o700, exist_ok=True)
-    path = site.state / "node.lock"
-    descriptor = opened_here(path, os.O_RDWR)
-    try:
-        if beside.hold(descriptor) is False:
-            pid = os.pread(descriptor, 20, 0).decode("ascii", "replace").strip()
-            raise ConfigError(
-                f"`fedlora flower node` runs for {site.path} already (process {pid or '?'}): one is enough, and two "
-                f"would be taken for one another by the server. Is it the systemd unit?"
-            )
-        with contextlib.suppress(OSError):  # a full disk: then the number is not told, and the lock holds
-            os.truncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    with locked(site.state / "node.lock", lambda who: (
+        f"`fedlora flower node` runs for {site.path} already (process {who}): one is enough, and two would be taken "
+        f"for one another by the server. Is it the systemd unit?"
+    )) as descriptor:  # fmt: skip
         yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def supernode_command(site: SiteFolder, address: str, key: Path) -> list[str]:
