@@ -24,7 +24,6 @@ from fedlora.flower import children
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.site import work_log
 from fedlora.flower.site.resident import TrainerFailed, ask, private_directory
 from fedlora.flower.site.site_work import Do, SiteWork, told_to_server
@@ -40,6 +39,7 @@ client_app = ClientApp()
 def main(grid: Grid, context: Context) -> None:
     """The federation of the run's folder, to its end."""
     from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors
+    from fedlora.flower.rounds.events import REFUSED
     from fedlora.flower.rounds.playing import play, told
 
     folder = Path(str(context.run_config["folder"]))
