@@ -1,7 +1,6 @@
 """The ServerApp and the ClientApp. Imports that need torch stand inside: a node's ClientApp process does without.
 
-Run configuration: folder (of the federation, on the server). Node configuration: site (its site.toml), and resident
-(false: the work is done in Flower's process of each message, which loads the model anew).
+Run configuration: folder (of the federation, on the server). Node configuration: site (its site.toml).
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.site import work_log
-from fedlora.flower.site.resident import TrainerFailed, ask, private_directory
-from fedlora.flower.site.site_work import Do, SiteWork, told_to_server
+from fedlora.flower.site.resident import TrainerFailed, ask
+from fedlora.flower.site.site_work import Do
 from fedlora.flower.terms.agreement import Disagreement
 
 log = logging.getLogger(__name__)
@@ -85,7 +84,7 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def _answered(message: Message, context: Context, do: Do) -> Message:
-    """By the node's resident trainer, or in this process where resident = false; and a line for the site's own log."""
+    """By the node's resident trainer; and a line for the site's own log."""
     said = context.node_config
     if "site" not in said:
         raise ConfigError(
@@ -96,22 +95,12 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
     began = time.monotonic()
     _log_told(site_file, message.content)
     try:
-        reply = ask(site_file, do, message.content) if said.get("resident", True) else here(site_file, do, message)
+        reply = ask(site_file, do, message.content)
     except TrainerFailed as error:
         _log(site_file, do, message.content, None, time.monotonic() - began, error.full)
         raise
     _log(site_file, do, message.content, reply, time.monotonic() - began)
     return Message(reply, reply_to=message)
-
-
-def here(site_file: Path, do: Do, message: Message) -> RecordDict:
-    """The work in this process. Raises `TrainerFailed`."""
-    private_directory(site_file.parent / "state")
-    try:
-        return SiteWork(site_file)(do, message.content)
-    except Exception as error:
-        told = told_to_server(error, site_file.parent)
-        raise TrainerFailed(told, f"{type(error).__name__}: {error}") from None
 
 
 def _log_told(site_file: Path, asked: RecordDict) -> None:

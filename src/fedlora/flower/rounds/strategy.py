@@ -16,12 +16,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -35,7 +35,7 @@ from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.messages.records import to_array
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.attempt import Attempt, Closed
-from fedlora.flower.rounds.collecting import Answer, Awaiting, Clock, Question, collect
+from fedlora.flower.rounds.collecting import Awaiting, Clock, Question, collect
 from fedlora.flower.rounds.drawing import Drawn, draw
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter, Fated, PolicyChanged
 from fedlora.flower.rounds.lines import lines_of
@@ -122,9 +122,8 @@ class FedLoRA(Strategy):
         self.fates: Mapping[str, Fated] = {}  # of the last attempt
         self._uncounted: dict[str, str] = {}  # client -> why its last work did not count: told with its next message
         self.online: Mapping[str, int] = {}  # as it was when it was last looked at
-        self.answers: tuple[Answer, ...] = ()  # to the last messages of `measure`
         self.at_sites = SiteRound()  # what came of the last `measure`
-        self._asking, self._evaluation = asking, SiteEvaluation("validation", run, 0, {}, {})
+        self._asking = asking
         self._stopped: str | None = None
         self._of: int | None = None  # how many rounds are asked for
         self._policy_told = ""
@@ -260,30 +259,37 @@ class FedLoRA(Strategy):
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> None:
         """What comes after a round that is stored: evaluation, and its line as it will stay."""
         began = self._clock.monotonic()
-        self.measure(grid, "validation")
+        asked = self.measure(grid, "validation")
         line = {**line, **self.at_sites.facts()}
-        if self.answers:
+        if asked:
             line["measure_seconds"] = round(self._clock.monotonic() - began, 3)
         more = self.after_round(line) if self.after_round is not None else None
         line = {"metrics": {}, **line, **(more or {})}
         self.lines.put(line)
         self._event(Done(line["round"], line))
 
-    def measure(self, grid: Grid, part: HeldOut) -> None:
-        """Let the sites measure, where `configure_evaluate` has messages for them; then `aggregate_evaluate`. The
-        answers, with names, are in `answers` then."""
-        self.answers, self.online, self.at_sites = (), self._online(grid), SiteRound()
-        self._evaluation = replace(self._evaluation, asked={}, not_asked={})
-        messages = self.configure_evaluate(self.round, ArrayRecord(), ConfigRecord({"part": part}), grid)
+    def measure(self, grid: Grid, part: HeldOut) -> bool:
+        """Let the sites measure what they hold out, where that is due; what came of it is in `at_sites` then. Returns
+        whether anybody was asked."""
+        self.at_sites = SiteRound()
+        if self._asking is None or (part == "validation" and not self._asking.due(self.round)):
+            return False
+        self.online = self._online(grid)
+        evaluation = SiteEvaluation.of(
+            self.server, self.memory.state, self.policy, self.memory.refusals, self.memory.examples, part, self.run,
+            self.online,
+        )  # fmt: skip
         names = {node: name for name, node in self.online.items()}
-        questions = (
-            Question(names.get(m.metadata.dst_node_id, f"node {m.metadata.dst_node_id}"), m, _NUMBERS) for m in messages
-        )
-        awaiting = self._awaiting(self.round, "measuring")
-        self.answers = tuple(
-            collect(grid, questions, deadline=self.policy.deadline, clock=self._clock, awaiting=awaiting)
-        )
-        self.aggregate_evaluate(self.round, [a.message for a in self.answers if a.message is not None])
+        questions = [
+            Question(names[message.metadata.dst_node_id], message, _NUMBERS)
+            for message in evaluation.messages(self._codec, self.policy.deadline)
+        ]
+        answers = collect(
+            grid, questions, deadline=self.policy.deadline, clock=self._clock,
+            awaiting=self._awaiting(self.round, "measuring"),
+        )  # fmt: skip
+        self.at_sites = evaluation.read(answers, self._asking.metric)
+        return bool(questions)
 
     def _awaiting(self, number: int, doing: str) -> Awaiting:
         def told(clients: list[str], seconds: float, left: float) -> None:
@@ -296,33 +302,11 @@ class FedLoRA(Strategy):
     def summary(self) -> None:
         log.info("FedLoRA: %s, %d clients, round %d", self.server.method.name, len(self.policy.clients), self.round)
 
-    def configure_train(self, *_: Any, **__: Any) -> NoReturn:
-        """Not used: messages are made one by one in `start`, and every answer has a name there."""
+    def _not_used(self, *_: Any, **__: Any) -> NoReturn:
+        """Messages are made one by one in `start`, and every answer has a name there."""
         raise NotImplementedError("FedLoRA plays its rounds in `start`; no other loop can.")
 
-    def aggregate_train(self, *_: Any, **__: Any) -> NoReturn:
-        """Not used, as `configure_train`."""
-        raise NotImplementedError("FedLoRA plays its rounds in `start`; no other loop can.")
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """A question to each site that is online: what its next readout scores on the part that it holds out."""
-        part: HeldOut = "test" if config.get("part") == "test" else "validation"
-        if self._asking is None or (part == "validation" and not self._asking.due(self.round)):
-            return []
-        self._evaluation = SiteEvaluation.of(
-            self.server, self.memory.state, self.policy, self.memory.refusals, self.memory.examples, part, self.run,
-            self.online,
-        )  # fmt: skip
-        return self._evaluation.messages(self._codec, self.policy.deadline)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """What the sites measured, into `at_sites`. `replies` are not used: `answers` have names."""
-        if self._asking is not None:
-            self.at_sites = self._evaluation.read(self.answers, self._asking.metric)
-        mean = self.at_sites.mean()
-        return MetricRecord({**mean}) if mean else None
+    configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _not_used
 
     # -------------------------------------------------------------------------------------------------------- inside
 
