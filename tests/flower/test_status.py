@@ -30,9 +30,10 @@ from fedlora.flower.rounds.events import (
 from fedlora.flower.rounds.lines import WIDTH, lines_of, nodes_line, round_line
 from fedlora.flower.rounds.progress import Progress, progress_of
 from fedlora.flower.rounds.results import taken_part
+from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.serving.metrics import Exposed, exposing
 from fedlora.flower.serving.serve_lock import serving
-from fedlora.flower.serving.standing import rounds_done, standing
+from fedlora.flower.serving.standing import standing
 from fedlora.flower.serving.status import status_of
 from fedlora.flower.serving.superlink import NodeFacts
 from fedlora.flower.terms.policy import Policy
@@ -182,7 +183,7 @@ def test_where_it_stands_is_read_from_files_that_a_crash_tore(tmp_path: Path) ->
     play_round(home, 1)
     with folder.rounds.open("a") as file:
         file.write('{"round": 2, "los')
-    assert rounds_done(folder) == 1
+    assert rounds_done(folder.rounds) == 1
     for number in (2, 3):
         play_round(home, number)
     assert not standing(folder).finished  # the adapter is not written yet

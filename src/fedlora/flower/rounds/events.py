@@ -39,7 +39,6 @@ from fedlora.runs.folder import plain
 Fate = Literal["trained", "refused", "failed", "late", "offline", "quarantined", "not drawn"]
 REFUSED = "it would fail again: "  # begins what a run says of the folder's own files, for `serve` (exit code 2)
 _MOST = 1000  # letters of a text
-_HEAD = 256  # bytes at a file's begin by which it is known again
 
 
 def _frozen(value: Any) -> Any:
@@ -199,69 +198,29 @@ class EventWriter:
 class EventReader:
     """The events of a file, in any number of reads: each gives what has come since the one before.
 
-    A file that is not there yet is empty. One that was truncated, replaced or moved away is read from its begin, after
-    what was left of the old one.
+    A file that is not there yet is empty. One that is shorter than it was is another one, and read from its begin.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-        self._position, self._head = 0, b""
+        self._path, self._position = path, 0
 
     def new(self) -> list[Event]:
         """What has come since the last read. A last line that is not finished waits for the next."""
-        found: list[Event] = []
-        if self._descriptor is not None and not self._same():
-            found += self._rest()  # of a file that was moved away: it may have had lines that were not read yet
-            self.close()
-        if self._descriptor is None:
-            try:
-                with opened(self._path) as file:
-                    self._descriptor = os.dup(file.fileno())
-            except FileNotFoundError:
-                return found
-        return found + self._rest()
-
-    def close(self) -> None:
-        """Let go of the file. The next read begins anew."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor, self._position, self._head = None, 0, b""
-
-    def _same(self) -> bool:
-        """Whether the path still leads to the file that is open."""
-        assert self._descriptor is not None
-        mine = os.fstat(self._descriptor)
         try:
-            there = os.stat(self._path)
+            with opened(self._path) as file:
+                if os.fstat(file.fileno()).st_size < self._position:
+                    self._position = 0
+                file.seek(self._position)
+                whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
-            return False
-        return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
-
-    def _rest(self) -> list[Event]:
-        """The whole lines from the position on."""
-        assert self._descriptor is not None
-        size = os.fstat(self._descriptor).st_size
-        if size < self._position or os.pread(self._descriptor, len(self._head), 0) != self._head:
-            self._position, self._head = 0, b""  # truncated, and perhaps written to again
-        content = bytearray()
-        while part := os.pread(self._descriptor, 1 << 20, self._position + len(content)):
-            content += part
-        whole, newline, _ = bytes(content).rpartition(b"\n")
+            return []
         self._position += len(whole) + len(newline)
-        if len(self._head) < _HEAD:
-            self._head = os.pread(self._descriptor, min(_HEAD, self._position), 0)
-        found = (as_event(line) for line in whole.split(b"\n"))
-        return [event for event in found if event is not None]
+        return [event for event in map(as_event, whole.split(b"\n")) if event is not None]
 
 
 def read_events(path: Path) -> list[Event]:
     """All events of a file; none where there is none."""
-    reader = EventReader(path)
-    try:
-        return reader.new()
-    finally:
-        reader.close()
+    return EventReader(path).new()
 
 
 def as_line(event: Event) -> str:
