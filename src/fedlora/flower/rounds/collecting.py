@@ -63,6 +63,7 @@ class Answer:
 
 
 Awaiting = Callable[[list[str], float, float], object]
+Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, of the nodes that are online
 
 
 def collect(
@@ -178,6 +179,17 @@ def inbox_of(grid: Grid) -> Inbox:
     return HttpInbox(grid) if is_http(grid) else PlainInbox(grid)
 
 
+def registered_names(grid: Grid) -> dict[str, int]:
+    """The names under which the SuperLink knows its nodes (`flwr supernode register --name`), by authentication, and
+    never by what they claim."""
+    return {node.name: node.node_id for node in grid.get_nodes() if node.name}
+
+
+def who_is_online(identify: Identify, grid: Grid, deadline: float, clock: Clock) -> dict[str, int]:
+    """By `identify`, asked again for as long as a round may take where the SuperLink fails."""
+    return dict(patiently(lambda: identify(grid), until=clock.monotonic() + deadline, clock=clock))
+
+
 def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:
     """What the SuperLink answers, asked again while it answers with errors. until: a time of the clock; then its error
     is raised."""
@@ -201,6 +213,6 @@ def _brief(error: BaseException) -> str:
 
 
 __all__ = [
-    "LONG", "Answer", "Arrival", "Awaiting", "Clock", "Inbox", "Limit", "PlainInbox", "Question",
-    "collect", "inbox_of", "patiently",
+    "LONG", "Answer", "Arrival", "Awaiting", "Clock", "Identify", "Inbox", "Limit", "PlainInbox", "Question",
+    "collect", "inbox_of", "patiently", "registered_names", "who_is_online",
 ]  # fmt: skip

@@ -35,12 +35,19 @@ from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.messages.records import to_array
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.attempt import Attempt, Closed
-from fedlora.flower.rounds.collecting import Awaiting, Clock, Question, collect
+from fedlora.flower.rounds.collecting import (
+    Awaiting,
+    Clock,
+    Identify,
+    Question,
+    collect,
+    registered_names,
+    who_is_online,
+)
 from fedlora.flower.rounds.drawing import Drawn, draw
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter, Fated, PolicyChanged
 from fedlora.flower.rounds.lines import lines_of
 from fedlora.flower.rounds.memory import FlowerState
-from fedlora.flower.rounds.online import Identify, registered_names, who_is_online
 from fedlora.flower.rounds.policy_watch import PolicyWatch
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.round_lines import RoundLines
