@@ -183,7 +183,8 @@ def _unit(
     return filled(
         "unit.service", folder_=_shown(folder), name=name, what=what, user=user, after=after,
         command=_words(command), more=more, folder=_path(folder), restart=restart,
-        mounts=" ".join(map(_listed, [folder, *reads])), memory=memory, writable=places, capabilities=capabilities, bound=bound,
+        mounts=" ".join(map(_listed, [folder, *reads])), memory=memory, writable=places,
+        capabilities=capabilities, bound=bound,
         users="PrivateUsers=yes\n" if users else "", last=last,
     )  # fmt: skip
 
