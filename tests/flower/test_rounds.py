@@ -139,16 +139,14 @@ def test_all_are_told_where_an_attempt_did_not_count(tmp_path: Path) -> None:
     assert again[:2] == ["", ""] and all("whole attempt" in str(said) for said in again[2:]) and again[2:]
 
 
-def test_a_site_s_own_lines_say_what_the_server_told_it(tmp_path: Path) -> None:
+def test_a_site_s_own_lines_say_what_the_server_told_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from flwr.app import ConfigRecord, RecordDict
 
     from fedlora.flower.apps import _log_told
-    from fedlora.flower.site.work_log import Follower
 
-    lines = Follower(tmp_path)
     _log_told(tmp_path / "site.toml", RecordDict({"config": ConfigRecord({TOLD: "round 1: ... did not count: late"})}))
     _log_told(tmp_path / "site.toml", RecordDict({"config": ConfigRecord({"protocol": "fedlora/1"})}))
-    assert [work.line() for work in lines.new()] == ["the server says: round 1: ... did not count: late"]
+    assert capfd.readouterr().err.splitlines() == ["the server says: round 1: ... did not count: late"]
 
 
 @pytest.mark.parametrize(
