@@ -118,7 +118,7 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
         until("this site's key is not registered there")
         link.register("acme", here.public_key)
         until("admitted: online")
-        assert link.online() == ["acme"]
+        assert [(node.name, node.status) for node in link.nodes()] == [("acme", "online")]
         children.kill(link.process)
         until("nothing listens at port", 2)
         link.start()

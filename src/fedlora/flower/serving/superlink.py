@@ -148,10 +148,6 @@ class SuperLink:
                 found.append(NodeFacts(name, node.node_id, node.status, bytes(node.public_key), _seen(node)))
         return sorted(found, key=lambda node: (node.name, node.id))
 
-    def online(self) -> list[str]:
-        """The names of the nodes that are online."""
-        return [node.name for node in self.nodes() if node.status == "online"]
-
     def runs(self) -> list[RunFacts]:
         """All runs, the newest first."""
         found = self._ask("ListRuns", "ListRunsRequest").run_dict.values()
