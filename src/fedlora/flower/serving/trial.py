@@ -67,6 +67,11 @@ class Trial:
         if left := children.site_processes(self.folder.path):
             self._say(f"{len(left)} processes of an earlier trial's nodes were still there: ended")
             children.end_all(left)
+        if any(node.status == "online" for node in self.link.nodes()):
+            self._say("waiting until the SuperLink gives up the nodes of a trial that was killed: up to 60 s")
+            while any(node.status == "online" for node in self.link.nodes()):
+                if self._supervisor.stop.wait(1.0):
+                    return
         for name in self.names:
             command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(self.folder.site(name).path)]
             self.nodes[name] = children.started(
