@@ -16,7 +16,6 @@ import pytest
 
 pytest.importorskip("flwr")
 
-from fedlora.flower import children
 from fedlora.flower.bundle import digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.serving.superlink import SuperLink
@@ -119,7 +118,9 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
         link.register("acme", here.public_key)
         until("admitted: online")
         assert [(node.name, node.status) for node in link.nodes()] == [("acme", "online")]
-        children.kill(link.process)
+        assert link.process is not None
+        os.killpg(link.process.pid, signal.SIGKILL)
+        link.process.wait()
         until("nothing listens at port", 2)
         link.start()
         until("admitted: online", 2)

@@ -71,12 +71,6 @@ def end(process: subprocess.Popen[bytes], seconds: float = 8.0) -> None:
     process.wait()
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its group at once, as a power cut would."""
-    _signal_group(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def server_processes(home: Path, programs: Sequence[str] = _SERVER_PROGRAMS) -> list[int]:
     """The SuperLink of the folder `home`, its SuperExec and its ServerApps: process ids, also of an earlier `serve`.
 
@@ -160,6 +154,6 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 __all__ = [
-    "SUPERLINK", "SWITCHES", "ChildFailed", "end", "end_all", "environment", "kill", "last_words", "server_processes",
+    "SUPERLINK", "SWITCHES", "ChildFailed", "end", "end_all", "environment", "last_words", "server_processes",
     "started", "tail", "trim",
 ]  # fmt: skip

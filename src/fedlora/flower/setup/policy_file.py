@@ -10,7 +10,6 @@ from typing import Any
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
 from fedlora.given_files import read_given
@@ -69,14 +68,6 @@ def read_policy_text(path: Path) -> str:
         raise ConfigError(f"the policy {path} cannot be read: {error}.") from error
 
 
-def write_policy(path: Path, text: str) -> None:
-    """All or nothing. Raises `ConfigError`."""
-    try:
-        files.write(path, text)
-    except OSError as error:
-        raise ConfigError(f"the policy {path} cannot be written: {error}.") from error
-
-
 def _value(rank: Rank) -> Any:
     """A rank, or a rank for each module, on the site's own line."""
     if isinstance(rank, int):
@@ -113,4 +104,4 @@ def _checked(found: tomlkit.TOMLDocument, before: str, clients: Mapping[str, Ran
     return made
 
 
-__all__ = ["policy_text", "read_policy_text", "with_client", "without_client", "write_policy"]
+__all__ = ["policy_text", "read_policy_text", "with_client", "without_client"]
