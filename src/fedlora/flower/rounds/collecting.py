@@ -86,11 +86,8 @@ def collect(
     asked: dict[str, tuple[Question, float]] = {}  # id of the message -> without its content, and when
     patience = clock.monotonic() + min(_PATIENCE, deadline)
     for question in questions:
-        began, node, group = (
-            clock.monotonic(),
-            question.message.metadata.dst_node_id,
-            question.message.metadata.group_id,
-        )
+        began, node = clock.monotonic(), question.message.metadata.dst_node_id
+        kept = _Sent(node, question.message.metadata.group_id)
         try:
             sent = list(patiently(partial(grid.push_messages, [question.message]), until=patience, clock=clock))
         except Exception as error:
@@ -100,11 +97,9 @@ def collect(
         if not sent or not sent[0]:
             yield Answer(question.client, 0.0, fate="offline", why=f"the SuperLink takes no message for node {node}")
             continue
-        asked[sent[0]] = (Question(question.client, _Sent(node, group), question.limit), began)  # type: ignore[arg-type]
+        asked[sent[0]] = (Question(question.client, kept, question.limit), began)  # type: ignore[arg-type]
         del question
-    answered: dict[str, str] = {}
-    told = False
-    strays: dict[str, str] = {}
+    answered, strays, told = dict[str, str](), dict[str, str](), False
     while asked:
         for arrival in inbox.look({i: question.limit for i, (question, _) in asked.items()}):
             found = asked.get(arrival.reply_to)
