@@ -139,8 +139,8 @@ def worker_rounds(clients: int, repeats: int) -> dict[str, list[float]]:
 def flower_rounds(clients: int, repeats: int) -> list[float]:
     """The same rounds in Flower's simulation, two of its processes at work; without the first."""
     from fedlora.flower.setup.init_steps import trial as write_trial
-    from fedlora.flower.simulated import simulate_federation
     from fedlora.flower.site.node_process import free_port
+    from flower_simulation import simulate_federation
 
     sets = [*QUICK, "train.steps=4", f"clients.ranks={[(2, 4, 8)[k % 3] for k in range(clients)]}"]
     sets += ["clients.alpha=100", f"run.rounds={repeats + 1}", "run.threads=1", "data.validation=0.01"]

@@ -142,7 +142,7 @@ def main() -> None:
         write_trial(folder, prepared.config, free_port())
         found["resident"] = resident(prepared, folder)
         if not options.skip_simulation:
-            from fedlora.flower.simulated import simulate_federation
+            from flower_simulation import simulate_federation
 
             with contextlib.redirect_stdout(io.StringIO()):
                 simulate_federation(folder)

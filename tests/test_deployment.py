@@ -13,8 +13,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.strategy import FlowerState
 from fedlora.flower.serving.serve_lock import holder
+from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
@@ -38,7 +39,7 @@ from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
 from support.training_data import classification, save_model
 
-pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.deployment_all, pytest.mark.timeout(1200)]
+pytestmark = [FUTURE_NAMES, LORA_BIAS, pytest.mark.deployment_all, pytest.mark.timeout(2400)]
 
 ROUNDS = 6
 CONFIG = """\
@@ -57,25 +58,36 @@ max_length = 16
 """
 
 
-@contextmanager
-def command(log: Path, *words: object) -> Iterator[subprocess.Popen[bytes]]:
-    """`fedlora WORDS` as a process, its output in `log`; killed in the end, with what it started in its group."""
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fedlora.cli", *map(str, words)], stdout=file, stderr=file, start_new_session=True
-        )
-    try:
-        yield process
-    finally:
+class Kept:
+    """`fedlora flower up FOLDER`, started again when it fails, as a unit would do with `serve`; its output in `log`."""
+
+    def __init__(self, log: Path, folder: Path) -> None:
+        self._words = [sys.executable, "-m", "fedlora.cli", "flower", "up", str(folder)]
+        self._log, self.codes = log, list[int]()
+        self.process = self._started()
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as file:
+            return subprocess.Popen(self._words, stdout=file, stderr=file, start_new_session=True)
+
+    def look(self) -> None:
+        """Once in a while."""
+        if self.process.poll() is not None:
+            self.codes.append(self.process.returncode)
+            self.process = self._started()
+
+    def kill(self) -> None:
+        """And nothing that it started: these have groups of their own."""
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
-def until(true: Callable[[], bool], seconds: float, log: Path) -> None:
+def until(true: Callable[[], bool], seconds: float, log: Path, up: Kept) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, f"not within {seconds} s\n{children.tail(log, 6000)}"
+        up.look()
         time.sleep(0.2)
 
 
@@ -104,33 +116,38 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
         return children.server_processes(folder.path, programs)
 
     def kill(program: str) -> None:
-        until(lambda: bool(processes(program)), 60, log)
+        until(lambda: bool(processes(program)), 60, log, up)
         os.kill(processes(program)[0], signal.SIGKILL)
 
     def played(number: int) -> Callable[[], bool]:
         return lambda: len(rounds_of(folder)) >= number
 
     log = tmp_path / "up.log"
-    with command(log, "flower", "up", folder.path) as up:
-        until(played(1), 240, log)
+    up = Kept(log, folder.path)
+    try:
+        until(played(1), 600, log, up)
         second = main("flower", "up", folder.path)
-        assert second.code == 2 and f"served already, by process {up.pid}" in second.err
-        assert holder(folder.lock) == up.pid
+        assert second.code == 2 and f"served already, by process {up.process.pid}" in second.err
+        assert holder(folder.lock) == up.process.pid
         kill(children.SUPERLINK)
-        until(played(2), 240, log)
-        kill("flwr-serverapp")
-        until(played(3), 240, log)
+        until(played(2), 600, log, up)
+        kill("flwr-serverapp")  # which Flower notices after a minute
+        until(played(3), 600, log, up)
         kill(children.SUPERLINK)
-        until(played(4), 240, log)
-        up.kill()  # and with it nothing that it started: these have groups of their own
+        until(played(4), 600, log, up)
+    finally:
+        up.kill()
     said = log.read_text()
-    assert said.count("the SuperLink ended with code -9: ") == 2
-    assert "the ServerApp's process is gone" in said
+    assert up.codes == [1, 1, 1] and said.count("the SuperLink ended with code -9: ") == 2
+    assert "the run failed" in said
     assert folder.database.stat().st_mode & 0o077 == 0
 
     again = tmp_path / "again.log"
-    with command(again, "flower", "up", folder.path) as up:
-        assert up.wait(400) == 0, children.tail(again, 6000)
+    last = Kept(again, folder.path)
+    try:
+        assert last.process.wait(900) == 0, children.tail(again, 6000)
+    finally:
+        last.kill()
     said = again.read_text()
     assert "processes of an earlier" in said
     assert f"complete after {ROUNDS} rounds" in said and "raise [run] rounds" in said
@@ -153,7 +170,9 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     state = start(prepared.server, prepared.seed_adapter)
     expected = list(simulate(prepared.server, prepared.clients, prepared.trainer, state, rounds=ROUNDS))[-1]
     kind = prepared.server.method.State
-    loaded = checkpoint.load_newest(folder.checkpoints, FlowerState, kind, of=folder.settings().id)
+    loaded = checkpoint.load_newest(
+        folder.checkpoints, FlowerState, kind, of=FederationSettings.load(folder.settings).id
+    )
     assert loaded is not None and loaded[0] == ROUNDS
     assert bits(loaded[1].state.server) == bits(expected.state.server)
 

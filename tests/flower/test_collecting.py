@@ -20,8 +20,7 @@ from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 
 from fedlora.flower.rounds.arrivals import Limit
-from fedlora.flower.rounds.collecting import LONG, Answer, Question, collect
-from fedlora.flower.rounds.online import who_is_online
+from fedlora.flower.rounds.collecting import LONG, Answer, Question, collect, who_is_online
 from support.flower_grid import FastClock, LocalGrid
 
 NODES = {"acme": 11, "berlin": 12, "cork": 13}

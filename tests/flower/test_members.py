@@ -408,17 +408,18 @@ def test_renewal_keeps_the_authority_and_says_another_port(fed: FederationFolder
     assert not renew(fed.path).public  # somebody else's certificate, and sound: it is left alone
 
 
-def test_listening_sockets_are_read_as_the_kernel_writes_them(tmp_path: Path) -> None:
-    """Rows of proc(5): bytes of each word in the machine's order, state 0A listens."""
-    head = "  sl  local_address rem_address   st\n"
-    (tmp_path / "tcp").write_text(
-        head + "   0: 0100007F:46A0 00000000:0000 0A 0\n   1: 00000000:46A0 00000000:0000 0A 0\n"
-        "   2: 0200A8C0:46A0 0100A8C0:0001 01 0\n   3: 00000000:07E8 00000000:0000 0A 0\n"
-    )
-    (tmp_path / "tcp6").write_text(head + f"   0: {'0' * 24}01000000:46A0 {'0' * 32}:0000 0A 0\n")
-    assert doors.listening(0x46A0, tmp_path) == ["127.0.0.1", "0.0.0.0", "::1"]
-    assert doors.listening(0x46A0, tmp_path / "none") is None
+def test_which_sockets_listen_and_which_addresses_are_this_machines() -> None:
+    """Against sockets of the test's own: one of loopback, and one of all addresses."""
+    with socket.socket() as one, socket.socket() as everywhere:
+        one.bind(("127.0.0.1", 0))
+        everywhere.bind(("0.0.0.0", 0))
+        assert doors.listening(one.getsockname()[1]) == []
+        one.listen()
+        everywhere.listen()
+        assert doors.listening(one.getsockname()[1]) == ["127.0.0.1"]
+        assert doors.listening(everywhere.getsockname()[1]) == ["0.0.0.0"] and not doors.is_loopback("0.0.0.0")
     assert doors.is_loopback("::ffff:127.0.0.1") and doors.is_loopback("::1") and not doors.is_loopback("::")
+    assert not any(doors.is_loopback(address) for address in doors.own_addresses())
 
 
 def test_the_first_request_says_what_nobody_at_the_server_knows(

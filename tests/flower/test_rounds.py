@@ -139,16 +139,14 @@ def test_all_are_told_where_an_attempt_did_not_count(tmp_path: Path) -> None:
     assert again[:2] == ["", ""] and all("whole attempt" in str(said) for said in again[2:]) and again[2:]
 
 
-def test_a_site_s_own_lines_say_what_the_server_told_it(tmp_path: Path) -> None:
+def test_a_site_s_own_lines_say_what_the_server_told_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from flwr.app import ConfigRecord, RecordDict
 
     from fedlora.flower.apps import _log_told
-    from fedlora.flower.site.work_log import Follower
 
-    lines = Follower(tmp_path)
     _log_told(tmp_path / "site.toml", RecordDict({"config": ConfigRecord({TOLD: "round 1: ... did not count: late"})}))
     _log_told(tmp_path / "site.toml", RecordDict({"config": ConfigRecord({"protocol": "fedlora/1"})}))
-    assert [work.line() for work in lines.new()] == ["the server says: round 1: ... did not count: late"]
+    assert capfd.readouterr().err.splitlines() == ["the server says: round 1: ... did not count: late"]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +222,7 @@ def test_a_share_that_is_capped_is_told_with_both_numbers(tmp_path: Path, caplog
     others = 13 + 15 + 14
     assert set(line["capped"]) == {"acme"}
     assert line["capped"]["acme"] == pytest.approx({"claimed": 387 / (387 + others), "counted": 0.5})
-    assert "acme counts 50 % instead of 90 %" in caplog.text
+    assert re.search("acme: .*50%.* 90%", caplog.text)
 
 
 def test_nothing_is_capped_where_nothing_bites(tmp_path: Path) -> None:
@@ -253,7 +251,7 @@ def test_an_update_that_is_far_larger_than_the_others_is_told_and_counts(
         strategy.start(grid, num_rounds=1)
     [line] = lines_of(tmp_path / "o")
     assert set(line["norms"]) == set(RANKS) and set(line["far"]) == {"three"} and line["far"]["three"] > 10
-    assert "update of three" in caplog.text and line["fates"]["three"]["fate"] == "trained"
+    assert re.search("round 1: three: .* median", caplog.text) and line["fates"]["three"]["fate"] == "trained"
 
 
 def test_the_norm_is_that_of_the_dense_difference_in_any_gauge() -> None:
@@ -380,7 +378,7 @@ def test_who_is_added_removed_or_of_another_rank_takes_effect_at_the_next_round(
     assert [e.deadline for e in events if isinstance(e, Began)][1] == 77.0
     assert [c.round for c in changes] == [2, 3, 5]  # the same broken file is told once
     assert "is not TOML" in changes[1].why and "stays" in changes[1].why and "nowhere" in changes[2].why
-    assert re.search("four .*rank 6; three .*removed; one .*rank 3 instead of 2", caplog.text)
+    assert re.search("(?s)four .*rank 6.*three .*no longer.*one .*rank 3 .*2", caplog.text)
 
 
 def test_a_policy_with_fewer_clients_than_the_quorum_is_not_taken(tmp_path: Path) -> None:
@@ -524,9 +522,8 @@ strategy.start(grid, num_rounds=2)
     done = program(script).ended()
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("round 1, two: offline")
-    assert lines[1].startswith("round 1 of 2: 2 of 3 trained") and lines[1].endswith("; offline: two")
-    assert "loss 0.5 (one 0.5, three 0.5)" in lines[1]
+    assert [line[:12] for line in lines[:2]] == ["round 1 of 2", "round 2 of 2"]
+    assert all(words in lines[0] for words in ("loss 0.500", "one 0.50", "two offline", "three 0.50"))
 
 
 # ---- order and bits --------------------------------------------------------------------------------------------------
@@ -593,7 +590,7 @@ with server_lock.held(Path({str(tmp_path)!r}) / "server"):
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
-        said = rf"by process {other.pid}, since 20"
+        said = rf"by process {other.pid}\."
         with pytest.raises(ConfigError, match=said), server_lock.held(tmp_path / "server"):
             pytest.fail("both have it")
     finally:
@@ -606,8 +603,9 @@ with server_lock.held(Path({str(tmp_path)!r}) / "server"):
 
 
 def test_a_folder_that_cannot_be_locked_says_so(tmp_path: Path) -> None:
+    """An error of the system, which may pass: not one of the folder's own files, which is exit code 2."""
     (tmp_path / "server").write_text("a file")
-    with pytest.raises(ConfigError, match="cannot be made"), server_lock.held(tmp_path / "server"):
+    with pytest.raises(OSError, match="server"), server_lock.held(tmp_path / "server"):
         pass
 
 

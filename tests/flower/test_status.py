@@ -27,12 +27,13 @@ from fedlora.flower.rounds.events import (
     PolicyChanged,
     read_events,
 )
+from fedlora.flower.rounds.lines import WIDTH, lines_of, nodes_line, round_line
+from fedlora.flower.rounds.progress import Progress, progress_of
 from fedlora.flower.rounds.results import taken_part
-from fedlora.flower.serving.lines import WIDTH, lines_of, nodes_line, round_line
+from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.serving.metrics import Exposed, exposing
-from fedlora.flower.serving.progress import Progress, progress_of
 from fedlora.flower.serving.serve_lock import serving
-from fedlora.flower.serving.standing import rounds_done, standing
+from fedlora.flower.serving.standing import standing
 from fedlora.flower.serving.status import status_of
 from fedlora.flower.serving.superlink import NodeFacts
 from fedlora.flower.terms.policy import Policy
@@ -182,7 +183,7 @@ def test_where_it_stands_is_read_from_files_that_a_crash_tore(tmp_path: Path) ->
     play_round(home, 1)
     with folder.rounds.open("a") as file:
         file.write('{"round": 2, "los')
-    assert rounds_done(folder) == 1
+    assert rounds_done(folder.rounds) == 1
     for number in (2, 3):
         play_round(home, number)
     assert not standing(folder).finished  # the adapter is not written yet
@@ -322,7 +323,7 @@ def test_how_good_it_is_at_the_sites_whose_share_was_cut_and_who_was_not_measure
     }  # fmt: skip
     done, capped, unmeasured = lines_of(Done(2, line), 6)
     assert done == "round 2 of 6  loss 0.500  1 s  accuracy 0.600 at sites  trained: 2  offline: 1"
-    assert re.match("round 2: a: .*50% .*90% .*max_weight_share", capped) and "b: not measured: no answer" in unmeasured
+    assert re.match("round 2: a: .*50% .*90% .*policy.toml", capped) and "b: not measured: no answer" in unmeasured
     assert "accuracy 0.600 at sites" in round_line(line, 2, 6) and "0.700" not in round_line(line, 2, 6)
     assert " 8 " in lines_of(Ended(6, "complete"), 8)[0]
     assert lines_of(Ended(6, "complete"), 6) == lines_of(Ended(6, "complete"))

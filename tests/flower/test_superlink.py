@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 import sqlite3
 import stat
+import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -41,6 +44,13 @@ def program(folder: Path, name: str, words: str) -> Path:
     place.write_text(f"#!{sys.executable}\n{words}\n")
     place.chmod(0o755)
     return place
+
+
+def killed(process: subprocess.Popen[bytes]) -> None:
+    """With its group, as a power cut would."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def test_a_public_key_is_what_flower_stores(tmp_path: Path) -> None:
@@ -154,14 +164,14 @@ def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path
             assert time.monotonic() < until
             time.sleep(0.05)
         assert stat.S_IMODE(made.stat().st_mode) == 0o600
-        children.kill(process)
+        killed(process)
         left = children.server_processes(folder)
         assert len(left) == 1 and process.pid not in left and other.pid not in left
         children.end_all(left)
         assert children.server_processes(folder) == [] and other.poll() is None
     finally:
-        children.kill(process)
-        children.kill(other)
+        killed(process)
+        killed(other)
 
 
 def test_one_that_will_not_end_is_killed(tmp_path: Path) -> None:

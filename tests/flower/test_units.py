@@ -142,3 +142,8 @@ def test_torch_trains_without_the_forbidden_calls() -> None:
         [sys.executable, "-c", FORBIDDEN, ",".join(calls)], capture_output=True, text=True, check=False
     )
     assert said.stdout.strip().endswith("trained"), (said.stdout, said.stderr[-800:])
+
+
+def test_what_is_filled_in_is_not_read_again() -> None:
+    """A folder with the name of something that the unit's file fills in."""
+    assert "WorkingDirectory=/srv/@user@\n" in server_unit(Path("/srv/@user@"), user="me")

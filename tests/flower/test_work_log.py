@@ -1,43 +1,31 @@
-"""A site's own log of its work. Kinds of evidence: format (what is written is read), crash (a torn line)."""
+"""A site's own log of its work. Kind of evidence: format."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from fedlora.flower.site.work_log import Follower, Work, write
+import pytest
+
+from fedlora.flower.site.work_log import Work, write
 
 
-def test_what_is_written_is_read_once_and_in_order(tmp_path: Path) -> None:
-    write(tmp_path, Work("train", 1, 10, 1.5, 0.25))
-    follower = Follower(tmp_path)  # begins after what is there
-    later = [Work("train", 2, 20, 2.0, 0.125), Work("evaluate", 2, 5, 0.5), Work("train", 3, error="no\nmemory")]
-    for work in later:
-        write(tmp_path, work)
-    assert follower.new() == later and follower.new() == []
-    assert (tmp_path / "state" / "logs" / "work.jsonl").stat().st_mode & 0o777 == 0o600
-
-
-def test_a_line_that_is_not_whole_waits_and_a_broken_one_is_left_out(tmp_path: Path) -> None:
-    write(tmp_path, Work("train", 1, 10, 1.5, 0.25))
+def test_what_is_written_is_a_line_of_json_and_is_said(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The site's node is the process whose stderr this one has."""
+    write(tmp_path, Work("train", 2, 20, 2.0, 0.125))
+    write(tmp_path, Work("train", 3, error="no\nmemory"))
     path = tmp_path / "state" / "logs" / "work.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(b"")
-    follower = Follower(tmp_path)
-    path.write_bytes(b"{nonsense\n" + whole + whole[:20])
-    assert follower.new() == [Work("train", 1, 10, 1.5, 0.25)]
-    with path.open("ab") as file:
-        file.write(whole[20:])
-    assert len(follower.new()) == 1
-    path.write_bytes(whole)  # begun anew, and shorter
-    assert len(follower.new()) == 1
+    first, second = map(json.loads, path.read_text().splitlines())
+    assert (first["did"], first["round"], first["examples"], first["loss"]) == ("train", 2, 20, 0.125)
+    assert second["error"] == "no\nmemory" and path.stat().st_mode & 0o777 == 0o600
+    assert capfd.readouterr().err.startswith("round 2: trained 20 examples in 2.0 s, loss 0.1250\n")
 
 
 def test_a_loss_that_is_no_number_is_an_error_and_the_line_stays_json(tmp_path: Path) -> None:
-    follower = Follower(tmp_path)
     write(tmp_path, Work("train", 1, 10, 1.5, float("nan")))
-    assert "NaN" not in (tmp_path / "state" / "logs" / "work.jsonl").read_text()
-    (found,) = follower.new()
-    assert found.loss is None and found.error == "the loss is nan"
+    text = (tmp_path / "state" / "logs" / "work.jsonl").read_text()
+    found = json.loads(text)
+    assert "NaN" not in text and found["loss"] is None and found["error"] == "the loss is nan"
 
 
 def test_lines_for_a_screen_say_all_that_is_known() -> None:

@@ -191,7 +191,7 @@ def a_status() -> Any:
     """Of a private federation with one site, as `fedlora flower status` has it, while a round is played."""
     status = pytest.importorskip("fedlora.flower.serving.status")
     events = pytest.importorskip("fedlora.flower.rounds.events")
-    progress = pytest.importorskip("fedlora.flower.serving.progress")
+    progress = pytest.importorskip("fedlora.flower.rounds.progress")
     standing = pytest.importorskip("fedlora.flower.serving.standing")
     privacy = pytest.importorskip("fedlora.flower.terms.privacy")
     terms = privacy.FederationPrivacy(clip=1.0, epsilon=8.0, delta=1e-4, population="p", ledger="l", members=["a"])
@@ -237,7 +237,7 @@ def test_prometheus_gets_of_a_private_federation_what_is_on_the_list(tmp_path: P
 
 
 def test_what_serve_says_of_a_private_round_names_nobody() -> None:
-    lines = pytest.importorskip("fedlora.flower.serving.lines")
+    lines = pytest.importorskip("fedlora.flower.rounds.lines")
     found = a_status()
     assert lines.round_line(found.progress.lines[1], 1, 3) == "round 1 of 3  epsilon 1.000 of 8.000  accuracy 1.000"
 

@@ -10,10 +10,11 @@ import json
 import os
 import resource
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
@@ -42,11 +43,26 @@ def peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
 
 
+def claimed_names(grid: Grid, count: int, seconds: float = 60.0) -> Mapping[str, int]:
+    """Names as nodes say them, asked of each once `count` are there: these have no registered ones."""
+    until = time.monotonic() + seconds
+    while len(list(grid.get_node_ids())) < count and time.monotonic() < until:
+        time.sleep(0.2)
+    asked = [
+        Message(RecordDict({"hello": ConfigRecord({"fedlora": 1})}), node, MessageType.QUERY, ttl=120.0)
+        for node in grid.get_node_ids()
+    ]
+    names = {}
+    for reply in grid.send_and_receive(asked, timeout=120.0):
+        if not reply.has_error():
+            names[str(reply.content.config_records["hello"]["client"])] = reply.metadata.src_node_id
+    return names
+
+
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     from fedlora import Server, build
     from fedlora.flower.rounds.strategy import FedLoRA
-    from fedlora.flower.simulated import claimed_names
     from fedlora.flower.terms.policy import Policy
     from fedlora.server.server import start
 

@@ -76,9 +76,8 @@ class FakeLink:
         self.online = list(CLIENTS)
         self.comes: Callable[[], None] = lambda: None
         self.code: int | None = None
-        self.lives, self.fails = True, list[Exception]()
+        self.fails = list[Exception]()
         self.listed = list[RunFacts]()
-        self.said = ""
         self._turns: list[Turn] = []
 
     def start(self, *, give_up: Callable[[], bool]) -> None:
@@ -97,9 +96,6 @@ class FakeLink:
     def ended(self) -> int | None:
         return self.code
 
-    def playing(self) -> bool:
-        return self.lives
-
     def nodes(self) -> list[NodeFacts]:
         self.comes()
         return [NodeFacts(n, k, "online" if n in self.online else "offline", b"") for k, n in enumerate(CLIENTS)]
@@ -110,9 +106,6 @@ class FakeLink:
     def look(self, run: int) -> RunFacts:
         found = self._turns.pop(0)(self) if self._turns else None
         return found or RunFacts(run, "running")
-
-    def words(self, run: int, lines: int = 5) -> str:
-        return self.said
 
     def keep_keys(self, keys: Mapping[str, Path]) -> list[str]:
         self.done.append("keys " + ",".join(keys))
@@ -147,11 +140,10 @@ def completes(number: int, why: str = "complete") -> Turn:
     return turn
 
 
-def fails(details: str, *, said: str = "", ended: str = "") -> Turn:
-    """The run fails. said: the log's last words. ended: why, in the events."""
+def fails(details: str, *, ended: str = "") -> Turn:
+    """The run fails. ended: why, in the events."""
 
     def turn(link: FakeLink) -> RunFacts:
-        link.said = said
         if ended:
             EventWriter(link.home / "server" / "events.jsonl").write(Ended(0, ended))
         return RunFacts(7, "finished:failed", details)

@@ -6,8 +6,9 @@ setup/      a federation's folder made, changed and checked: `init`, `admit`, `r
 site/       a site: its folder, its node, the trainer that stays
 messages/   what travels, as Flower's records, checked before it is used
 terms/      what server and sites agree on: settings, facts, policy, names, keys, the files that travel by hand
-places.py   where things lie in the server's folder and in a site's; units.py: systemd's; children.py: processes
-apps.py     the ServerApp and the ClientApp; simulated.py: in Flower's simulation engine; stock.py: stock PEFT clients
+places.py   where things lie in the server's folder and in a site's
+ownership.py: whose they are, and locks; children.py: processes
+apps.py     the ServerApp and the ClientApp; stock.py: stock PEFT clients
 """
 
 from typing import TYPE_CHECKING

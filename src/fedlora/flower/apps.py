@@ -1,14 +1,16 @@
 """The ServerApp and the ClientApp. Imports that need torch stand inside: a node's ClientApp process does without.
 
-Run configuration: folder (of the federation, on the server). Node configuration: site (its site.toml), and resident
-(false: the work is done in Flower's process of each message, which loads the model anew).
+Run configuration: folder (of the federation, on the server). Node configuration: site (its site.toml).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from flwr.app import Context, Message, RecordDict
@@ -16,11 +18,17 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid, ServerApp
 
 from fedlora.core.echo import shown
-from fedlora.errors import ConfigError
+from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
+from fedlora.flower import children
 from fedlora.flower.messages.envelope import TOLD
+from fedlora.flower.ownership import opened_here
+from fedlora.flower.places import FederationFolder
 from fedlora.flower.site import work_log
-from fedlora.flower.site.resident import TrainerFailed, ask, private_directory
-from fedlora.flower.site.site_work import Do, SiteWork, told_to_server
+from fedlora.flower.site.resident import TrainerFailed, ask
+from fedlora.flower.site.site_work import Do
+from fedlora.flower.terms.agreement import Disagreement
+
+log = logging.getLogger(__name__)
 
 server_app = ServerApp()
 client_app = ClientApp()
@@ -30,11 +38,37 @@ client_app = ClientApp()
 def main(grid: Grid, context: Context) -> None:
     """The federation of the run's folder, to its end."""
     from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors
+    from fedlora.flower.rounds.events import REFUSED
     from fedlora.flower.rounds.playing import play, told
 
-    with heartbeats_outlive_errors(grid):
-        summary = play(grid, Path(str(context.run_config["folder"])))
-    print(f"fedlora: {told(summary)}", flush=True)
+    folder = Path(str(context.run_config["folder"]))
+    with _kept_log(FederationFolder(folder).logs / "serverapp.log"), heartbeats_outlive_errors(grid):
+        try:
+            summary = play(grid, folder)
+        except (ConfigError, AdapterFormatError, Disagreement) as error:
+            log.exception("the rounds are refused")
+            raise FedLoRAError(f"{REFUSED}{error}") from error
+        except Exception:
+            log.exception("the rounds failed")
+            raise
+        print(f"fedlora: {told(summary)}", flush=True)
+
+
+@contextlib.contextmanager
+def _kept_log(path: Path) -> Iterator[None]:
+    """What fedlora logs goes to a file, too: Flower shows a ServerApp's words to nobody."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    children.trim(path)
+    with os.fdopen(opened_here(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as file:
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+        package = logging.getLogger("fedlora")
+        package.addHandler(handler)
+        package.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            package.removeHandler(handler)
 
 
 @client_app.train()
@@ -50,7 +84,7 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def _answered(message: Message, context: Context, do: Do) -> Message:
-    """By the node's resident trainer, or in this process where resident = false; and a line for the site's own log."""
+    """By the node's resident trainer; and a line for the site's own log."""
     said = context.node_config
     if "site" not in said:
         raise ConfigError(
@@ -61,22 +95,12 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
     began = time.monotonic()
     _log_told(site_file, message.content)
     try:
-        reply = ask(site_file, do, message.content) if said.get("resident", True) else here(site_file, do, message)
+        reply = ask(site_file, do, message.content)
     except TrainerFailed as error:
         _log(site_file, do, message.content, None, time.monotonic() - began, error.full)
         raise
     _log(site_file, do, message.content, reply, time.monotonic() - began)
     return Message(reply, reply_to=message)
-
-
-def here(site_file: Path, do: Do, message: Message) -> RecordDict:
-    """The work in this process. Raises `TrainerFailed`."""
-    private_directory(site_file.parent / "state")
-    try:
-        return SiteWork(site_file)(do, message.content)
-    except Exception as error:
-        told = told_to_server(error, site_file.parent)
-        raise TrainerFailed(told, f"{type(error).__name__}: {error}") from None
 
 
 def _log_told(site_file: Path, asked: RecordDict) -> None:

@@ -12,9 +12,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+
+import psutil
 
 from fedlora.errors import FedLoRAError
 from fedlora.flower.ownership import opened_here
@@ -70,41 +71,35 @@ def end(process: subprocess.Popen[bytes], seconds: float = 8.0) -> None:
     process.wait()
 
 
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and its group at once, as a power cut would."""
-    _signal_group(process.pid, signal.SIGKILL)
-    process.wait()
-
-
 def server_processes(home: Path, programs: Sequence[str] = _SERVER_PROGRAMS) -> list[int]:
     """The SuperLink of the folder `home`, its SuperExec and its ServerApps: process ids, also of an earlier `serve`.
 
     They are told by the folder's files in their command lines, or by the process that started them.
     """
-    found: dict[int, list[str]] = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            mine = entry.stat().st_uid in (os.geteuid(), 0)  # a process that forbids dumps shows as root's
-            if mine and any(Path(word).name in _SERVER_PROGRAMS for word in words[:3]):
-                found[int(entry.name)] = words
+    found = {pid: words for pid, words in _commands() if any(Path(word).name in _SERVER_PROGRAMS for word in words[:3])}
     marks = {f"{home}/state/superlink.db", f"{home}/certs/ca.crt"}
     ours = {pid for pid, words in found.items() if marks & set(words)}
     for _ in found:  # SuperLink, SuperExec, ServerApp: each names who started it
-        ours |= {pid for pid, words in found.items() if (started_by := _parent(words)) and started_by in ours}
+        ours |= {pid for pid, words in found.items() if _parent(words) in ours}
     return sorted(pid for pid in ours if any(Path(word).name in programs for word in found[pid][:3]))
 
 
 def site_processes(home: Path) -> list[int]:
-    """What a trial's nodes run in the folder `home`: node commands, SuperNodes, ClientApps, trainers."""
+    """What a trial's nodes run in the folder `home`: SuperNodes, ClientApps, trainers."""
     found, below = [], f"{home}/sites/"
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            ours = any("fedlora" in word or Path(word).name.startswith(("flower-", "flwr-")) for word in words[:4])
-            if ours and any(below in word for word in words) and int(entry.name) != os.getpid():
-                found.append(int(entry.name))
+    for pid, words in _commands():
+        ours = any("fedlora" in word or Path(word).name.startswith(("flower-", "flwr-")) for word in words[:4])
+        if ours and any(below in word for word in words) and pid != os.getpid():
+            found.append(pid)
     return found
+
+
+def _commands() -> Iterator[tuple[int, list[str]]]:
+    """The command lines of this user's processes; one that forbids dumps shows as root's."""
+    for process in psutil.process_iter(["cmdline", "uids"]):
+        said, uids = process.info["cmdline"], process.info["uids"]
+        if said and uids is not None and uids.effective in (os.geteuid(), 0):
+            yield process.pid, said
 
 
 def _parent(words: Sequence[str]) -> int | None:
@@ -117,18 +112,15 @@ def _parent(words: Sequence[str]) -> int | None:
 
 def end_all(pids: Iterable[int], seconds: float = 5.0) -> None:
     """Ask processes to end; kill those that have not after `seconds`."""
-    left = list(pids)
-    for pid in left:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGTERM)
-    until = time.monotonic() + seconds
-    while left := [pid for pid in left if _alive(pid)]:
-        if time.monotonic() > until:
-            for pid in left:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
-            until = time.monotonic() + seconds
-        time.sleep(0.1)
+    left = []
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            left.append(psutil.Process(pid))
+    for ask in (psutil.Process.terminate, psutil.Process.kill):
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                ask(process)
+        _, left = psutil.wait_procs(left, seconds)
 
 
 def last_words(text: str, lines: int = 1) -> str:
@@ -161,19 +153,7 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         os.killpg(pid, number)
 
 
-def _alive(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return False
-    if state == "Z":
-        with contextlib.suppress(OSError):  # where it is a child of this process
-            os.waitpid(pid, os.WNOHANG)
-        return False
-    return True
-
-
 __all__ = [
-    "SUPERLINK", "SWITCHES", "ChildFailed", "end", "end_all", "environment", "kill", "last_words", "server_processes",
+    "SUPERLINK", "SWITCHES", "ChildFailed", "end", "end_all", "environment", "last_words", "server_processes",
     "started", "tail", "trim",
 ]  # fmt: skip

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import pwd
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from fedlora.core import beside
+from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
+
+log = logging.getLogger(__name__)
 
 
 def owner(folder: Path) -> str:
@@ -50,4 +57,35 @@ def opened_here(path: Path, how: int) -> int:
         ) from error
 
 
-__all__ = ["check_owner", "opened_here", "owner"]
+@contextlib.contextmanager
+def locked(path: Path, refused: Callable[[str], str]) -> Iterator[int]:
+    """Nobody else has the lock at `path` meanwhile, however this process ends; its id stands in it. Gives its
+    descriptor.
+
+    Args:
+        refused: what is said where another process has it, by its id.
+
+    Raises:
+        ConfigError: another process has it. OSError: it cannot be made.
+    """
+    descriptor = opened_here(path, os.O_RDWR)
+    try:
+        taken = beside.hold(descriptor)
+        if taken is False:
+            raise ConfigError(refused(holder_said(descriptor)))
+        if taken is None:
+            log.warning("%s: this file system has no locks; make sure that nobody else does the same here", path)
+        with contextlib.suppress(OSError):  # a full disk: then the number is not told, and the lock holds
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def holder_said(descriptor: int) -> str:
+    """The process that has a lock, by its own word."""
+    return shown(os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip() or "unknown")
+
+
+__all__ = ["check_owner", "holder_said", "locked", "opened_here", "owner"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -18,14 +19,15 @@ def node(
 ) -> None:
     """At a site: take part.
 
-    Runs this site's SuperNode until SIGTERM or Ctrl-C, starts it again when it ends, and says what happens. Waits where
-    the server is away, does not know the key yet, or cannot be believed, and says why. Exit codes: 0 after SIGTERM or
-    SIGINT, and never otherwise; 1: no memory, no room, it may pass; 2: this site's own files are wrong, and nothing was
-    sent.
+    It checks this site, waits until the server lets it in, and is its SuperNode until SIGTERM or Ctrl-C.
+
+    Where the server is away, does not know the key yet, or cannot be believed, it says why, and waits. A SuperNode that
+    ends is started again by systemd or compose, not by this. Exit codes: 0 after SIGTERM or SIGINT; 1, 70: the server
+    is gone, no memory, no room, it may pass; 2: this site's own files are wrong, and nothing was sent.
     """
     needed()
     from fedlora.flower.places import SiteFolder
-    from fedlora.flower.site.node_process import NodeProcess, files_checked, supernode_command
+    from fedlora.flower.site import node_process
     from fedlora.flower.site.reach import Found, Server, look
     from fedlora.flower.site.rotation import asked
     from fedlora.flower.terms.joining import JoinFile
@@ -37,7 +39,7 @@ def node(
     if check:
         say("reading data and base model ...")
         with ending_for_systemd():
-            wrong, told = files_checked(here.path)
+            wrong, told = node_process.files_checked(here.path)
         if wrong:
             found = "; ".join(wrong).removesuffix(".")
             raise ConfigError(f"{found}. Nothing was sent. Mend it, and see with: fedlora doctor {typed(folder)}")
@@ -55,9 +57,10 @@ def node(
         key = now
         return found
 
-    process = NodeProcess(here, look=ask, command=lambda: supernode_command(here, join.address, key), say=say)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, process.stop)
-    say(f"site {join.site} of {join.federation}, server {join.address}, log {here.logs / 'node.log'}")
-    with ending_for_systemd():
-        raise typer.Exit(process.run())
+        signal.signal(number, lambda *_: sys.exit(0))
+    say(f"site {join.site} of {join.federation}, server {join.address}")
+    with ending_for_systemd(), node_process.held(here) as lock:
+        node_process.wait_until_admitted(ask, say)
+        node_process.become_supernode(node_process.supernode_command(here, join.address, key), here, lock)
+

@@ -24,12 +24,15 @@ def serve(
         str | None, typer.Option(metavar="HOST:PORT", help="answer Prometheus there, as 127.0.0.1:9464")
     ] = None,
 ) -> None:
-    """At the server: play the rounds to their end, and start again what dies.
+    """At the server: play the rounds to their end.
 
-    That is the SuperLink, the run, and both after a restart of the machine. It waits for sites as long as it takes, and
-    for room on a full disk. Each round is a line, and each site that did not train is one with the reason. SIGTERM and
-    Ctrl-C end it in order, with exit code 0: started again, it goes on. Exit code 0: all rounds are played, or it was
-    asked to stop. 1: given up, with the cause, or nothing could be started; it may pass. 2: the folder is wrong.
+    The SuperLink and the run are started, followed and ended together.
+
+    It waits for sites as long as it takes, and for room on a full disk. Each round is a line, and each site that did
+    not train is one with the reason. SIGTERM and Ctrl-C end it in order. What dies ends all of it; systemd, or compose,
+    starts it again, and it goes on after the last round.
+    Exit code 0: all rounds are played, or it was asked to stop. 1: something died, or could not be started; it may
+    pass. 2: the folder is wrong, and starting again does not mend it.
     """
     needed()
     from fedlora.flower.places import FederationFolder
@@ -104,7 +107,7 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
     """
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.rounds.events import read_events
-    from fedlora.flower.serving.progress import progress_of
+    from fedlora.flower.rounds.progress import progress_of
 
     place = FederationFolder(folder)
     if not now.finished:
@@ -150,7 +153,7 @@ def _metrics(place: Any, address: str | None) -> Iterator[Any]:
 
 
 def _show(found: Any, rounds: int) -> None:
-    from fedlora.flower.serving.lines import size_of
+    from fedlora.flower.rounds.lines import size_of
     from fedlora.flower.serving.status import seen_ago
 
     console.print(found.headline())
@@ -194,7 +197,7 @@ def _show_private(found: Any, rounds: int) -> None:
 
 
 def _rounds_table(progress: Any, count: int) -> Table:
-    from fedlora.flower.serving.progress import fates_of, spent_of
+    from fedlora.flower.rounds.progress import fates_of, spent_of
     from fedlora.privacy.accounting import epsilon_up
 
     shown = sorted(progress.lines.items())[-count:]

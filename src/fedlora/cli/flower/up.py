@@ -1,15 +1,15 @@
-"""`fedlora flower up | simulate`: a federation's folder played on this machine."""
+"""`fedlora flower up`: a federation's folder played on this machine."""
 
 from __future__ import annotations
 
 from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, say
-from fedlora.cli.screen import print_json
 
 
 def up(folder: Folder) -> None:
     """A trial on loopback: SuperLink, a node for each site, all rounds; then everything is taken down again.
 
-    Started again it goes on after the last finished round, and says so where all are played. Ctrl-C ends it in order.
+    What dies ends all of it, with exit code 1. Called again it goes on after the last finished round, and says so where
+    all are played. Ctrl-C ends it in order.
     """
     needed()
     from fedlora.cli.flower.serve import stopping, tell_end
@@ -18,14 +18,3 @@ def up(folder: Folder) -> None:
     with ending_for_systemd(), stopping() as stop:
         now = Trial(folder, say, stop=stop).play()
     tell_end(folder, now, stop, "up")
-
-
-def simulate(folder: Folder) -> None:
-    """The same federation in Flower's simulation engine (Ray), in place of SuperLink and SuperNodes.
-
-    Started again it goes on after the last finished round.
-    """
-    needed()
-    from fedlora.flower.simulated import simulate_federation
-
-    print_json(simulate_federation(folder))

@@ -63,6 +63,7 @@ class Answer:
 
 
 Awaiting = Callable[[list[str], float, float], object]
+Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, of the nodes that are online
 
 
 def collect(
@@ -85,11 +86,8 @@ def collect(
     asked: dict[str, tuple[Question, float]] = {}  # id of the message -> without its content, and when
     patience = clock.monotonic() + min(_PATIENCE, deadline)
     for question in questions:
-        began, node, group = (
-            clock.monotonic(),
-            question.message.metadata.dst_node_id,
-            question.message.metadata.group_id,
-        )
+        began, node = clock.monotonic(), question.message.metadata.dst_node_id
+        kept = _Sent(node, question.message.metadata.group_id)
         try:
             sent = list(patiently(partial(grid.push_messages, [question.message]), until=patience, clock=clock))
         except Exception as error:
@@ -99,11 +97,9 @@ def collect(
         if not sent or not sent[0]:
             yield Answer(question.client, 0.0, fate="offline", why=f"the SuperLink takes no message for node {node}")
             continue
-        asked[sent[0]] = (Question(question.client, _Sent(node, group), question.limit), began)  # type: ignore[arg-type]
+        asked[sent[0]] = (Question(question.client, kept, question.limit), began)  # type: ignore[arg-type]
         del question
-    answered: dict[str, str] = {}
-    told = False
-    strays: dict[str, str] = {}
+    answered, strays, told = dict[str, str](), dict[str, str](), False
     while asked:
         for arrival in inbox.look({i: question.limit for i, (question, _) in asked.items()}):
             found = asked.get(arrival.reply_to)
@@ -178,6 +174,17 @@ def inbox_of(grid: Grid) -> Inbox:
     return HttpInbox(grid) if is_http(grid) else PlainInbox(grid)
 
 
+def registered_names(grid: Grid) -> dict[str, int]:
+    """The names under which the SuperLink knows its nodes (`flwr supernode register --name`), by authentication, and
+    never by what they claim."""
+    return {node.name: node.node_id for node in grid.get_nodes() if node.name}
+
+
+def who_is_online(identify: Identify, grid: Grid, deadline: float, clock: Clock) -> dict[str, int]:
+    """By `identify`, asked again for as long as a round may take where the SuperLink fails."""
+    return dict(patiently(lambda: identify(grid), until=clock.monotonic() + deadline, clock=clock))
+
+
 def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:
     """What the SuperLink answers, asked again while it answers with errors. until: a time of the clock; then its error
     is raised."""
@@ -201,6 +208,6 @@ def _brief(error: BaseException) -> str:
 
 
 __all__ = [
-    "LONG", "Answer", "Arrival", "Awaiting", "Clock", "Inbox", "Limit", "PlainInbox", "Question",
-    "collect", "inbox_of", "patiently",
+    "LONG", "Answer", "Arrival", "Awaiting", "Clock", "Identify", "Inbox", "Limit", "PlainInbox", "Question",
+    "collect", "inbox_of", "patiently", "registered_names", "who_is_online",
 ]  # fmt: skip

@@ -21,11 +21,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
+
+from pydantic import PlainValidator
+from pydantic.dataclasses import dataclass
 
 from fedlora.core.echo import shown
 from fedlora.core.read_only import ReadOnly
@@ -34,9 +37,25 @@ from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 
 Fate = Literal["trained", "refused", "failed", "late", "offline", "quarantined", "not drawn"]
-FATES: tuple[str, ...] = get_args(Fate)
+REFUSED = "it would fail again: "  # begins what a run says of the folder's own files, for `serve` (exit code 2)
 _MOST = 1000  # letters of a text
-_HEAD = 256  # bytes at a file's begin by which it is known again
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return ReadOnly({key: _frozen(item) for key, item in value.items()})
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def _table(value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ValueError("no table")
+    found: Mapping[str, Any] = _frozen(value)
+    return found
+
+
+Names = tuple[str, ...]
+Table = Annotated[Mapping[str, Any], PlainValidator(_table)]
 
 
 @dataclass(frozen=True)
@@ -48,8 +67,8 @@ class Began:
 
     round: int
     attempt: int
-    asked: Sequence[str]
-    not_asked: Mapping[str, Mapping[str, str]]
+    asked: Names
+    not_asked: Table
     deadline: float | None
     at: str = ""
 
@@ -83,7 +102,7 @@ class Awaited:
 
     round: int
     doing: str
-    clients: Sequence[str]
+    clients: Names
     seconds: float
     left: float
     at: str = ""
@@ -96,7 +115,7 @@ class Done:
     NAME: ClassVar[str] = "done"
 
     round: int
-    line: Mapping[str, Any]
+    line: Table
     at: str = ""
 
 
@@ -120,9 +139,9 @@ class PolicyChanged:
     NAME: ClassVar[str] = "policy"
 
     round: int
-    added: Mapping[str, Any] = field(default_factory=dict)
-    removed: Sequence[str] = ()
-    changed: Mapping[str, Any] = field(default_factory=dict)
+    added: Table = field(default_factory=ReadOnly)
+    removed: Names = ()
+    changed: Table = field(default_factory=ReadOnly)
     why: str = ""
     at: str = ""
 
@@ -139,9 +158,7 @@ class Ended:
 
 
 Event = Began | Fated | Awaited | Done | Again | PolicyChanged | Ended
-_KINDS: Mapping[str, type[Event]] = {
-    kind.NAME: kind for kind in (Began, Fated, Awaited, Done, Again, PolicyChanged, Ended)
-}
+_KINDS: Mapping[str, type[Event]] = {kind.NAME: kind for kind in get_args(Event)}
 
 
 class EventWriter:
@@ -181,69 +198,29 @@ class EventWriter:
 class EventReader:
     """The events of a file, in any number of reads: each gives what has come since the one before.
 
-    A file that is not there yet is empty. One that was truncated, replaced or moved away is read from its begin, after
-    what was left of the old one.
+    A file that is not there yet is empty. One that is shorter than it was is another one, and read from its begin.
     """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._descriptor: int | None = None
-        self._position, self._head = 0, b""
+        self._path, self._position = path, 0
 
     def new(self) -> list[Event]:
         """What has come since the last read. A last line that is not finished waits for the next."""
-        found: list[Event] = []
-        if self._descriptor is not None and not self._same():
-            found += self._rest()  # of a file that was moved away: it may have had lines that were not read yet
-            self.close()
-        if self._descriptor is None:
-            try:
-                with opened(self._path) as file:
-                    self._descriptor = os.dup(file.fileno())
-            except FileNotFoundError:
-                return found
-        return found + self._rest()
-
-    def close(self) -> None:
-        """Let go of the file. The next read begins anew."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-        self._descriptor, self._position, self._head = None, 0, b""
-
-    def _same(self) -> bool:
-        """Whether the path still leads to the file that is open."""
-        assert self._descriptor is not None
-        mine = os.fstat(self._descriptor)
         try:
-            there = os.stat(self._path)
+            with opened(self._path) as file:
+                if os.fstat(file.fileno()).st_size < self._position:
+                    self._position = 0
+                file.seek(self._position)
+                whole, newline, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
-            return False
-        return (mine.st_dev, mine.st_ino) == (there.st_dev, there.st_ino)
-
-    def _rest(self) -> list[Event]:
-        """The whole lines from the position on."""
-        assert self._descriptor is not None
-        size = os.fstat(self._descriptor).st_size
-        if size < self._position or os.pread(self._descriptor, len(self._head), 0) != self._head:
-            self._position, self._head = 0, b""  # truncated, and perhaps written to again
-        content = bytearray()
-        while part := os.pread(self._descriptor, 1 << 20, self._position + len(content)):
-            content += part
-        whole, newline, _ = bytes(content).rpartition(b"\n")
+            return []
         self._position += len(whole) + len(newline)
-        if len(self._head) < _HEAD:
-            self._head = os.pread(self._descriptor, min(_HEAD, self._position), 0)
-        found = (as_event(line) for line in whole.split(b"\n"))
-        return [event for event in found if event is not None]
+        return [event for event in map(as_event, whole.split(b"\n")) if event is not None]
 
 
 def read_events(path: Path) -> list[Event]:
     """All events of a file; none where there is none."""
-    reader = EventReader(path)
-    try:
-        return reader.new()
-    finally:
-        reader.close()
+    return EventReader(path).new()
 
 
 def as_line(event: Event) -> str:
@@ -260,17 +237,13 @@ def as_event(line: bytes) -> Event | None:
     """The event of a line; None for a torn one, or one of a kind that is not known here."""
     try:
         said = parse_json(line, nan_as_none=True)
-        kind = _KINDS[said.pop("event")]
-        at, number = said.pop("at"), said["round"]
-        if not isinstance(at, str) or not isinstance(number, int):
-            return None
+        kind, at = _KINDS[said.pop("event")], said.pop("at")
         if kind is Done:
-            return Done(number, _frozen(said), at)
+            return Done(said["round"], said, at)
         known = {f.name for f in fields(kind)}
-        event = kind(**{name: _frozen(value) for name, value in said.items() if name in known}, at=at)
+        return kind(**{name: value for name, value in said.items() if name in known}, at=at)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    return None if isinstance(event, Fated) and event.fate not in FATES else event
 
 
 def json_line(facts: Mapping[str, Any]) -> str:
@@ -286,25 +259,7 @@ def _printable(value: Any) -> Any:
     return [_printable(item) for item in value] if isinstance(value, list) else value
 
 
-def _frozen(value: Any) -> Any:
-    if isinstance(value, dict):
-        return ReadOnly({key: _frozen(item) for key, item in value.items()})
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
-
-
 __all__ = [
-    "FATES",
-    "Again",
-    "Began",
-    "Done",
-    "Ended",
-    "Event",
-    "EventReader",
-    "EventWriter",
-    "Fate",
-    "Fated",
-    "PolicyChanged",
-    "as_line",
-    "json_line",
-    "read_events",
-]
+    "REFUSED", "Again", "Awaited", "Began", "Done", "Ended", "Event", "EventReader", "EventWriter", "Fate", "Fated",
+    "PolicyChanged", "as_line", "json_line", "read_events",
+]  # fmt: skip

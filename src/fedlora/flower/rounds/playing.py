@@ -20,9 +20,9 @@ from fedlora.flower.rounds.federation import Federation, open_federation
 from fedlora.flower.rounds.finishing import finish
 from fedlora.flower.rounds.measured_where import due
 from fedlora.flower.rounds.private_words import RELEASED, public_numbers
+from fedlora.flower.rounds.progress import numbers_of_round
 from fedlora.flower.rounds.server_lock import held
 from fedlora.flower.rounds.strategy import Identify, registered_names
-from fedlora.flower.rounds.tracked import numbers_of_round
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import RECORDS, parse_json, read_given
 from fedlora.runs.folder import plain

@@ -32,7 +32,7 @@ class PolicyWatch:
         return found, PolicyChanged(
             round,
             {name: rank for name, rank in new.items() if name not in old},
-            [name for name in old if name not in new],
+            tuple(name for name in old if name not in new),
             {name: (old[name], rank) for name, rank in new.items() if name in old and old[name] != rank},
         )
 

@@ -18,15 +18,13 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, FedLoRAError, LedgerError
-from fedlora.flower.rounds import server_log
 from fedlora.flower.rounds.attempt import Attempt, Closed
 from fedlora.flower.rounds.drawing import Drawn
 from fedlora.flower.rounds.events import Done, Ended, Event, Fate, Fated, PolicyChanged
 from fedlora.flower.rounds.private_words import RELEASED, logs_kept_secret, public_event, public_line
-from fedlora.flower.rounds.strategy import FedLoRA
+from fedlora.flower.rounds.strategy import FedLoRA, listen
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy, check_policy
-from fedlora.privacy.accounting import epsilon_up
 from fedlora.runs.private_run import PrivateRun
 from fedlora.server.private_options import Privacy
 from fedlora.server.state import RunState
@@ -64,7 +62,7 @@ class PrivateFedLoRA(FedLoRA):
             BudgetSpent: there is no room for the first one. ConfigError, CheckpointError, LedgerError: of the server's
                 files. FedLoRAError: anything else; the reason is told to private/log alone.
         """
-        server_log.listen()
+        listen()
         with logs_kept_secret(self._note):
             try:
                 return super().start(*args, **kwargs)
@@ -79,7 +77,7 @@ class PrivateFedLoRA(FedLoRA):
 
     # ------------------------------------------------------------------------------------------------------ the rounds
 
-    def _play(self, grid: Grid, timeout: float | None, rounds: int) -> Closed | None:
+    def _play(self, grid: Grid, timeout: float | None) -> Closed | None:
         number = self.round + 1
         self._read_policy(number)
         deadline = timeout or self.policy.deadline
@@ -96,7 +94,7 @@ class PrivateFedLoRA(FedLoRA):
         except BudgetSpent as spent:
             if not self.round:
                 raise
-            self._out_of_budget(number, rounds, spent)
+            self._out_of_budget(number, spent)
             return None
         self.fates = {}
         line = public_line({**closed.line, "seconds": None}, self.private.spent(number))
@@ -104,11 +102,6 @@ class PrivateFedLoRA(FedLoRA):
         self.memory = closed.memory
         self._save()
         self._finish(grid, line)
-        p = line["privacy"]
-        log.info(
-            "round %d of %d: epsilon %s of the planned %s at delta %g", number, rounds, epsilon_up(p["epsilon"]),
-            epsilon_up(p["epsilon_planned"]), p["delta"], extra=RELEASED,
-        )  # fmt: skip
         return replace(closed, trained=0, loss=math.nan, overturned=())
 
     def _draw(self) -> Drawn:
@@ -154,7 +147,7 @@ class PrivateFedLoRA(FedLoRA):
         while set(self.policy.clients) - set(self._online(grid)) and self._clock.monotonic() < until:
             self._clock.sleep(1.0)
 
-    def _out_of_budget(self, number: int, rounds: int, spent: BudgetSpent) -> None:
+    def _out_of_budget(self, number: int, spent: BudgetSpent) -> None:
         why = (
             "another round would have passed the budget of privacy.population: others have charged its ledger meanwhile"
         )
@@ -163,7 +156,7 @@ class PrivateFedLoRA(FedLoRA):
                 f"this federation's own round {number} was released and charged already, and its noised sum is not in "
                 f"this folder: the folder is a copy, or was set back. Go on in the folder that has it"
             )
-        self.out_of_budget = {"round": self.round, "of": rounds, "best_round": None, "best": None, "why": why}
+        self.out_of_budget = {"round": self.round, "of": self._of, "best_round": None, "best": None, "why": why}
         log.warning("round %d is not played: %s", number, spent, extra=RELEASED)
         self.stop("budget")
 
@@ -176,9 +169,6 @@ class PrivateFedLoRA(FedLoRA):
             self._note(f"{event.client} answered: {event.examples} examples in {event.seconds} s{loss}")
         elif isinstance(event, PolicyChanged | Ended) and event.why != getattr(public, "why", ""):
             self._note(event.why)
-
-    def _tell(self, fated: Fated) -> None:
-        """Nobody: `_tell_lost` does, to the log that is secret."""
 
     def _tell_lost(self, number: int, trial: Attempt) -> None:
         """Of those who sent nothing that could be looked at. Whom the round itself refuses it notes itself."""

@@ -23,18 +23,14 @@ class RoundLines:
     def __init__(self, path: Path | None, upto: int = 0) -> None:
         """What the file holds of rounds 1 to `upto`; what it holds of later ones is cut off.
 
-        Lines that are no JSON (of an older version, or torn) are left out.
+        Lines that are no JSON, torn by a crash, are left out.
 
         Raises:
             CheckpointError: the disk refuses.
         """
         self._path = path
-        self._lines: dict[int, dict[str, Any]] = {}
         text = read_given(path, RECORDS).decode(errors="replace") if path is not None and path.exists() else ""
-        for line in text.split("\n"):
-            found = _line(line)
-            if found is not None and found["round"] <= upto:
-                self._lines[found["round"]] = found  # twice in an older file: the later one was played on
+        self._lines = {number: line for number, line in _parsed(text).items() if number <= upto}
         if text != self._text():
             self._write()
 
@@ -67,13 +63,26 @@ class RoundLines:
                 raise CheckpointError(f"{self._path} cannot be written: {error.strerror}; it is as it was.") from error
 
 
-def _line(text: str) -> dict[str, Any] | None:
+def rounds_done(path: Path) -> int:
+    """How many rounds are stored, by rounds.jsonl."""
     try:
-        found = parse_json(text, nan_as_none=True)
-    except ValueError:
-        return None
-    number = found.get("round") if isinstance(found, dict) else None
-    return found if isinstance(number, int) and not isinstance(number, bool) and number >= 1 else None
+        return max(_parsed(read_given(path, RECORDS).decode(errors="replace")), default=0)
+    except FileNotFoundError:
+        return 0
 
 
-__all__ = ["RoundLines"]
+def _parsed(text: str) -> dict[int, dict[str, Any]]:
+    """Round -> its line; what a crash tore is left out."""
+    lines = {}
+    for line in text.split("\n"):
+        try:
+            found = parse_json(line, nan_as_none=True)
+        except ValueError:
+            continue
+        number = found.get("round") if isinstance(found, dict) else None
+        if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
+            lines[number] = found
+    return lines
+
+
+__all__ = ["RoundLines", "rounds_done"]

@@ -8,19 +8,20 @@ the messages, a named fate for everyone of the policy, a round that is played ag
 inside the round, an error instead of a "successful" run without training, and going on from where a checkpoint stands.
 
 drawing.py      who is asked                      collecting.py   messages out, answers in, late ones by name
-attempt.py      what is made of the answers       events.py, round_lines.py, server_log.py   what others get to know
+attempt.py      what is made of the answers       events.py, lines.py, round_lines.py   what others get to know
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -32,15 +33,23 @@ from fedlora.errors import ConfigError, QuorumNotMet
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.messages.records import to_array
-from fedlora.flower.rounds import server_log
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.attempt import Attempt, Closed
-from fedlora.flower.rounds.collecting import Answer, Awaiting, Clock, Question, collect
+from fedlora.flower.rounds.collecting import (
+    Awaiting,
+    Clock,
+    Identify,
+    Question,
+    collect,
+    registered_names,
+    who_is_online,
+)
 from fedlora.flower.rounds.drawing import Drawn, draw
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter, Fated, PolicyChanged
+from fedlora.flower.rounds.lines import lines_of
 from fedlora.flower.rounds.memory import FlowerState
-from fedlora.flower.rounds.online import Identify, registered_names, who_is_online
 from fedlora.flower.rounds.policy_watch import PolicyWatch
+from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.rounds.site_evaluation import Asking, SiteEvaluation, SiteRound
 from fedlora.flower.terms.policy import Policy
@@ -118,10 +127,10 @@ class FedLoRA(Strategy):
         self.fates: Mapping[str, Fated] = {}  # of the last attempt
         self._uncounted: dict[str, str] = {}  # client -> why its last work did not count: told with its next message
         self.online: Mapping[str, int] = {}  # as it was when it was last looked at
-        self.answers: tuple[Answer, ...] = ()  # to the last messages of `measure`
         self.at_sites = SiteRound()  # what came of the last `measure`
-        self._asking, self._evaluation = asking, SiteEvaluation("validation", run, 0, {}, {})
+        self._asking = asking
         self._stopped: str | None = None
+        self._of: int | None = None  # how many rounds are asked for
         self._policy_told = ""
         self._opened: Intake | None = None  # a round that says itself whom to ask
 
@@ -156,8 +165,8 @@ class FedLoRA(Strategy):
         Raises:
             QuorumNotMet: a round had too few usable replies, in each of its attempts; the state before it is stored.
         """
-        server_log.listen()
-        result, self._stopped = Result(), None
+        listen()
+        result, self._stopped, self._of = Result(), None, num_rounds
         self.lines = RoundLines(self._record / "rounds.jsonl" if self._record is not None else None, upto=self.round)
         why = "interrupted"
         try:
@@ -166,7 +175,7 @@ class FedLoRA(Strategy):
                 self._finish(grid, last)
             while self.round < num_rounds and self._stopped is None:
                 number = self.round + 1
-                closed = self._play(grid, timeout, num_rounds)
+                closed = self._play(grid, timeout)
                 if closed is None:
                     continue
                 result.train_metrics_clientapp[number] = MetricRecord({"clients": closed.trained, "loss": closed.loss})
@@ -182,7 +191,7 @@ class FedLoRA(Strategy):
         result.arrays = self._arrays(self.memory.state.server)
         return result
 
-    def _play(self, grid: Grid, timeout: float | None, rounds: int) -> Closed | None:
+    def _play(self, grid: Grid, timeout: float | None) -> Closed | None:
         """One round, in as many attempts as the policy has. None: none was played, and `stop` was called."""
         number, attempt = self.round + 1, 0
         while True:
@@ -196,7 +205,6 @@ class FedLoRA(Strategy):
                 self.memory = replace(self.memory, refusals=trial.refusals)
                 self._event(Again(number, attempt, str(error)))
                 self._count(trial, dict.fromkeys(trial.asked, f"the whole attempt did not: {error}"))
-                log.warning("round %d, attempt %d does not count: %s", number, attempt, error)
                 self._save()
                 if attempt > self.policy.retries:
                     raise QuorumNotMet(f"{error} Not there: {self.refused or 'nobody'}.") from error
@@ -204,7 +212,6 @@ class FedLoRA(Strategy):
                 continue
             for fated in closed.overturned:
                 self._event(fated)
-                self._tell(fated)
             self.fates = trial.fates
             judged = closed.memory.state.server.tally.judged if closed.memory.state.server.tally else None
             self._count(trial, judged.left_out if judged is not None else {})
@@ -213,7 +220,6 @@ class FedLoRA(Strategy):
             self.memory = closed.memory
             self._save()
             self._finish(grid, line)
-            server_log.done(line, rounds, self.policy)
             return closed
 
     def _attempt(self, grid: Grid, attempt: int, deadline: float) -> Attempt:
@@ -226,20 +232,16 @@ class FedLoRA(Strategy):
         )  # fmt: skip
         others = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         self._event(Began(number, attempt, drawn.asked, others, deadline))
-        for fated in trial.fates.values():
-            self._tell(fated)
         for answer in collect(
             grid, trial.questions(), deadline=deadline, clock=self._clock, awaiting=self._awaiting(number, "training")
         ):
             fated = trial.take(answer)
             del answer
             self._event(fated)
-            self._tell(fated)
         self.fates = trial.fates
         for name in drawn.asked:
             if name not in trial.asked:  # the method cannot serve it
                 self._event(self.fates[name])
-                self._tell(self.fates[name])
         return trial
 
     def _count(self, trial: Attempt, others: Mapping[str, str]) -> None:
@@ -259,42 +261,44 @@ class FedLoRA(Strategy):
             participation=self._participation, seed=self._seed, round=self.round,
         )  # fmt: skip
 
-    def _tell(self, fated: Fated) -> None:
-        """What became of one who was asked, or is missing."""
-        server_log.fate(fated)
-
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> None:
         """What comes after a round that is stored: evaluation, and its line as it will stay."""
         began = self._clock.monotonic()
-        self.measure(grid, "validation")
+        asked = self.measure(grid, "validation")
         line = {**line, **self.at_sites.facts()}
-        if self.answers:
+        if asked:
             line["measure_seconds"] = round(self._clock.monotonic() - began, 3)
         more = self.after_round(line) if self.after_round is not None else None
         line = {"metrics": {}, **line, **(more or {})}
         self.lines.put(line)
         self._event(Done(line["round"], line))
 
-    def measure(self, grid: Grid, part: HeldOut) -> None:
-        """Let the sites measure, where `configure_evaluate` has messages for them; then `aggregate_evaluate`. The
-        answers, with names, are in `answers` then."""
-        self.answers, self.online, self.at_sites = (), self._online(grid), SiteRound()
-        self._evaluation = replace(self._evaluation, asked={}, not_asked={})
-        messages = self.configure_evaluate(self.round, ArrayRecord(), ConfigRecord({"part": part}), grid)
+    def measure(self, grid: Grid, part: HeldOut) -> bool:
+        """Let the sites measure what they hold out, where that is due; what came of it is in `at_sites` then. Returns
+        whether anybody was asked."""
+        self.at_sites = SiteRound()
+        if self._asking is None or (part == "validation" and not self._asking.due(self.round)):
+            return False
+        self.online = self._online(grid)
+        evaluation = SiteEvaluation.of(
+            self.server, self.memory.state, self.policy, self.memory.refusals, self.memory.examples, part, self.run,
+            self.online,
+        )  # fmt: skip
         names = {node: name for name, node in self.online.items()}
-        questions = (
-            Question(names.get(m.metadata.dst_node_id, f"node {m.metadata.dst_node_id}"), m, _NUMBERS) for m in messages
-        )
-        awaiting = self._awaiting(self.round, "measuring")
-        self.answers = tuple(
-            collect(grid, questions, deadline=self.policy.deadline, clock=self._clock, awaiting=awaiting)
-        )
-        self.aggregate_evaluate(self.round, [a.message for a in self.answers if a.message is not None])
+        questions = [
+            Question(names[message.metadata.dst_node_id], message, _NUMBERS)
+            for message in evaluation.messages(self._codec, self.policy.deadline)
+        ]
+        answers = collect(
+            grid, questions, deadline=self.policy.deadline, clock=self._clock,
+            awaiting=self._awaiting(self.round, "measuring"),
+        )  # fmt: skip
+        self.at_sites = evaluation.read(answers, self._asking.metric)
+        return bool(questions)
 
     def _awaiting(self, number: int, doing: str) -> Awaiting:
         def told(clients: list[str], seconds: float, left: float) -> None:
-            log.warning("round %d: no answer for %.0f s: %s (%s)", number, seconds, ", ".join(clients), doing)
-            self._event(Awaited(number, doing, clients, round(seconds, 1), round(left, 1)))
+            self._event(Awaited(number, doing, tuple(clients), round(seconds, 1), round(left, 1)))
 
         return told
 
@@ -303,33 +307,11 @@ class FedLoRA(Strategy):
     def summary(self) -> None:
         log.info("FedLoRA: %s, %d clients, round %d", self.server.method.name, len(self.policy.clients), self.round)
 
-    def configure_train(self, *_: Any, **__: Any) -> NoReturn:
-        """Not used: messages are made one by one in `start`, and every answer has a name there."""
+    def _not_used(self, *_: Any, **__: Any) -> NoReturn:
+        """Messages are made one by one in `start`, and every answer has a name there."""
         raise NotImplementedError("FedLoRA plays its rounds in `start`; no other loop can.")
 
-    def aggregate_train(self, *_: Any, **__: Any) -> NoReturn:
-        """Not used, as `configure_train`."""
-        raise NotImplementedError("FedLoRA plays its rounds in `start`; no other loop can.")
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> list[Message]:
-        """A question to each site that is online: what its next readout scores on the part that it holds out."""
-        part: HeldOut = "test" if config.get("part") == "test" else "validation"
-        if self._asking is None or (part == "validation" and not self._asking.due(self.round)):
-            return []
-        self._evaluation = SiteEvaluation.of(
-            self.server, self.memory.state, self.policy, self.memory.refusals, self.memory.examples, part, self.run,
-            self.online,
-        )  # fmt: skip
-        return self._evaluation.messages(self._codec, self.policy.deadline)
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """What the sites measured, into `at_sites`. `replies` are not used: `answers` have names."""
-        if self._asking is not None:
-            self.at_sites = self._evaluation.read(self.answers, self._asking.metric)
-        mean = self.at_sites.mean()
-        return MetricRecord({**mean}) if mean else None
+    configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _not_used
 
     # -------------------------------------------------------------------------------------------------------- inside
 
@@ -364,7 +346,6 @@ class FedLoRA(Strategy):
             return
         self._policy_told = change.why
         self._event(change)
-        server_log.policy_changed(change)
         self._forget(change)
 
     def _forget(self, change: PolicyChanged) -> None:
@@ -387,10 +368,14 @@ class FedLoRA(Strategy):
         return who_is_online(self._identify, grid, self.policy.deadline, self._clock)
 
     def _event(self, event: Event) -> None:
+        """Write it down, and log what it says."""
         try:
             self._events.write(event)
         except OSError as error:  # a round is worth more than its report
             log.warning("an event could not be written: %s", error)
+        level = logging.INFO if isinstance(event, Done | Ended) else logging.WARNING
+        for line in lines_of(event, self._of):
+            log.log(level, "%s", line, extra=RELEASED)
 
     def _save(self) -> None:
         if self._folder is not None:
@@ -402,6 +387,18 @@ class FedLoRA(Strategy):
             return ArrayRecord()
         named = self.server.global_update(state)
         return ArrayRecord({f"{f}/{m}": to_array(t) for m, lora in named.items() for f, t in lora.tensors().items()})
+
+
+def listen() -> None:
+    """Print what fedlora logs, where nobody else does: Flower gives a ServerApp a handler for its own logger only."""
+    package = logging.getLogger("fedlora")
+    if package.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    package.addHandler(handler)
+    if package.getEffectiveLevel() > logging.INFO:
+        package.setLevel(logging.INFO)
 
 
 __all__ = ["FedLoRA", "FlowerState", "Identify", "registered_names"]

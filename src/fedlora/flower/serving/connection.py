@@ -6,13 +6,12 @@ import sys
 import tomllib
 from pathlib import Path
 
-from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from fedlora.errors import ConfigError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
@@ -70,33 +69,20 @@ def _port_of(join: Path) -> int | None:
 def superlink_command(folder: FederationFolder, address: str) -> list[str]:
     """What starts the SuperLink: on loopback, with its database, TLS and node authentication."""
     host, _, port = address.rpartition(":")
-    command = [
-        sys.executable,
-        "-m",
-        children.SUPERLINK,
-        "--host",
-        host,
-        "--port",
-        port,
-        "--database",
-        str(folder.database),
-    ]
-    command += ["--disable-runtime-dependency-installation"]
     certs = folder.certificates
     return [
-        *command, "--ssl-ca-certfile", f"{certs}/ca.crt", "--ssl-certfile", f"{certs}/server.crt",
-        "--ssl-keyfile", f"{certs}/server.key", "--enable-supernode-auth",
+        sys.executable, "-m", children.SUPERLINK, "--host", host, "--port", port, "--database", str(folder.database),
+        "--disable-runtime-dependency-installation", "--ssl-ca-certfile", f"{certs}/ca.crt",
+        "--ssl-certfile", f"{certs}/server.crt", "--ssl-keyfile", f"{certs}/server.key", "--enable-supernode-auth",
     ]  # fmt: skip
 
 
 def public_key(path: Path) -> bytes:
     """A node's public key as Flower stores it, from an OpenSSH file. Raises `ConfigError`."""
     try:
-        key = serialization.load_ssh_public_key(path.read_bytes())
-    except (OSError, ValueError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"{path} is no public key in OpenSSH's format: {error}.") from error
-    if not isinstance(key, ec.EllipticCurvePublicKey) or not key.curve.name.startswith("secp"):
-        raise ConfigError(f"{path} is a key of another kind; Flower takes elliptic curves by NIST (P-384).")
+        key = certificates.public_key(path.read_text(encoding="ascii"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no public key that Flower takes: {error}") from error
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 

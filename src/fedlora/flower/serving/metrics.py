@@ -41,8 +41,8 @@ from prometheus_client.registry import Collector
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.progress import Progress
 from fedlora.flower.serving import database
-from fedlora.flower.serving.progress import Progress
 from fedlora.flower.serving.standing import Standing, room_of
 from fedlora.flower.serving.superlink import NodeFacts
 from fedlora.privacy.released import fate_of
@@ -70,52 +70,56 @@ class Exposed(Collector):
 
     def _known(self, progress: Progress, nodes: Sequence[NodeFacts], standing: Standing | None) -> Iterator[Metric]:
         line = progress.lines.get(progress.round, {})
-        yield _gauge("round", "rounds that are done", progress.round)
-        if standing is not None:
-            yield _gauge("rounds", "rounds that are asked for", standing.rounds)
-            yield _gauge("ended", "whether no more rounds are to be played", float(standing.finished))
-        if isinstance(seconds := line.get("seconds"), int | float):
-            yield _gauge("round_seconds", "how long the last round took", seconds)
-        if (loss := line.get("loss")) is not None:
-            yield _gauge("loss", "mean training loss of the last round", loss)
-        yield _each("client_loss", "training loss of the client's last round", _latest(progress, "losses"))
-        yield _each("client_norm", "norm of the client's last update", _latest(progress, "norms"))
-        yield _each("client_weight", "weight of the client's last update", _latest(progress, "weights"))
-        if weighed := _weighed(progress):
-            yield _each("client_weight_after", "what the client's change counted for after a robust rule", weighed)
-            out = {client: float(after == 0) for client, after in weighed.items()}
-            yield _each("client_left_out", "whether a robust rule left the client's last update out", out)
-        fates = CounterMetricFamily(
-            "fedlora_client_fate", "what became of the client's rounds", labels=["client", "fate"]
-        )
+        privacy = line.get("privacy") or {}
+        online = {node.name for node in nodes if node.status == "online"}
+        heard = datetime.fromisoformat(progress.heard).timestamp() if progress.heard else None
+        for name, what, value in (
+            ("round", "rounds that are done", progress.round),
+            ("rounds", "rounds that are asked for", None if standing is None else standing.rounds),
+            ("ended", "whether no more rounds are to be played", None if standing is None else standing.finished),
+            ("round_seconds", "how long the last round took", line.get("seconds")),
+            ("loss", "mean training loss of the last round", line.get("loss")),
+            ("nodes_online", "nodes that are online", len(online)),
+            ("database_bytes", "of the SuperLink's database", database.size(self._folder.database)),
+            ("disk_free_bytes", "where the federation's folder is", room_of(self._folder)),
+            ("privacy_epsilon", "epsilon of the private rounds that are done", privacy.get("epsilon")),
+            ("privacy_epsilon_planned", "epsilon of all planned rounds", privacy.get("epsilon_planned")),
+            (
+                "privacy_population_epsilon",
+                "of all runs on these clients",
+                (privacy.get("ledger") or {}).get("epsilon"),
+            ),
+            ("privacy_delta", "at which epsilon is", privacy.get("delta")),
+            ("last_event_timestamp_seconds", "when something happened last", heard),
+        ):
+            if isinstance(value, int | float):
+                yield GaugeMetricFamily(f"fedlora_{name}", what, value=float(value))
+        weighed = _weighed(progress)
+        there = {} if standing is None else {client: float(client in online) for client in standing.clients}
+        for name, what, values in (
+            ("client_loss", "training loss of the client's last round", _latest(progress, "losses")),
+            ("client_norm", "norm of the client's last update", _latest(progress, "norms")),
+            ("client_weight", "weight of the client's last update", _latest(progress, "weights")),
+            ("client_weight_after", "what the client's change counted for after a robust rule", weighed),
+            (
+                "client_left_out",
+                "whether a robust rule left the client's last update out",
+                {client: float(after == 0) for client, after in weighed.items()},
+            ),
+            ("node_online", "whether the client's node is online", there),
+            ("metric", "what the server measured last", _measured(progress)),
+        ):
+            family = GaugeMetricFamily(f"fedlora_{name}", what, labels=["name" if name == "metric" else "client"])
+            for key, number in sorted(values.items()):
+                family.add_metric([key], number)
+            yield family
+        fates = CounterMetricFamily("fedlora_client_fate", "what became of its rounds", labels=["client", "fate"])
         for (client, fate), count in sorted(progress.fate_counts.items()):
             fates.add_metric([client, fate], count)
-        yield fates
         uploaded = CounterMetricFamily("fedlora_upload_bytes", "bytes of the client's replies", labels=["client"])
         for client, count in sorted(progress.uploaded.items()):
             uploaded.add_metric([client], count)
-        yield uploaded
-        yield _each("metric", "what the server measured last", _measured(progress), label="name")
-        online = {node.name for node in nodes if node.status == "online"}
-        yield _gauge("nodes_online", "nodes that are online", len(online))
-        if standing is not None:
-            there = {client: float(client in online) for client in standing.clients}
-            yield _each("node_online", "whether the client's node is online", there)
-        yield _gauge("database_bytes", "of the SuperLink's database", database.size(self._folder.database))
-        yield _gauge("disk_free_bytes", "where the federation's folder is", room_of(self._folder))
-        privacy = line.get("privacy") or {}
-        ledger = privacy.get("ledger") or {}
-        for name, what, value in (
-            ("privacy_epsilon", "epsilon of the private rounds that are done", privacy.get("epsilon")),
-            ("privacy_epsilon_planned", "epsilon of all planned rounds", privacy.get("epsilon_planned")),
-            ("privacy_population_epsilon", "epsilon of all runs on these clients", ledger.get("epsilon")),
-            ("privacy_delta", "at which epsilon is", privacy.get("delta")),
-        ):
-            if isinstance(value, int | float):
-                yield _gauge(name, what, value)
-        if progress.heard:
-            at = datetime.fromisoformat(progress.heard).timestamp()
-            yield _gauge("last_event_timestamp_seconds", "when something happened last", at)
+        yield from (fates, uploaded)
 
 
 @contextmanager
@@ -144,17 +148,6 @@ def exposing(exposed: Exposed, address: str) -> Iterator[int]:
 
 def _leaves(name: str) -> bool:
     return fate_of("prometheus", name.removeprefix("fedlora_")) in ("released", "privatised", "if-public")
-
-
-def _gauge(name: str, what: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"fedlora_{name}", what, value=float(value))
-
-
-def _each(name: str, what: str, values: dict[str, float], label: str = "client") -> Metric:
-    family = GaugeMetricFamily(f"fedlora_{name}", what, labels=[label])
-    for key, value in sorted(values.items()):
-        family.add_metric([key], value)
-    return family
 
 
 def _latest(progress: Progress, part: str) -> dict[str, float]:

@@ -13,6 +13,7 @@ from typing import Any
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.private_words import has_released
+from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.flower.terms.settings import FederationSettings
@@ -69,7 +70,7 @@ def standing(folder: FederationFolder) -> Standing:
     settings = _settings(folder.settings)
     rounds = settings.run.rounds
     ranks = Policy.read(folder.policy).clients
-    summary, done = _json(folder.summary), rounds_done(folder)
+    summary, done = _json(folder.summary), rounds_done(folder.rounds)
     why = ""
     if summary is not None and summary.get("rounds") == done and summary.get("settings") == _travelling(settings):
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
@@ -86,21 +87,6 @@ def _charged_since(privacy: FederationPrivacy, folder: FederationFolder) -> bool
         return Path(privacy.ledger).stat().st_mtime_ns > folder.summary.stat().st_mtime_ns
     except OSError:
         return False
-
-
-def rounds_done(folder: FederationFolder) -> int:
-    """How many rounds are stored, by rounds.jsonl."""
-    most = 0
-    try:
-        lines = read_given(folder.rounds, RECORDS).decode(errors="replace").splitlines()
-    except FileNotFoundError:
-        return 0
-    for line in lines:
-        try:
-            most = max(most, int(parse_json(line, nan_as_none=True)["round"]))
-        except (ValueError, KeyError, TypeError):
-            continue  # torn by a crash
-    return most
 
 
 def keys_of(folder: FederationFolder) -> dict[str, Path]:
@@ -154,4 +140,4 @@ def _json(path: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-__all__ = ["Standing", "keys_of", "needed_room", "room_of", "rounds_done", "standing"]
+__all__ = ["Standing", "keys_of", "needed_room", "room_of", "standing"]

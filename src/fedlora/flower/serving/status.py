@@ -10,9 +10,9 @@ from typing import Any
 from fedlora.errors import counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import read_events
+from fedlora.flower.rounds.lines import time_of
+from fedlora.flower.rounds.progress import Progress, fates_of, progress_of
 from fedlora.flower.serving import database
-from fedlora.flower.serving.lines import time_of
-from fedlora.flower.serving.progress import Progress, fates_of, progress_of
 from fedlora.flower.serving.serve_lock import holder
 from fedlora.flower.serving.standing import Standing, keys_of, room_of, standing
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError

@@ -129,12 +129,6 @@ class SuperLink:
         """The processes of this folder's SuperLink, also of an earlier one that was killed."""
         return children.server_processes(self.home)
 
-    def kill(self) -> None:
-        """End it at once, as a power cut would; what it started may be left for a while."""
-        if self.process is not None:
-            children.kill(self.process)
-            self.process = None
-
     # -------------------------------------------------------------------------------------------------- what it says
 
     def answers(self) -> bool:
@@ -154,10 +148,6 @@ class SuperLink:
                 found.append(NodeFacts(name, node.node_id, node.status, bytes(node.public_key), _seen(node)))
         return sorted(found, key=lambda node: (node.name, node.id))
 
-    def online(self) -> list[str]:
-        """The names of the nodes that are online."""
-        return [node.name for node in self.nodes() if node.status == "online"]
-
     def runs(self) -> list[RunFacts]:
         """All runs, the newest first."""
         found = self._ask("ListRuns", "ListRunsRequest").run_dict.values()
@@ -166,16 +156,6 @@ class SuperLink:
     def look(self, run: int) -> RunFacts:
         """One run."""
         return _run(next(iter(self._ask("ListRuns", "ListRunsRequest", run_id=run).run_dict.values())))
-
-    def words(self, run: int, lines: int = 5) -> str:
-        """The last lines of a run's log. Of a run that is over: one that is not has more to say."""
-        from flwr.proto.control_pb2 import StreamLogsRequest
-
-        said = ""
-        with _told(), contextlib.closing(self._speaker().StreamLogs(StreamLogsRequest(run_id=run))) as stream:
-            for part in stream:
-                said = (said + part.log_output)[-50_000:]
-        return children.last_words(said, lines)
 
     # ------------------------------------------------------------------------------------------------ what it is told
 
@@ -240,10 +220,6 @@ class SuperLink:
         if not found.HasField("run_id"):
             raise SuperLinkError("the SuperLink took the Flower app and started no run of it.")
         return int(found.run_id)
-
-    def playing(self) -> bool:
-        """Whether a ServerApp lives. Flower takes a minute to notice that one was killed."""
-        return bool(children.server_processes(self.home, ("flwr-serverapp",)))
 
     def stop_run(self, run: int) -> None:
         """End a run that is not over."""

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import EventReader
+from fedlora.flower.rounds.lines import lines_of, nodes_line
 from fedlora.flower.rounds.private_words import append_secret, private_folder
-from fedlora.flower.serving.lines import lines_of, nodes_line
-from fedlora.flower.serving.progress import Progress, after
+from fedlora.flower.rounds.progress import Progress, after
 from fedlora.flower.serving.standing import Standing, standing
 from fedlora.flower.serving.superlink import NodeFacts
 

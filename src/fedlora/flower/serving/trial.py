@@ -18,14 +18,12 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.standing import Standing, standing
 from fedlora.flower.serving.superlink import SuperLink
-from fedlora.flower.serving.supervisor import Pace, Supervisor
+from fedlora.flower.serving.supervisor import Supervisor
 from fedlora.flower.serving.telling import Say
-
-TRYING = Pace(pauses=(1.0, 2.0, 5.0), failures=4)
 
 
 class TrialFailed(FedLoRAError, RuntimeError):
-    """Too few of the trial's nodes live; the last words of those that ended are in the message."""
+    """One of the trial's nodes has ended; its last words are in the message."""
 
 
 class Trial:
@@ -36,9 +34,7 @@ class Trial:
             ports than federation.toml.
     """
 
-    def __init__(
-        self, folder: Path, say: Say = lambda line: None, *, stop: threading.Event | None = None, pace: Pace = TRYING
-    ) -> None:
+    def __init__(self, folder: Path, say: Say = lambda line: None, *, stop: threading.Event | None = None) -> None:
         self.folder, self._say = FederationFolder(folder.resolve()), say
         self.names = [name for name in standing(self.folder).clients if self.folder.site(name).site.is_file()]
         if not self.names:
@@ -49,14 +45,14 @@ class Trial:
         check_ports(self.folder)
         self.link, self.nodes = SuperLink(folder), dict[str, subprocess.Popen[bytes]]()
         self._supervisor = Supervisor(
-            self.folder.path, self.link, say, stop=stop, pace=pace, on_up=self.start_nodes, also=self._look_after_nodes
+            self.folder.path, self.link, say, stop=stop, on_up=self.start_nodes, also=self._look_after_nodes
         )
 
     def play(self) -> Standing:
         """All rounds that are not done yet. Returns where the trial stands then.
 
         Raises:
-            GaveUp, ConfigError: as `Supervisor.serve`. TrialFailed.
+            TrialFailed. Others: as `Supervisor.serve`.
         """
         try:
             return self._supervisor.serve()
@@ -67,35 +63,34 @@ class Trial:
                 children.end(process)
 
     def start_nodes(self) -> None:
-        """A node for each site that has none."""
-        new = [name for name in self.names if name not in self.nodes]
-        if not self.nodes and (left := children.site_processes(self.folder.path)):
+        """A node for each site."""
+        if left := children.site_processes(self.folder.path):
             self._say(f"{len(left)} processes of an earlier trial's nodes were still there: ended")
             children.end_all(left)
-        for name in new:
+        if any(node.status == "online" for node in self.link.nodes()):
+            self._say("waiting until the SuperLink gives up the nodes of a trial that was killed: up to 60 s")
+            while any(node.status == "online" for node in self.link.nodes()):
+                if self._supervisor.stop.wait(1.0):
+                    return
+        for name in self.names:
             command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(self.folder.site(name).path)]
             self.nodes[name] = children.started(
                 command, self._log(name), children.environment(self.folder.site(name).state / "flwr")
             )
-        if new:
-            self._say(f"nodes started: {', '.join(new)} (their lines are in {self.folder.logs}/node-NAME.log)")
+        self._say(f"nodes started: {', '.join(self.names)} (their lines are in {self.folder.logs}/node-NAME.log)")
 
     def _look_after_nodes(self) -> None:
-        """A node command starts its own SuperNode again; where it ends itself, that is told, and may be too much."""
-        for name in [name for name, process in self.nodes.items() if process.poll() is not None]:
-            process = self.nodes.pop(name)
-            self.names.remove(name)
-            words = children.last_words(children.tail(self._log(name)))
-            self._say(f"the node of {name} ended with code {process.returncode}: {words}")
-            quorum = standing(self.folder).quorum
-            if len(self.nodes) < quorum:
+        """All ends together: a trial that goes on without one of its sites would be another one."""
+        for name, process in self.nodes.items():
+            if process.poll() is not None:
+                words = children.last_words(children.tail(self._log(name)))
                 raise TrialFailed(
-                    f"{len(self.nodes)} of the trial's nodes live, and a round needs {quorum}. {name} ended with code "
-                    f"{process.returncode}: {words} (its log is {self._log(name)})"
+                    f"the node of {name} ended with code {process.returncode}: {words} (its log is {self._log(name)}). "
+                    f"Called again, the trial goes on after the last round."
                 )
 
     def _log(self, name: str) -> Path:
         return self.folder.logs / f"node-{name}.log"
 
 
-__all__ = ["TRYING", "Trial", "TrialFailed"]
+__all__ = ["Trial", "TrialFailed"]

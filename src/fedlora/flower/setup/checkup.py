@@ -16,8 +16,9 @@ from fedlora.core.messages import Client
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import begun
+from fedlora.flower.rounds.lines import size_of
+from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.serving.connection import check_ports, connection
-from fedlora.flower.serving.lines import size_of
 from fedlora.flower.setup import doors, handshake
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.private_checkup import privacy_rows
@@ -27,7 +28,7 @@ from fedlora.flower.terms.facts import Agreement, admitted
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
-from fedlora.given_files import RECORDS, read_given
+from fedlora.given_files import read_given
 from fedlora.runs.defence import check_rule
 from fedlora.server.sampling import sample_clients
 
@@ -97,8 +98,7 @@ def _start(there: FederationFolder, settings: FederationSettings, clients: Mappi
         limit = max(map(int, found), default=2**20)  # that of objects; without any, nginx's own
         chunk = int(os.environ.get("FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", _CHUNK))
         rows.append(("proxy's body limit", f"{limit / 2**20:.0f} MiB", limit >= 1.2 * chunk))
-    done = len(read_given(there.rounds, RECORDS).splitlines()) if there.rounds.exists() else 0
-    rows.append(("rounds done", f"{done} of {settings.run.rounds}", True))
+    rows.append(("rounds done", f"{rounds_done(there.rounds)} of {settings.run.rounds}", True))
     needed = 2 * message * len(clients) * 4 + 8 * message  # the database keeps some rounds, the checkpoints two
     free = shutil.disk_usage(there.path).free
     rows.append(("disk", f"{size_of(free)} free, about {size_of(needed)} needed", free > needed))
@@ -211,7 +211,7 @@ def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
         said = f"{port} in flwr/config.toml, {network.superlink_port} in {there.settings.name}"
         return [("SuperLink's port", f"{said}: fedlora flower renew {there.path}", False)]
     here = doors.own_addresses()
-    open_ = [a for a in doors.listening(port) or [] if not doors.is_loopback(a)]
+    open_ = [a for a in doors.listening(port) if not doors.is_loopback(a)]
     open_ += [a for a in here if a not in open_ and doors.answers(a, port)]
     if open_:
         why = "whoever reaches it can run Python on this machine. Start it by fedlora flower serve, which does not"

@@ -19,27 +19,10 @@ from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup.proxy import FILES
+from fedlora.flower.setup.templates import filled
 from fedlora.flower.setup.units import check_apart
 from fedlora.flower.terms.settings import FederationSettings
 
-_DOCKERFILE = """\
-# fedlora on a CPU, for a federation's server and for a site. Written by `fedlora flower init`.
-#   docker build -t {image} {folder}
-# First put fedlora-{version}-py3-none-any.whl into {folder}/wheels: no index is asked for fedlora.
-FROM python:3.11-slim
-ARG TORCH="torch=={torch}"
-RUN groupadd --gid 1000 fedlora && useradd --uid 1000 --gid 1000 --create-home fedlora
-COPY wheels/ /wheels/
-# torch is pinned above, fedlora is a file. Two layers: the large one stays when fedlora changes.
-# hadolint ignore=DL3013
-RUN pip install --no-cache-dir "$TORCH" --index-url https://download.pytorch.org/whl/cpu
-# hadolint ignore=DL3013,DL3059
-RUN wheel="$(ls /wheels/fedlora-{version}-*.whl)" && pip install --no-cache-dir "${{wheel}}[flower]"
-USER 1000:1000
-ENV FLWR_TELEMETRY_ENABLED=0 FLWR_DISABLE_UPDATE_CHECK=1 PYTHONUNBUFFERED=1
-ENTRYPOINT ["fedlora"]
-CMD ["--help"]
-"""
 _HEAD = """\
 # Written by `fedlora flower init`, and read as JSON within YAML. From {folder}:
 #   docker compose build
@@ -63,7 +46,7 @@ def write_containers(folder: Path, home: Path, settings: FederationSettings, sit
 def dockerfile(home: Path) -> str:
     """The image of server and sites."""
     torch = version("torch").partition("+")[0]  # what this federation's maker has, in its CPU build
-    return _DOCKERFILE.format(image=_image(), folder=f"{home}/docker", version=version("fedlora"), torch=torch)
+    return filled("Dockerfile", image=_image(), folder=f"{home}/docker", version=version("fedlora"), torch=torch)
 
 
 def compose(home: Path, settings: FederationSettings, sites: Sequence[str]) -> str:

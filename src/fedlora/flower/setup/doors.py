@@ -5,45 +5,27 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import re
 import socket
 import ssl
-from pathlib import Path
+
+import psutil
 
 CONTROL = "/v1/control/list-runs"
-_LISTEN = "0A"
 
 
-def listening(port: int, proc: Path = Path("/proc/net")) -> list[str] | None:
-    """The addresses on which something listens at a port; None where this machine does not say."""
-    found: list[str] = []
-    for name in ("tcp", "tcp6"):
-        try:
-            lines = (proc / name).read_text().splitlines()[1:]
-        except OSError:
-            if name == "tcp":
-                return None
-            continue
-        for line in lines:
-            _, local, _, state, *_ = line.split()
-            address, _, number = local.partition(":")
-            if state == _LISTEN and int(number, 16) == port:
-                found.append(str(_address(address)))
-    return found
+def listening(port: int) -> list[str]:
+    """The addresses on which something listens at a port, as far as this machine says."""
+    with contextlib.suppress(psutil.Error, OSError):
+        found = psutil.net_connections("tcp")
+        return [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+    return []
 
 
-def own_addresses(proc: Path = Path("/proc/net")) -> list[str]:
-    """The addresses of this machine that are not loopback."""
-    found: list[str] = []
-    with contextlib.suppress(OSError):
-        trie = (proc / "fib_trie").read_text()
-        found += re.findall(r"\|-- (\S+)\n\s+/32 host LOCAL", trie)
-    with contextlib.suppress(OSError):
-        for line in (proc / "if_inet6").read_text().splitlines():
-            address = ipaddress.IPv6Address(bytes.fromhex(line.split()[0]))
-            if not address.is_link_local:
-                found.append(str(address))
-    return [a for a in dict.fromkeys(found) if not ipaddress.ip_address(a).is_loopback]
+def own_addresses() -> list[str]:
+    """The addresses of this machine that are not loopback, nor of one cable alone (link-local IPv6)."""
+    named = [a.address for each in psutil.net_if_addrs().values() for a in each if a.family.name.startswith("AF_INET")]
+    found = [ipaddress.ip_address(name) for name in dict.fromkeys(named) if "%" not in name]
+    return [str(a) for a in found if not a.is_loopback and not a.is_link_local]
 
 
 def is_loopback(address: str) -> bool:
@@ -80,13 +62,6 @@ def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> 
             if words[0].startswith(b"HTTP/"):
                 return int(words[1])
     return None
-
-
-def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """As /proc has it: the bytes of each 32-bit word in this machine's order."""
-    raw = bytes.fromhex(text)
-    words = b"".join(raw[k : k + 4][::-1] for k in range(0, len(raw), 4))
-    return ipaddress.IPv4Address(words) if len(words) == 4 else ipaddress.IPv6Address(words)
 
 
 __all__ = ["CONTROL", "answers", "control_answer", "is_loopback", "listening", "own_addresses"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from fedlora.core import files
 from fedlora.core.folders import replacing_folder
+from fedlora.data import TextData
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.private_federation import check_affordable, planned
@@ -13,10 +15,12 @@ from fedlora.flower.setup.dealing import dealt_out, write_rows
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.project import Federation, check_quorum, write_federation
 from fedlora.flower.setup.start import Start, check_ranks, given_start, made_start
-from fedlora.flower.setup.trial_site import write_site
+from fedlora.flower.site.join_site import fill_site
+from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.facts import Agreement, model_facts
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
 from fedlora.flower.terms.settings_from_run import read_run_file
+from fedlora.flower.terms.site_file import Site
 from fedlora.runs.config import RunConfig
 from fedlora.runs.preparation import prepare
 from fedlora.server.sampling import sample_clients
@@ -104,6 +108,22 @@ def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
             write_rows(building / "held" / f"{part}.jsonl", data)
         for site, own in dealt.data.items():
             write_site(there, site, own, config, facts)
+
+
+def write_site(there: FederationFolder, name: str, data: str | TextData, config: RunConfig, facts: Facts) -> None:
+    """A trial's site beside the server: a folder like a real one, and its key and request where `admit` puts them."""
+    site = there.site(name)
+    for folder in (site.path.parent, site.path):
+        folder.mkdir(mode=0o700, exist_ok=True)
+    where = data if isinstance(data, str) else "data.jsonl"
+    if isinstance(data, TextData):
+        write_rows(site.path / where, data)
+    device = None if config.model.device == "auto" else config.model.device
+    method = config.method.name if ":" in config.method.name else None  # who makes a trial is its sites' operator, too
+    said = Site(name=name, data=where, model=config.model.path, device=device, method=method)
+    fill_site(site.path, there.join(name).read_bytes(), said, facts.table())
+    files.write(there.request(name), site.request.read_bytes())
+    files.write(there.key(name), site.public_key.read_bytes())
 
 
 __all__ = ["check_private", "federation", "trial", "with_members", "with_quorum"]

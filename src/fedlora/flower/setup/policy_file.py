@@ -1,17 +1,15 @@
-"""policy.toml written: made once, then a site added, removed or given another rank, with its comments left in place.
-
-A change is made to the text, and read back: where the file is in a form that this does not understand, nothing is
-written and the error says which line to write by hand.
-"""
+"""policy.toml written: made once, then a site added, removed or given another rank, with its comments left in place."""
 
 from __future__ import annotations
 
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from fedlora.core import files
+import tomlkit
+from tomlkit.exceptions import TOMLKitError
+
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
 from fedlora.given_files import read_given
@@ -45,37 +43,21 @@ quarantine = 0      # and everybody is asked
 
 def policy_text(clients: Mapping[str, Rank], *, private: bool = False) -> str:
     """A new policy with safe defaults. private: of a federation with [privacy]."""
-    return (_PRIVATE_HEAD if private else _HEAD) + "".join(f"{_line(name, rank)}\n" for name, rank in clients.items())
+    return (_PRIVATE_HEAD if private else _HEAD) + tomlkit.dumps({name: _value(rank) for name, rank in clients.items()})
 
 
 def with_client(text: str, name: str, rank: Rank) -> str:
-    """The policy with one more site, the last, or with another rank for one that is there.
-
-    Raises:
-        ConfigError: the file's form is not understood; the message has the line to write.
-    """
-    lines = text.splitlines(keepends=True)
-    before = _clients(text)
-    wanted = {**before, name: rank}
-    begin, end = _table(lines)
-    if name in before:
-        changed = [_changed(line, name, rank) if _key(line) == name else line for line in lines[begin:end]]
-        made = "".join([*lines[:begin], *changed, *lines[end:]])
-    else:
-        last = max((k + 1 for k in range(begin, end) if _key(lines[k])), default=begin)
-        if last and not lines[last - 1].endswith("\n"):
-            lines[last - 1] += "\n"
-        made = "".join([*lines[:last], f"{_line(name, rank)}\n", *lines[last:]])
-    return _checked(made, text, wanted, f"write {_line(name, rank)!r} below [clients] yourself")
+    """The policy with one more site, the last, or with another rank for one that is there. Raises `ConfigError`."""
+    found, clients = _parsed(text)
+    clients[name] = _value(rank)
+    return _checked(found, text, {**tomllib.loads(text)["clients"], name: rank})
 
 
 def without_client(text: str, name: str) -> str:
-    """The policy without one site. Raises `ConfigError`, as `with_client`."""
-    lines = text.splitlines(keepends=True)
-    begin, end = _table(lines)
-    made = "".join([*lines[:begin], *(line for line in lines[begin:end] if _key(line) != name), *lines[end:]])
-    wanted = {k: v for k, v in _clients(text).items() if k != name}
-    return _checked(made, text, wanted, f"take {name!r} out of [clients] yourself")
+    """The policy without one site. Raises `ConfigError`."""
+    found, clients = _parsed(text)
+    clients.pop(name, None)
+    return _checked(found, text, {k: v for k, v in tomllib.loads(text)["clients"].items() if k != name})
 
 
 def read_policy_text(path: Path) -> str:
@@ -86,70 +68,40 @@ def read_policy_text(path: Path) -> str:
         raise ConfigError(f"the policy {path} cannot be read: {error}.") from error
 
 
-def write_policy(path: Path, text: str) -> None:
-    """All or nothing. Raises `ConfigError`."""
+def _value(rank: Rank) -> Any:
+    """A rank, or a rank for each module, on the site's own line."""
+    if isinstance(rank, int):
+        return rank
+    table = tomlkit.inline_table()
+    table.update(rank)
+    return table
+
+
+def _parsed(text: str) -> tuple[tomlkit.TOMLDocument, Any]:
+    """The file, and its table [clients]."""
     try:
-        files.write(path, text)
-    except OSError as error:
-        raise ConfigError(f"the policy {path} cannot be written: {error}.") from error
-
-
-def _line(name: str, rank: Rank) -> str:
-    value = str(rank) if isinstance(rank, int) else f"{{ {', '.join(f'{_quote(k)} = {r}' for k, r in rank.items())} }}"
-    return f"{name if re.fullmatch(r'[A-Za-z0-9_-]+', name) else _quote(name)} = {value}"
-
-
-def _changed(line: str, name: str, rank: Rank) -> str:
-    """The line with another rank, and its comment."""
-    found = re.fullmatch(r"\s*[^=]*=\s*(?:\d+|\{[^}#]*\})(\s*(?:#.*)?\r?\n?)", line)
-    return _line(name, rank) + (found[1] if found else "\n")
-
-
-def _quote(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _key(line: str) -> str | None:
-    """The name that a line of [clients] gives a rank."""
-    found = re.match(r"""\s*(?:([A-Za-z0-9_-]+)|"((?:[^"\\]|\\.)*)"|'([^']*)')\s*=""", line)
-    return next((part for part in found.groups() if part is not None), None) if found else None
-
-
-def _table(lines: list[str]) -> tuple[int, int]:
-    """Where the lines of [clients] begin and end."""
-    heads = [k for k, line in enumerate(lines) if re.match(r"\s*\[", line)]
-    begin = next((k for k in heads if re.match(r"\s*\[\s*clients\s*\]", lines[k])), None)
-    if begin is None:
-        return len(lines), len(lines)
-    return begin + 1, next((k for k in heads if k > begin), len(lines))
-
-
-def _clients(text: str) -> dict[str, Rank]:
-    try:
-        found = tomllib.loads(text).get("clients")
-    except tomllib.TOMLDecodeError as error:
+        tomllib.loads(text)
+        found = tomlkit.parse(text)
+    except (tomllib.TOMLDecodeError, TOMLKitError) as error:
         raise ConfigError(f"the policy is not TOML: {error}. Mend it first.") from error
-    if not isinstance(found, dict):
+    if not isinstance(clients := found.get("clients"), Mapping):
         raise ConfigError("the policy has no table [clients] with name = rank.")
-    return found
+    return found, clients
 
 
-def _checked(made: str, before: str, clients: Mapping[str, Rank], instead: str) -> str:
-    """`made`, if it says what it should and nothing else has changed."""
+def _checked(found: tomlkit.TOMLDocument, before: str, clients: Mapping[str, Rank]) -> str:
+    """The file's text, if it says what it should and nothing else has changed."""
+    made = tomlkit.dumps(found)
     wanted = {
         **tomllib.loads(before),
         "clients": {k: dict(v) if isinstance(v, Mapping) else v for k, v in clients.items()},
     }
-    try:
-        found = tomllib.loads(made)
-    except tomllib.TOMLDecodeError:
-        found = {}
-    if found != wanted or list(found["clients"]) != list(wanted["clients"]):
+    if tomllib.loads(made) != wanted:
         raise ConfigError(
-            f"policy.toml is written in a form that is not changed here ([clients] has lines NAME = RANK in the one "
-            f"that `fedlora flower init` writes): {quoted(instead)[1:-1]}, and call this again."
+            f"policy.toml is written in a form that is not changed here: write {quoted(str(dict(clients)))} below "
+            f"[clients] yourself, and call this again."
         )
     return made
 
 
-__all__ = ["policy_text", "read_policy_text", "with_client", "without_client", "write_policy"]
+__all__ = ["policy_text", "read_policy_text", "with_client", "without_client"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedlora.errors import ConfigError
+from fedlora.flower.setup.templates import filled
 
 FLEET = (
     "activate-node", "confirm-message-received", "deactivate-node", "get-fab", "get-run", "pull-messages",
@@ -81,10 +82,10 @@ def nginx_configuration(
     passed = "\n".join(
         f"        proxy_set_header {header} $http_{header.lower().replace('-', '_')};" for header in _HEADERS
     )
-    return _TEMPLATE.format(
-        at=home / "proxy", certs=home / "certs", public=home / "public", name=name, port=port, passed=passed,
-        listens=_listens(listen, port), superlink_port=superlink_port, body=BODY_LIMIT, calls="|".join(FLEET),
-        small=CALL_LIMIT, listed=listed_limit(tensors), gate=_GATE,
+    return filled(
+        "nginx.conf", at=home / "proxy", certs=home / "certs", public=home / "public", name=name, port=port,
+        passed=passed, listens=_listens(listen, port), superlink_port=superlink_port, body=BODY_LIMIT,
+        calls="|".join(FLEET), small=CALL_LIMIT, listed=listed_limit(tensors), gate=_GATE,
         files=FILES, connections=CONNECTIONS,
     )  # fmt: skip
 
@@ -98,140 +99,6 @@ def _has_ipv6() -> bool:
     """Whether this machine does; nginx does not start on an address that is not there."""
     return Path("/proc/net/if_inet6").exists()
 
-
-_TEMPLATE = """\
-# Written by `fedlora flower init`. Run: nginx -c {at}/nginx.conf
-# One door: SuperNodes' calls to {name}:{port} go to the SuperLink on loopback; everything else is 403.
-daemon off;
-worker_processes 1;
-pid "{at}/state/nginx.pid";
-lock_file "{at}/state/nginx.lock";
-error_log "{at}/state/error.log" warn;
-worker_rlimit_nofile {files};
-
-events {{
-    worker_connections {connections};
-}}
-
-http {{
-    server_tokens off;
-    default_type text/plain;
-
-    # The first line of a request, as it came: method, path and version at once.
-    map $request $passes {{
-        default 0;
-        "~^POST /v1/fleet/({calls}) HTTP/1[.]1$" 1;
-    }}
-    # Flower sends bodies of a known length. Chunked ones are a way to smuggle a second request.
-    map $http_transfer_encoding $chunked {{
-        default 1;
-        "" 0;
-    }}
-    # What is worth a line: nodes that come, and whatever is refused. Never a body, a key or a signature.
-    map "$status $request" $notable {{
-        default 1;
-        "~^2.. POST /v1/fleet/(activate|register|deactivate|unregister)-node " 1;
-        "~^2" 0;
-    }}
-    log_format plain escape=json
-        '$time_iso8601 $remote_addr "$request" $status in=$request_length out=$bytes_sent s=$request_time';
-    access_log "{at}/state/access.log" plain if=$notable;
-
-    # By address. An honest node has four requests open at most; those above the rate wait, they are not refused.
-    # 503, since nodes try again after it (after 429 they end).
-    limit_req_zone $binary_remote_addr zone=requests:10m rate=500r/s;
-    limit_req_zone $binary_remote_addr zone=replies:10m rate=1r/s;
-    limit_conn_zone $binary_remote_addr zone=connections:10m;
-    limit_req_log_level warn;
-    limit_req_status 503;
-    limit_conn_status 503;
-
-    client_body_buffer_size {body};
-    client_body_in_single_buffer on;
-    client_header_buffer_size 4k;
-    large_client_header_buffers 4 8k;
-    client_header_timeout 10s;    # from the connection on: TLS and the headers
-    client_body_timeout 30s;
-    send_timeout 30s;
-    keepalive_timeout 75s;
-    keepalive_requests 100000;
-    reset_timedout_connection on;
-    client_body_temp_path "{at}/state/temp-body";
-    proxy_temp_path "{at}/state/temp-proxy";
-    fastcgi_temp_path "{at}/state/temp-fastcgi";
-    uwsgi_temp_path "{at}/state/temp-uwsgi";
-    scgi_temp_path "{at}/state/temp-scgi";
-
-    upstream superlink {{
-        server 127.0.0.1:{superlink_port} max_fails=0;
-        keepalive 16;
-        keepalive_timeout 3s;    # uvicorn closes idle connections after 5 s
-    }}
-
-    server {{
-{listens}
-        server_name {name};
-
-        ssl_certificate "{public}/server.crt";
-        ssl_certificate_key "{public}/server.key";
-        ssl_protocols TLSv1.2 TLSv1.3;
-        ssl_ciphers ECDHE+AESGCM:ECDHE+CHACHA20;
-        ssl_session_cache shared:tls:2m;
-        ssl_session_tickets off;
-
-        # Malformed requests too: one line, and no page of nginx. (Its name, not its version, stands in every answer's
-        # `Server`, which nginx without other modules cannot leave out.)
-        error_page 400 403 404 405 408 411 414 421 431 494 495 496 497 500 501 505 =403 /closed;
-        error_page 413 502 503 504 /failed;
-
-        proxy_http_version 1.1;
-        proxy_pass_request_headers off;
-        proxy_set_header Host localhost;
-        proxy_set_header Connection "";
-        proxy_set_header X-Forwarded-For $remote_addr;
-{passed}
-        proxy_ssl_verify on;
-        proxy_ssl_trusted_certificate "{certs}/ca.crt";
-        proxy_ssl_name localhost;
-        proxy_ssl_server_name on;
-        proxy_ssl_protocols TLSv1.2 TLSv1.3;
-        proxy_next_upstream off;
-        proxy_connect_timeout 5s;
-        proxy_read_timeout 60s;
-        proxy_send_timeout 60s;
-        proxy_max_temp_file_size 0;
-        proxy_redirect off;
-        proxy_hide_header Server;
-
-        # What a node says of a reply lists its objects, and the SuperLink writes each of them down.
-        location = /v1/fleet/push-messages {{
-            client_max_body_size {listed};
-            limit_req zone=replies burst=30;
-{gate}
-        }}
-
-        location = /v1/fleet/push-object {{
-            client_max_body_size {body};
-{gate}
-        }}
-
-        location / {{
-            client_max_body_size {small};
-{gate}
-        }}
-
-        location = /closed {{
-            internal;
-            return 403 "closed\\n";
-        }}
-
-        location = /failed {{
-            internal;
-            return 503 "not now\\n";    # with the code that it failed with
-        }}
-    }}
-}}
-"""
 
 _GATE = """\
             if ($passes = 0) { return 403; }

@@ -33,40 +33,11 @@ from fedlora.errors import ConfigError
 from fedlora.flower.ownership import owner
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup.proxy import FILES
+from fedlora.flower.setup.templates import filled
 
 _MEMORY = re.compile(r"[1-9][0-9]{0,5}[MG]")
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SHARED = (Path("/tmp"), Path("/var/tmp"))  # a unit has its own
-_HARDENED = """\
-NoNewPrivileges=yes
-CapabilityBoundingSet={capabilities}
-AmbientCapabilities={capabilities}
-{users}ProtectSystem=strict
-ProtectHome=read-only
-ReadWritePaths={writable}
-PrivateTmp=yes
-{bound}TemporaryFileSystem=/run:ro /dev/shm:mode=1777
-BindReadOnlyPaths=-/run/systemd/resolve -/run/resolvconf -/run/NetworkManager -/run/nscd
-InaccessiblePaths=/dev/pts
-PrivateIPC=yes
-ProtectKernelTunables=yes
-ProtectKernelModules=yes
-ProtectKernelLogs=yes
-ProtectControlGroups=yes
-ProtectClock=yes
-ProtectHostname=yes
-ProtectProc=invisible
-LockPersonality=yes
-RestrictRealtime=yes
-RestrictSUIDSGID=yes
-RestrictNamespaces=yes
-UMask=0077
-RestrictAddressFamilies=AF_INET AF_INET6 AF_UNIX
-SystemCallArchitectures=native
-SystemCallFilter=@system-service
-SystemCallFilter=~@privileged
-SystemCallErrorNumber=EPERM
-"""
 _NO_DEVICES = "PrivateDevices=yes\n"
 _NO_PROCESSES = """\
 InaccessiblePaths=/proc
@@ -82,32 +53,6 @@ DeviceAllow=char-nvidia-uvm rw
 DeviceAllow=char-nvidia-caps rw
 DeviceAllow=char-drm rw
 DeviceAllow=char-kfd rw
-"""
-_UNIT = """\
-# Made by `fedlora flower install {folder_}`. Other limits: systemctl edit {name}
-[Unit]
-Description={what}
-Wants=network-online.target
-After=network-online.target{after}
-RequiresMountsFor={mounts}
-StartLimitIntervalSec=0
-
-[Service]
-Type=exec
-User={user}
-ExecStart={command}
-{more}WorkingDirectory={folder}
-Restart={restart}
-RestartSec=10
-RestartPreventExitStatus=2
-KillMode=mixed
-TimeoutStopSec=60
-MemoryMax={memory}
-MemorySwapMax=0
-TasksMax=1024
-{hardened}
-[Install]
-WantedBy=multi-user.target
 """
 
 
@@ -232,16 +177,15 @@ def _unit(
         raise ConfigError(f"{quoted(str(odd[0]))} has a ':', and systemd takes it for two paths. Rename it.")
     if folder in shared:
         bound += f"BindPaths={places}\n"
-    hardened = _HARDENED.format(
-        writable=places, capabilities=capabilities, bound=bound, users="PrivateUsers=yes\n" if users else ""
-    )
-    hardened += _ACCELERATORS if accelerators else _NO_DEVICES
-    hardened += "" if users else _NO_PROCESSES
-    hardened += "" if compiles else "MemoryDenyWriteExecute=yes\n"
-    return _UNIT.format(
-        folder_=_shown(folder), name=name, what=what, user=user, after=after, command=_words(command), more=more,
-        folder=_path(folder), mounts=" ".join(map(_listed, [folder, *reads])), restart=restart,
-        memory=memory, hardened=hardened,
+    last = _ACCELERATORS if accelerators else _NO_DEVICES
+    last += "" if users else _NO_PROCESSES
+    last += "" if compiles else "MemoryDenyWriteExecute=yes\n"
+    return filled(
+        "unit.service", folder_=_shown(folder), name=name, what=what, user=user, after=after,
+        command=_words(command), more=more, folder=_path(folder), restart=restart,
+        mounts=" ".join(map(_listed, [folder, *reads])), memory=memory, writable=places,
+        capabilities=capabilities, bound=bound,
+        users="PrivateUsers=yes\n" if users else "", last=last,
     )  # fmt: skip
 
 

@@ -8,27 +8,14 @@ import threading
 import time
 from pathlib import Path
 
-OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that it starts
-_PROGRAMS = (b"flower-supernode", b"flower-superexec")
+OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that its SuperNode starts
 
 
 def owner_of_this() -> int | None:
-    """The process that a trainer started by this one works for: the node that is named in the environment; else the
-    SuperNode that started this process, however far up, or the SuperExec where that was started by hand."""
+    """The process that a trainer started by this one works for, as the environment names it; None for a SuperNode that
+    was started by hand: then nobody's work for two minutes is its end."""
     named = os.environ.get(OWNER, "")
-    if named.isdecimal() and int(named) > 1 and Path(f"/proc/{named}").exists():
-        return int(named)
-    found: int | None = None
-    pid = os.getppid()
-    while pid > 1:
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            if any(word.endswith(_PROGRAMS) for word in words[:3]):
-                found = pid  # the farthest is the SuperNode
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError, IndexError):
-            break
-    return found
+    return int(named) if named.isdecimal() and int(named) > 1 and Path(f"/proc/{named}").exists() else None
 
 
 def end_with(owner: int) -> None:

@@ -1,8 +1,8 @@
-"""Flower's SuperNode as a process that ends when its work ends, and with the process that started it.
+"""Flower's SuperNode as a process that ends when its work ends, and says in short lines what comes.
 
 `flower-supernode` alone may stay as a shell: where a reply is an error that Flower does not try again (429, 500), its
 main function returns, and where its heartbeat fails, that thread ends; the process lives on and the site is offline for
-ever. Here both end the process, so that `fedlora flower node` sees it and starts another.
+ever. Here both end the process, so that whoever watches it (systemd, compose) starts another.
 
 A server sends the Flower app that is to run here, and its code could do all that this user may. So the app's bytes are
 hashed as they come, before Flower opens them: what site.toml does not approve is refused, and the server is told.
@@ -15,9 +15,8 @@ from then on each reply waits for the next message: every round sees that site l
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
+import re
 import sys
 import threading
 import tomllib
@@ -26,23 +25,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedlora.core.echo import quoted
+from fedlora.core.echo import quoted, shown
 from fedlora.flower.bundle import bundle, digest
-from fedlora.flower.site.owner import OWNER
 
 BROKEN_OFF = 70  # exit code: the connection broke in a way that Flower does not try again
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def main() -> None:
-    _end_with_owner()
+    online = threading.Event()
     threading.excepthook = _thread_failed
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
 
-    loop._pull_and_store_message = with_replies_left(with_approved_app(loop._pull_and_store_message))
+    loop._pull_and_store_message = telling(with_replies_left(with_approved_app(loop._pull_and_store_message)), online)
     sys.argv[0] = "flower-supernode"
-    flower_supernode()  # leaves by an exception of its own where it ends on purpose
+    try:
+        flower_supernode()  # leaves by an exception of its own where it ends on purpose
+    except SystemExit as ended:
+        if ended.code and not online.is_set():
+            say(
+                "the SuperNode did not get online; Flower's reason stands above. With code 2004 the server knows this "
+                "site's key and takes it for online still: its last node ended without saying so (killed, or the power "
+                "or the line was cut), and it is let in within 60 s. Should it last, the same key is in use on another "
+                "machine."
+            )
+        raise
     _leave("the connection broke off, and Flower does not try again")
 
 
@@ -83,12 +90,45 @@ def with_approved_app(pull: Callable[..., int | None]) -> Callable[..., int | No
             from flwr.common.constant import ErrorCode
             from flwr.supernode import start_client_internal as loop
 
-            print(f"fedlora: app refused: {refused}", file=sys.stderr, flush=True)
+            say(f"waiting: {refused}")
             reply = Message(Error(ErrorCode.INVALID_FAB, f"this site runs no such app: {refused}"), reply_to=came[0])
             loop._insert_message(reply, state, object_store)
             return int(reply.metadata.run_id)
 
     return pulled
+
+
+def telling(pull: Callable[..., int | None], online: threading.Event) -> Callable[..., int | None]:
+    """Flower's pull, which is first called once the site is online: that is said, and each message that comes, by its
+    round."""
+
+    def pulled(*, receive: Any, **more: Any) -> int | None:
+        if not online.is_set():
+            online.set()
+            say("admitted: online, waiting for work.")
+
+        def received() -> Any:
+            found = receive()
+            if found is not None:
+                about = found[0].metadata
+                what = "asked to measure." if about.message_type.startswith("evaluate") else "work has come."
+                say(f"round {shown(round_of(about.group_id), 60)}: {what}")
+            return found
+
+        return pull(receive=received, **more)
+
+    return pulled
+
+
+def round_of(group: str) -> str:
+    """The round of a message's group, as the server names it: RUN-ROUND-ATTEMPT, or RUN-ROUND-measure-PART.
+
+    Example:
+        >>> round_of("fed-4f21c0-3-0"), round_of("fed-4f21c0-3-measure-test")
+        ('3', '3')
+    """
+    found = re.search(r"-(\d+)-(?:\d+|measure-\w+)$", group)
+    return found[1] if found is not None else group
 
 
 def require_approved(app: bytes, site_file: Path) -> None:
@@ -136,15 +176,6 @@ def with_replies_left(pull: Callable[..., int | None]) -> Callable[..., int | No
     return pulled
 
 
-def _end_with_owner() -> None:
-    """Be asked to end when the process that started this one is gone, however it went."""
-    owner = os.environ.get(OWNER, "")
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if owner.isdigit() and os.getppid() != int(owner):
-        raise SystemExit("fedlora: the process that started this SuperNode is gone")
-
-
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
     traceback.print_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
     name = failed.thread.name if failed.thread is not None else "unknown"
@@ -152,8 +183,13 @@ def _thread_failed(failed: threading.ExceptHookArgs) -> None:
 
 
 def _leave(why: str) -> None:
-    print(f"fedlora: {why}", file=sys.stderr, flush=True)
+    say(f"the SuperNode ends: {why}")
     os._exit(BROKEN_OFF)
+
+
+def say(line: str) -> None:
+    """A line on stderr: systemd's journal, or the terminal's. Flower's own lines stand there, too."""
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What a site's trainer has done, a line each, for the one who looks at the site: SITE/state/logs/work.jsonl.
 
-The process that trains writes it, `fedlora flower node` reads it. It never leaves the site.
+The process of each message writes it, and says the same on stderr, where the site's node does. It never leaves the
+site.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import datetime
 import json
 import math
 import os
+import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,8 +18,6 @@ from pathlib import Path
 from fedlora.errors import ConfigError
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.tailing import Tail
-from fedlora.given_files import parse_json
 
 NAME = "work.jsonl"
 _MOST = 4 * 2**20  # bytes; then the file begins anew
@@ -54,7 +54,9 @@ class Work:
 
 
 def write(site: Path, work: Work) -> None:
-    """Append a line. `site`: the site's folder. What the disk refuses is not written: the round counts without it."""
+    """Append a line, and say it. `site`: the site's folder. What the disk refuses is not written: the round counts
+    without it."""
+    print(work.line(), file=sys.stderr, flush=True)
     facts = asdict(work)
     if work.loss is not None and not math.isfinite(work.loss):
         facts |= {"loss": None, "error": work.error or f"the loss is {work.loss}"}
@@ -72,28 +74,4 @@ def write(site: Path, work: Work) -> None:
             os.close(descriptor)
 
 
-class Follower:
-    """The work that is done after this moment."""
-
-    def __init__(self, site: Path) -> None:
-        self._tail = Tail(SiteFolder(site).logs / NAME)
-
-    def new(self) -> list[Work]:
-        """What was done since the last call. A line that cannot be read is left out."""
-        found = [_read(line) for line in self._tail.new()]
-        return [work for work in found if work is not None]
-
-
-def _read(line: str) -> Work | None:
-    try:
-        facts = parse_json(line, nan_as_none=True)
-        loss = facts["loss"]
-        return Work(
-            str(facts["did"]), int(facts["round"]), int(facts["examples"]), float(facts["seconds"]),
-            None if loss is None else float(loss), str(facts["error"]),
-        )  # fmt: skip
-    except (ValueError, KeyError, TypeError, OverflowError):
-        return None
-
-
-__all__ = ["NAME", "Follower", "Work", "write"]
+__all__ = ["NAME", "Work", "write"]

@@ -27,7 +27,6 @@ def from_run_config(
     id: str | None = None,
     network: NetworkSection | Mapping[str, Any] | None = None,
     dealt: bool = False,
-    model_here: bool = True,
     at_server: Mapping[str, str] | None = None,
 ) -> FederationSettings:
     """A federation's settings from a run's configuration.
@@ -36,14 +35,14 @@ def from_run_config(
         labels: the classes, in order; None takes data.labels. dealt: the run's own data are dealt out to sites of a
             trial, so that what says how (data.train, data.clients, clients.*) has had its effect and is not refused.
         at_server: files that the server measures on, by part ("validation", "test"); no site holds anything out for
-            them. model_here: the base model of the configuration stays at the server, as [at_server] model.
+            them.
 
     Raises:
         ConfigError: a key that belongs to one machine, by name and with what to do.
     """
     raw = config.model_dump(mode="json", exclude_defaults=True)
     raw.setdefault("model", {})["path"] = config.model.path
-    return from_tables(raw, labels, id=id, network=network, dealt=dealt, model_here=model_here, at_server=at_server)
+    return from_tables(raw, labels, id=id, network=network, dealt=dealt, at_server=at_server)
 
 
 def read_run_file(
@@ -53,7 +52,6 @@ def read_run_file(
     *,
     id: str | None = None,
     network: NetworkSection | Mapping[str, Any] | None = None,
-    model_here: bool = True,
     at_server: Mapping[str, str] | None = None,
 ) -> FederationSettings:
     """A federation's settings from a file like that of `fedlora run`, which need not name any data.
@@ -65,7 +63,7 @@ def read_run_file(
     for override in overrides:
         override_in(raw, override)
     try:
-        found = from_tables(raw, labels, id=id, network=network, model_here=model_here, at_server=at_server)
+        found = from_tables(raw, labels, id=id, network=network, at_server=at_server)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return found.located(path.parent)
@@ -78,14 +76,13 @@ def from_tables(
     id: str | None = None,
     network: NetworkSection | Mapping[str, Any] | None = None,
     dealt: bool = False,
-    model_here: bool = True,
     at_server: Mapping[str, str] | None = None,
 ) -> FederationSettings:
     """`from_run_config`, from nested tables."""
     tables = {name: dict(table) if isinstance(table, Mapping) else table for name, table in raw.items()}
     here: dict[str, Any] = {}
     model, data = tables.get("model", {}), tables.get("data", {})
-    if isinstance(model, dict) and (path := model.pop("path", None)) and model_here:
+    if isinstance(model, dict) and (path := model.pop("path", None)):
         here["model"] = path
     if isinstance(data, dict):
         tables["data"] = data

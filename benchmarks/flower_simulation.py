@@ -1,7 +1,7 @@
-"""A federation's folder in Flower's own simulation engine (Ray), on one machine: `fedlora flower simulate`.
+"""A federation's folder in Flower's own simulation engine (Ray), on one machine, to measure it: `fedlora run` does the
+same work without Ray, bit for bit.
 
 Nodes have no registered names there; each is the client of its partition's number, in the policy's order, and says so.
-For trials of the app itself: `fedlora run` does the same work without Ray, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What `serve` and `up` print: a line a round, and a line for each site that did not train. 80 columns wide."""
+"""A federation's events in words: what `serve` and `up` print, and what a ServerApp logs.
+
+A line a round, 80 columns wide, and a line for each site that did not train.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 from fedlora.core.echo import shown
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, Fated, PolicyChanged
-from fedlora.flower.serving.progress import fates_of, spent_of
+from fedlora.flower.rounds.progress import fates_of, spent_of
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.server.judged import told
 
@@ -135,11 +138,12 @@ def _beside(event: Done) -> list[str]:
     than the others', and who could not be measured though it trained."""
     found = [
         f"round {event.round}: {name}: counts for {100 * share['counted']:.0f}% of the mean; by its examples it would "
-        f"be {100 * share['claimed']:.0f}% (max_weight_share)"
+        f"be {100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
         for name, share in (event.line.get("capped") or {}).items()
     ]
     if (defence := event.line.get("defence")) and (said := told(defence)):
         found.append(f"round {event.round}: {said}")
+        found += [f"round {event.round}: {k}: {one['why']}" for k, one in defence["clients"].items() if one["why"]]
     found += [
         f"round {event.round}: {name}: the norm of its update is {_number(times, 1)} times the round's median: look at "
         f"its data and at train.lr"
