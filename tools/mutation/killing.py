@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
 NOTES = FOLDER / "passed"
 # No import hook but ours (shape annotations are off), and no order of workers
-OPTIONS = ("-q", "--import-mode=importlib", "-p", "mutation.plugin", "-p", "no:cacheprovider", "-o", "timeout=120")
+OPTIONS = ("-q", "--import-mode=importlib", "-p", "mutation.plugin", "-p", "no:cacheprovider", "-o", "timeout=300")
 ENOUGH = 3  # functions that find a change: those that did not run by then are left out
 BOTH = "not deployment and not deployment_all and not release"
 TIERS = {"quick": f"{BOTH} and not exhaustive", "exhaustive": f"{BOTH} and exhaustive"}
