@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import torch
 
 from fedlora import METHODS, Client, Server, build
 from fedlora.analysis.audit import regauge

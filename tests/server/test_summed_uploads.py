@@ -216,6 +216,7 @@ def test_tied_votes_at_the_cut_are_told_as_where_uploads_are_kept() -> None:
                                            for m in MODULES}, {"head": torch.zeros(3, 7)}))
         for k, name in ((0, "x"), (4, "y"))
     ]  # fmt: skip
+    found = torch.zeros(())
     for tie, memory in (("energy", True), ("error", True), ("energy", False)):
         method = build("glora", rank=5, tie=tie, history_limit=0)
         s = Server(method, memory=2.1 * ONE / 2**20 if memory else None)
