@@ -63,4 +63,3 @@ def node(
     with ending_for_systemd(), node_process.held(here) as lock:
         node_process.wait_until_admitted(ask, say)
         node_process.become_supernode(node_process.supernode_command(here, join.address, key), here, lock)
-
