@@ -335,7 +335,7 @@ def test_a_head_goes_on_under_the_names_of_its_classes(tmp_path: Path, main: Cal
     kept = ["--weights-from", "num_examples", "--method", "svd", "--state", tmp_path / "st"]
     done = main("merge", tmp_path / "u1", *kept, "--readout", "same", "-o", tmp_path / "m1")
     assert first.code == done.code == 0, first.err + done.err
-    common, targets = common[:-2], common[-2:]
+    common = common[:-2]
     received = ["--adapter", tmp_path / "m1" / "clients" / "a", "--round", 2]
     for labels in ("blue,green", "green,blue,red"):
         wrong = main(*common, *received, "--labels", labels, "-o", tmp_path / "wrong")
@@ -344,8 +344,9 @@ def test_a_head_goes_on_under_the_names_of_its_classes(tmp_path: Path, main: Cal
         assert main(*common, *received, *labels, "-o", tmp_path / f"u2{k}").code == 0
         facts = json.loads((tmp_path / f"u2{k}" / "upload.json").read_text())
         assert facts["label_names"] == ["green", "blue"]
-    other = main(*common, *targets, "--labels", "blue,green", "--round", 2, "-o", tmp_path / "other")  # a fresh start
-    assert other.code == 0
+    facts = json.loads((tmp_path / "u20" / "upload.json").read_text()) | {"label_names": ["blue", "green"]}
+    shutil.copytree(tmp_path / "u20", tmp_path / "other")
+    (tmp_path / "other" / "upload.json").write_text(json.dumps(facts))
     refused = main("merge", tmp_path / "other", *kept, "-o", tmp_path / "m2")
     assert refused.code == 2 and "['green', 'blue']" in refused.err and "['blue', 'green']" in refused.err
     assert main("merge", tmp_path / "other", *kept, "--heads", "drop", "-o", tmp_path / "m3").code == 0  # it has none
@@ -370,6 +371,9 @@ def test_a_site_that_misses_a_round_goes_on_from_the_newest_one(tmp_path: Path, 
     done = main("merge", second, *kept, "same", "-o", tmp_path / "r2")
     assert done.code == 0 and re.search("'b' took no part", done.err), done.err
     assert json.loads((tmp_path / "r2/clients/b/adapter_config.json").read_text())["r"] == 3
+    fresh = train("b", 3, "--targets", "query", "--rank", 3)
+    refused = main("merge", fresh, *kept, "same", "-o", tmp_path / "r3")
+    assert refused.code == 2 and re.search("'b' .*fresh", refused.err), refused.err
     stale = train("b", 3, "--adapter", tmp_path / "r1" / "clients" / "b")
     refused = main("merge", stale, *kept, "same", "-o", tmp_path / "r3")
     assert refused.code == 2 and re.search("'b' .*round 1,", refused.err), refused.err
@@ -383,6 +387,30 @@ def test_a_site_that_misses_a_round_goes_on_from_the_newest_one(tmp_path: Path, 
     kept[-2] = tmp_path / "again"
     done = main("merge", second, *kept, tmp_path / "ranks.toml", "-o", tmp_path / "r4")
     assert done.code == 0 and re.search("'b' .*no part.*'kork'", done.err, re.S)
+
+
+def test_a_site_reads_on_in_its_data_from_round_to_round(tmp_path: Path, main: Callable[..., Said]) -> None:
+    """By flipping labels: with 2 steps of 2 a round, of 12 examples another four move each of three rounds' uploads, as
+    in `fedlora run`, whose clients go on where they were."""
+    base = save_model(tmp_path / "base", bert().bert, classifies=True)
+    rows = [(f"w{k} w{k + 1}", "blue" if k % 2 else "green") for k in range(12)]
+
+    def uploads(name: str, rows: list[tuple[str, str]]) -> list[bytes]:
+        (tmp_path / f"{name}.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+        common = ["train", "--base", base, "--data", tmp_path / f"{name}.csv", "--labels", "blue,green", "--targets",
+                  "query", "--client", "a", "--steps", 2, "--batch-size", 2]  # fmt: skip
+        outs = [tmp_path / f"{name}-{round}" for round in (1, 2, 3)]
+        for round, out in enumerate(outs, start=1):
+            assert main(*common, "--round", round, "-o", out).code == 0
+        return [(out / "adapter_model.safetensors").read_bytes() for out in outs]
+
+    whole, moved = uploads("whole", rows), []
+    for k in range(12):
+        flipped = [(text, label if j != k else {"blue": "green", "green": "blue"}[label])
+                   for j, (text, label) in enumerate(rows)]  # fmt: skip
+        moved.append([a != b for a, b in zip(uploads(f"flip{k}", flipped), whole, strict=True)])
+    assert [sum(column) for column in zip(*moved, strict=True)] == [4, 4, 4]
+    assert all(sum(row) == 1 for row in moved)
 
 
 def test_fresh_starts_that_differ_are_told(tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -6,6 +6,7 @@ Kind of evidence: oracle (the same server with all uploads kept; dense float64 m
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import weakref
@@ -179,6 +180,20 @@ def test_a_disk_that_has_no_room_is_told_before_anything_is_added(monkeypatch: p
         s.open(start(s))
     roomy, _ = pair("glora, cut", room=100)  # the sums fit in memory
     roomy.open(start(roomy))
+
+
+def test_a_disk_that_fills_meanwhile_loses_the_round_and_not_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is taken before anything is written: a hole in a mapped file would end the process by SIGBUS."""
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    s, _ = pair("glora, cut")
+    opened = s.open(start(s))
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(HyperparameterError, match="TMPDIR"):
+        for u in uploads(20):
+            opened.add(u)
 
 
 def test_uploads_that_were_added_up_still_count_once_and_towards_the_quorum() -> None:

@@ -178,7 +178,7 @@ class ComparedRuns(Places):
     def done(self, run: PlannedRun) -> bool:
         folder = self.folder(run)
         with suppress(CheckpointError):  # what is damaged is not done: its run says what is wrong
-            return folder.finished() and folder.whole()
+            return _digest(folder) == run.digest and folder.finished() and folder.whole()
         return False
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
@@ -200,14 +200,21 @@ class ComparedRuns(Places):
 
 
 def check_read(runs: Sequence[PlannedRun], places: ComparedRuns) -> list[str]:
-    """Did the runs that are there, finished or not, read what there is now? What is still to be run will. Returns in
-    words what is gone, so that nobody can tell. Raises `CheckpointError` where one did not, naming what."""
+    """Did the runs that are there, finished or not, read what there is now? What is still to be run will. Also finished
+    ones that were not asked for: their results lie in the same folder, and one frame is of all. Returns in words what
+    is gone, so that nobody can tell. Raises `CheckpointError` where one did not, naming what."""
     known: dict[str, Any] = {}
     gone: list[str] = []
+    asked = set()
     for run in runs:
         folder = places.folder(run)
+        asked.add(folder.path)
         if _digest(folder) == run.digest:
             gone += check_finished(folder, run.config, places.data_root, known)
+    for folder in places.folders():
+        if folder.path not in asked and folder.finished():
+            config = RunConfig.model_validate(folder.read_json("config.json"))
+            gone += check_finished(folder, config, places.data_root, known)
     return gone
 
 

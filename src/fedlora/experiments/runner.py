@@ -312,8 +312,8 @@ def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:
     `CheckpointError` where it is of other data or another model than there are now."""
     if prepared.config.privacy is not None or not folder.finished():
         return False
-    if resuming.changes(folder, prepared.config) and not run.files:  # with files of one's own these may have moved
-        return False
+    if resuming.changes(folder, prepared.config) and not resuming.changed_keys(folder, prepared.config) <= {*run.files}:
+        return False  # files of one's own may have moved
     resuming.check_content(folder, prepared.manifest)
     return folder.whole()
 

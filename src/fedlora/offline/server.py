@@ -185,6 +185,12 @@ class ByHand:
                     f"the upload of {name!r} counted already, in round {self._counted[digest]} of the state in "
                     f"{self._folder}. For another cut of the same round leave out --state."
                 )
+            if self._handed and start is not None and start.startswith("fresh"):
+                raise AdapterFormatError(
+                    f"the upload of {name!r} began from a fresh adapter, and the state in {self._folder} has played "
+                    f"{len(self._handed)} rounds: what was learned in them would be averaged away. Train it with "
+                    f"--adapter, from what the last round left for it, or, a new client's, from its result."
+                )
             old = [k for k, handed in enumerate(self._handed, start=1) if start in handed]
             if old and old[-1] < len(self._handed):
                 raise AdapterFormatError(

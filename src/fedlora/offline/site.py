@@ -118,7 +118,8 @@ def train_site(
     trainer = LocalTrainer(model, {client: data}, settings, seed=seed)
     ranks = adapter.ranks
     download = Download(Client(client, ranks), round - 1, adapter, Roles(), Adapter({}), {})
-    played = play_round(download, ClientMemory(), trainer)
+    position = (round - 1) * trainer.examples_a_round(client)  # as if the rounds before had been alike
+    played = play_round(download, ClientMemory(position=position), trainer)
     if not math.isfinite(played.loss):
         raise ConfigError(f"training diverged: the mean loss is {played.loss}. A smaller --lr trains more calmly.")
     facts = {

@@ -49,6 +49,11 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
     return stored.canonical() != config.canonical()
 
 
+def changed_keys(folder: RunFolder, config: RunConfig) -> set[str]:
+    """The keys whose values differ from the stored configuration's."""
+    return {key for key, _ in _differing(_stored(folder), config)}
+
+
 def stored_classes(folder: RunFolder) -> tuple[str, ...]:
     """The classes that the run in a folder was begun with, in order; empty where there is no run, or it has none. Of a
     damaged manifest too: `check_content` says what is wrong with it before the run goes on."""

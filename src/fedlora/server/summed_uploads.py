@@ -10,6 +10,7 @@ them they lie in a file that has no name and goes with the process.
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -227,7 +228,14 @@ def _zeros(rows: int, columns: int, *, on_disk: bool) -> Tensor:
     if not on_disk:
         return torch.zeros(rows, columns, dtype=torch.float64)
     with tempfile.NamedTemporaryFile(prefix="fedlora-sums-") as file:
-        file.truncate(8 * rows * columns)
+        try:
+            os.posix_fallocate(file.fileno(), 0, 8 * rows * columns)  # a hole that finds no room would kill the process
+        except OSError as error:
+            raise HyperparameterError(
+                f"Server: the sums of uploads beyond the memory have no room in {tempfile.gettempdir()}: "
+                f"{error.strerror}. The round is lost, the state unchanged. Make room, or let TMPDIR name another "
+                f"folder."
+            ) from error
         return torch.from_file(file.name, shared=True, size=rows * columns, dtype=torch.float64).view(rows, columns)
 
 

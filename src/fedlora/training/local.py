@@ -68,8 +68,7 @@ class RoundTrainer(ABC):
         parameters = self._model.trainable(B=roles.B != "frozen", A=roles.A != "frozen", heads=roles.heads != "frozen")
         device = self._model.device
         self.ready()
-        batch = min(s.batch_size, len(data))
-        steps = s.steps or math.ceil(s.epochs * len(data) / batch)
+        batch, steps = self._batches(client)
         order = self.order(client, position)
         optimizer = optimizer_for(parameters, s, download.round)
         total, seen = 0.0, 0
@@ -88,6 +87,16 @@ class RoundTrainer(ABC):
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
         return Trained(self._model.read(), len(data), total / seen, position + seen)
+
+    def _batches(self, client: str) -> tuple[int, int]:
+        """(examples a step, steps a round) of a client."""
+        size, s = len(self.examples(client)), self._settings
+        batch = min(s.batch_size, size)
+        return batch, s.steps or math.ceil(s.epochs * size / batch)
+
+    def examples_a_round(self, client: str) -> int:
+        """How far a round moves a client's position in its data."""
+        return math.prod(self._batches(client))
 
     def order(self, client: str, position: int) -> Iterator[int]:
         """Indices of a client's examples from `position` on, without end."""
