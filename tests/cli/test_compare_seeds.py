@@ -266,6 +266,19 @@ def test_a_result_without_its_digests_is_made_again(project: Path, tmp_path: Pat
     assert (out / "svd" / "seed-0" / "SHA256SUMS").is_file()
 
 
+def test_a_run_of_another_configuration_is_not_taken_for_the_one_that_is_asked(
+    project: Path, tmp_path: Path, main: Callable[..., Said], undrawn: None
+) -> None:
+    """With data files of one's own: more rounds are played, for a run may be extended; another rate is named."""
+    words = ["compare", project / "config.toml", "--methods", "svd", "--out", tmp_path / "runs", "--json"]
+    invoke(*words, "--set", "run.rounds=1")
+    longer = json.loads(invoke(*words, "--set", "run.rounds=2", "--resume").stdout)
+    fresh = json.loads(invoke(*words[:4], "--out", tmp_path / "fresh", "--json", "--set", "run.rounds=2").stdout)
+    assert without_seconds(longer) == without_seconds(fresh)
+    said = main(*words, "--set", "run.rounds=2", "--set", "train.lr=0.5", "--resume").error()
+    assert re.search(r"svd.* train\.lr .*0\.5", said), said
+
+
 # ---- kills -----------------------------------------------------------------------------------------------------------
 
 

@@ -549,8 +549,8 @@ class Shuffled(LocalGrid):
     ],
 )  # fmt: skip
 def test_the_order_in_which_replies_come_changes_no_bit(tmp_path: Path, method: str, memory: float | None) -> None:
-    """Checkpoints and lines of three rounds, against replies in the order of the policy. A bounded memory folds uploads
-    in as they are added, so it sees any order that gets through."""
+    """Checkpoints and lines of three rounds, against replies in the order of the policy. A memory limit adds uploads up as
+    they come, so it sees any order that gets through."""
     names = [f"c{k}" for k in range(6)]
     ranks = (
         dict.fromkeys(names, 4) if method in ("fedit", "fedex-lora") else {n: 2 + k % 3 for k, n in enumerate(names)}
@@ -558,7 +558,8 @@ def test_the_order_in_which_replies_come_changes_no_bit(tmp_path: Path, method: 
     seen = []
     for seed in range(4):
         out = tmp_path / str(seed)
-        server = Server(build(method), quorum=1, memory=0.0029 if memory else None)
+        limited = {"history_limit": 0} if memory else {}
+        server = Server(build(method, **limited), quorum=1, memory=0.0029 if memory else None)
         strategy, grid = federation(out, server, ranks, record=out / "o", policy=Policy(ranks, retries=0, quarantine=9))
         shuffled = Shuffled(dict(grid.nodes.values()))
         shuffled.rng = random.Random(seed)

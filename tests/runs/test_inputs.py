@@ -211,6 +211,8 @@ GOES_ON: Mapping[str, list[object]] = {
     "run, finished": ["run", "config.toml", "--out", "finished", "--resume"],
     "compare, nothing left": compare(OWN, "--resume"),
     "compare, work left": compare(f"{OWN}, svd", "--resume"),
+    "compare, another method alone": compare("svd", "--resume"),
+    "compare, another seed alone": [*compare(OWN, "--resume"), "--seeds", "1"],
 }
 
 

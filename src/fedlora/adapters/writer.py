@@ -245,9 +245,15 @@ class AdapterWriter:
         largest = max(self._ranks.values())  # readers without patterns make room for this one
         other = {self._pattern(path): r for path, r in self._ranks.items() if r != largest}
         needed = {"peft_type": "LORA", "r": largest, "lora_alpha": alpha_for(spec.scaling, largest)}
+        saved = saved_modules_for(spec.config, heads)
         found = {
-            **targets_for(spec.config, self._modules, spec.layouts),
-            **saved_modules_for(spec.config, heads),
+            **targets_for(
+                spec.config,
+                self._modules,
+                spec.layouts,
+                apart=saved.get("modules_to_save", True) is not None or not spec.config.get("modules_to_save"),
+            ),
+            **saved,
             "rank_pattern": other,
             "alpha_pattern": {key: alpha_for(spec.scaling, r) for key, r in other.items()},
             "use_rslora": False,

@@ -5,19 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from fedlora.adapters.config_meaning import SAVED_FOR, extra_kind
+from fedlora.adapters.config_meaning import SAVED_FOR, extra_kind, resolve
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.module_names import Parameters, asked_as, saved_modules
-from fedlora.adapters.patterns import Question, is_name, matches
+from fedlora.adapters.patterns import is_name
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError
 
 _CHOOSING = ("exclude_modules", "layers_to_transform", "layers_pattern")  # fields that leave out some of the targets
 
 
-def targets_for(config: Mapping[str, Any], modules: Iterable[str], layouts: Mapping[str, Layout]) -> dict[str, Any]:
+def targets_for(
+    config: Mapping[str, Any], modules: Iterable[str], layouts: Mapping[str, Layout], *, apart: bool = True
+) -> dict[str, Any]:
     """The spec's own targets where they are names that mean all of the adapter's modules; else the modules by their
-    full paths. What is written holds no pattern."""
+    full paths, so that no pattern is written.
+
+    To peft a list of paths is a list of endings: `head` means `aux.head` too. So a choice that means all of them stays
+    as it is, patterns included, where one of them has no module around it.
+
+    Args:
+        apart: what the choice left out because it was saved whole is saved whole still.
+    """
     parameters = Parameters(config)
     paths = dict.fromkeys(
         stored_path(name) if name not in layouts and stored_path(name) in layouts else name for name in modules
@@ -28,10 +37,10 @@ def targets_for(config: Mapping[str, Any], modules: Iterable[str], layouts: Mapp
     chosen = any(config.get(field) not in (None, [], (), "") for field in _CHOOSING)
     if not chosen and (not layers and not named):
         return {}
-    if not chosen and isinstance(named, list | tuple | set):
-        asked = Question("target_modules", "names", tuple(named))
-        if None not in matches([asked], targets)[0]:
-            return {}
+    simple = not chosen and isinstance(named, list | tuple | set)
+    ambiguous = any("." not in name for name in targets)
+    if apart and named and (simple or ambiguous) and all(resolve(config, targets).targeted.values()):
+        return {}
     return {"target_modules": targets, **{field: None for field in _CHOOSING if field in config}}
 
 

@@ -161,7 +161,7 @@ class ByHand:
                 f"waits for: it counted already, or is early. For another cut of the same round leave out --state."
             )
         if self._folder is not None:
-            self._check_new(clients, starts, digests)
+            self._check_new(clients, rounds, starts, digests)
         uploads = []
         for file, name, count in zip(adapters.files, clients, examples, strict=True):
             adapter = Adapter({module: file.lora(module) for module in file.modules})
@@ -176,11 +176,13 @@ class ByHand:
         self._counted |= dict.fromkeys(digests, after.round)
         return after
 
-    def _check_new(self, clients: Sequence[str], starts: Sequence[str | None], digests: Sequence[str]) -> None:
-        """Raises `AdapterFormatError` for an upload that counted already, or that began from an earlier round's
-        result."""
-        for name, start, digest in zip(clients, starts or [None] * len(clients), digests, strict=False):
-            if digest in self._counted:
+    def _check_new(
+        self, clients: Sequence[str], rounds: Sequence[int | None], starts: Sequence[str | None], digests: Sequence[str]
+    ) -> None:
+        """Raises `AdapterFormatError` for an upload that says no round and counted already, or that began from an
+        earlier round's result, or afresh."""
+        for name, number, start, digest in zip(clients, rounds, starts, digests, strict=False):
+            if number is None and digest in self._counted:
                 raise AdapterFormatError(
                     f"the upload of {name!r} counted already, in round {self._counted[digest]} of the state in "
                     f"{self._folder}. For another cut of the same round leave out --state."
