@@ -549,8 +549,8 @@ class Shuffled(LocalGrid):
     ],
 )  # fmt: skip
 def test_the_order_in_which_replies_come_changes_no_bit(tmp_path: Path, method: str, memory: float | None) -> None:
-    """Checkpoints and lines of three rounds, against replies in the order of the policy. A memory limit adds uploads up as
-    they come, so it sees any order that gets through."""
+    """Checkpoints and lines of three rounds, against replies in the order of the policy. A memory limit adds uploads
+    up as they come, so it sees any order that gets through."""
     names = [f"c{k}" for k in range(6)]
     ranks = (
         dict.fromkeys(names, 4) if method in ("fedit", "fedex-lora") else {n: 2 + k % 3 for k, n in enumerate(names)}

@@ -64,6 +64,8 @@ def audit(
 
 def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | None, limits: Limits) -> list[Upload]:
     from fedlora.adapters.agreement import read_uploads
+    from fedlora.adapters.reader import AdapterFile
+    from fedlora.analysis.inspection import comparable
     from fedlora.core.messages import Upload
 
     if bool(adapters) == (from_run is not None):
@@ -80,6 +82,7 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
                 f"{from_run} holds no uploads; run it with --set run.keep_uploads=last, which stores the last round's."
             )
     uploads, _ = read_uploads(adapters, limits=limits)
+    comparable([AdapterFile(path, limits=limits) for path in adapters])
     if weights is None:
         return uploads
     given = numbers(weights, "--weights", least=0.0)

@@ -16,6 +16,7 @@ from fedlora.errors import DataError, repeated
 from fedlora.given_files import opened, parse_json
 
 PREFIX = "hf://"
+_AT_ONCE = 256  # rows of a Parquet file: what they take is known before the next are made
 _PARTS = ("config", "split", "revision")
 _Classes = Mapping[str, tuple[str, ...]]
 
@@ -38,16 +39,24 @@ def parquet_table(file: Path, columns: Iterable[str]) -> Table:
             size = sum(facts.row_group(k).total_byte_size for k in range(facts.num_row_groups))
             needed = 6 * size + 70 * facts.num_rows * (5 + facts.num_columns)
             check_memory(file, needed, f"{facts.num_rows:,} rows")
-            table = found.read()
+            names = found.schema_arrow.names
+            check_names(file, names)
+            classes = _classes_written(file, found.schema_arrow.metadata or {})
+            values: dict[str, list[Any]] = {name: [] for name in names if name in set(columns)}
+            taken = 0  # what a dictionary stores once stands in every row
+            for batch in found.iter_batches(_AT_ONCE, columns=list(values)) if values else ():
+                taken += batch.nbytes
+                check_memory(file, 6 * taken, f"first {len(next(iter(values.values()))):,} rows and the next")
+                for name in values:
+                    values[name] += batch.column(name).to_pylist()
     except pyarrow.ArrowException as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"{file} cannot be read as Parquet: {reason}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} holds text that is not UTF-8 ({error}). Write it again.") from error
     except OSError as error:
         raise unreadable(file, error) from error
-    check_names(file, table.column_names)
-    classes = _classes_written(file, table.schema.metadata or {})
-    values = {c: table.column(c).to_pylist() for c in table.column_names if c in columns}
-    return _table(str(file), table.column_names, table.num_rows, values, classes)
+    return _table(str(file), names, facts.num_rows, values, classes)
 
 
 def dataset_table(dataset: Any, columns: Iterable[str], name: str = "the data set") -> Table:

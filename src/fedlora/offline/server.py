@@ -95,8 +95,8 @@ class ByHand:
             return None
         self._newest = checkpoint.newest_round(self._folder)
         facts = self._folder / "method.json"
-        if facts.is_file() and self._newest is not None:  # without a round it was killed before its first one
-            said = read_json(facts, Limits())
+        if self._newest is not None:  # without a round it was killed before its first one
+            said = _sound(facts)
             for what, mine, known in (("method", self._label, {self._label}), ("base", self._base, self._bases)):
                 if said.get(what) not in known:
                     raise CheckpointError(
@@ -289,6 +289,35 @@ class ByHand:
             yield
         finally:
             os.close(handle)
+
+
+def _sound(facts: Path) -> dict[str, Any]:
+    """What method.json says. Raises `CheckpointError` where it is not there, or says something in another form."""
+    try:
+        said = dict(read_json(facts, Limits()))
+    except (AdapterFormatError, OSError) as error:
+        raise CheckpointError(
+            f"{facts} cannot be read ({error}), and without it nobody knows of which base model the state beside it "
+            f"is, and what counted already. Restore it, or name another folder with --state."
+        ) from error
+    forms = {
+        "method": str,
+        "base": str,
+        "weights": dict,
+        "classes": list,
+        "clients": dict,
+        "handed": list,
+        "counted": dict,
+    }
+    odd = next((key for key, form in forms.items() if not isinstance(said.get(key, form()), form)), None)
+    inner = [*said.get("clients", {}).values()] if odd is None else []
+    if odd is None and not all(isinstance(ranks, dict) for ranks in inner):
+        odd = "clients"
+    if odd is None and not all(isinstance(digests, list) for digests in said.get("handed", [])):
+        odd = "handed"
+    if odd is not None:
+        raise CheckpointError(f"{facts} has {odd} in another form than this program writes it. Restore the file.")
+    return said
 
 
 def _zero_start(uploads: Sequence[Upload]) -> Adapter:
