@@ -16,6 +16,8 @@ import os
 import pickle
 import shutil
 import socket
+from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -1008,3 +1010,40 @@ class TestRefusedFiles:
     def test_a_missing_directory(self, tmp_path):
         with pytest.raises(AdapterFormatError, match="nowhere"):
             read_adapter(tmp_path / "nowhere")
+
+
+class _Nested(nn.Module):
+    """A module without one around it, and another of that name within: endings mean both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+        self.aux = nn.Module()
+        self.aux.head = nn.Linear(4, 4)
+        self.fc = nn.Linear(4, 4)
+        self.config = {"model_type": "custom"}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(x) + self.aux.head(x) * self.fc(x)
+        return out
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [{"target_modules": "head|fc"}, {"target_modules": ["head", "fc"], "exclude_modules": ["aux.head"]}],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_choice_stays_where_a_list_of_paths_would_mean_more(chosen: dict[str, Any], tmp_path: Path) -> None:
+    """Oracle: what peft computes with the folder that peft wrote, and with the one that was read and written again."""
+    torch.manual_seed(0)
+    base = _Nested()
+    model = get_peft_model(copy.deepcopy(base), LoraConfig(r=2, bias="all", init_lora_weights=False, **chosen))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path / "a")
+    write_adapter(tmp_path / "b", *read_adapter(tmp_path / "a"))
+    x = torch.randn(3, 4)
+    want, got = (PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / name)(x) for name in "ab")
+    torch.testing.assert_close(got, want)

@@ -151,3 +151,21 @@ def test_a_field_beyond_csvs_default_limit(tmp_path: Path) -> None:
     with pytest.raises(DataError):
         open_table(tmp_path / "d.csv", [])
     assert csv.field_size_limit() == limit
+
+
+def test_parquet_that_is_odd_inside_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text that is not UTF-8, classes that are no texts, and a text that a dictionary stores once for all rows."""
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    offsets = pa.py_buffer(b"\0\0\0\0\2\0\0\0")
+    odd = pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(b"\xff\xfe")])
+    classes = json.dumps({"info": {"features": {"r": {"names": [1, 0], "_type": "ClassLabel"}}}}).encode()
+    one = pa.DictionaryArray.from_arrays(pa.array([0] * 3_000, pa.int32()), pa.array(["x" * 2**16]))
+    for table, said in (
+        (pa.table({"p": odd, "r": ["a"]}), "UTF-8"),
+        (pa.table({"p": ["a"], "r": [1]}).replace_schema_metadata({b"huggingface": classes}), "'r'"),
+        (pa.table({"p": one, "r": one}), "memory"),
+    ):
+        pq.write_table(table, tmp_path / "t.parquet")
+        monkeypatch.setattr("fedlora.data.tables.half_the_memory", lambda: 2**27)
+        with pytest.raises(DataError, match=said):
+            read_instructions(tmp_path / "t.parquet", prompt="p", response="r")

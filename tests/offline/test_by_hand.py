@@ -5,6 +5,7 @@ reference, bit for bit), end to end (`fedlora train` and `merge` on tiny models 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -411,6 +412,27 @@ def test_a_site_reads_on_in_its_data_from_round_to_round(tmp_path: Path, main: C
         moved.append([a != b for a, b in zip(uploads(f"flip{k}", flipped), whole, strict=True)])
     assert [sum(column) for column in zip(*moved, strict=True)] == [4, 4, 4]
     assert all(sum(row) == 1 for row in moved)
+
+
+@pytest.mark.parametrize(
+    "said", [None, "pipe", "[]", '{"method": ["svd"]}', '{"clients": {"a": 2}}', '{"handed": [1]}']
+)
+def test_a_state_without_its_words_is_not_gone_on_with(
+    said: str | None, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """method.json says of which base the state is and what counted: gone, a pipe, or in another form it is told."""
+    state = ["--method", "svd", "--state", tmp_path / "st"]
+    assert main("merge", saved(tmp_path, "a", 2), saved(tmp_path, "b", 2), *state, "-o", tmp_path / "r1").code == 0
+    facts = tmp_path / "st" / "method.json"
+    before = json.loads(facts.read_text())
+    facts.unlink()
+    if said == "pipe":
+        os.mkfifo(facts)
+    elif said is not None:
+        found = json.loads(said)
+        facts.write_text(json.dumps({**before, **found} if isinstance(found, dict) else found))
+    done = main("merge", saved(tmp_path, "c", 2), saved(tmp_path, "d", 2), *state, "-o", tmp_path / "r2")
+    assert done.code == 2 and "method.json" in done.complaint() and not (tmp_path / "r2").exists()
 
 
 def test_fresh_starts_that_differ_are_told(tmp_path: Path, main: Callable[..., Said]) -> None:

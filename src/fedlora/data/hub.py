@@ -45,10 +45,10 @@ def parquet_table(file: Path, columns: Iterable[str]) -> Table:
             values: dict[str, list[Any]] = {name: [] for name in names if name in set(columns)}
             taken = 0  # what a dictionary stores once stands in every row
             for batch in found.iter_batches(_AT_ONCE, columns=list(values)) if values else ():
-                taken += batch.nbytes
-                check_memory(file, 6 * taken, f"first {len(next(iter(values.values()))):,} rows and the next")
                 for name in values:
-                    values[name] += batch.column(name).to_pylist()
+                    values[name] += (rows := batch.column(name).to_pylist())
+                    taken += sum(len(value) if isinstance(value, str | bytes) else 8 for value in rows)
+                check_memory(file, 4 * taken, f"first {len(values[name]):,} rows")
     except pyarrow.ArrowException as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(f"{file} cannot be read as Parquet: {reason}") from error
