@@ -32,7 +32,7 @@ def check_types(upload: object) -> None:
 
 
 def check_count(upload: Upload) -> None:
-    """Raises `UploadRefused` for a num_examples that running sums in float32 cannot carry."""
+    """Raises `UploadRefused` for a num_examples that would drown in a sum over clients, or drown the others."""
     if not 1e-12 <= upload.num_examples <= 1e12:
         raise UploadRefused(
             upload.client.id, f"num_examples = {upload.num_examples:g}: sums over clients carry from 1e-12 to 1e12."

@@ -42,7 +42,3 @@ class HeadSums:
     def mean(self, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The mean heads, stored in the dtypes of `before`."""
         return {name: (self.sums[name] / self.examples).to(head.dtype) for name, head in before.items()}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(head.nbytes for head in self.sums.values())

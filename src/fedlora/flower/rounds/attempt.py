@@ -182,7 +182,7 @@ class Attempt:
         except RankMismatch as error:  # some upload's rank, which only the method can see
             raise QuorumNotMet(f"round {self.number} cannot be aggregated: {error}") from error
         tally = after.tally or Tally({})
-        for name, reason in tally.refused.items():  # a defence's doing, with all uploads before it
+        for name, reason in tally.refused.items():  # refused at the close, beside the others
             self._overturn(name, reason)
         trained = [name for name in taken if self._fates[name].fate == "trained"]
         memories = dict(state.clients)
