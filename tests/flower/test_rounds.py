@@ -27,6 +27,7 @@ from flwr.app import ArrayRecord, Error, Message
 from fedlora import Adapter, LoRA, Server, build
 from fedlora.core.messages import Client, Upload
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
+from fedlora.flower import rounds as rounds_package
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.messages.records import to_array, to_tensor
 from fedlora.flower.rounds import server_lock
@@ -566,6 +567,13 @@ def test_the_order_in_which_replies_come_changes_no_bit(tmp_path: Path, method: 
         stored = {p.name: p.read_bytes() for p in (out / "server").glob("*.safetensors")}
         seen.append((bits(strategy.memory.state.server), lines, stored))
     assert all(each == seen[0] for each in seen[1:])
+
+
+def test_the_way_of_an_upload_leads_through_files_that_are_there() -> None:
+    """`fedlora.flower.rounds` lists them, below src/fedlora/flower."""
+    here = Path(str(rounds_package.__file__)).parents[1]
+    named = re.findall(r"^([\w./]+\.py) ", str(rounds_package.__doc__), re.MULTILINE)
+    assert len(named) > 9 and [name for name in named if not (here / name).is_file()] == []
 
 
 def test_each_upload_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
