@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from fedlora.core.lora import LoRA, fresh_rows, revive, stack
 from fedlora.core.method import Update
-from fedlora.linalg import Spectrum, rank_tolerance, svd_of_product
+from fedlora.linalg import Spectrum, norm, rank_tolerance, svd_of_product
 from fedlora.linalg.spectrum import CANCEL
 
 FactorSplit = Literal["balanced", "left"]
@@ -28,7 +28,7 @@ def mean_pair(updates: Sequence[Update]) -> LoRA:
     in the dtype of the updates."""
     exact = _exact(updates)
     B, A = exact.factors
-    terms = torch.linalg.vector_norm(_sizes(B, A))
+    terms = norm(_sizes(B, A))
     if exact.norm() < CANCEL * float(terms):
         return exact
     return stack([u.lora for u in updates], [u.weight for u in updates])
@@ -37,7 +37,7 @@ def mean_pair(updates: Sequence[Update]) -> LoRA:
 def rounding_noise(updates: Sequence[Update]) -> tuple[float, float]:
     """How large the terms of the mean are, and how large rounding of the factors can be in one direction of it."""
     sizes = _sizes(*_exact(updates).factors)
-    return float(torch.linalg.vector_norm(sizes)), float(torch.linalg.vector_norm(sizes * _per_column(updates)))
+    return float(norm(sizes)), float(norm(sizes * _per_column(updates)))
 
 
 def rounding_share(updates: Sequence[Update]) -> float:
@@ -54,7 +54,7 @@ def _exact(updates: Sequence[Update]) -> LoRA:
 
 def _sizes(B: Tensor, A: Tensor) -> Tensor:
     """Of the terms b_j a_j."""
-    return torch.linalg.vector_norm(B, dim=0) * torch.linalg.vector_norm(A, dim=1)
+    return norm(B, dim=0) * norm(A, dim=1)
 
 
 def _weights(updates: Sequence[Update]) -> Tensor:
