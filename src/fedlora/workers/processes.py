@@ -50,7 +50,7 @@ def available(device: str = "cpu") -> int:
     """How many workers use the machine well: its GPUs for a device "cuda", else the cores this process may use."""
     if device.startswith("cuda"):
         return max(1, torch.cuda.device_count())
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Processes(Generic[R]):
         threads: of torch, in each process.
         begin: called in each process with its copy and its number, 0 to size - 1, before any work.
         preload: modules that take long to import: they are imported once, by the process that the others are forked
-            from (where processes are forked, and these are the first).
+            from (where these are the first).
 
     Raises:
         HyperparameterError: a size or threads below 1, a script that does its work as a worker imports it, a resident
@@ -176,7 +176,7 @@ class Processes(Generic[R]):
                     self._submit(task)
 
     def _submit(self, task: _Task) -> None:
-        if self._executor is None and self._context.get_start_method() == "forkserver":
+        if self._executor is None:
             forkserver.ensure_running()  # outside of what follows: all that others fork from it would keep that, too
         with _interrupts_held():
             if self._executor is None:
@@ -254,10 +254,8 @@ class _Raised:
 
 
 def _context(preload: Sequence[str]) -> Any:
-    """Processes are forked from a clean server process that has imported torch once, where there is such a thing: fast
-    to start, and the code is in memory once. A fork of this process itself would copy its threads' locks."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
+    """Processes are forked from a clean server process that has imported torch once: fast to start, and the code is in
+    memory once. A fork of this process itself would copy its threads' locks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*preload, __name__])
     return context
@@ -266,9 +264,6 @@ def _context(preload: Sequence[str]) -> Any:
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
     """Ctrl-C waits until this is over. What processes are started with, they keep: none of them ever hears of it."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
