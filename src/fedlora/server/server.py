@@ -260,7 +260,6 @@ class Server:
             self.weighs_by,
             self.missing,
             self.quorum,
-            self.seed,
             self.workers,
             self.rule,
             self.max_weight_share,
