@@ -56,9 +56,9 @@ class SummedUploads:
     """An `Intake` of whole uploads in so much memory.
 
     Args:
-        memory: bytes, half of it for the uploads that are held, half
-            for sums; what does not fit there is on disk. Closing takes a few copies of the largest matrix in float64
-            on top, for each of the server's workers.
+        memory: bytes, half of it for the uploads that are held, half for sums; what does not fit there is on disk, but
+            for sums of factors, twice what a client of each rank sends in float32. Closing takes a few copies of the
+            largest matrix in float64 on top, for each of the server's workers.
 
     Raises:
         HyperparameterError: the memory has no room for one client, the disk none for the sums, or the method or its
