@@ -1,13 +1,15 @@
 """Very many clients: uploads that do not fit in memory are added up as they come.
 
-    python benchmarks/many_clients.py [--clients 100,1000] [--matrices 1] [--d 4096] [--memory 64] [--json FILE]
+    python benchmarks/many_clients.py [--clients 100,1000] [--matrices 1] [--d 4096] [--memory 64] [--methods glora]
+        [--json FILE]
+    python benchmarks/many_clients.py --clients 10000 --matrices 24 --d 768      W1's matrices
 
 Clients of rank 8 with independent columns on d x d matrices, one thread. glora, R = 64: the votes are added up too,
-for R has to choose; svd: the mean alone. ms a client: checks, gauge fixing and additions. close: the method's own work
-on the sums. Sums: in memory where half of --memory holds them, else on disk. Peak: the process's own memory at its
-most, above what it had before the round. Error: of the mean update that the server keeps, against the true mean, which
-is summed densely beside it (of glora: against the true mean's projection on the kept directions, so that what R cuts
-is no error).
+for R has to choose; svd: the mean alone; fedit: the factors. ms a client: checks, gauge fixing and additions. close:
+the method's own work on the sums. Sums: in memory where half of --memory holds them, else on disk, in TMPDIR. Peak: the
+process's own memory at its most, above what it had before the round. Error: of the mean update that the server keeps of
+the first matrix, against the true mean, which is summed densely beside it (of glora: against the true mean's projection
+on the kept directions, so that what R cuts is no error; of fedit: against the product of the true mean factors).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from measure import as_json, machine
 
 RANK, R = 8, 64
-METHODS: dict[str, dict[str, Any]] = {"glora": {"rank": R, "history_limit": 0}, "svd": {"energy": 1.0}}
+METHODS: dict[str, dict[str, Any]] = {"glora": {"rank": R, "history_limit": 0}, "svd": {"energy": 1.0}, "fedit": {}}
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Row:
     client_ms: float
     close_s: float
     sums_mb: float
+    on_disk: bool
     peak_mb: float
     error: float
 
@@ -56,22 +59,43 @@ def measured(method: str, clients: int, matrices: int, d: int, memory: float) ->
     server = Server(build(method, **METHODS[method]), memory=memory)
     seed = {f"m{j}": LoRA(torch.zeros(d, RANK), torch.ones(RANK, d)) for j in range(matrices)}
     opened: Any = server.open(server.init(Adapter(seed)))
-    true, total, spent = torch.full((d, d), 0.0, dtype=torch.float64).add_(0.0), 0.0, 0.0
+    true, spent = _True(d, factors=method == "fedit"), 0.0
     before = memory_peak(anew=True)
     for upload in uploads(clients, matrices, d):
         began = time.perf_counter()
         opened.add(upload)
         spent += time.perf_counter() - began
-        B, A = upload.adapter.modules["m0"].factors
-        true.addmm_(B.double(), A.double(), alpha=upload.num_examples)
-        total += upload.num_examples
+        true.add(*upload.adapter.modules["m0"].factors, upload.num_examples)
     sums = opened.summed
     began = time.perf_counter()
     after = opened.close()
     took = time.perf_counter() - began
     peak = memory_peak() - before
-    off = error(server.global_update(after)["m0"], true.div_(total), cut=method == "glora")
-    return Row(method, clients, matrices, 1e3 * spent / clients, took, sums / 2**20, peak / 2**10, off)
+    off = error(server.global_update(after)["m0"], true.mean(), cut=method == "glora")
+    return Row(
+        method, clients, matrices, 1e3 * spent / clients, took, sums / 2**20, sums > memory * 2**19, peak / 2**10, off
+    )
+
+
+class _True:
+    """The mean update in float64, or the product of the mean factors. Its pages are there before the round begins."""
+
+    def __init__(self, d: int, *, factors: bool) -> None:
+        shapes = [(d, RANK), (RANK, d)] if factors else [(d, d)]
+        self.sums, self.total = [torch.full(shape, 0.0, dtype=torch.float64).add_(0.0) for shape in shapes], 0.0
+
+    def add(self, B: Tensor, A: Tensor, weight: float) -> None:
+        self.total += weight
+        if len(self.sums) == 1:
+            self.sums[0].addmm_(B.double(), A.double(), alpha=weight)
+        else:
+            for total, factor in zip(self.sums, (B, A), strict=True):
+                total.add_(factor, alpha=weight)
+
+    def mean(self) -> Tensor:
+        return (
+            torch.linalg.multi_dot([t / self.total for t in self.sums]) if self.sums[1:] else self.sums[0] / self.total
+        )
 
 
 def memory_peak(*, anew: bool = False) -> int:
@@ -96,19 +120,21 @@ def main() -> None:
     parser.add_argument("--matrices", type=int, default=1)
     parser.add_argument("--d", type=int, default=4096)
     parser.add_argument("--memory", type=float, default=64.0, help="MB that the server may take for a round's uploads")
+    parser.add_argument("--methods", type=lambda text: text.split(","), default=list(METHODS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[Row] = []
     print("| method | clients | matrices | ms a client | close, s | sums, MB | peak, MB | error |")
     print("|---|---:|---:|---:|---:|---:|---:|---:|")
-    for method in METHODS:
+    for method in options.methods:
         for count in options.clients:
             row = measured(method, count, options.matrices, options.d, options.memory)
             rows.append(row)
+            place = " on disk" if row.on_disk else ""
             print(
                 f"| {row.method} | {row.clients:,} | {row.matrices} of {options.d} x {options.d} | {row.client_ms:.1f} "
-                f"| {row.close_s:.1f} | {row.sums_mb:.0f} | {row.peak_mb:.0f} | {row.error:.1e} |",
+                f"| {row.close_s:.1f} | {row.sums_mb:.0f}{place} | {row.peak_mb:.0f} | {row.error:.1e} |",
                 flush=True,
             )
     if options.json:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import signal
+import subprocess
+import sys
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
@@ -20,8 +23,9 @@ import torch
 from torch import Tensor
 
 from fedlora import METHODS, Adapter, Client, LoRA, Server, ServerState, Upload, build
-from fedlora.core.summing import FromSums
-from fedlora.errors import HyperparameterError, QuorumNotMet, RankTie, UploadRefused
+from fedlora.core.method import Roles
+from fedlora.core.summing import FromMeans, FromSums
+from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, RankTie, UploadRefused
 from support.federations import noise
 
 D_OUT, D_IN, RANK = 64, 48, 4
@@ -33,6 +37,8 @@ SUMMING = {
     "glora, energy": {"history_limit": 8, "rank": 10, "basis": "energy", "history_lag": 1},
     "glora, alike": {"history_limit": 8, "rank": 10, "weighting": "uniform", "gamma": 0.0},
 }  # fmt: skip
+
+AVERAGING = ("fedit", "fedsa-lora", "fedsvd", "ffa-lora", "padded-average", "rolora")
 
 
 def lora(k: int, module: str, rank: int = RANK, dtype: torch.dtype = torch.float32) -> LoRA:
@@ -114,6 +120,69 @@ def test_the_result_is_that_of_uploads_that_are_kept(case: str, dtype: torch.dty
             assert ours.factors[0].dtype == theirs.factors[0].dtype
 
 
+@pytest.mark.parametrize("missing", ["renormalise", "zero"])
+@pytest.mark.parametrize("method", AVERAGING)
+def test_averages_of_factors_are_those_of_uploads_that_are_kept(method: str, missing: Any) -> None:
+    """Three rounds (rolora's turns), ranks 2 to 4 where the method takes them, every third client without "b". The kept
+    path adds up in float32: 1e-6 of the update. What is held is a pair of each rank, however many clients."""
+    limited = Server(build(method), missing=missing, memory=6 * ONE / 2**20)
+    free = replace(limited, memory=None)
+    got, want = start(limited), start(free)
+    for _ in range(3):
+        opened: Any = limited.open(got)
+        roles = limited.roles(got)
+        us = [sent(u, roles, one_rank=method in ("fedit", "fedsa-lora")) for u in uploads(40)]
+        for u in us:
+            opened.add(u)
+        assert 0 < opened.summed <= 3 * 2 * ONE  # float64, of ranks 2, 3 and 4
+        got, want = opened.close(), free.aggregate(want, us)
+        assert got.tally == want.tally
+        client = Client("anybody", RANK)
+        ours, theirs = limited.download(got, client), free.download(want, client)
+        for module in MODULES:
+            for a, b in zip(*(x.adapter.modules[module].tensors().values() for x in (ours, theirs)), strict=True):
+                assert apart(a, b) < 1e-6 and a.dtype == b.dtype
+        for name, head in want.heads.items():
+            torch.testing.assert_close(got.heads[name], head)
+
+
+@pytest.mark.parametrize("count", [3, 50, pytest.param(2000, marks=pytest.mark.exhaustive)])
+def test_any_number_of_clients_gives_what_uploads_that_are_kept_give(count: int) -> None:
+    """Every method that sums can serve, a memory of one upload: to rounding, 2e-6 of the update (kept, svd, flexlora
+    and averages of factors add up in float32; glora does not, and is within 2e-7)."""
+    for case in (*(SUMMING if count < 2000 else ("glora, cut", "svd")), *AVERAGING):
+        name = case.partition(",")[0]
+        free = Server(build(name, **SUMMING.get(case, {})))
+        limited, begun = replace(free, memory=2.1 * ONE / 2**20), start(free)
+        us = [sent(u, free.roles(begun), one_rank=name in ("fedit", "fedsa-lora")) for u in uploads(count)]
+        got, want = (s.aggregate(begun, us) for s in (limited, free))
+        for module in MODULES:
+            client = Client("c001", RANK)
+            ours, theirs = (free.download(x, client).adapter.modules[module] for x in (got, want))
+            whole = ours.B is not None
+            off = apart(ours.delta(), theirs.delta()) if whole else apart(ours.tensors()["A"], theirs.tensors()["A"])
+            assert off < (2e-7 if name == "glora" else 2e-6), (case, module, off)
+
+
+def sent(u: Upload, roles: Roles, *, one_rank: bool) -> Upload:
+    """What of it travels in a round of these roles; every third client holds "a" alone."""
+    number = int(u.client.id[1:])
+    rank = RANK if one_rank else int(str(u.client.rank))
+    held = MODULES if number % 3 else MODULES[:1]
+    pairs = {name: lora(number, name, rank) for name in held}
+    shared = {"B": roles.B == "shared", "A": roles.A == "shared"}
+    travels = {n: LoRA(x.B if shared["B"] else None, x.A if shared["A"] else None) for n, x in pairs.items()}
+    heads = u.adapter.heads if roles.heads == "shared" else {}
+    return replace(u, client=Client(u.client.id, dict.fromkeys(held, rank)), adapter=Adapter(travels, heads))
+
+
+def test_ranks_that_an_average_cannot_take_are_refused_as_where_uploads_are_kept() -> None:
+    """Ranks 2, 3, 4: the message counts who has which."""
+    s = Server(build("fedit"), memory=6 * ONE / 2**20)
+    with pytest.raises(RankMismatch, match=r"c000 and 6 more.*: 2.*c001 and 6 more.*: 3.*c002 and 5 more.*: 4"):
+        s.aggregate(start(s), uploads(20))
+
+
 def same(got: Mapping[str, object], want: Mapping[str, object]) -> None:
     assert got.keys() == want.keys()
     for name, value in want.items():
@@ -150,8 +219,11 @@ def test_any_order_of_arrival_gives_the_same_to_rounding() -> None:
         )
 
 
-def test_uploads_are_forgotten_before_the_round_is_over_and_nothing_is_left_on_the_disk(tmp_path: Path) -> None:
+def test_uploads_are_forgotten_before_the_round_is_over_and_nothing_is_left_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The sums are larger than the memory here, so they lie in files; no name of theirs is ever seen."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     s, _ = pair("glora, cut")
     opened: Any = s.open(start(s))
     alive = []
@@ -165,11 +237,38 @@ def test_uploads_are_forgotten_before_the_round_is_over_and_nothing_is_left_on_t
     assert sum(ref() is not None for ref in alive) <= 6
     sums = len(MODULES) * 8 * D_OUT * (2 * D_OUT + D_IN)
     assert opened.summed == sums > 3 * ONE
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "fedlora-sums-" in line]
-    assert mapped and all(line.endswith("(deleted)") for line in mapped)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert len(mapped) == 3 * len(MODULES) and all(line.endswith("(deleted)") for line in mapped)
+    assert not list(tmp_path.iterdir())
     opened.close()
     gc.collect()
-    assert "fedlora-sums-" not in Path("/proc/self/maps").read_text()
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_a_kill_in_the_middle_of_a_round_leaves_nothing_and_the_round_is_played_again(tmp_path: Path) -> None:
+    """SIGKILL while a file of sums is being made, which is when it could have a name; the state before is a value, so
+    the next process makes of it what an unharmed one does."""
+    child = (
+        "import os, signal\n"
+        "from server.test_summed_uploads import pair, start, uploads\n"
+        "s, _ = pair('glora, cut')\n"
+        "opened, made = s.open(start(s)), os.posix_fallocate\n"
+        "def dies(*given, left=[4]):\n"
+        "    made(*given)\n"
+        "    left[0] -= 1\n"
+        "    left[0] or os.kill(os.getpid(), signal.SIGKILL)\n"
+        "os.posix_fallocate = dies\n"
+        "for upload in uploads(20):\n"
+        "    opened.add(upload)\n"
+    )
+    tests = str(Path(__file__).parents[1])
+    env = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([tests, *sys.path])}
+    killed = subprocess.run([sys.executable, "-c", child], env=env, capture_output=True, text=True, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not list(tmp_path.iterdir())
+    limited, free = pair("glora, cut")
+    after, want = (s.aggregate(start(s), uploads(20)) for s in (limited, free))
+    assert apart(update(limited, after, "a"), update(free, want, "a")) < 1e-6
 
 
 def test_a_disk_that_has_no_room_is_told_before_anything_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,11 +288,14 @@ def test_a_disk_that_fills_meanwhile_loses_the_round_and_not_the_process(monkeyp
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     s, _ = pair("glora, cut")
-    opened = s.open(start(s))
-    monkeypatch.setattr("os.posix_fallocate", full)
-    with pytest.raises(HyperparameterError, match="TMPDIR"):
-        for u in uploads(20):
-            opened.add(u)
+    before = start(s)
+    opened = s.open(before)
+    with monkeypatch.context() as patched:
+        patched.setattr("os.posix_fallocate", full)
+        with pytest.raises(HyperparameterError, match="TMPDIR"):
+            for u in uploads(20):
+                opened.add(u)
+    assert s.aggregate(before, uploads(20)).round == 1  # there is room again
 
 
 def test_uploads_that_were_added_up_still_count_once_and_towards_the_quorum() -> None:
@@ -249,8 +351,11 @@ def test_tied_votes_at_the_cut_are_told_as_where_uploads_are_kept() -> None:
 
 
 def test_impossible_limits_say_what_would_do() -> None:
-    with pytest.raises(HyperparameterError, match="fedit cannot"):
-        Server(build("fedit"), memory=10)
+    for apart in ("fedex-lora", "fedrot-lora", "flora", "hetlora", "lora-fair"):
+        with pytest.raises(HyperparameterError, match=f"memory = 10 MB.*{apart}.*4 r .*fedit, .*rolora"):
+            Server(build(apart), memory=10)
+    with pytest.raises(HyperparameterError, match="coordinates = 'factors'"):
+        Server(build("padded-average", coordinates="subspace"), memory=10)
     with pytest.raises(HyperparameterError, match="positive number of megabytes"):
         Server(build("svd"), memory=0)
     tight, _ = pair(room=0.5)
@@ -262,8 +367,9 @@ def test_impossible_limits_say_what_would_do() -> None:
 
 
 def test_which_methods_can_forget_uploads() -> None:
-    """As docs/explanation/scale.md says."""
+    """As docs/explanation/scale.md and the refusal say."""
     assert [name for name in sorted(METHODS) if isinstance(build(name), FromSums)] == ["flexlora", "glora", "svd"]
+    assert {name for name in METHODS if isinstance(build(name), FromMeans)} == set(AVERAGING)
 
 
 def test_many_additions_make_no_directions() -> None:

@@ -9,6 +9,7 @@ from another process's work: its lock can be had. Where a file system has no loc
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import re
@@ -17,11 +18,6 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 SUFFIX = ".part"
 TRIES = 100
@@ -45,8 +41,6 @@ def leftovers(folder: Path, name: str) -> list[Path]:
 
 def hold(descriptor: int) -> bool | None:
     """Take the lock of an open file: False where another one has it, None where the file system has no locks."""
-    if fcntl is None:
-        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -62,7 +56,7 @@ def own(path: Path, kind: int) -> bool:
         facts = path.lstat()
     except OSError:
         return False
-    return stat.S_IFMT(facts.st_mode) == kind and (not hasattr(os, "geteuid") or facts.st_uid == os.geteuid())
+    return stat.S_IFMT(facts.st_mode) == kind and facts.st_uid == os.geteuid()
 
 
 @contextmanager
@@ -96,7 +90,7 @@ def _begin(folder: Path, name: str) -> str:
     """How all places for `name` begin. A long name is cut, and the digest of all of it stands for the rest."""
     try:
         most = os.pathconf(folder, "PC_NAME_MAX")
-    except (AttributeError, OSError, ValueError):
+    except (OSError, ValueError):
         most = 255
     room = most - len(f"..{SUFFIX}") - _TOKEN
     raw = os.fsencode(name)

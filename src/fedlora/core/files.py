@@ -20,7 +20,7 @@ from fedlora.given_files import opened
 
 __all__ = ["digest", "making", "opened", "read", "replacing", "sweep", "sync_folder", "write"]
 
-_NO_LINK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
+_NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def read(path: Path) -> bytes:

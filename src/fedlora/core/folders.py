@@ -3,10 +3,10 @@
     .NAME.TOKEN.part/          for this user only; gone at the end (`beside`)
         lock                   held while its writer lives; says which folder it lies in (`_mark`)
         new/                   what is being built
-        old/                   what was replaced, on systems that cannot exchange two folders in one step
+        old/                   what was replaced, on file systems that cannot exchange two folders in one step
 
-A crash at any moment leaves the old folder or the new one in its place. Between the two renames of a system that cannot
-exchange them it may leave none there: then the next writing puts the old one back.
+A crash at any moment leaves the old folder or the new one in its place. Between the two renames of a file system that
+cannot exchange them it may leave none there: then the next writing puts the old one back.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fedlora.core import beside
 from fedlora.core.echo import quoted, shown
 from fedlora.errors import ConfigError
 
-_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0)
-_HERE, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2  # linux/fcntl.h, linux/fs.h; macOS's sys/stdio.h
+_FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
+_HERE, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
 @dataclass(frozen=True)
@@ -290,18 +290,10 @@ def _put(made: Path, top: Path, place: Path, check: Callable[[], None]) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step; False where the system, or the file system, cannot."""
-    if os.name != "posix":
-        return False
+    """Let two folders change places in one step, which Python's own renames cannot; False where the file system cannot
+    either."""
     library = ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(one), os.fsencode(other)
-    if hasattr(library, "renameat2"):  # Linux
-        failed = library.renameat2(_HERE, names[0], _HERE, names[1], _RENAME_EXCHANGE)
-    elif hasattr(library, "renamex_np"):  # macOS
-        failed = library.renamex_np(*names, _RENAME_SWAP)
-    else:
-        return False
-    if failed:
+    if library.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE):
         number = ctypes.get_errno()
         if number in (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP):
             return False

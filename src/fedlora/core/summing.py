@@ -1,8 +1,10 @@
-"""The one thing more that a method may offer: its next state from *sums* over a round's updates, not from their list.
+"""What more a method may offer: its next state from *sums* over a round's updates, not from their list.
 
-A server that has more uploads than memory adds them up as they come and forgets them. What is left of a matrix is the
-mean update itself and, where the method asks for it, the clients' votes. A method that can go on from there inherits
-`FromSums`: its state is then the one that `aggregate` makes of the list, up to rounding of float64.
+A server that has more uploads than memory adds them up as they come and forgets them. A method that can go on from what
+is left inherits one of these, and its state is then the one that `aggregate` makes of the list, up to rounding:
+
+* `FromSums`: of a matrix the mean update itself is left and, where the method asks for it, the clients' votes.
+* `FromMeans`: the mean factors are left. For methods that average factors; there is nothing more to write.
 """
 
 from __future__ import annotations
@@ -79,3 +81,18 @@ class FromSums(ABC, Generic[S]):
     @abstractmethod
     def from_sums(self, state: S, sums: Sums) -> S:
         """The next state."""
+
+
+class FromMeans:
+    """A method that sees of its clients nothing but weighted means of the factors that travelled, zero-padded or not.
+
+    So `aggregate` of a round is `aggregate` of one update for each rank, the mean of those who have it with the sum of
+    their weights.
+    """
+
+    def require_means(self) -> None:
+        """Nothing where its options keep to that.
+
+        Raises:
+            HyperparameterError: an option needs the clients apart.
+        """

@@ -1,24 +1,21 @@
 """Tasks in processes of their own: one that dies costs its task a second try and the other tasks nothing.
 
-Each process is a `ProcessPoolExecutor` of one worker, so that a dead one says whose task it was. Interrupts reach the
-parent alone, which ends them; the system ends them when the parent is gone, also in the middle of a task.
+Each process is a `ProcessPoolExecutor` of one worker, so that a dead one says whose task it was, and takes no other's
+hours with it: a death among `workers.Processes`, which share their work, has all unfinished work done again. Interrupts
+reach the parent alone, which ends them; they end with it, also in the middle of a task (`workers.lifeline`).
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import os
-import signal
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
-from fedlora.core.parent import end_with
+from fedlora.workers.lifeline import held_by, interrupts_held
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -61,7 +58,7 @@ def run_in_processes(
                 number, task, slot = running.pop(future)
                 slot.idle, error = True, future.exception()
                 if isinstance(error, BrokenProcessPool):
-                    slot.renew()
+                    slot.end()
                     deaths[number] += 1
                     if deaths[number] < _TRIES:
                         waiting.appendleft((number, task))
@@ -87,54 +84,34 @@ def _end(slots: Sequence[_Slot[Any]]) -> None:
 
 
 class _Slot(Generic[R]):
-    """A place for one process and its one task."""
+    """A place for one process and its one task. The process starts with its first task."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
-        self._executor = _executor(begin)
-        self._process: BaseProcess | None = None
+        self._executor: ProcessPoolExecutor | None = None
+        self._lifeline: Connection | None = None
         self.idle = True
-
-    def renew(self) -> None:
-        """A new executor; its process starts with its first task."""
-        self._executor.shutdown(wait=True)  # its process is dead already
-        self._executor, self._process = _executor(self._begin), None
 
     def start(self, function: Callable[[T], R], task: T) -> Future[R]:
         self.idle = False
-        if self._process is not None:
+        if self._executor is None:
+            context = multiprocessing.get_context("spawn")
+            reader, self._lifeline = context.Pipe(duplex=False)
+            self._executor = ProcessPoolExecutor(1, context, initializer=_started, initargs=(reader, self._begin))
+        with interrupts_held():
             return self._executor.submit(function, task)
-        before = set(multiprocessing.active_children())
-        with _interrupts_ignored():  # what a process ignores, those that it starts ignore
-            future = self._executor.submit(function, task)
-        self._process = next(iter(set(multiprocessing.active_children()) - before), None)
-        return future
 
     def end(self) -> None:
-        """At once where a task still runs."""
-        if not self.idle and self._process is not None:
-            self._process.terminate()
-        self._executor.shutdown(wait=True, cancel_futures=True)
+        """At once where a task still runs. It starts anew with the next one."""
+        if self._lifeline is not None and not self.idle:
+            self._lifeline.close()
+        if self._executor is not None:
+            self._executor.shutdown(wait=True, cancel_futures=True)
+        if self._lifeline is not None:
+            self._lifeline.close()
+        self._executor = self._lifeline = None
 
 
-def _executor(begin: Callable[[], None]) -> ProcessPoolExecutor:
-    spawning = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(1, spawning, initializer=_started, initargs=(os.getpid(), begin))
-
-
-@contextmanager
-def _interrupts_ignored() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():  # only that one may say what signals do
-        yield
-        return
-    usual = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, usual)
-
-
-def _started(parent: int, begin: Callable[[], None]) -> None:
-    """In a new process: it ends when the one that started it does, also in the middle of a task."""
-    end_with(parent)  # what was finished is stored, whole
+def _started(lifeline: Connection, begin: Callable[[], None]) -> None:
+    held_by(lifeline)  # what was finished is stored, whole
     begin()

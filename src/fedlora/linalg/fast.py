@@ -10,7 +10,7 @@ family.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -145,7 +145,7 @@ class _Batch:
         lengths = _diagonal(G) if G is not None else B.square().sum(dim=1)
         sizes = (_diagonal(H) if H is not None else A.square().sum(dim=2)).sqrt()
         scale = lengths.clamp(min=1e-300).rsqrt()
-        p = _per_column(sent, [s.every_weight for s in sent])
+        p = torch.stack([s.per_column(s.every_weight) for s in sent])
         sound = lengths.amin(dim=1) > 0
         if G is not None:
             G = scale[:, :, None] * G * scale[:, None, :]
@@ -192,10 +192,10 @@ class _Batch:
         roots = s.sqrt(), s.float().sqrt()
         U, off_U = self._left(directions, roots)
         if Vh is None and C is None:
-            Vh, off_V = _product_from_left(rows / s[:, :, None], self.A, roots)
+            left = rows / s[:, :, None]
+            Vh, off_V = _stored((left @ panel for panel in torch.split(self.A, _PANEL, dim=2)), roots, turned=True)
         else:
-            Vh, off_V = _stored((rows / s[:, :, None] if Vh is None else Vh).mT, roots)
-            Vh = Vh.mT
+            Vh, off_V = _stored([rows / s[:, :, None] if Vh is None else Vh.clone()], roots, turned=True)
         return self._results(U, s, Vh, (off_U, off_V), directions, total, left_out, terms, cut, sound, mm)
 
     def _consensus(self, budget: Budget, square: Tensor, sound: Tensor) -> tuple[_Cut, Tensor]:
@@ -257,15 +257,16 @@ class _Batch:
 
     def _left(self, directions: Tensor, roots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         if self.B.shape[2] > self.B.shape[1]:
-            return _stored(directions, roots)
+            return _stored([directions.clone()], roots)
         inner = torch.linalg.solve_triangular(self.T, directions, upper=True)
-        return _product(self.B, self.scale[:, :, None] * inner, roots)
+        right = self.scale[:, :, None] * inner
+        return _stored((panel @ right for panel in torch.split(self.B, _PANEL, dim=1)), roots)
 
     def _results(
         self, U: Tensor, s: Tensor, Vh: Tensor, off: tuple[Tensor, Tensor], directions: Tensor,
         total: Tensor, left_out: Tensor, terms: Tensor, cut: _Cut, sound: Tensor, mm: int,
     ) -> list[ConsensusMean | None]:  # fmt: skip
-        tolerances = _per_column(self.sent, [s.every_tolerance for s in self.sent])
+        tolerances = torch.stack([s.per_column(s.every_tolerance) for s in self.sent])
         floors = torch.linalg.vector_norm(tolerances * self.w * self.sizes, dim=1)
         every = with_canonical_signs(U, s.float(), Vh)
         bases, alignments = self._clients(directions)
@@ -356,13 +357,6 @@ def _own(
     return alike, sound
 
 
-def _per_column(sent: Sequence[Contributions], values: Sequence[Sequence[float]]) -> Tensor:
-    """Each pair's value once for each of its columns (m, S), float64."""
-    ranks = torch.tensor(sent[0].ranks)
-    each = torch.tensor(values, dtype=torch.float64).repeat_interleave(ranks, dim=1)
-    return each.to(sent[0].every_pair[0][0].device)
-
-
 def _starts(ranks: Sequence[int]) -> list[int]:
     return [end - r for r, end in zip(ranks, accumulate(ranks), strict=True)]
 
@@ -387,27 +381,11 @@ def _cholesky(G: Tensor, sound: Tensor) -> tuple[Tensor, Tensor]:
     return L, sound & (failed == 0) & (_diagonal(L).amin(dim=1) > _LEAST_PIVOT)
 
 
-def _product(tall: Tensor, small: Tensor, roots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """tall @ small (m, d, l), computed in float64 and stored in float32, and what `rounding_of` says of it (m, l)."""
-    panels, off = [], torch.zeros_like(roots[0])
-    for panel in torch.split(tall, _PANEL, dim=1):
-        exact = panel @ small
-        panels.append(exact.float())
-        off += rounding_of(exact, panels[-1], *roots)
-    return panels[0] if len(panels) == 1 else torch.cat(panels, dim=1), off.sqrt()
-
-
-def _product_from_left(small: Tensor, wide: Tensor, roots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """small @ wide (m, l, d), as `_product`."""
-    panels, off = [], torch.zeros_like(roots[0])
-    for panel in torch.split(wide, _PANEL, dim=2):
-        exact = small @ panel
-        panels.append(exact.float())
-        off += rounding_of(exact.mT, panels[-1].mT, *roots)
-    return panels[0] if len(panels) == 1 else torch.cat(panels, dim=2), off.sqrt()
-
-
-def _stored(X: Tensor, roots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """X (m, d, l) in float32, as `_product`."""
-    stored = X.float()
-    return stored, rounding_of(X.clone(), stored, *roots).sqrt()
+def _stored(panels: Iterable[Tensor], roots: tuple[Tensor, Tensor], *, turned: bool = False) -> tuple[Tensor, Tensor]:
+    """A side (m, d, l) that comes in float64 in panels of rows, in float32, and what `rounding_of` says of it (m, l).
+    Uses the panels up. turned: (m, l, d), in panels of columns."""
+    made, off = [], torch.zeros_like(roots[0])
+    for exact in panels:
+        made.append(exact.float())
+        off += rounding_of(exact.mT, made[-1].mT, *roots) if turned else rounding_of(exact, made[-1], *roots)
+    return made[0] if len(made) == 1 else torch.cat(made, dim=2 if turned else 1), off.sqrt()

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
+from fedlora.core.summing import FromMeans
 from fedlora.linalg.weighted_mean import weighted_mean
 from fedlora.methods._factors import require_one_rank, require_readout_rank
 
@@ -31,7 +32,7 @@ class FedITState:
 
 
 @dataclass(frozen=True)
-class FedIT:
+class FedIT(FromMeans):
     """Use it as the plain baseline, with one rank for all clients."""
 
     name: ClassVar[str] = "fedit"

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
+from fedlora.core.summing import FromMeans
 from fedlora.linalg.weighted_mean import weighted_mean
 from fedlora.methods._factors import require_one_rank, require_readout_rank
 
@@ -34,7 +35,7 @@ class FedSALoRAState:
 
 
 @dataclass(frozen=True)
-class FedSALoRA:
+class FedSALoRA(FromMeans):
     """Use it for personalised clients that never want a common model, with one rank for all."""
 
     name: ClassVar[str] = "fedsa-lora"

@@ -20,6 +20,7 @@ import torch
 
 from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
+from fedlora.core.summing import FromMeans
 from fedlora.methods._slots import columns, first, mean_columns, require_slots
 
 
@@ -35,7 +36,7 @@ class FedSVDState:
 
 
 @dataclass(frozen=True)
-class FedSVD:
+class FedSVD(FromMeans):
     """Use it as FFA-LoRA, where a frozen random A is too narrow and the downlink can take a new one each round."""
 
     name: ClassVar[str] = "fedsvd"

@@ -20,6 +20,7 @@ from torch import Tensor
 from fedlora.core.accumulating import Accumulating
 from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
+from fedlora.core.summing import FromMeans
 from fedlora.errors import HyperparameterError
 from fedlora.linalg.basics import norm
 from fedlora.methods._slots import first, mean_columns, paired, require_slots
@@ -37,7 +38,7 @@ class FFALoRAState:
 
 
 @dataclass(frozen=True)
-class FFALoRA(Accumulating[FFALoRAState]):
+class FFALoRA(Accumulating[FFALoRAState], FromMeans):
     """Use it where bytes or differential privacy count: one factor travels, and nothing is quadratic in the noise."""
 
     name: ClassVar[str] = "ffa-lora"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
+from fedlora.core.summing import FromMeans
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import rank_tolerance, svd_of_product
 from fedlora.methods._slots import first, mean_columns, mean_rows
@@ -38,7 +39,7 @@ class PaddedAverageState:
 
 
 @dataclass(frozen=True)
-class PaddedAverage:
+class PaddedAverage(FromMeans):
     """Use it to see what averaging factors does, next to a method that averages updates.
 
     Args:
@@ -70,6 +71,14 @@ class PaddedAverage:
         rank = max(state.mean.rank, *(u.lora.rank for u in updates))
         mean = LoRA(mean_columns([B for B, _ in pairs], p, rank), mean_rows([A for _, A in pairs], p, rank))
         return PaddedAverageState(state.key, state.round + 1, mean)
+
+    def require_means(self) -> None:
+        """Raises `HyperparameterError` for a form that is each client's own."""
+        if self.coordinates != "factors":
+            raise HyperparameterError(
+                f"padded-average: coordinates = {self.coordinates!r} needs each client's update; set no memory, or "
+                f"coordinates = 'factors'."
+            )
 
     def readout(self, state: PaddedAverageState, client: str | None, rank: int) -> Readout:
         return Readout(revive(first(state.mean, rank), state.key, state.round, client or ""))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
+from fedlora.core.summing import FromMeans
 from fedlora.methods._slots import first, mean_columns, mean_rows, paired, require_slots
 
 
@@ -35,7 +36,7 @@ class RoLoRAState:
 
 
 @dataclass(frozen=True)
-class RoLoRA:
+class RoLoRA(FromMeans):
     """Use it where exactness, half the bytes and both factors trained matter more than speed a round."""
 
     name: ClassVar[str] = "rolora"

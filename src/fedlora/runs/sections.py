@@ -169,7 +169,7 @@ class ServerSection(Section):
     uploads and failed clients are left out as long as so many good ones remain; not set: the first one stops the run.
     missing: a module that some clients lack is averaged over those who have it ("renormalise"), or the others count as
     a "zero" update. memory: megabytes for a round's uploads; once they fill half of it, they are added up in float64
-    and forgotten (glora, svd, flexlora). workers: matrices aggregated at a time; not set: torch's threads. upload: the
+    and forgotten (most methods can). workers: matrices aggregated at a time; not set: torch's threads. upload: the
     form they come in. gauge_stress: re-express each in fresh random coordinates of this condition number before it is
     aggregated, every round.
     """

@@ -53,12 +53,6 @@ class Judged:
         """Client -> why its change counts for nothing."""
         return {name: one.why for name, one in self.clients.items() if one.after == 0}
 
-    @property
-    def held_back(self) -> dict[str, float]:
-        """Client -> the share of its weight that its change still counts for, of those with less than all."""
-        shares = {name: one.after / one.before for name, one in self.clients.items()}
-        return {name: share for name, share in shares.items() if 0 < share < 1 - 1e-9}
-
     def plain(self) -> dict[str, Any]:
         """As a line of metrics.jsonl has it."""
         return {**asdict(self), "clients": {name: asdict(one) for name, one in self.clients.items()}}

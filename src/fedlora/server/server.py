@@ -24,7 +24,6 @@ from fedlora.core.messages import Client, Download, Missing, Upload
 from fedlora.core.method import Method, Role, Roles
 from fedlora.core.multiplied import TakesMultipliers
 from fedlora.core.read_only import ReadOnly
-from fedlora.core.summing import FromSums
 from fedlora.errors import HyperparameterError, NoGlobalModel, ShapeError, UploadRefused
 from fedlora.linalg.own_modes import own_modes
 from fedlora.seeds import derive_seed
@@ -43,7 +42,7 @@ from fedlora.server.private_options import Privacy, require_private
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.robust_rules.rule import Rule
 from fedlora.server.state import RunState, ServerState
-from fedlora.server.summed_uploads import SummedUploads
+from fedlora.server.summed_uploads import SummedUploads, summing
 from fedlora.server.terms import Terms, Weighting, ranks_of, weighs_by
 
 Heads = Literal["average", "local", "frozen"]
@@ -70,7 +69,7 @@ class Server:
         seed: of the method's own random draws.
         memory: megabytes that one round's uploads may take here; None: as many as there are. Once uploads fill half
             of it they are added up in float64 and forgotten (`summed_uploads`): the same result up to rounding, for any
-            number of clients. Of methods that need sums alone: glora, svd, flexlora.
+            number of clients. Of methods that need sums alone (`core.summing`).
         privacy: rounds of one clipped and noised sum (`private_round`), so that what is released says little about any
             one client. Needs missing = "zero", and no quorum: bad uploads count as zero, and no round is left out.
         rule: one robust rule (`robust_rules`), what [defence] of a run or federation is: it gives each client's change
@@ -129,8 +128,7 @@ class Server:
         if self.memory is not None and not 0 < self.memory < math.inf:
             raise HyperparameterError(f"Server: memory is a positive number of megabytes, or None; got {self.memory}.")
         if self.memory is not None:
-            with blamed_on(self.method, "summing"):
-                self._summing(self.memory).summing()
+            summing(self.method, self.memory)
         if self.rule is not None:
             self._check_rule(self.rule)
         if self.privacy is not None:
@@ -158,15 +156,6 @@ class Server:
     def weighs_by(self) -> Weighting:
         """`weighting`, or the one that stands for None."""
         return weighs_by(self.weighting, self.rule is not None)
-
-    def _summing(self, memory: float) -> FromSums[Any]:
-        """The method as one that can go on without the list of uploads."""
-        if not isinstance(self.method, FromSums):
-            raise HyperparameterError(
-                f"Server: memory = {memory:g} MB needs a method that can forget uploads, which glora, svd and flexlora "
-                f"can and {self.method.name} cannot. Leave memory out, or use one of these."
-            )
-        return self.method
 
     def _accumulating(self, privacy: Privacy) -> Accumulating[Any]:
         """The method as one whose rounds can be private with these options."""
@@ -271,7 +260,6 @@ class Server:
             self.weighs_by,
             self.missing,
             self.quorum,
-            self.seed,
             self.workers,
             self.rule,
             self.max_weight_share,
@@ -287,7 +275,7 @@ class Server:
         if self.privacy is not None:
             return PrivateRound(terms, self._accumulating(self.privacy), self.privacy)
         if self.memory is not None:
-            return SummedUploads(terms, self._summing(self.memory), self.memory * 2**20)
+            return SummedUploads(terms, self.memory * 2**20)
         return KeptUploads(terms)
 
     @own_modes()

@@ -32,7 +32,6 @@ class Terms:
     weighting: Weighting
     missing: Missing
     quorum: int | None
-    seed: int
     workers: int | None
     rule: Rule | None = None
     max_weight_share: float = 1.0

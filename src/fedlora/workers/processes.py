@@ -15,13 +15,10 @@ import multiprocessing
 import os
 import pickle
 import shutil
-import signal
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from multiprocessing import forkserver
@@ -35,6 +32,7 @@ import torch.multiprocessing  # its reductions put a tensor that is handed to a 
 from torch import Tensor
 
 from fedlora.errors import FedLoRAError, HyperparameterError
+from fedlora.workers.lifeline import held_by, interrupts_held
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -50,7 +48,7 @@ def available(device: str = "cpu") -> int:
     """How many workers use the machine well: its GPUs for a device "cuda", else the cores this process may use."""
     if device.startswith("cuda"):
         return max(1, torch.cuda.device_count())
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Processes(Generic[R]):
         threads: of torch, in each process.
         begin: called in each process with its copy and its number, 0 to size - 1, before any work.
         preload: modules that take long to import: they are imported once, by the process that the others are forked
-            from (where processes are forked, and these are the first).
+            from (where these are the first).
 
     Raises:
         HyperparameterError: a size or threads below 1, a script that does its work as a worker imports it, a resident
@@ -176,9 +174,9 @@ class Processes(Generic[R]):
                     self._submit(task)
 
     def _submit(self, task: _Task) -> None:
-        if self._executor is None and self._context.get_start_method() == "forkserver":
+        if self._executor is None:
             forkserver.ensure_running()  # outside of what follows: all that others fork from it would keep that, too
-        with _interrupts_held():
+        with interrupts_held():
             if self._executor is None:
                 self._start()
             assert self._executor is not None
@@ -254,26 +252,11 @@ class _Raised:
 
 
 def _context(preload: Sequence[str]) -> Any:
-    """Processes are forked from a clean server process that has imported torch once, where there is such a thing: fast
-    to start, and the code is in memory once. A fork of this process itself would copy its threads' locks."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
+    """Processes are forked from a clean server process that has imported torch once: fast to start, and the code is in
+    memory once. A fork of this process itself would copy its threads' locks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*preload, __name__])
     return context
-
-
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until this is over. What processes are started with, they keep: none of them ever hears of it."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ------------------------------------------------------------------------------------------- what travels, and how
@@ -369,9 +352,7 @@ _failed: Exception | None = None
 def _begin(packed: bytes, shared: list[Tensor], threads: int, number: Any, lifeline: Connection) -> None:
     """A process's start. What goes wrong is told with the first work: an initialiser that raises would only kill."""
     global _resident, _failed
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asked for the work
-    _end_by_signal(lifeline)
-    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+    held_by(lifeline)
     with number.get_lock():
         mine, number.value = number.value, number.value + 1
     try:
@@ -381,24 +362,6 @@ def _begin(packed: bytes, shared: list[Tensor], threads: int, number: Any, lifel
             begin(_resident, mine)
     except Exception as error:
         _failed = error
-
-
-def _end_with(lifeline: Connection) -> None:
-    """Nobody writes into this pipe: it ends when the process at its other end closes it, or is gone."""
-    with contextlib.suppress(EOFError, OSError):
-        lifeline.recv_bytes()
-    os._exit(1)
-
-
-def _end_by_signal(lifeline: Connection) -> None:
-    """The kernel ends this process with the pipe (SIGIO's usual effect), even while a long call keeps every thread
-    from running. Where it cannot, there is the thread."""
-    with contextlib.suppress(ImportError, OSError, AttributeError):
-        import fcntl
-
-        mine = os.open(f"/proc/self/fd/{lifeline.fileno()}", os.O_RDONLY | os.O_NONBLOCK)  # a description of its own
-        fcntl.fcntl(mine, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(mine, fcntl.F_SETFL, fcntl.fcntl(mine, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _do(packed: bytes) -> bytes:

@@ -1,0 +1,74 @@
+"""Running sums of one matrix's factors, for methods that average factors (`core.summing.FromMeans`).
+
+They are kept by rank, 8 r (d_out + d_in) bytes for each rank that somebody sends, however many clients there are: so a
+method pads, or refuses, ranks that differ exactly as where uploads are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fedlora.core.lora import LoRA
+from fedlora.core.method import Update
+
+
+@dataclass(eq=False)
+class FactorSums:
+    """The sums of one matrix so far, of weights n_i. by_rank: (r_i, columns sent) -> those who have them."""
+
+    dtype: torch.dtype = torch.float32
+    weight: float = 0.0
+    by_rank: dict[tuple[int, int], _OfOneRank] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for group in self.by_rank.values() for t in (group.B, group.A) if t is not None)
+
+    def add(self, updates: Sequence[Update]) -> None:
+        """Some more updates, with weights n_i; in place."""
+        for u in updates:
+            lora, ranks = u.lora, (u.rank, u.lora.rank)
+            self.dtype = torch.promote_types(self.dtype, next(iter(lora.tensors().values())).dtype)
+            self.weight += u.weight
+            self.by_rank.setdefault(ranks, _OfOneRank(u.client, u.stored)).add(u)
+
+    def means(self, total: float | None) -> list[Update]:
+        """What `aggregate` gets: the weighted mean of those of each rank. total: of all weights, None: of those that
+        were added."""
+        total = self.weight if total is None else total
+        return [group.mean(rank, self.dtype, total) for (rank, _), group in sorted(self.by_rank.items())]
+
+
+@dataclass(eq=False)
+class _OfOneRank:
+    """sum n_i B_i and sum n_i A_i, float64; None where that factor did not travel. first: one of the clients, by name.
+    stored: the coarsest dtype in which they came."""
+
+    first: str
+    stored: torch.dtype
+    clients: int = 0
+    weight: float = 0.0
+    B: Tensor | None = None
+    A: Tensor | None = None
+
+    def add(self, update: Update) -> None:
+        self.first, self.clients = min(self.first, update.client), self.clients + 1
+        self.stored = max(self.stored, update.stored, key=lambda dtype: torch.finfo(dtype).eps)
+        self.weight += update.weight
+        self.B = _added(self.B, update.lora.B, update.weight)
+        self.A = _added(self.A, update.lora.A, update.weight)
+
+    def mean(self, rank: int, dtype: torch.dtype, total: float) -> Update:
+        who = self.first if self.clients == 1 else f"{self.first} and {self.clients - 1} more"
+        B, A = (None if t is None else (t / self.weight).to(dtype) for t in (self.B, self.A))
+        return Update(who, self.weight / total, rank, LoRA(B, A), self.stored)
+
+
+def _added(total: Tensor | None, factor: Tensor | None, weight: float) -> Tensor | None:
+    if factor is None:
+        return None
+    return factor.double() * weight if total is None else total.add_(factor.double(), alpha=weight)
