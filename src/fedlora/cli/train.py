@@ -25,7 +25,7 @@ _OF_CLASSES = ("label", "labels", "text", "pair", "class_weights")
 def train(
     context: typer.Context,
     base: Annotated[str, typer.Option(help="the base model: a directory, a hub id, demo, smollm2", show_default=False)],
-    data: Annotated[Path, typer.Option(help="own examples: .jsonl, .csv, .tsv or .parquet", show_default=False)],
+    data: Annotated[Path, typer.Option(help="your examples: .jsonl, .csv, .tsv or .parquet", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
     client: Annotated[str, typer.Option(help="this site's name, the same every round", show_default=False)],
     adapter: Annotated[Path | None, typer.Option(help="the received adapter (default: a fresh one)")] = None,
@@ -50,9 +50,9 @@ def train(
     max_length: Annotated[int, typer.Option(min=8, help="tokens of an example")] = 128,
     class_weights: Annotated[
         str | None,
-        typer.Option(metavar="balanced|NAME=WEIGHT,...", help="what an example counts in the loss, by its class"),
+        typer.Option(metavar="balanced|NAME=WEIGHT,...", help="weight of an example in the loss, by its class"),
     ] = None,
-    round: Annotated[int, typer.Option(min=1, help="which round this is, for the record and the data order")] = 1,
+    round: Annotated[int, typer.Option(min=1, help="number of the round, for the record and the data order")] = 1,
     seed: Annotated[int, typer.Option(help="of the data order and dropout")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     bf16: Annotated[bool, typer.Option("--bf16", help="mixed precision")] = False,
@@ -71,9 +71,9 @@ def train(
         raise ConfigError(f"--client is letters, digits, '_', '-' and '.'; got {client!r}.")
     check_target(out, force=force, kind=upload_folder(TRAIN), inputs=[data, *([adapter] if adapter else [])])
     if steps:
-        refuse_idle(context, {"epochs": f"counts where --steps is 0, and it is {steps}"})
+        refuse_idle(context, {"epochs": f"counts only if --steps is 0, and it is {steps}"})
     if adapter is not None:
-        refuse_idle(context, dict.fromkeys(("rank", "targets"), f"is of a fresh adapter, and {adapter} has its own"))
+        refuse_idle(context, dict.fromkeys(("rank", "targets"), f"is for a fresh adapter, and {adapter} has its own"))
     if not (0 < lr < 1e6 and 0 < epochs < 1e6):
         raise ConfigError(f"--lr and --epochs are positive numbers; got {lr:g} and {epochs:g}.")
     columns = Columns(text=text, pair=pair, label=label, prompt=prompt, response=response, messages=messages)
