@@ -163,8 +163,8 @@ class Server:
         """The method as one that can go on without the list of uploads."""
         if not isinstance(self.method, FromSums):
             raise HyperparameterError(
-                f"Server: memory = {memory:g} MB needs a method that can forget uploads. glora, svd and flexlora "
-                f"can; {self.method.name} cannot. Leave memory out, or use one of these."
+                f"Server: memory = {memory:g} MB needs a method that can forget uploads, which glora, svd and flexlora "
+                f"can and {self.method.name} cannot. Leave memory out, or use one of these."
             )
         return self.method
 

@@ -232,8 +232,8 @@ def _zeros(rows: int, columns: int, *, on_disk: bool) -> Tensor:
             os.posix_fallocate(file.fileno(), 0, 8 * rows * columns)  # a hole that finds no room would kill the process
         except OSError as error:
             raise HyperparameterError(
-                f"Server: there is no room for the sums of uploads in {tempfile.gettempdir()}: "
-                f"{error.strerror}. The round is lost; the state is unchanged. Make room, or set TMPDIR to another "
+                f"Server: the sums of uploads beyond the memory have no room in {tempfile.gettempdir()}: "
+                f"{error.strerror}. The round is lost, the state unchanged. Make room, or let TMPDIR name another "
                 f"folder."
             ) from error
         return torch.from_file(file.name, shared=True, size=rows * columns, dtype=torch.float64).view(rows, columns)
@@ -251,8 +251,7 @@ def _require_room(start: Adapter, memory: float) -> None:
     largest += sum(head.numel() * head.element_size() for head in start.heads.values())
     if largest > memory / 2:
         raise HyperparameterError(
-            f"Server: half of {memory / 2**20:g} MB has no room for a client of rank {max(start.ranks.values())}, "
-            f"which sends "
+            f"Server: half of {memory / 2**20:g} MB holds no client of rank {max(start.ranks.values())}, which sends "
             f"{largest / 2**20:.3g} MB in float32. Give at least {2 * largest / 2**20:.3g} MB."
         )
 
@@ -265,7 +264,7 @@ def _require_disk(start: Adapter, wanted: Summing) -> None:
     if needed > free:
         largest = max(sizes, key=lambda name: sizes[name])
         raise HyperparameterError(
-            f"Server: the sums of uploads take {needed / 2**20:,.0f} MB ({largest!r} alone "
+            f"Server: the sums of uploads beyond the memory take {needed / 2**20:,.0f} MB ({largest!r} alone "
             f"{sizes[largest] / 2**20:,.0f}), and the folder for temporary files, {folder}, has {free / 2**20:,.0f} "
-            f"MB. Set TMPDIR to another folder, adapt fewer modules, or give enough memory for the uploads."
+            f"MB. Let TMPDIR name another folder, adapt fewer modules, or give as much memory as the uploads take."
         )
