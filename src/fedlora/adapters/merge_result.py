@@ -249,7 +249,7 @@ def _of_first(wanted: Result, given: Collection, extras: Beside) -> list[str]:
     if wanted.heads == "first" and whole and given.sum:
         notes.append(
             f"--heads first under --sum: {len(whole)} tensors that were trained in full, such as "
-            f"{quoted(whole[0], 80)}, are copied from the first adapter and not summed"
+            f"{quoted(whole[0], 80)}, are the first adapter's own, and no sum"
         )
     return notes
 
