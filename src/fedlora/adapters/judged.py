@@ -36,7 +36,7 @@ def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, w
     if meaning.twice:
         raise AdapterFormatError(
             f"target_modules means {quoted(meaning.twice[0])}, and target_parameters one of its parameters: peft "
-            f"allows only one of the two."
+            f"takes one of the two."
         )
     _check_targets(parsed, meaning)
     kinds = {name: meaning.layouts[path].kind for path, name in left_to_base(meaning).items()}
@@ -160,7 +160,7 @@ def _check_tokens(config: Mapping[str, Any], rows: Mapping[str, tuple[int, ...]]
             there = any(path == name or path.endswith(f".{name}") for path in rows)
             if not there and indices not in stored:  # of tied layers with the same tokens, one is stored
                 raise AdapterFormatError(
-                    f"trainable_token_indices names {quoted(name)}, but the file has no rows of it."
+                    f"trainable_token_indices names {quoted(name)}, and the file has no rows of it."
                 )
     for path, shape in rows.items():
         if path not in wanted:

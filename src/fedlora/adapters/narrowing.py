@@ -46,7 +46,7 @@ def narrowed(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
     found = tensor.to(dtype)
     if not bool(torch.isfinite(found).all()) and bool(torch.isfinite(tensor).all()):
         raise AdapterFormatError(
-            f"{what} has values up to {float(tensor.abs().max()):.3g}, and {name_of(dtype)} can hold up to "
+            f"{what} has values up to {float(tensor.abs().max()):.3g}, and {name_of(dtype)} holds up to "
             f"{torch.finfo(dtype).max:.3g}: choose another type with --dtype (bfloat16 or float32)."
         )
     return found

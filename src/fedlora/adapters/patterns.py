@@ -81,7 +81,7 @@ class _Clock:
         if time.thread_time() > self.until:
             raise AdapterFormatError(
                 f"{self.field}: matching its patterns with the file's names takes more than {self.seconds:g} s "
-                f"(--limit pattern_seconds). Write module names in full, and use few patterns."
+                f"(--limit pattern_seconds). Name the modules in full, and use few patterns."
             )
 
 
@@ -210,7 +210,7 @@ def _compiled(
     """The patterns as peft asks with them, each screened before. longest: letters of a name that it is asked of."""
     if len(others) > _MOST:
         raise AdapterFormatError(
-            f"{question.field}: {len(others):,} of its entries are patterns and not names, and {_MOST:,} are allowed."
+            f"{question.field}: {len(others):,} of its patterns are more than names, and {_MOST:,} are allowed."
         )
     found = [(0, _ANY_LAYER)] if question.kind == "layer" and not others else []
     for number, pattern in others:

@@ -123,7 +123,7 @@ def remarks(grid: Grid, cells: Sequence[CellScore], differences: Sequence[Differ
         said += [what for verdict, what in _VERDICTS.items() if verdict in {gap.verdict for gap in differences}]
         if k > 1:
             said.append(
-                f"Each interval is of one comparison. With {k} of them, the chance that at least one excludes zero "
+                f"Each interval is of one comparison. With {k} of them the chance that at least one excludes zero "
                 f"without a real difference is up to {min(100, 5 * k)} %."
             )
     if len(_seeds(grid)) > 1 and _shared(_placings(cells)):

@@ -38,7 +38,7 @@ def parse_methods(text: str) -> dict[str, MethodSection]:
         if "=" in name:
             behind = f", as {f'{before} {label}'!r}" if before else ""
             raise ConfigError(
-                f"{label!r} is not a method. A method is NAME [KEY=VALUE ...]: put commas between methods, and "
+                f"{label!r} names no method. A method is NAME [KEY=VALUE ...]: put commas between methods, and "
                 f"spaces before a method's own settings{behind}."
             )
         sections[label] = parse_method(name, settings)

@@ -71,9 +71,9 @@ def train(
         raise ConfigError(f"--client is letters, digits, '_', '-' and '.'; got {client!r}.")
     check_target(out, force=force, kind=upload_folder(TRAIN), inputs=[data, *([adapter] if adapter else [])])
     if steps:
-        refuse_idle(context, {"epochs": f"counts only if --steps is 0, and it is {steps}"})
+        refuse_idle(context, {"epochs": f"counts where --steps is 0, and it is {steps}"})
     if adapter is not None:
-        refuse_idle(context, dict.fromkeys(("rank", "targets"), f"is for a fresh adapter, and {adapter} has its own"))
+        refuse_idle(context, dict.fromkeys(("rank", "targets"), f"is of a fresh adapter, and {adapter} has its own"))
     if not (0 < lr < 1e6 and 0 < epochs < 1e6):
         raise ConfigError(f"--lr and --epochs are positive numbers; got {lr:g} and {epochs:g}.")
     columns = Columns(text=text, pair=pair, label=label, prompt=prompt, response=response, messages=messages)

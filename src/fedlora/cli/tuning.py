@@ -14,13 +14,13 @@ from fedlora.experiments.spec import NOT_TO_SEARCH, Tune
 def parse_search(tune: str | None, seeds: str | None) -> Tune | None:
     """Raises `ConfigError` also for seeds of a search that there is none of."""
     if tune is None and seeds is not None:
-        raise ConfigError(f"--tune-seeds {seeds} is for a search, and there is none; add --tune KEY=VALUES.")
+        raise ConfigError(f"--tune-seeds {seeds} is of a search, and there is none; add --tune KEY=VALUES.")
     if tune is None:
         return None
     found = parse_tune(tune, parse_seeds(seeds or str(SEARCH_SEED), "--tune-seeds"))
     if seeds is not None and len(found.values) == 1:
         raise ConfigError(
-            f"--tune-seeds {seeds} is for a search, and --tune {tune} has one value: there is nothing to search."
+            f"--tune-seeds {seeds} is of a search, and --tune {tune} has one value: there is nothing to search."
         )
     return found
 

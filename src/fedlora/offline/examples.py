@@ -80,8 +80,8 @@ def read_examples(data: Path, columns: Columns, kind: Kind, labels: Sequence[str
     if labels is None and found != tuple(str(k) for k in range(len(found))):
         raise ConfigError(
             f"{data} has the classes {shown(found)}, but another site may have other classes or number them "
-            f"differently, and then the classifiers would not add up. Give --labels with all sites' classes, the "
-            f"same at every site; "
+            f"differently, and then the classifiers would not add up. Give --labels, the same at every site, with "
+            f"the classes of all sites; "
             f"if there are no more, {given('--labels', found)}."
         )
     return examples

@@ -98,8 +98,8 @@ def hand_out(
         reports.append(report)
         if max_error is not None and not error <= max_error:
             raise ConfigError(
-                f"the adapter of client {quoted(report.client)}, of rank {report.ranks[1]}, would differ from the "
-                f"global update by {error:.2g} of its size: more than --max-error {max_error:g}; nothing was "
+                f"the adapter of client {quoted(report.client)}, of rank {report.ranks[1]}, would be off the global "
+                f"update by {error:.2g} of its size: more than --max-error {max_error:g}; nothing was "
                 f"written. Give it "
                 f"a higher rank (--readout FILE), or leave out --readout."
             )

@@ -61,7 +61,8 @@ class KeptUploads:
         for client, upload in self._held.items():
             if _versions(upload) != self._versions[client]:
                 raise HyperparameterError(
-                    f"the upload of client {client!r} changed after it was added: its numbers are no longer those "
+                    f"the upload of client {client!r} was written to after it was added: its numbers are no longer "
+                    f"those "
                     f"that the server checked. The server keeps an upload's own tensors until the round is closed. "
                     f"Do not change them before, or add a copy: `upload.adapter.map(torch.Tensor.clone)`."
                 )

@@ -54,7 +54,7 @@ def site(
                 f"--rotate makes a new key and nothing else; leave out {', '.join(others)}, or edit site.toml."
             )
         if not is_site(folder):
-            raise ConfigError(f"{folder} is not a folder of `fedlora flower site`, and --rotate needs one.")
+            raise ConfigError(f"{folder} is no folder of `fedlora flower site`, and --rotate needs one.")
         _rotate(folder)
     elif join is not None and is_site(folder) and not given:
         _take(folder, join)
