@@ -297,7 +297,7 @@ class _Screen:
     def _group(self, opened: re.Match[str], before: Ways) -> Ways:
         self._depth += 1
         if self._depth > _DEEPEST:
-            raise _Refused(f"has more than {_DEEPEST} nested brackets")
+            raise _Refused(f"has more than {_DEEPEST} brackets in each other")
         self._at = opened.end()
         ways = self._alternatives(before)
         if not self._text.startswith(")", self._at):
