@@ -95,7 +95,7 @@ def read_uploads(
     digests = [found for file in files if (found := base_weights(file))]
     if (len(set(bases.values())) > 1 and not same_weights(files)) or any(found != digests[0] for found in digests):
         raise AdapterFormatError(
-            f"the adapters have different base models, so their updates do not add up: {quoted(bases, 1_000)}. Names "
+            f"the adapters are of different base models, so their updates do not add up: {quoted(bases, 1_000)}. Names "
             f"do not matter if every {FILE} has digests of the base model's weights, and all are equal"
             f"{'; these have different digests' if any(found != digests[0] for found in digests) else ''}."
         )

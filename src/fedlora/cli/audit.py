@@ -77,7 +77,7 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
         if not adapters:
             inside = sorted(path.parent for path in from_run.glob("*/*/manifest.json"))
             if inside and not folder.exists():  # a comparison's: METHOD/seed-K
-                raise ConfigError(f"{from_run} is a comparison; name one of its {len(inside)} runs, as {inside[0]}.")
+                raise ConfigError(f"{from_run} is of a comparison; name one of its {len(inside)} runs, as {inside[0]}.")
             raise ConfigError(
                 f"{from_run} holds no uploads; run it with --set run.keep_uploads=last to store those of the last "
                 f"round."
