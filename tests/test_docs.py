@@ -27,11 +27,12 @@ def python_blocks(page: Path) -> list[str]:
     return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.DOTALL)
 
 
-def test_the_readme_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """It is fifteen lines, and prints the mean of two clients of ranks 4 and 8 at rank 12, with nothing cut."""
-    example = python_blocks(ROOT / "README.md")[0]
-    assert len([line for line in example.splitlines() if line.strip()]) <= 17
-    exec(compile(example, "README.md", "exec"), {})
+@pytest.mark.parametrize(("page", "lines"), [("README.md", 17), ("docs/index.md", 12)])
+def test_the_first_example_runs(page: str, lines: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is short, and prints the mean of two clients of ranks 4 and 8 at rank 12, with nothing cut."""
+    example = python_blocks(ROOT / page)[0]
+    assert len([line for line in example.splitlines() if line.strip()]) <= lines
+    exec(compile(example, page, "exec"), {})
     assert "B=(64, 12)" in capsys.readouterr().out
 
 

@@ -19,10 +19,11 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
+from fedlora.experiments.places import Places
 from fedlora.experiments.plan import chosen_value, dead_end, mains, searches
 from fedlora.experiments.report import write_report
 from fedlora.experiments.result import Commit, Merged, Result
-from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.runner import missing, run_all
 from fedlora.experiments.spec import Experiment, Tune, load_experiment
 from fedlora.experiments.store import as_lines, read_results_of
 from fedlora.experiments.tables import CellScore, difference, paired, score_cells

@@ -18,8 +18,9 @@ from fedlora.experiments.grid import Grid
 from fedlora.experiments.head_alone import head_alone
 from fedlora.experiments.merger_settings import resolved, searched_as
 from fedlora.experiments.mergers import _uploads
+from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun, chosen_value, mains, searches
-from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.runner import missing, run_all
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.tables import score_cells
 from fedlora.runs.client_data import deal

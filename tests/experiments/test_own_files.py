@@ -15,8 +15,9 @@ import pytest
 
 import fedlora.runs.preparation
 from fedlora.errors import CheckpointError, ConfigError
+from fedlora.experiments.places import Places, by_machine
 from fedlora.experiments.plan import chosen_value, mains, searches
-from fedlora.experiments.runner import Places, by_machine, missing, run_all
+from fedlora.experiments.runner import missing, run_all
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.store import read_results
 from support.command_line import Said, invoke

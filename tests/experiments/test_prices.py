@@ -11,11 +11,11 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
+from fedlora.experiments.places import Places
 from fedlora.experiments.plan import mains
 from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.report import write_report
 from fedlora.experiments.result import Result
-from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.store import gather
 from fedlora.runs.attack_words import attacks_of

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.places import Places
 from fedlora.experiments.plan import mains
-from fedlora.experiments.runner import Places, missing, run_all
+from fedlora.experiments.runner import missing, run_all
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.privacy import recompute
 from fedlora.runs.config import load_config

@@ -348,8 +348,8 @@ CHANGED = (
 
 
 def test_another_flwr_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_pull, "version", lambda name: "1.42.0")
-    with pytest.raises(ConfigError, match=r"flwr 1\.42\.0 is installed.*written for 1\.41\.x.*pip install"):
+    monkeypatch.setattr(bounded_pull, "version", lambda name: "1.43.0")
+    with pytest.raises(ConfigError, match=r"flwr 1\.43\.0 .*1\.41\.x and 1\.42\.x: pip install 'flwr>=1\.41,<1\.43'"):
         bounded_pull.require_tested()
 
 

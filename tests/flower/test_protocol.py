@@ -5,21 +5,25 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("flwr")
 
+from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.common.serde import message_from_proto
 from flwr.proto.message_pb2 import Message as Proto
 
 from fedlora import Client, Server, build
 from fedlora.core.messages import Download
 from fedlora.errors import QuorumNotMet
+from fedlora.flower import apps
 from fedlora.flower.messages.codecs import OwnClients
-from fedlora.flower.messages.envelope import PROTOCOL, opened, site_words, with_versions
+from fedlora.flower.messages.envelope import PROTOCOL, opened, with_versions
 from fedlora.flower.messages.records import RecordError
+from fedlora.flower.site import work_log
 from fedlora.flower.site.node import Node
 from fedlora.flower.site.resident import TrainerFailed
 from fedlora.flower.terms.agreement import Facts
@@ -80,12 +84,20 @@ def test_what_an_older_site_says_of_a_newer_message_names_both() -> None:
     assert with_versions("out of memory") == "out of memory"
 
 
-def test_what_flower_writes_around_an_error_is_taken_off() -> None:
-    """Its own form, of flwr/supernode/runtime/run_clientapp.py."""
-    wrapped = str(TrainerFailed) + ":<'" + "Disagreement: it's 'no'." + "'>"
-    assert site_words(wrapped) == "Disagreement: it's 'no'."
-    assert site_words("<class 'builtins.MemoryError'>:<'big'>") == "MemoryError: big"
-    assert site_words("as it is") == "as it is"
+def test_why_a_trainer_failed_is_the_sites_answer_word_for_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The full reason stands in the site's own log alone."""
+
+    def ask(*_: object) -> RecordDict:
+        raise TrainerFailed("Disagreement: it's 'no'.", f"in {tmp_path}: it's 'no'.")
+
+    monkeypatch.setattr(apps, "ask", ask)
+    monkeypatch.setattr(work_log, "write", lambda site, work: logged.append(work.error))
+    logged: list[str] = []
+    asked = Message(RecordDict({"config": ConfigRecord({"parcel": '{"round": 0}'})}), 1, "train")
+    reply = apps.train(asked, SimpleNamespace(node_config={"site": str(tmp_path / "site.toml")}))  # type: ignore[arg-type]
+    assert reply.error.reason == "Disagreement: it's 'no'." and logged == [f"in {tmp_path}: it's 'no'."]
 
 
 # ---- what server and site agreed on, over Flower's wire --------------------------------------------------------------

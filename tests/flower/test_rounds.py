@@ -27,6 +27,7 @@ from flwr.app import ArrayRecord, Error, Message
 from fedlora import Adapter, LoRA, Server, build
 from fedlora.core.messages import Client, Upload
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
+from fedlora.flower import rounds as rounds_package
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.messages.records import to_array, to_tensor
 from fedlora.flower.rounds import server_lock
@@ -36,6 +37,8 @@ from fedlora.flower.rounds.norms import far_ones, update_norm
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start
+from fedlora.server.summed_uploads import SummedUploads
+from fedlora.server.terms import Terms
 from support.federations import noise
 from support.flower_grid import RANKS, FastClock, LocalGrid, bits, changed, federation, nan, seed_adapter
 from support.processes import Program
@@ -542,15 +545,11 @@ class Shuffled(LocalGrid):
 
 
 @pytest.mark.parametrize(
-    ("method", "memory"),
-    [
-        ("glora", None), ("glora", 1.0), ("fedex-lora", None),
-        *(pytest.param(name, None, marks=pytest.mark.exhaustive) for name in ("fedit", "hetlora")),
-    ],
-)  # fmt: skip
-def test_the_order_in_which_replies_come_changes_no_bit(tmp_path: Path, method: str, memory: float | None) -> None:
-    """Checkpoints and lines of three rounds, against replies in the order of the policy. A memory limit adds uploads
-    up as they come, so it sees any order that gets through."""
+    "method",
+    ["glora", "fedex-lora", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fedit", "hetlora"))],
+)
+def test_the_order_in_which_replies_come_changes_no_bit(tmp_path: Path, method: str) -> None:
+    """Checkpoints and lines of three rounds, against replies in the order of the policy."""
     names = [f"c{k}" for k in range(6)]
     ranks = (
         dict.fromkeys(names, 4) if method in ("fedit", "fedex-lora") else {n: 2 + k % 3 for k, n in enumerate(names)}
@@ -558,8 +557,7 @@ def test_the_order_in_which_replies_come_changes_no_bit(tmp_path: Path, method: 
     seen = []
     for seed in range(4):
         out = tmp_path / str(seed)
-        limited = {"history_limit": 0} if memory else {}
-        server = Server(build(method, **limited), quorum=1, memory=0.0029 if memory else None)
+        server = Server(build(method), quorum=1)
         strategy, grid = federation(out, server, ranks, record=out / "o", policy=Policy(ranks, retries=0, quarantine=9))
         shuffled = Shuffled(dict(grid.nodes.values()))
         shuffled.rng = random.Random(seed)
@@ -569,6 +567,53 @@ def test_the_order_in_which_replies_come_changes_no_bit(tmp_path: Path, method: 
         stored = {p.name: p.read_bytes() for p in (out / "server").glob("*.safetensors")}
         seen.append((bits(strategy.memory.state.server), lines, stored))
     assert all(each == seen[0] for each in seen[1:])
+
+
+def test_the_way_of_an_upload_leads_through_files_that_are_there() -> None:
+    """`fedlora.flower.rounds` lists them, below src/fedlora/flower."""
+    here = Path(str(rounds_package.__file__)).parents[1]
+    named = re.findall(r"^([\w./]+\.py) ", str(rounds_package.__doc__), re.MULTILINE)
+    assert len(named) > 9 and [name for name in named if not (here / name).is_file()] == []
+
+
+def test_each_upload_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever becomes of it: the intake's look is the only one."""
+    looks: list[str] = []
+    check = Terms.check
+    monkeypatch.setattr(Terms, "check", lambda terms, up: looks.append(up.client.id) or check(terms, up))
+    ranks = {"a": 2, "b": 4, "c": 3}
+    strategy, grid = federation(tmp_path, Server(build("glora"), quorum=1), ranks, policy=Policy(ranks, retries=0))
+    grid.meddle = {"b": nan}
+    strategy.start(grid, num_rounds=1)
+    assert sorted(looks) == ["a", "b", "c"] and set(strategy.refused) == {"b"}
+
+
+def test_with_a_memory_limit_uploads_are_added_up_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight uploads no more than half of the memory is held when the last one has come; the round is the plain one
+    up to the rounding of float32."""
+    ranks = {f"c{k}": 2 + k % 3 for k in range(8)}
+    updates, held = [], list[int]()
+    add = SummedUploads.add
+    monkeypatch.setattr(SummedUploads, "add", lambda intake, up: (add(intake, up), held.append(intake.nbytes))[0])
+    for memory in (None, 0.0029):
+        server = Server(build("glora", history_limit=0), quorum=1, memory=memory)
+        policy = Policy(ranks, max_weight_share=1.0, retries=0)
+        strategy, grid = federation(tmp_path / str(memory), server, ranks, policy=policy)
+        strategy.start(grid, num_rounds=1)
+        updates.append(server.global_update(strategy.memory.state.server))
+    assert len(held) == 8 and max(held) <= 0.0029 * 2**20 / 2
+    for name, lora in updates[0].items():
+        summed, kept = ((B @ A) for B, A in (updates[1][name].factors, lora.factors))
+        torch.testing.assert_close(summed, kept, rtol=1e-4, atol=1e-5)
+
+
+def test_a_cap_on_shares_is_refused_beside_a_memory_limit(tmp_path: Path) -> None:
+    """Who comes first cannot be weighed beside who comes last. Equal weights need no cap."""
+    summed = {"method": build("glora", history_limit=0), "memory": 8.0}
+    with pytest.raises(ConfigError, match=r"memory = 8 .*max_weight_share = 0\.66.*max_weight_share = 1 "):
+        federation(tmp_path, Server(**summed))
+    federation(tmp_path, Server(**summed, weighting="uniform"))
+    federation(tmp_path, Server(**summed), policy=Policy(RANKS, max_weight_share=1.0))
 
 
 def grid_with(grid: LocalGrid, meddle: Any) -> LocalGrid:

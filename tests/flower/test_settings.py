@@ -193,9 +193,8 @@ def test_what_changed_and_what_must_not(tmp_path: Path) -> None:
         ("run.rounds", 6, 9, False), ("run.seed", 0, 4, True), ("method.R", 4, 5, True)
     }  # fmt: skip
     assert changed(old, old) == ()
-    assert old.fixed_digest() != new.fixed_digest()
     more = settings(tmp_path, RUN.replace("rounds = 6", "rounds = 9"))
-    assert old.fixed_digest() == more.fixed_digest()
+    assert not any(c.fixed for c in changed(old, more))
     other = settings(tmp_path, RUN.replace('["no", "yes"]', '["yes", "no"]'))
     assert [c.key for c in changed(old, other) if c.fixed] == ["data.labels"]
 

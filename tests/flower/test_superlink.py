@@ -12,6 +12,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 pytest.importorskip("flwr")
@@ -172,6 +173,38 @@ def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path
     finally:
         killed(process)
         killed(other)
+
+
+def test_a_killed_launcher_leaves_nothing_running(tmp_path: Path) -> None:
+    """kill -9 of who started it: a child ends that ignores signals and became another program, as a node does. Flower's
+    own processes: test_deployment.py."""
+    stubborn = program(
+        tmp_path / "bin", "stubborn",
+        "import os, signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint(os.getpid(), flush=True)\ntime.sleep(60)",
+    )  # fmt: skip
+    becomes = program(tmp_path / "bin", "node", f"import os\nos.execv({str(stubborn)!r}, ['stubborn'])")
+    log = tmp_path / "log"
+    code = f"""
+import os, time
+from pathlib import Path
+from fedlora.flower import children
+children.started([{str(becomes)!r}], Path({str(log)!r}), dict(os.environ))
+time.sleep(60)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    launcher = subprocess.Popen([sys.executable, "-c", code], env=env)
+    try:
+        until = time.monotonic() + 60
+        while not children.tail(log).endswith("\n"):
+            assert launcher.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+        child = psutil.Process(int(children.tail(log)))
+        assert child.is_running()
+    finally:
+        launcher.kill()
+        launcher.wait()
+    _, left = psutil.wait_procs([child], 10)
+    assert not left
 
 
 def test_one_that_will_not_end_is_killed(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedlora.experiments.runner import Places, missing
+from fedlora.experiments.places import Places
+from fedlora.experiments.runner import missing
 from fedlora.experiments.spec import load_experiment
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import load_config

@@ -57,37 +57,36 @@ def tried(
     """Number -> verdict, cases that fail, how many ran, seconds. numbers: with the cases to run, in this order, as far
     as pytest selects them by -m `which`.
 
-    A case that fails without the change, too, when it runs in a fork by itself, counts for nothing.
+    A case that fails without the change, too, when it runs in a fork by itself, counts for nothing: changes that it
+    seemed to find are tried again without it.
     """
     out = FOLDER / "outcomes"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    tasks = [
-        {
-            "number": number,
-            "cases": list(cases),
-            "seconds": seconds,
-            "enough": ENOUGH,
-            "out": str(out / f"{number}.jsonl"),
-        }
-        for number, cases in numbers.items()
-    ]
-    _forks(tasks, workers, which)
-    found = {number: _outcome(out / f"{number}.jsonl") for number in numbers}
-    suspects = sorted({case for _, by, _, _ in found.values() for case in by})
-    controls = [
-        {"number": None, "cases": [case], "seconds": seconds, "enough": 1, "out": str(out / f"control-{k}.jsonl")}
-        for k, case in enumerate(suspects)
-    ]
-    _forks(controls, workers, which)
-    false = {case for k, case in enumerate(suspects) if _outcome(out / f"control-{k}.jsonl")[1]}
+    false: set[str] = set()
+    sound: set[str] = set()
+    done: dict[int, tuple[str, list[str], int, float]] = {}
+    while left := {number: [case for case in cases if case not in false] for number, cases in numbers.items()
+                   if number not in done}:  # fmt: skip
+        _forks([_task(number, cases, seconds, ENOUGH, out) for number, cases in left.items()], workers, which)
+        found = {number: _outcome(out / f"{number}.jsonl") for number in left}
+        suspects = sorted({case for _, by, _, _ in found.values() for case in by} - sound)
+        controls = {case: f"control-{k}" for k, case in enumerate(suspects)}
+        _forks([_task(name, [case], seconds, 1, out) for case, name in controls.items()], workers, which)
+        for case, name in controls.items():
+            (false if _outcome(out / f"{name}.jsonl")[1] else sound).add(case)
+        done |= {number: outcome for number, outcome in found.items() if not false.intersection(outcome[1])}
     if false:
         print("fail by themselves in a fork, and are not counted:", *sorted(false), sep="\n  ")
-    done = {}
-    for number, (verdict, by, ran, spent) in found.items():
-        left = [case for case in by if case not in false]
-        done[number] = (verdict if left or verdict != "killed" else "survived", left, ran, spent)
     return done
+
+
+def _task(name: int | str, cases: Sequence[str], seconds: float, enough: int, out: Path) -> dict[str, object]:
+    """For the plugin. name: a change's number, or that of a control, which changes nothing."""
+    place = out / f"{name}.jsonl"
+    place.unlink(missing_ok=True)
+    number = name if isinstance(name, int) else None
+    return {"number": number, "cases": list(cases), "seconds": seconds, "enough": enough, "out": str(place)}
 
 
 def _forks(tasks: Sequence[Mapping[str, object]], workers: int, which: str) -> None:

@@ -21,8 +21,9 @@ from rich.progress import (
 from fedlora.cli.privacy_rows import where_to_look
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
+from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun
-from fedlora.experiments.runner import Outcome, Places, missing, run_all
+from fedlora.experiments.runner import Outcome, missing, run_all
 from fedlora.experiments.spec import Cell, Experiment
 from fedlora.runs.quiet import quiet_libraries
 

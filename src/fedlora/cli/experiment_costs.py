@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from fedlora.cli.screen import Table, console
 from fedlora.errors import counted
 from fedlora.experiments.costs import Workload, Workloads, trained_on
+from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun, mains, searches, waiting
 from fedlora.experiments.result import Result
-from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import named

@@ -11,10 +11,10 @@ from fedlora.cli.experiment import CLAIMS
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, load_claims
+from fedlora.experiments.places import Places
 from fedlora.experiments.plan import dead_end, worst_values
 from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import left_out
-from fedlora.experiments.runner import Places
 from fedlora.experiments.spec import Experiment, load_all, load_experiment
 from fedlora.experiments.store import read_results
 

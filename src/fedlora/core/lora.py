@@ -168,7 +168,11 @@ class Adapter:
 
 
 def stack(loras: list[LoRA], weights: list[float]) -> LoRA:
-    """sum_i w_i B_i A_i as one factor pair of rank sum r_i: [w_1 B_1 | w_2 B_2 | ...] and [A_1; A_2; ...]. Exact."""
+    """sum_i w_i B_i A_i as one factor pair of rank sum r_i: [w_1 B_1 | w_2 B_2 | ...] and [A_1; A_2; ...].
+
+    Exact but for the rounding of each w_i B_i in the dtype of the factors, which shows where huge columns cancel: give
+    float64 there.
+    """
     pairs = [lora.factors for lora in loras]
     return LoRA(
         torch.cat([B * w for (B, _), w in zip(pairs, weights, strict=True)], dim=1),

@@ -15,6 +15,7 @@ costs.py            examples and hours
 pool.py             processes that may die
 head_alone.py       the controls without LoRA
 mergers.py          train once, merge many
+places.py           where runs, results and failures are
 runner.py           run what is missing
 comparison.py       methods on one configuration, as an experiment of one axis (`fedlora compare`)
 grid.py             an experiment at a profile with its results: what all below is made of

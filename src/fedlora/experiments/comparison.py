@@ -22,10 +22,10 @@ from filelock import FileLock
 from fedlora.core import echo, files
 from fedlora.errors import CheckpointError, ConfigError, FedLoRAError, counted
 from fedlora.experiments.digits import shown
+from fedlora.experiments.places import Places, failure_report
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import check_number
-from fedlora.experiments.runner import Places, failure_report
 from fedlora.experiments.spec import Experiment, Profile, Tune
 from fedlora.experiments.store import gather, summarise
 from fedlora.runs.config import RunConfig

@@ -6,8 +6,8 @@ parent alone, which ends them; the system ends them when the parent is gone, als
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
+import os
 import signal
 import threading
 from collections import Counter, deque
@@ -18,10 +18,11 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from typing import Any, Generic, TypeVar
 
+from fedlora.core.parent import end_with
+
 T = TypeVar("T")
 R = TypeVar("R")
 _TRIES = 2
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _LOOK = 0.3  # seconds between two looks at what runs
 
 
@@ -117,7 +118,8 @@ class _Slot(Generic[R]):
 
 
 def _executor(begin: Callable[[], None]) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_started, initargs=(begin,))
+    spawning = multiprocessing.get_context("spawn")
+    return ProcessPoolExecutor(1, spawning, initializer=_started, initargs=(os.getpid(), begin))
 
 
 @contextmanager
@@ -132,7 +134,7 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, usual)
 
 
-def _started(begin: Callable[[], None]) -> None:
+def _started(parent: int, begin: Callable[[], None]) -> None:
     """In a new process: it ends when the one that started it does, also in the middle of a task."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # what was finished is stored, whole
+    end_with(parent)  # what was finished is stored, whole
     begin()

@@ -10,130 +10,35 @@ import gc
 import hashlib
 import json
 import time
-import traceback
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from filelock import Timeout
+
+from fedlora.data.demo import PACKAGED
+from fedlora.errors import ConfigError, DataError, FedLoRAError, WorkerDied
+from fedlora.experiments.origin import made_by, note
+from fedlora.experiments.places import FilesChanged, Places, by_machine
+from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
+from fedlora.experiments.pool import run_in_processes
+from fedlora.experiments.result import content
+from fedlora.experiments.spec import Experiment
+from fedlora.experiments.store import MERGERS, data_of
+from fedlora.runs import resuming
+from fedlora.runs.client_data import deal
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.inputs import contents
+from fedlora.runs.private_simulation import LEDGER, with_ledger
+from fedlora.runs.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from fedlora.runs.preparation import Prepared
 
-from filelock import FileLock, Timeout
-
-from fedlora.core import files
-from fedlora.data.demo import PACKAGED
-from fedlora.errors import CheckpointError, ConfigError, DataError, FedLoRAError, WorkerDied
-from fedlora.experiments.origin import is_clean, made_by, note
-from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
-from fedlora.experiments.pool import run_in_processes
-from fedlora.experiments.result import Result, content
-from fedlora.experiments.spec import Experiment
-from fedlora.experiments.store import (
-    MERGERS,
-    data_of,
-    forget_failed,
-    gather,
-    note_failed,
-    read_failed,
-    read_results,
-    summarise,
-)
-from fedlora.runs import manifest, resuming
-from fedlora.runs.client_data import deal
-from fedlora.runs.folder import RunFolder
-from fedlora.runs.inputs import contents, named
-from fedlora.runs.private_simulation import LEDGER, with_ledger
-from fedlora.runs.quiet import quiet_libraries
-
 Tick = Callable[[PlannedRun, int], None]
-_OF_THE_MACHINE = (OSError, MemoryError, CheckpointError, WorkerDied, BrokenProcessPool, torch.OutOfMemoryError)
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where things are. results: finished runs of a clean checkout. work: run folders, failures, unclean results."""
-
-    results: Path
-    work: Path
-    data_root: Path | None
-
-    @property
-    def unclean(self) -> Path:
-        """Results of code that no commit describes: they never stand beside the others."""
-        return self.work / "unclean"
-
-    def folder(self, run: PlannedRun) -> RunFolder:
-        """Where the run is, or will be."""
-        return RunFolder(self.work / "runs" / run.digest)
-
-    def classes(self, run: PlannedRun) -> tuple[str, ...]:
-        """The classes that the run was begun with; empty where it was not."""
-        return resuming.stored_classes(self.folder(run))
-
-    def failure(self, run: PlannedRun) -> Path:
-        """What went wrong here, with the traceback."""
-        return self.work / "failures" / f"{run.digest}.json"
-
-    def lock(self, run: PlannedRun) -> FileLock:
-        """Held by the process that runs it."""
-        place = self.work / ".locks"
-        place.mkdir(parents=True, exist_ok=True)
-        return FileLock(place / run.digest)
-
-    def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
-        """Digest -> result; with `unclean`, also those of a changed checkout, and the mergers that one made."""
-        found = read_results(self.results)
-        if not unclean:
-            return found
-        changed = read_results(self.unclean)
-        both = {digest: found[digest].with_mergers_of(changed[digest]) for digest in found if digest in changed}
-        return {**changed, **found, **both}
-
-    def done(self, run: PlannedRun) -> bool:
-        """Whether nothing of the run is left to do."""
-        return run.left(self.finished(unclean=True)) is None
-
-    def given_up(self) -> dict[str, str]:
-        """Digest -> why, of the runs that failed by themselves, here or where the results were made. What the machine
-        failed says nothing of the run."""
-        told = {path.stem: json.loads(path.read_bytes()) for path in sorted((self.work / "failures").glob("*.json"))}
-        here = {d: said["error"].partition("\n")[0] for d, said in told.items() if not said["by_machine"]}
-        return read_failed(self.results) | here
-
-    def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
-        """Gather a finished run. wall_seconds: of its training; None where it was trained before."""
-        result = self.summary(run, wall_seconds)
-        clean = {label: one for label, one in result.mergers.items() if one.made is None or one.made.clean}
-        trained_clean = result.commit is not None and result.commit.clean
-        if trained_clean and (clean or not result.mergers):
-            gather(self.results, run.experiment, result.model_copy(update={"mergers": clean}))
-        if not trained_clean or len(clean) < len(result.mergers):
-            gather(self.unclean, run.experiment, result)
-        self.failure(run).unlink(missing_ok=True)
-        if trained_clean:
-            forget_failed(self.results, {run.digest})
-
-    def summary(self, run: PlannedRun, wall_seconds: float | None) -> Result:
-        """The run's folder as a result, known as it was planned: wherever its files and its ledger were."""
-        if wall_seconds is None:
-            known = self.finished(unclean=True).get(run.digest)
-            wall_seconds = known.wall_seconds if known is not None else 0.0
-        found = summarise(self.folder(run), named(run.config), wall_seconds)
-        return found.model_copy(update={"digest": run.digest, "files": dict(run.files)})
-
-    def failed(self, run: PlannedRun, error: Exception) -> None:
-        """Note a failed run; beside the results where it failed by itself, in a clean checkout."""
-        files.write(self.failure(run), failure_report(run, error))
-        commit = manifest.commit_of_code()
-        if commit and is_clean(commit) and not by_machine(error) and not isinstance(error, ConfigError | DataError):
-            told = {"label": run.label, "error": type(error).__name__, "commit": commit}
-            note_failed(self.results, run.digest, told)
 
 
 @dataclass(frozen=True)
@@ -211,34 +116,6 @@ def _once(
     function = partial(_one, places, wait)
     for run, result in run_in_processes(function, runs, workers, begin=quiet_libraries, wanted=wanted, watch=watch):
         yield result if isinstance(result, Outcome) else _lost(run, places, result)
-
-
-def failure_report(run: PlannedRun, error: Exception) -> str:
-    """What went wrong, with the traceback, as JSON."""
-    report = {
-        "digest": run.digest,
-        "label": run.label,
-        "error": f"{type(error).__name__}: {error}",
-        "by_machine": by_machine(error),
-        "traceback": "".join(traceback.format_exception(error)),
-    }
-    return json.dumps(report, indent=2) + "\n"
-
-
-class FilesChanged(DataError, OSError):
-    """A file that a run is known by changed while the experiment ran. That says nothing of the run."""
-
-
-def by_machine(error: BaseException | None) -> bool:
-    """Whether the machine failed: a full or broken disk, a damaged folder, one that another process holds, no memory, a
-    killed process. Asked of an error and its causes. Another machine, or this one mended, may well run the same."""
-    while error is not None:
-        if isinstance(error, _OF_THE_MACHINE):
-            return True
-        if "can't allocate memory" in str(error):  # torch on a CPU, as a RuntimeError
-            return True
-        error = error.__cause__
-    return False
 
 
 def _check_unchanged(run: PlannedRun) -> None:

@@ -13,8 +13,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
 from fedlora.core.echo import shown
@@ -84,7 +85,8 @@ def evaluate(message: Message, context: Context) -> Message:
 
 
 def _answered(message: Message, context: Context, do: Do) -> Message:
-    """By the node's resident trainer; and a line for the site's own log."""
+    """By the node's resident trainer; and a line for the site's own log. Why it failed is the answer then, in its own
+    words: of what is raised here Flower would make a text of its own."""
     said = context.node_config
     if "site" not in said:
         raise ConfigError(
@@ -98,7 +100,7 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
         reply = ask(site_file, do, message.content)
     except TrainerFailed as error:
         _log(site_file, do, message.content, None, time.monotonic() - began, error.full)
-        raise
+        return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
     _log(site_file, do, message.content, reply, time.monotonic() - began)
     return Message(reply, reply_to=message)
 

@@ -1,7 +1,9 @@
-"""Flower's processes on this machine: what they write is for this user only, and they end with all that they started.
+"""Flower's processes on this machine: what they write is for this user only, and they end with who started them.
 
-Flower detaches its SuperExec from the SuperLink's process group, so a group's end is not the end of all. What belongs
-to a federation is therefore told by its command line, which also finds what a killed `serve` has left behind.
+A child is killed by the kernel when its launcher is gone, also by kill -9; what it started itself, Flower's SuperExec
+and ServerApp, looks for it five times a second and ends then. Flower detaches its SuperExec from the SuperLink's group
+of processes, so a group's end is not the end of all. What belongs to a federation is therefore told by its command
+line, which also finds a ServerApp that a killed `serve` left in a long computation.
 """
 
 from __future__ import annotations
@@ -13,10 +15,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
 
+from fedlora.core.parent import end_with
 from fedlora.errors import FedLoRAError
 from fedlora.flower.ownership import opened_here
 
@@ -45,7 +49,8 @@ def environment(flower_home: Path) -> dict[str, str]:
 
 
 def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A process in a group of its own, its output appended to `log`; whatever it makes is for this user only.
+    """A process in a group of its own, its output appended to `log`; whatever it makes is for this user only. It ends
+    with the thread that calls this.
 
     Raises:
         ChildFailed: the program is not installed.
@@ -58,7 +63,7 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subpro
     with os.fdopen(descriptor, "ab") as file:
         return subprocess.Popen(
             [program, *command[1:]], env=dict(env), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            start_new_session=True, umask=0o077,
+            start_new_session=True, umask=0o077, preexec_fn=partial(end_with, os.getpid()),
         )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from fedlora.linalg.shapes import Float, Tensor
 _U64 = unit_roundoff(torch.float64)
 # The share of an update's energy that readouts may leave out as rounding. More is never thrown away, but reported.
 MOST_ROUNDING = 1e-3
+# Terms that add up to less than this share of their sizes are added up in float64
+CANCEL = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +90,7 @@ def svd_of_product(
     *,
     tolerance: float | Float[Tensor, " S"],
     dtype: torch.dtype | None = None,
+    weights: Float[Tensor, " S"] | None = None,
 ) -> Spectrum:
     """The SVD of B @ A by QR of B, QR of A^T and the SVD of the S x S core, in the dtype of B and A.
 
@@ -96,6 +99,8 @@ def svd_of_product(
         tolerance: relative rounding noise of the stored factors, one for all columns or one for each; it sets `noise`
             and drops nothing.
         dtype: of the result; None: that of B and A.
+        weights: of the columns of B, float64, for the SVD of sum_j w_j b_j a_j. They are multiplied in the dtype of the
+            arithmetic: rounding of w_j b_j shows where terms cancel.
 
     Returns:
         every component but a tail that the dtype could not tell from nothing; none where the terms cancel exactly.
@@ -103,11 +108,11 @@ def svd_of_product(
     Source: the thin exact SVD of docs/explanation/methods.md (FLoRIST's core). Householder QR is indifferent to column
     scales.
     """
-    U, s, Vh, sizes = _svd_of_product(B, A)
+    U, s, Vh, sizes = _svd_of_product(_scaled(B, weights), A)
     terms = float(norm(sizes))
     worked_in, dtype = B.dtype, dtype or B.dtype
-    if worked_in != torch.float64 and float(norm(s)) < 1e-3 * terms:
-        U, s, Vh, sizes = _svd_of_product(B.double(), A.double())
+    if worked_in != torch.float64 and float(norm(s)) < CANCEL * terms:
+        U, s, Vh, sizes = _svd_of_product(_scaled(B.double(), weights), A.double())
         worked_in = torch.float64
     stored = float(norm(sizes * tolerance))
     require_some(s, dtype)
@@ -136,6 +141,10 @@ def require_some(s: Float[Tensor, " l"], dtype: torch.dtype) -> None:
             f"the mean update has norm {float(norm(s)):.1e}, which {dtype} stores as zero. Updates "
             f"that small are usually a unit mistaken: check the scaling of the uploads, or send float64."
         )
+
+
+def _scaled(B: Tensor, weights: Tensor | None) -> Tensor:
+    return B if weights is None else B * weights.to(B)
 
 
 def _svd_of_product(B: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedlora.core.accumulating import Accumulating, options_without_effect
-from fedlora.core.lora import LoRA, stack
+from fedlora.core.lora import LoRA
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.multiplied import How, TakesMultipliers
 from fedlora.core.summing import FromSums, Summing, Sums
@@ -28,6 +28,7 @@ from fedlora.methods._rank_partition import partitioned
 from fedlora.methods._spectral import (
     accumulated_spectrum,
     instantiate,
+    mean_pair,
     mean_spectrum,
     rounding_noise,
     start_spectrum,
@@ -100,9 +101,9 @@ class FlexLoRA(FromSums[FlexLoRAState], Accumulating[FlexLoRAState], TakesMultip
         if self.solver == "thin":
             spectrum = mean_spectrum(updates)
         else:
-            B, A = stack([u.lora for u in updates], [u.weight for u in updates]).factors
+            B, A = mean_pair(updates).factors
             terms, stored = rounding_noise(updates)
-            spectrum = svd_of_matrix(B @ A, terms=terms, stored=stored)
+            spectrum = svd_of_matrix(B @ A, terms=terms, stored=stored, dtype=updates[0].B.dtype)
         return FlexLoRAState(state.key, state.round + 1, spectrum, None)
 
     def summing(self) -> Summing:

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from fedlora.core.base_change import BaseChange, moved
-from fedlora.core.lora import LoRA, fresh_rows, revive, stack
+from fedlora.core.lora import LoRA, fresh_rows, revive
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.multiplied import How, TakesMultipliers
-from fedlora.methods._spectral import rounding_share
+from fedlora.methods._spectral import mean_pair, rounding_share
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,8 +61,7 @@ class FLoRA(TakesMultipliers):
         return "products"
 
     def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:
-        step = stack([u.lora for u in updates], [u.weight for u in updates])
-        base = moved(state.base, step)
+        base = moved(state.base, mean_pair(updates), updates[0].B.dtype)
         return FLoRAState(state.key, state.round + 1, base, state.start, state.d_out, rounding_share(updates))
 
     def readout(self, state: FLoRAState, client: str | None, rank: int) -> Readout:

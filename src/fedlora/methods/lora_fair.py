@@ -25,11 +25,12 @@ from typing import ClassVar, Literal, get_args
 import torch
 from torch import Tensor
 
-from fedlora.core.lora import LoRA, revive, stack
+from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.errors import HyperparameterError
 from fedlora.linalg.weighted_mean import weighted_mean
 from fedlora.methods._factors import require_one_rank, require_readout_rank
+from fedlora.methods._spectral import mean_pair
 
 Metric = Literal["cosine", "l2"]
 
@@ -79,7 +80,7 @@ class LoRAFAIR:
         require_one_rank("LoRA-FAIR", state.pair.rank, updates)
         p = [u.weight for u in updates]
         B, A = weighted_mean([u.B for u in updates], p), weighted_mean([u.A for u in updates], p)
-        target = _Target.of(stack([u.lora for u in updates], p), A)
+        target = _Target.of(mean_pair(updates), A)
         start = B.double()
         if self.metric == "l2":
             ridge = target.P + self.lambda_ * torch.eye(len(A), dtype=torch.float64, device=A.device)

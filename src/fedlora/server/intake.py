@@ -36,6 +36,10 @@ class Intake(Protocol):
     def add(self, upload: Upload) -> None:
         """One client's upload. Raises `UploadRefused`, and nothing of it reaches the state."""
 
+    def refuse(self, refusal: UploadRefused) -> None:
+        """An answer of which no upload could be made. A robust rule counts it with the liars, as it does whom the round
+        itself refuses; not who did not answer."""
+
     def close(self) -> ServerState:
         """The next state. Raises `QuorumNotMet`."""
 
@@ -93,7 +97,7 @@ class Attendance:
         return True
 
     def refuse(self, refusal: UploadRefused) -> None:
-        """Take an upload back that was counted: another check than ours refused it."""
+        """Another check than ours refused it. An upload that was counted is taken back."""
         self.counts.pop(refusal.client, None)
         self.refused.setdefault(refusal.client, refusal.reason)
 

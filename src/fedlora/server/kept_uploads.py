@@ -34,8 +34,8 @@ class KeptUploads:
     asked = None
     keeps = True
 
-    def __init__(self, terms: Terms, refused: Mapping[str, str]) -> None:
-        self._attendance = Attendance(terms, refused=dict(refused))
+    def __init__(self, terms: Terms) -> None:
+        self._attendance = Attendance(terms)
         self._held: dict[str, Upload] = {}
         self._versions: dict[str, list[int]] = {}
 
@@ -49,6 +49,10 @@ class KeptUploads:
         if self._attendance.take(upload):
             self._held[upload.client.id] = upload
             self._versions[upload.client.id] = _versions(upload)
+
+    def refuse(self, refusal: UploadRefused) -> None:
+        """As `Intake.refuse`."""
+        self._attendance.refuse(refusal)
 
     @own_modes()
     def close(self) -> ServerState:

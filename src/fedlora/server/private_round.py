@@ -140,6 +140,10 @@ class PrivateRound:
             self._privacy.note(self._terms.number, refusal.client, refusal.reason)
             raise
 
+    def refuse(self, refusal: UploadRefused) -> None:
+        """As `Intake.refuse`: it counts as zero, and nobody is told but the diary."""
+        self._privacy.note(self._terms.number, refusal.client, refusal.reason)
+
     def _take(self, upload: Upload) -> None:
         check_types(upload)
         client = upload.client.id

@@ -277,12 +277,8 @@ class Server:
             self.max_weight_share,
         )
 
-    def open(self, state: ServerState, refused: Mapping[str, str] | None = None) -> Intake:
+    def open(self, state: ServerState) -> Intake:
         """A round to `add` uploads to, in any order, and to `close`: an `Intake`, as the server's options say.
-
-        Args:
-            refused: client -> why its answer could not be made an upload of. A robust rule counts it with the liars,
-                as it does whom the round itself refuses; not who did not answer.
 
         Raises:
             HyperparameterError: a memory limit that has no room for one client, a disk without room for the sums.
@@ -292,7 +288,7 @@ class Server:
             return PrivateRound(terms, self._accumulating(self.privacy), self.privacy)
         if self.memory is not None:
             return SummedUploads(terms, self._summing(self.memory), self.memory * 2**20)
-        return KeptUploads(terms, refused or {})
+        return KeptUploads(terms)
 
     @own_modes()
     def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:

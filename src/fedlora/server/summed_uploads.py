@@ -90,6 +90,10 @@ class SummedUploads:
         if self._size > self._room:
             self._add_up()
 
+    def refuse(self, refusal: UploadRefused) -> None:
+        """As `Intake.refuse`."""
+        self._attendance.refuse(refusal)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the uploads that are held for the round; the sums come on top (`summed`)."""

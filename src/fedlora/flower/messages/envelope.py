@@ -16,7 +16,6 @@ from fedlora.flower.messages.salt import with_salt
 from fedlora.flower.terms.agreement import PROTOCOL
 
 TOLD = "told"  # of a message's config: why the site's last work did not count
-_WRAPPED = re.compile(r"<class '([\w.]{1,200})'>:<'(.*)'>", re.DOTALL)  # by flwr/supernode/runtime/run_clientapp.py
 _SHOWN = re.compile(r"\bfedlora/(\d{1,6})\b")
 
 
@@ -61,20 +60,6 @@ def opened(record: RecordDict, sender: str, reader: str) -> Envelope:
     return Envelope(str(said[0]), str(said[1]))
 
 
-def site_words(reason: str) -> str:
-    """A site's error as it is told at the server: without what Flower writes around it; where it names another
-    protocol, ours is named beside it.
-
-    Example:
-        >>> site_words("<class 'fedlora.flower.site.resident.TrainerFailed'>:<'Disagreement: other classes.'>")
-        'Disagreement: other classes.'
-    """
-    found = _WRAPPED.fullmatch(reason)
-    if found is not None:
-        reason = found[2] if found[1].endswith(".TrainerFailed") else f"{found[1].rpartition('.')[2]}: {found[2]}"
-    return with_versions(reason)
-
-
 def with_versions(reason: str) -> str:
     """An error that names another protocol, with ours beside it."""
     found = {f"fedlora/{number}" for number in _SHOWN.findall(reason)} - {PROTOCOL}
@@ -97,4 +82,4 @@ def _who(theirs: object, at: str = "it") -> str:
     return f": {at} has the older fedlora; upgrade it there" if older else f": {at} has the newer fedlora; upgrade here"
 
 
-__all__ = ["PROTOCOL", "TOLD", "Envelope", "RecordError", "enclose", "opened", "site_words", "with_versions"]
+__all__ = ["PROTOCOL", "TOLD", "Envelope", "RecordError", "enclose", "opened", "with_versions"]

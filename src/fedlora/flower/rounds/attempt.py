@@ -1,6 +1,8 @@
 """One attempt at a round: the questions, what is made of each answer as it comes, and what comes of all of them.
 
-Nothing here sends, waits or writes. What comes of a round does not depend on the order in which answers come.
+The round's intake is open from the first question on. It checks each upload once, as it comes; the attempt names the
+fates. Nothing here sends, waits or writes. What comes of a round does not depend on the order in which answers come
+(where `Server.memory` is too small for all uploads: up to rounding).
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from fedlora.core.echo import shown
 from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import round_loss
-from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
+from fedlora.errors import ConfigError, HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
 from fedlora.flower.messages.codecs import Codec, Reply
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.messages.records import RecordError
@@ -28,7 +30,6 @@ from fedlora.flower.rounds.events import Fate, Fated
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.norms import far_ones, update_norm
 from fedlora.flower.terms.policy import Policy, shares_lost
-from fedlora.server.closing import held_to_share
 from fedlora.server.intake import Intake
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState, Tally
@@ -51,11 +52,22 @@ class Closed:
     loss: float
 
 
+@dataclass(frozen=True)
+class _Trained:
+    """What is known of an upload that the intake has. examples: as claimed. count: as it counts. memory: what the
+    server knows of the client from now on, if the round counts."""
+
+    examples: float
+    count: float
+    loss: float | None
+    memory: ClientMemory
+
+
 class Attempt:
     """One attempt. Mutable, used up by `close`.
 
     number: of the round, from 1. attempt: from 1. online: name -> node id. group: of its messages. intake: of the
-    round, where it is open already. told: client -> what became of its last work, where that did not count.
+    round; None: it is opened here. told: client -> what became of its last work, where that did not count.
     """
 
     def __init__(
@@ -75,13 +87,13 @@ class Attempt:
         self.server, self.policy, self.codec, self.memory, self.drawn = server, policy, codec, memory, drawn
         self.number, self.attempt, self.deadline = memory.state.round + 1, attempt, deadline
         self.group = f"{memory.run}-{self.number}-{attempt - 1}"
-        self._online, self._intake, self._told = online, intake, told
+        self._online, self._told = online, told
         self._sent: dict[str, Download] = {}
-        self._taken: dict[str, Reply] = {}
+        self._taken: dict[str, _Trained] = {}
         self._fates: dict[str, Fated] = {}
         self._refusals = dict(memory.refusals)
-        self._terms = server.terms(memory.state.server)
         self.private = server.privacy is not None
+        self._intake = intake or capped(server, policy).open(memory.state.server)
 
     def questions(self) -> Iterator[Question]:
         """A message for each one who is asked, at its own rank, made when it is drawn."""
@@ -114,20 +126,30 @@ class Attempt:
     def take(self, answer: Answer) -> Fated:
         """What becomes of one who was asked: at once, and for good unless the aggregation has another word.
 
-        Never raises: a reply is a stranger's.
+        Whatever a reply holds, it raises nothing.
         """
         name, came = answer.client, {"seconds": round(answer.seconds, 3), "bytes": answer.bytes or None}
         if answer.message is None:
             fate = answer.fate or "failed"
             if fate == "refused":
-                self._count_refusal(name)
+                return self._refuse(name, answer.why, **came)
             return self._settle(name, fate, answer.why, **came)
-        found = self._judged(name, answer.message)
-        if isinstance(found, str):
-            self._count_refusal(name)
-            return self._settle(name, "refused", found, **came)
-        self._taken[name] = found
+        try:
+            found = self._read(name, answer.message)
+        except RecordError as error:
+            return self._refuse(name, shown(error, 500), **came)
         upload = found.upload
+        count = upload.num_examples
+        if math.isfinite(count):  # else it is for the intake to refuse, and no cap may mend it
+            count = min(count, self.policy.max_examples)
+        try:
+            self._intake.add(replace(upload, num_examples=count))
+        except UploadRefused as refusal:
+            self._count_refusal(name)
+            return self._settle(name, "refused", shown(refusal.reason, 500), **came)
+        before = self.memory.state.clients.get(name, ClientMemory())
+        after = ClientMemory(None, 0, found.held, before.ranks if found.ranks is None else found.ranks)
+        self._taken[name] = _Trained(float(upload.num_examples), float(count), found.loss, after)
         return self._settle(
             name,
             "trained",
@@ -166,19 +188,13 @@ class Attempt:
         Raises:
             QuorumNotMet: too few usable uploads, or some that do not fit together. The state is unchanged.
         """
-        state, opened = self.memory.state, self._intake or self._opened()
+        state = self.memory.state
         taken = {name: self._taken[name] for name in self.policy.clients if name in self._taken}  # not as they came
-        claimed = {name: float(reply.upload.num_examples) for name, reply in taken.items()}
-        counts = {name: min(n, self.policy.max_examples) for name, n in claimed.items()}
-        if self.server.memory is not None:  # it counts each as it comes
-            counts = held_to_share(counts, self.policy.share)
-        for name, count in counts.items():
-            try:
-                opened.add(replace(taken[name].upload, num_examples=count))
-            except UploadRefused as refusal:
-                self._overturn(name, refusal.reason)
+        claimed = {name: reply.examples for name, reply in taken.items()}
+        for name, why in self._in_quarantine().items():
+            self._intake.refuse(UploadRefused(name, why))
         try:
-            after = opened.close()
+            after = self._intake.close()
         except RankMismatch as error:  # some upload's rank, which only the method can see
             raise QuorumNotMet(f"round {self.number} cannot be aggregated: {error}") from error
         tally = after.tally or Tally({})
@@ -189,9 +205,7 @@ class Attempt:
         for name in self._sent:
             before = memories.get(name, ClientMemory())
             if name in trained:
-                reply = taken[name]
-                ranks = before.ranks if reply.ranks is None else reply.ranks
-                memories[name] = ClientMemory(None, 0, reply.held, ranks)
+                memories[name] = taken[name].memory
                 self._refusals.pop(name, None)
             elif name in memories:
                 memories[name] = replace(before, held=None)  # what it holds now is not known
@@ -203,7 +217,7 @@ class Attempt:
             ReadOnly({name: known[name] for name in sorted(known)}),
         )  # fmt: skip
         losses = {name: reply.loss for name, reply in taken.items() if name in trained and reply.loss is not None}
-        loss = round_loss(losses, counts)
+        loss = round_loss(losses, {name: reply.count for name, reply in taken.items()})
         overturned = tuple(self._fates[name] for name in taken if name not in trained)
         by_examples = self.server.weighs_by == "examples"
         counted = {name: claimed[name] for name in trained if name in tally.weights}
@@ -213,40 +227,33 @@ class Attempt:
 
     # -------------------------------------------------------------------------------------------------------- inside
 
-    def _opened(self) -> Intake:
-        """The round, with the policy's share cap, and with those whose answers were refused before they were uploads,
-        now or so often that they are in quarantine, unless others were drawn for these: not who did not answer, and not
-        whom the method could not serve."""
+    def _in_quarantine(self) -> dict[str, str]:
+        """client -> why it counts as refused though nobody asked it, unless others were drawn in its place."""
         others = {name: fate for name, (fate, _) in self.drawn.not_asked.items()}
-        refused = {n: f.why for n, f in self._fates.items() if f.fate == "refused" and n in self._sent}
-        if "not drawn" not in others.values():
-            refused |= {name: "it is in quarantine" for name, fate in others.items() if fate == "quarantined"}
-        share = self.policy.share if self.server.memory is None and not self.private else 1.0
-        return replace(self.server, max_weight_share=share).open(self.memory.state.server, refused)
+        if "not drawn" in others.values():
+            return {}
+        return {name: "it is in quarantine" for name, fate in others.items() if fate == "quarantined"}
 
-    def _judged(self, name: str, message: Message) -> Reply | str:
-        """What a client sent, checked against the round's terms; or why that is not used."""
+    def _read(self, name: str, message: Message) -> Reply:
+        """What a client sent, as an upload; its values are the intake's to check. Raises `RecordError`."""
         try:
             reply = self.codec.reply(message.content, self._sent[name], self.memory.state.server, self.memory.run)
-            counts = self._terms.check(reply.upload)
-        except RecordError as error:
-            return shown(error, 500)
-        except UploadRefused as refusal:
-            return shown(refusal.reason, 500)
+        except RecordError:
+            raise
         except Exception as error:  # whatever else a forged record brings about is its sender's
             log.exception("the reply of %s cannot be read", name)
-            return f"its reply cannot be read: {type(error).__name__}"
-        if reply.loss is not None and not 0 <= reply.loss <= _MOST_LOSS:
-            if not counts:
-                return replace(reply, loss=None)
-            if reply.loss < 0 and math.isfinite(reply.loss):
-                return f"its loss is {reply.loss:.3g}, and none is below 0: it was not measured"
-            most = f", above {_MOST_LOSS:,.0f}" if math.isfinite(reply.loss) else ""
-            return (
-                f"its loss is {reply.loss:.3g}{most}; training that ends so has come apart (a smaller train.lr, or its "
-                f"data)"
-            )
-        return reply
+            raise RecordError(f"its reply cannot be read: {type(error).__name__}") from error
+        if reply.loss is None or 0 <= reply.loss <= _MOST_LOSS:
+            return reply
+        if not reply.upload.num_examples:
+            return replace(reply, loss=None)
+        if reply.loss < 0 and math.isfinite(reply.loss):
+            raise RecordError(f"its loss is {reply.loss:.3g}, and none is below 0: it was not measured")
+        most = f", above {_MOST_LOSS:,.0f}" if math.isfinite(reply.loss) else ""
+        raise RecordError(
+            f"its loss is {reply.loss:.3g}{most}; training that ends so has come apart (a smaller train.lr, or its "
+            f"data)"
+        )
 
     def _line(
         self,
@@ -272,6 +279,12 @@ class Attempt:
             **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
         }
 
+    def _refuse(self, name: str, why: str, **came: Any) -> Fated:
+        """No upload came of its answer; a robust rule counts it with the liars."""
+        self._intake.refuse(UploadRefused(name, why))
+        self._count_refusal(name)
+        return self._settle(name, "refused", why, **came)
+
     def _overturn(self, name: str, reason: str) -> None:
         before = self._fates.get(name)
         if before is not None and before.fate == "trained":
@@ -284,6 +297,24 @@ class Attempt:
 
     def _count_refusal(self, name: str) -> None:
         self._refusals[name] = self._refusals.get(name, 0) + 1
+
+
+def capped(server: Server, policy: Policy) -> Server:
+    """The server, with the policy's largest share. A private one has none: its clients are bounded by clipping.
+
+    Raises:
+        ConfigError: it cannot keep that.
+    """
+    if server.privacy is not None or (server.memory is not None and server.weighs_by == "uniform"):
+        return server
+    if server.memory is not None and policy.share < 1:
+        raise ConfigError(
+            f"server.memory = {server.memory:g} adds uploads up as they come, and the policy's max_weight_share = "
+            f"{policy.share:g} weighs them beside each other when all are in. Write max_weight_share = 1 into the "
+            f'policy (max_examples bounds what one client can claim), set server.weighting = "uniform", or leave '
+            f"server.memory out."
+        )
+    return replace(server, max_weight_share=policy.share)
 
 
 def reply_limit(client: Client, state: ServerState, policy: Policy) -> Limit:
@@ -299,4 +330,4 @@ def reply_limit(client: Client, state: ServerState, policy: Policy) -> Limit:
     return Limit(most, 64 + 4 * tensors + most // (_MB // 4), 2 * _MB + 2048 * tensors)
 
 
-__all__ = ["Attempt", "Closed", "reply_limit"]
+__all__ = ["Attempt", "Closed", "capped", "reply_limit"]

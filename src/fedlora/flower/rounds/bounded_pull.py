@@ -26,7 +26,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.rounds.arrivals import Arrival, Limit, too_large
 
 log = logging.getLogger(__name__)
-TESTED = "1.41."
+TESTED = ("1.41.", "1.42.")
 _TREE = 32 * 2**20  # bytes of the list of one message's objects
 _NO_LIMIT = Limit(2**62, 2**62, 2**62)
 
@@ -72,7 +72,7 @@ def require_tested() -> None:
     if not found.startswith(TESTED):
         raise ConfigError(
             f"flwr {found} is installed, and the bounded pull of replies (fedlora.flower.rounds.bounded_pull) was "
-            f"written for {TESTED}x: pip install 'flwr>=1.41,<1.42'."
+            f"written for {' and '.join(f'{one}x' for one in TESTED)}: pip install 'flwr>=1.41,<1.43'."
         )
 
 

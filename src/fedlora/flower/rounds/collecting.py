@@ -19,7 +19,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedlora.core.echo import quoted, shown
-from fedlora.flower.messages.envelope import site_words
+from fedlora.flower.messages.envelope import with_versions
 from fedlora.flower.rounds.arrivals import Arrival, Inbox, Limit, PlainInbox
 from fedlora.flower.rounds.bounded_pull import HttpInbox, is_http
 from fedlora.flower.rounds.events import Fate
@@ -143,7 +143,7 @@ def _answer(question: Question, arrival: Arrival, seconds: float, deadline: floa
     if message is None:
         return Answer(client, seconds, fate="refused", why=arrival.why, bytes=arrival.bytes)
     if message.has_error():  # before all else: the SuperLink's own errors have neither group nor node
-        code, reason = message.error.code, shown(site_words(message.error.reason or "it gave no reason"), 800)
+        code, reason = message.error.code, shown(with_versions(message.error.reason or "it gave no reason"), 800)
         if code == _OFFLINE:
             return Answer(client, seconds, fate="offline", why=f"{_UNAVAILABLE[code]}, since {seconds:.0f} s or less")
         if code in _UNAVAILABLE and seconds >= deadline - 2:

@@ -21,6 +21,7 @@ from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.attempt import capped
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.collecting import Clock
 from fedlora.flower.rounds.measured_where import check, choosing_of, due, sites_measure
@@ -129,6 +130,7 @@ def begun(folder: Path, *, measure: bool = True) -> Begun:
     plan: PrivacyPlan | None = None
     if settings.privacy is not None:
         server, plan = planned(settings, server, seed_adapter)
+    capped(server, policy)
     state = start(server, seed_adapter)
     check_readouts(settings, server, state)
     agreement = Agreement.read(home.agreement)

@@ -173,7 +173,7 @@ class PrivateFedLoRA(FedLoRA):
     def _tell_lost(self, number: int, trial: Attempt) -> None:
         """Of those who sent nothing that could be looked at. Whom the round itself refuses it notes itself."""
         for name, fated in trial.fates.items():
-            if fated.fate != "trained":
+            if fated.fate not in ("trained", "refused"):  # the intake noted these
                 self._privacy.note(number, name, f"{fated.fate}: {fated.why}")
         for name in sorted(set(self._terms.named()) - set(self.policy.clients)):
             self._privacy.note(number, name, "removed: policy.toml does not name it")

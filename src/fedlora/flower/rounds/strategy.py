@@ -34,7 +34,7 @@ from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.messages.records import to_array
 from fedlora.flower.rounds.arrivals import Limit
-from fedlora.flower.rounds.attempt import Attempt, Closed
+from fedlora.flower.rounds.attempt import Attempt, Closed, capped
 from fedlora.flower.rounds.collecting import (
     Awaiting,
     Clock,
@@ -321,6 +321,7 @@ class FedLoRA(Strategy):
         for name, rank in policy.clients.items():
             ranks_of(Client(name, rank if isinstance(rank, int) else dict(rank)), state)
         self._codec.require(self.server, state, policy)
+        capped(self.server, policy)
         if self.server.rule is not None:
             names = list(policy.clients)
             ranks = [

@@ -11,11 +11,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import children
@@ -26,7 +25,7 @@ from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving import database
 from fedlora.flower.serving.serve_lock import serving
 from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
-from fedlora.flower.serving.superlink import NodeFacts, RunFacts, SuperLinkError
+from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
 from fedlora.flower.serving.telling import Say, Seen, Telling
 from fedlora.flower.terms.privacy import promise
@@ -38,24 +37,6 @@ class Stopped(FedLoRAError):
 
 class Lost(FedLoRAError, RuntimeError):
     """A process that the rounds need has ended, or does not answer. Started again it goes on."""
-
-
-class Link(Protocol):
-    """What is needed of `SuperLink`."""
-
-    address: str
-    log: Path
-
-    def start(self, *, give_up: Callable[[], bool]) -> None: ...
-    def stop(self) -> None: ...
-    def left(self) -> list[int]: ...
-    def ended(self) -> int | None: ...
-    def nodes(self) -> list[NodeFacts]: ...
-    def runs(self) -> list[RunFacts]: ...
-    def look(self, run: int) -> RunFacts: ...
-    def keep_keys(self, keys: Mapping[str, Path]) -> list[str]: ...
-    def run(self) -> int: ...
-    def stop_run(self, run: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -86,7 +67,7 @@ class Supervisor:
     def __init__(
         self,
         home: Path,
-        link: Link,
+        link: SuperLink,
         say: Say,
         *,
         stop: threading.Event | None = None,
@@ -310,4 +291,4 @@ class Supervisor:
             raise Stopped
 
 
-__all__ = ["Link", "Lost", "Pace", "Stopped", "Supervisor"]
+__all__ = ["Lost", "Pace", "Stopped", "Supervisor"]

@@ -207,9 +207,6 @@ def _private(there: FederationFolder) -> list[Row]:
 
 def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
     port = int(connection(there).rpartition(":")[2])
-    if port != network.superlink_port:
-        said = f"{port} in flwr/config.toml, {network.superlink_port} in {there.settings.name}"
-        return [("SuperLink's port", f"{said}: fedlora flower renew {there.path}", False)]
     here = doors.own_addresses()
     open_ = [a for a in doors.listening(port) if not doors.is_loopback(a)]
     open_ += [a for a in here if a not in open_ and doors.answers(a, port)]

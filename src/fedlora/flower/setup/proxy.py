@@ -21,7 +21,7 @@ FLEET = (
     "activate-node", "confirm-message-received", "deactivate-node", "get-fab", "get-run", "pull-messages",
     "pull-object", "push-messages", "push-object", "register-node", "send-node-heartbeat", "unregister-node",
 )  # fmt: skip
-"""What a SuperNode of flwr 1.41 calls. All are POST to /v1/fleet/."""
+"""What a SuperNode of flwr 1.41 and 1.42 calls. All are POST to /v1/fleet/."""
 
 BODY_LIMIT = 16 * 2**20
 """Bytes of one object. Flower cuts arrays into chunks of 5 MiB; an app is at most 10 MiB."""

@@ -22,7 +22,7 @@ from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
 from fedlora.flower.site.unreached import Found, Server, diagnosed
 
-EARLIEST, LATEST = -5.0, 305.0  # seconds by which a message may be older than the SuperLink's clock (flwr 1.41)
+EARLIEST, LATEST = -5.0, 305.0  # seconds by which a message may be older than the SuperLink's clock (flwr 1.41, 1.42)
 NOTICED = 10.0  # seconds of difference between two clocks that are told, though they do no harm
 
 

@@ -8,7 +8,6 @@ id = "fed-4f21c0"       made once; sites keep their state by it
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -347,16 +346,6 @@ class FederationSettings(Section):
                 "evaluate": seen,
             },
         )
-
-    def fixed(self) -> dict[str, Any]:
-        """Key -> value of what must not change once a round is played."""
-        return {
-            key: value for key, value in _flat(self).items() if _is_fixed(key) and (key, value) != ("privacy", None)
-        }
-
-    def fixed_digest(self) -> str:
-        """SHA-256, first 16 hex digits, of what must not change once a round is played."""
-        return hashlib.sha256(json.dumps(self.fixed(), sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
