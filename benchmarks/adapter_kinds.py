@@ -26,12 +26,13 @@ from support.peft_kinds import KINDS, REFUSED, judged, refusal
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "adapter-kinds.md"
 HEAD = """# Kinds of adapters
 
-Made by `python benchmarks/adapter_kinds.py --write`. Every row is two adapters that peft makes, on a tiny base model in
-float64. Numbers are relative errors against peft's own dense models, rounded up to a power of ten: *copied* is read by
-fedlora, written, and loaded by peft; *merged* is `fedlora merge --weights 0.7,0.3`, loaded by peft; *merged again* is
-that result merged with the first adapter. Each row is a test: `tests/adapters/test_kinds.py`. Files in 16 and 32 bit
-have the rounding of their type; everything else is as exact as float64, but for a factor whose numbers are a millionth
-(`small numbers`). A row that *fails* is a known defect, named in that test.
+Made by `python benchmarks/adapter_kinds.py --write`. Look here to see whether fedlora reads your kind of adapter, and
+how exactly. Each row has two adapters that peft made, on a tiny base model in float64, and is a test:
+`tests/adapters/test_kinds.py`. Numbers are relative errors against peft's own dense models, rounded up to a power of
+ten: *copied* means that fedlora read and wrote the adapter and peft loaded it; *merged* is
+`fedlora merge --weights 0.7,0.3`, loaded by peft; *merged again* is that result merged with the first adapter. Files in
+16 and 32 bit have the rounding of their type; everything else is as exact as float64, except a factor whose numbers are
+a millionth (`small numbers`). A row that *fails* is a known defect, named in that test.
 
 ## What is read
 
@@ -41,7 +42,7 @@ have the rounding of their type; everything else is as exact as float64, but for
 REFUSALS = """
 ## What is refused
 
-In one line, which names what is in the second column.
+fedlora refuses these in one line that names what is in the second column.
 
 | adapters | what the refusal names |
 |---|---|

@@ -43,8 +43,8 @@ def check_uploads(
     fresh = {one.client: one.start for one in said if one.start is not None and one.start.startswith("fresh")}
     if len(set(fresh.values())) > 1:
         notes.append(
-            f"the uploads were begun from different fresh adapters ({_listed(fresh)}): heads that were fresh too are a "
-            f"mean of unrelated ones. Train round 1 with the same --start-seed at every site"
+            f"the uploads began from different fresh adapters ({_listed(fresh)}): if their heads were fresh too, the "
+            f"mean mixes unrelated heads. Train round 1 with the same --start-seed at every site"
         )
     templates = {one.client: one.template for one in said if one.template is not None}
     if len(set(templates.values())) > 1:
@@ -96,8 +96,8 @@ def read_uploads(
     if (len(set(bases.values())) > 1 and not same_weights(files)) or any(found != digests[0] for found in digests):
         raise AdapterFormatError(
             f"the adapters are of different base models, so their updates do not add up: {quoted(bases, 1_000)}. Names "
-            f"do not matter where every {FILE} has digests of the base model's weights, and all are equal"
-            f"{'; these have digests that differ' if any(found != digests[0] for found in digests) else ''}."
+            f"do not matter if every {FILE} has digests of the base model's weights, and all are equal"
+            f"{'; these have different digests' if any(found != digests[0] for found in digests) else ''}."
         )
     twice = repeated(upload.client.id for upload in uploads)
     if twice:
@@ -139,11 +139,11 @@ def _of_bases(said: Sequence[Facts], same_base: bool) -> list[str]:
             raise AdapterFormatError(
                 f"{both} were trained on different base models: the SHA-256 of {quoted(name, 80)} is "
                 f"{quoted(first[name][:12])}... in one {FILE} and {quoted(mine[name][:12])}... in the other, so their "
-                f"updates do not add up. --same-base merges them where the weights are the same all the same."
+                f"updates do not add up. If the weights are the same nevertheless, --same-base merges them."
             )
         if weights or not any(name.endswith(_WEIGHTS) for name in first.keys() & mine.keys()):
-            why = "digests differ" if weights else "weights lie in files of other names, so their digests say nothing"
-            notes.append(f"the base models of {both} are taken for one: their {why}")
+            why = "digests differ" if weights else "weights are in files of other names"
+            notes.append(f"the base models of {both} are assumed to be the same: their {why}")
         elif differ:
             notes.append(f"the base models of {both} have the same weights, and other {', '.join(differ)}")
     return notes

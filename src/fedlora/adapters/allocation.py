@@ -51,9 +51,7 @@ def check_work(modules: Iterable[Sequence[Pair]], limits: Limits) -> None:
     """Raises `AdapterFormatError` where the sums of all modules are more work than `limits.work`."""
     work = sum(map(work_to_merge, modules))
     hours = work / 10**10 / 3600
-    limits.check(
-        "work", work, f"the ranks of these adapters ask for {work:,} operations, some {hours:.2g} h on two cores"
-    )
+    limits.check("work", work, f"the ranks of these adapters need {work:,} operations, some {hours:.2g} h on two cores")
 
 
 def check(needed: int, what: str, limits: Limits) -> None:
@@ -61,5 +59,5 @@ def check(needed: int, what: str, limits: Limits) -> None:
     if needed > limits.memory:
         raise AdapterFormatError(
             f"{what} would take {needed:,} bytes of memory, more than the {limits.memory:,} allowed (by default half "
-            f"of this machine's); --limit memory={needed} would take it."
+            f"of this machine's); --limit memory={needed} would allow it."
         )

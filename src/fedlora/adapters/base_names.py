@@ -87,11 +87,11 @@ def check_same_base(bases: Iterable[Base], *, declared: bool = False, digests: b
         if not (declared or digests or is_same_base(a, b)):
             raise AdapterFormatError(
                 f"the adapters are of different base models, so they do not add up: {a} and {b}. "
-                f"If both mean one model with the same weights, --same-base (same_base=True) says so."
+                f"If both are the same model with the same weights, say so by --same-base (same_base=True)."
             )
         if a.name != b.name:
             why = ": the SHA-256 of their weights are equal" if digests else " (--same-base)" if declared else ""
-            notes.append(f"{a} and {b} are taken as one base model{why}")
+            notes.append(f"{a} and {b} are treated as one base model{why}")
     return notes
 
 

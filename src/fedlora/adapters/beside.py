@@ -33,7 +33,7 @@ HeadRule = Literal["average", "holders", "first", "drop"]
 Held = list[tuple[AdapterFile, float]]
 _KINDS = ("added", "head", "bias", "tokens", "base")  # the first of those that adapters call a tensor counts
 _WAYS: Mapping[HeadRule, str] = {
-    "holders": "--heads holders averages over those that trained it",
+    "holders": "--heads holders averages over the adapters that trained it",
     "first": "--heads first takes what the first adapter trained whole",
     "drop": "--heads drop leaves out all that was trained whole",
 }
@@ -160,12 +160,12 @@ def _obstacle(given: Collection, found: Mapping[str, tuple[str, Held]], rule: He
                 trained = next(other for other in whole if other.kind(path) == kind)
                 return (
                     f"{file.directory} has an update of {quoted(name)}, which {trained.directory} trained whole. "
-                    f"What that changed is not known without the base model, so no adapter says the sum of the two."
+                    f"Without the base model nobody knows what that changed, so no adapter can hold the sum of the two."
                 )
         lacks = next((file for file in given.files if file not in whole), None)
         if rule == "average" and kind != "base" and lacks is not None:
             return (
-                f"{lacks.directory} has no {quoted(path)}, which others trained whole, and what it is in the base "
+                f"{lacks.directory} has no {quoted(path)}, which others trained whole, and its value in the base "
                 f"model is not known here."
             )
     return None
@@ -195,15 +195,16 @@ def _mean(path: str, held: Held, wide: torch.dtype, *, signed: bool) -> Tensor:
     total = math.fsum(weights)
     if signed and abs(total - 1) > 1e-9:
         raise AdapterFormatError(
-            f"{quoted(path)} was trained in full and is no update, so weights that add up to {total:g} have no meaning "
+            f"{quoted(path)} was trained in full and is not an update, so weights that add up to {total:g} have no "
+            f"meaning "
             f"for it: --heads first takes the first adapter's, drop leaves it out."
         )
     if all(torch.equal(t, tensors[0]) for t in tensors[1:]):
         return tensors[0]
     if not all(t.is_floating_point() for t in tensors):
-        raise AdapterFormatError(f"{quoted(path)} holds whole numbers that differ, so there is no mean; see --heads.")
+        raise AdapterFormatError(f"{quoted(path)} holds integers that differ, so there is no mean; see --heads.")
     if not total:
-        raise ConfigError(f"{quoted(path)} is held only by adapters of weight 0.")
+        raise ConfigError(f"{quoted(path)} is only in adapters of weight 0.")
     return weighted_mean([_widened(t, wide) for t in tensors], [w / total for w in weights])
 
 

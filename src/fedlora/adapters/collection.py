@@ -105,9 +105,9 @@ class Collection:
                 one, other = self.files[0], waiting[0]
                 raise AdapterFormatError(
                     f"{one.directory} and {other.directory} have no module in common: the first has "
-                    f"{_some(one.modules)}, the other {_some(other.modules)}. They are of different models, or train "
-                    f"different layers of one; then say what a module that one lacks counts as: --missing zero or "
-                    f"--missing renormalise."
+                    f"{_some(one.modules)}, the other {_some(other.modules)}. They belong to different models, or "
+                    f"train different layers of one model. In the second case say how to count a module that an "
+                    f"adapter lacks: --missing zero or --missing renormalise."
                 )
             waiting = [file for file in waiting if file not in near]
             joined.update(*(file.ranks for file in near))
@@ -141,7 +141,7 @@ class Collection:
         held = [(file, w) for file, w in zip(self.files, self.weights, strict=True) if module in file.ranks]
         total = math.fsum(w for _, w in held) if missing == "renormalise" else 1.0
         if not total:
-            raise ConfigError(f"module {quoted(module)} is held only by adapters of weight 0.")
+            raise ConfigError(f"module {quoted(module)} is only in adapters of weight 0.")
         return [(file, w / total) for file, w in held]
 
     def effective(self, held: Iterable[tuple[AdapterFile, float]]) -> tuple[float, ...]:

@@ -56,7 +56,7 @@ _FILES_ONLY: Mapping[str, str] = {
     "lora_bias": "it adds a bias to the update; train with lora_bias=False",
     "target_parameters": "LoRA on bare parameters is not trained here; target modules instead",
     "trainable_token_indices": "token embeddings would be trained beside the update",
-    "layer_replication": "the base model is another one than its name says; merge it first",
+    "layer_replication": "the base model differs from the one that its name says; merge it first",
 }
 # Initialisations that only choose where A and B start. Others (PiSSA, OLoRA, ...) change the base weights too.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -83,7 +83,7 @@ def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = Fals
         if config.get(field):
             raise refuse(field, why)
     if config.get("bias", "none") not in (("none",) if in_model else ("none", "all", "lora_only")):
-        raise refuse("bias", "trained biases are no part of B @ A; train with bias='none'")
+        raise refuse("bias", "trained biases are not part of B @ A; train with bias='none'")
     init = config.get("init_lora_weights", True)
     if not isinstance(init, bool | str | None) or init not in _PLAIN_INITS:
         raise refuse(
@@ -247,7 +247,7 @@ def _check_ranks(config: Mapping[str, Any], refuse: Refuse, ada: bool) -> None:
     if max(alphas) > LARGEST_SCALE * max(ranks) or min(alphas) < _SMALLEST_SCALE * min(ranks):
         raise refuse(
             "lora_alpha" if max(alphas) == config["lora_alpha"] else "alpha_pattern",
-            f"alpha / r is {_SMALLEST_SCALE:g} to {LARGEST_SCALE:,.0f} here; real adapters have 0.1 to 100",
+            f"alpha / r must be {_SMALLEST_SCALE:g} to {LARGEST_SCALE:,.0f} here; real adapters have 0.1 to 100",
         )
 
 
@@ -255,7 +255,7 @@ def _check_together(config: Mapping[str, Any], refuse: Refuse, in_model: bool) -
     """What peft refuses to load (`__post_init__` of LoraConfig, EvaConfig, AdaLoraConfig; ParamWrapper)."""
     for field in ("lora_dropout",) if in_model else ("lora_dropout", "lora_bias", "fan_in_fan_out"):
         if config.get("target_parameters") and config.get(field):
-            raise refuse(field, "peft takes none beside target_parameters")
+            raise refuse(field, "peft allows none beside target_parameters")
     if in_model:
         return
     for field in _SWITCHED_ON:
@@ -263,16 +263,18 @@ def _check_together(config: Mapping[str, Any], refuse: Refuse, in_model: bool) -
             raise refuse(field, "peft switches it on, whatever is in it")
     init = config.get("init_lora_weights", True)
     if config.get("lora_bias") and not isinstance(init, bool):
-        raise refuse("lora_bias", f"peft takes it with init_lora_weights true or false only, not {quoted(init)}")
+        raise refuse("lora_bias", f"peft allows it with init_lora_weights true or false only, not {quoted(init)}")
     eva = config.get("eva_config") or {}
     if not _number(eva.get("rho", 2.0), 1) or not _number(eva.get("tau", 0.99), 0, 1):
-        raise refuse("eva_config", "peft takes a rho from 1 and a tau from 0 to 1")
+        raise refuse("eva_config", "peft allows a rho from 1 and a tau from 0 to 1")
     tokens = config.get("trainable_token_indices")
     if tokens is not None:
         saved = set(config.get("modules_to_save") or ())
         twice = saved & set(tokens if isinstance(tokens, Mapping) else ("embed_tokens",))
         if twice:
-            raise refuse("trainable_token_indices", f"modules_to_save names {quoted(min(twice))} too: peft takes one")
+            raise refuse(
+                "trainable_token_indices", f"modules_to_save names {quoted(min(twice))} too: peft allows only one"
+            )
     if is_adalora(config):
         total = config.get("total_step")
         if not _whole(total) or not total:
@@ -280,7 +282,7 @@ def _check_together(config: Mapping[str, Any], refuse: Refuse, in_model: bool) -
         if config.get("tinit", 0) >= total - config.get("tfinal", 0):
             raise refuse("total_step", "tinit and tfinal leave no step between them, and peft refuses that")
         if config.get("lora_bias"):
-            raise refuse("lora_bias", "AdaLoRA has none: peft would leave the biases out")
+            raise refuse("lora_bias", "AdaLoRA has no biases: peft would leave them out")
 
 
 def _check_unknown(config: Mapping[str, Any], unknown: Collection[str], refuse: Refuse, where: str) -> None:
@@ -288,7 +290,7 @@ def _check_unknown(config: Mapping[str, Any], unknown: Collection[str], refuse: 
         if config[field]:
             raise refuse(
                 field,
-                "the field is unknown (a newer peft?) and may change the update; --allow-unknown takes it as harmless",
+                "the field is unknown (a newer peft?) and may change the update; --allow-unknown treats it as harmless",
             )
     if unknown:
         first = ", ".join(f"{quoted(field, 80)} = {quoted(config[field], 80)}" for field in list(unknown)[:3])

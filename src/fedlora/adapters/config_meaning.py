@@ -113,7 +113,7 @@ def adalora_ranks(config: Mapping[str, Any], names: Collection[str]) -> dict[str
         bare = key.replace(".default", "")
         name = ".".join(bare.split(".")[: -2 if "default" in bare else -1])
         if name not in found:
-            raise AdapterFormatError(f"rank_pattern has {quoted(key)}, and the file no factors of {quoted(name)}.")
+            raise AdapterFormatError(f"rank_pattern has {quoted(key)}, and the file has no factors of {quoted(name)}.")
         if len(mask) != start:
             raise AdapterFormatError(
                 f"rank_pattern has {len(mask)} values for {quoted(key)}, and the rank began with init_r = {start}."
@@ -215,15 +215,15 @@ def check_left_to_base(config: Mapping[str, Any], kinds: Mapping[str, str], *, w
     if said == "null":
         raise left_out(
             first,
-            "target_modules is null, so that the type of the base model decides, and there is none here to ask (apply "
+            "target_modules is null, so the type of the base model decides, and there is no base model here (apply "
             "and validate --base have one)",
             "may",
         )
     why = "ensure_weight_tying" if said is None else f"target_modules = {said}"
     return (
         f"with {why}, the base model decides whether peft loads {quoted(first, 120)}"
-        f"{f' and {len(kinds) - 1:,} other modules' if len(kinds) > 1 else ''}; all are taken here. "
-        f"fedlora validate --base asks a base model.",
+        f"{f' and {len(kinds) - 1:,} other modules' if len(kinds) > 1 else ''}; fedlora keeps all here. fedlora "
+        f"validate --base checks with a base model.",
     )
 
 
@@ -299,20 +299,20 @@ def parameter_names(module: str, rows: Sequence[int], short: Sequence[str], said
         in_full = f"{module.rpartition('.')[2]}.{short[0]}"
         raise AdapterFormatError(
             f"{quoted(module)}: target_parameters names {len(short)} parameters that may be its own "
-            f"({quoted(', '.join(short), 80)}), the file has pairs for {len(rows)}: which are meant it does not "
-            f"tell. Name them with their module, as {quoted(in_full, 80)}."
+            f"({quoted(', '.join(short), 80)}), the file has pairs for {len(rows)}: it does not tell which ones. "
+            f"Name them with their module, as {quoted(in_full, 80)}."
         )
     names = [f"{module}.{name}" for name in short]
     means = {name: (said.rank(name), said.scale(name, 1.0)) for name in names}
     fits = _alike(rows, means) or _any_order(rows, means)
     if not fits:
         raise AdapterFormatError(
-            f"{quoted(module)}: its factors have {list(rows)} rows, which fit no rank that the config gives."
+            f"{quoted(module)}: its factors have {list(rows)} rows, and no rank of the config fits."
         )
     if len(fits) > 1:
         raise AdapterFormatError(
             f"{quoted(module)}: rank_pattern or alpha_pattern gives its parameters {quoted(', '.join(short))} "
-            f"different scalings, and which of the nested factors is whose, the file does not tell. Train them with "
+            f"different scalings, and the file does not tell which nested factors belong to which. Train them with "
             f"one rank and one alpha."
         )
     return fits[0]

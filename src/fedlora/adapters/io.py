@@ -160,7 +160,7 @@ def _lora_layer(model: nn.Module, path: str) -> Any:
     try:
         return model.get_submodule(f"{PREFIX}{path}")
     except AttributeError as error:
-        raise AdapterFormatError(f"{path}: its base weight has moved, and the model has no such module.") from error
+        raise AdapterFormatError(f"{path}: its base weight has changed, and the model has no such module.") from error
 
 
 @own_modes()
@@ -169,13 +169,13 @@ def _moved(model: nn.Module, path: str, weight: nn.Parameter, change: LoRA, scal
     if not weight.is_floating_point():
         raise ConfigError(
             f"the base weight of {path!r} is quantised ({weight.dtype}), so no update can be added to it: fedex-lora "
-            f"and flora cannot run on it. Take another method, or a base of 16 bits."
+            f"and flora cannot run on it. Use another method, or a 16-bit base."
         )
     dense = scaling * change.map(lambda t: t.to(weight.device)).delta()
     dense = dense.T if _lora_layer(model, path).fan_in_fan_out else dense
     if dense.shape != weight.shape:
         raise AdapterFormatError(
-            f"{path}: the base weight has shape {tuple(weight.shape)}, what it moves by {tuple(dense.shape)}."
+            f"{path}: the base weight has shape {tuple(weight.shape)}, and its change has shape {tuple(dense.shape)}."
         )
     return nn.Parameter(weight.detach() + dense.to(weight.dtype), requires_grad=False)
 
@@ -210,7 +210,7 @@ def _pair(name: str, B: Tensor, A: Tensor) -> LoRA:
     try:
         return LoRA(B, A)
     except ShapeError as error:
-        raise AdapterFormatError(f"module {name!r} is no LoRA of a linear layer: {error}") from error
+        raise AdapterFormatError(f"module {name!r} is not a LoRA of a linear layer: {error}") from error
 
 
 def spec_of(config: Mapping[str, Any], scaling: float, layouts: Mapping[str, Layout] | None = None) -> AdapterSpec:

@@ -35,8 +35,8 @@ def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, w
     config = parsed.config
     if meaning.twice:
         raise AdapterFormatError(
-            f"target_modules means {quoted(meaning.twice[0])}, and target_parameters one of its parameters: peft takes "
-            f"one."
+            f"target_modules means {quoted(meaning.twice[0])}, and target_parameters one of its parameters: peft "
+            f"takes one of the two."
         )
     _check_targets(parsed, meaning)
     kinds = {name: meaning.layouts[path].kind for path, name in left_to_base(meaning).items()}
@@ -50,7 +50,7 @@ def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, w
         scale = meaning.scale(path)
         if not (scale <= LARGEST_SCALE and 1e-30 < scale / scaling < 1e30):
             raise AdapterFormatError(
-                f"module {quoted(path)} has alpha / r = {scale:.3g}, which is no scale that an adapter is trained with."
+                f"module {quoted(path)} has alpha / r = {scale:.3g}, and nobody trains an adapter with that scale."
             )
     _check_added(parsed)
     _check_saved(config, [path for path, (_, kind) in parsed.beside.items() if kind == "head"])
@@ -81,8 +81,9 @@ def _check_pair(parsed: Parsed, meaning: Meaning, path: str) -> None:
     layout, B, A = meaning.layouts[path], parsed.shape(path, "B"), parsed.shape(path, "A")
     if 0 in (*B[:1], *A[1:]) or (0 in (*B, *A) and layout.kind != "adalora"):  # AdaLoRA may prune a module away
         raise AdapterFormatError(
-            f"module {quoted(path)} is empty: B {B}, A {A}. So DeepSpeed's ZeRO-3 saves what it has not gathered: save "
-            f"under deepspeed.zero.GatheredParameters, or make weights of its checkpoint with zero_to_fp32.py."
+            f"module {quoted(path)} is empty: B {B}, A {A}. DeepSpeed's ZeRO-3 saves parameters like this if it has "
+            f"not gathered them: save under deepspeed.zero.GatheredParameters, or convert its checkpoint with "
+            f"zero_to_fp32.py."
         )
     r, says = layout.rank(B, A), meaning.ranks[path]
     if r is None or (layout.kind == "adalora" and parsed.shape(path, "E") != (r, 1)):
@@ -100,11 +101,11 @@ def _check_pair(parsed: Parsed, meaning: Meaning, path: str) -> None:
         raise AdapterFormatError(f"{quoted(path)} is an embedding, for which peft takes no lora_bias.")
     if layout.kind == "conv" and init in ("eva", "orthogonal"):
         raise AdapterFormatError(
-            f"{quoted(path)} is a convolution, which peft cannot begin with init_lora_weights = {init!r}."
+            f"{quoted(path)} is a convolution, and peft cannot initialise it with init_lora_weights = {init!r}."
         )
     if init == "orthogonal" and layout.kind in ("linear", "parameter") and r % 2:
         raise AdapterFormatError(
-            f"{quoted(path)} has rank {r}; peft takes even ranks only with init_lora_weights = 'orthogonal'."
+            f"{quoted(path)} has rank {r}; peft allows even ranks only with init_lora_weights = 'orthogonal'."
         )
 
 
@@ -131,8 +132,8 @@ def _check_saved(config: Mapping[str, Any], given: list[str]) -> None:
         around = saved_modules(path, names)
         if any(module.count(".") != around[0].count(".") + 2 for module in around[1:]):
             raise AdapterFormatError(
-                f"modules_to_save means {quoted(around[0])} and {quoted(around[1])} in it: peft loads no saved module "
-                f"within another. Name the outer one."
+                f"modules_to_save means {quoted(around[0])} and {quoted(around[1])} in it: peft loads no saved "
+                f"module within another. Name only the outer one."
             )
     some_classifier = any(name in CLASSIFIERS and name not in lacking for name in names)
     for name in lacking:
@@ -140,7 +141,7 @@ def _check_saved(config: Mapping[str, Any], given: list[str]) -> None:
             continue
         if ties_saved(config) and given and may_be_embedding(name):  # one copy is stored for all that are tied
             continue
-        raise AdapterFormatError(f"modules_to_save names {quoted(name)}, and the file has no tensor of it.")
+        raise AdapterFormatError(f"modules_to_save names {quoted(name)}, but the file has no tensor of it.")
 
 
 def _check_tokens(config: Mapping[str, Any], rows: Mapping[str, tuple[int, ...]]) -> None:
@@ -150,7 +151,7 @@ def _check_tokens(config: Mapping[str, Any], rows: Mapping[str, tuple[int, ...]]
         return
     if not isinstance(said, Mapping):
         if not rows:
-            raise AdapterFormatError("trainable_token_indices names tokens, and the file has no rows of them.")
+            raise AdapterFormatError("trainable_token_indices names tokens, but the file has no rows of them.")
         wanted = dict.fromkeys(rows, said)
     else:
         wanted = {path: said[name] for path in rows for name in said if path == name or path.endswith(f".{name}")}
@@ -164,7 +165,7 @@ def _check_tokens(config: Mapping[str, Any], rows: Mapping[str, tuple[int, ...]]
     for path, shape in rows.items():
         if path not in wanted:
             raise AdapterFormatError(
-                f"the file has rows of {quoted(path)}, which trainable_token_indices does not name."
+                f"the file has rows for {quoted(path)}, which trainable_token_indices does not name."
             )
         if len(shape) != 2 or shape[0] != len(wanted[path]):
             raise AdapterFormatError(
@@ -178,8 +179,8 @@ def check_size(key: str, size: float) -> None:
         raise AdapterFormatError(f"{quoted(key)} holds NaN or Inf.")
     if size > _LARGEST_NUMBER:
         raise AdapterFormatError(
-            f"{quoted(key)} holds a number of size {size:.3g}; up to {_LARGEST_NUMBER:g} are taken, so that what is "
-            f"computed of them stays finite."
+            f"{quoted(key)} holds a number of size {size:.3g}; up to {_LARGEST_NUMBER:g} are allowed, so that "
+            f"results stay finite."
         )
 
 
@@ -189,5 +190,5 @@ def check_update(path: str, rank: int, sizes: list[float], scale: float) -> None
     if not most <= _LARGEST_NUMBER:
         raise AdapterFormatError(
             f"the update of module {quoted(path)} may be as large as {most:.3g} by its factors; up to "
-            f"{_LARGEST_NUMBER:g} are taken, so that it stays finite."
+            f"{_LARGEST_NUMBER:g} are allowed, so that it stays finite."
         )

@@ -87,7 +87,7 @@ class Limits:
         what: the sentence up to "more than"."""
         most: int = getattr(self, name)
         if found > most:
-            raise AdapterFormatError(f"{what}, more than the {most:,} allowed; --limit {name}={found} would take it.")
+            raise AdapterFormatError(f"{what}, more than the {most:,} allowed; --limit {name}={found} would allow it.")
 
 
 def _whole(text: str, option: str) -> int:

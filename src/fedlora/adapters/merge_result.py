@@ -77,11 +77,11 @@ def write_result(
         _check_error(wanted, source, reports, extras, dtype)
         rank, size, more = _one_rank(wanted, rule, cuts, dtype)
         if size > limits.total:
-            raise ConfigError(f"the result would have {size:,.0f} bytes: a lower --rank is smaller.")
+            raise ConfigError(f"the result would have {size:,.0f} bytes: choose a lower --rank.")
         notes += more
         if total_rounding(reports) > _MUCH_ROUNDING:
             notes.append(f"{name_of(dtype)} is too narrow for these numbers: writing it moves the update by "
-                         f"{total_rounding(reports):.1%}; --dtype float32 does not")  # fmt: skip
+                         f"{total_rounding(reports):.1%}; --dtype float32 is wide enough")  # fmt: skip
         if not any(report.norm for report in reports):
             notes.append(_why_zero(given, missing))
         size += math.fsum(t.numel() * t.element_size() for t in extras.tensors.values())
@@ -157,8 +157,8 @@ def _check_error(
             parts.append(f"{cut:.2g} by the method and rank {wanted.rank}")
             ways.append("Another method, or a higher rank, may be nearer.")
         elif cut and wanted.rank == "exact":
-            parts.append(f"{cut:.2g} by terms that nearly cancel, of which float64 keeps no more")
-            ways.append("Look at the weights: what remains of these adapters is about the rounding of their sum.")
+            parts.append(f"{cut:.2g} by terms that nearly cancel, beyond what float64 can hold")
+            ways.append("Check the weights: the sum of these adapters is hardly larger than its rounding.")
         elif cut:
             parts.append(f"{cut:.2g} by the cut to rank {wanted.rank}")
             ways.append("A higher rank or --rank energy=0.99 cuts less; --rank exact cuts nothing.")
@@ -174,8 +174,8 @@ def _check_error(
             continue  # part of the update: its own size is the measure
         narrow = extras.tensors[path].dtype
         raise ConfigError(
-            f"writing {name_of(narrow)} moves {quoted(path, 80)} by {moved:.2g} of its size. It is a whole weight, and "
-            f"how much that is of what training changed is not known without the base model, so --max-error {most:g} "
+            f"writing {name_of(narrow)} moves {quoted(path, 80)} by {moved:.2g} of its size. It is a whole weight, "
+            f"and without the base model nobody knows how much training changed it, so --max-error {most:g} "
             f"cannot be kept: --dtype {_wider(narrow)} loses less, --heads drop leaves it out."
         )
 
@@ -194,7 +194,7 @@ def _one_rank(wanted: Result, rule: RankRule, cuts: Sequence[_Cut], dtype: torch
     notes = []
     if wanted.least > max(ranks):
         notes.append(
-            f"rank {wanted.least} is more than the update has ({max(ranks)}): the slots beyond are zero in both "
+            f"rank {wanted.least} is more than the update has ({max(ranks)}): the additional slots are zero in both "
             f"factors; they change nothing, and cannot train"
         )
     elif rule.kind == "rank" and rule.value > max(ranks):
@@ -210,9 +210,10 @@ def _one_rank(wanted: Result, rule: RankRule, cuts: Sequence[_Cut], dtype: torch
     if min(ranks) == largest or wanted.serve == "vllm" or wanted.least or small:
         return largest, one, notes
     notes.append(
-        f"modules keep ranks from {min(ranks)} to {max(ranks)}: right in peft and in readers of r and lora_alpha "
-        f"(vLLM), and wrong in those that divide lora_alpha by each tensor's rank (llama.cpp). `fedlora resize --rank "
-        f"{max(ranks)}` makes it one rank, right in all, at {one / each:.1f} times the size"
+        f"modules keep ranks from {min(ranks)} to {max(ranks)}: programs that read r and lora_alpha (peft, vLLM) get "
+        f"them right, those that divide lora_alpha by each tensor's rank (llama.cpp) get them wrong. `fedlora resize "
+        f"--rank "
+        f"{max(ranks)}` gives all one rank, which is right everywhere, at {one / each:.1f} times the size"
     )
     return 0, each, notes
 
@@ -241,14 +242,14 @@ def _of_first(wanted: Result, given: Collection, extras: Beside) -> list[str]:
     notes = []
     if wanted.heads == "first" and extras.left:
         notes.append(
-            f"--heads first: the first adapter has no {quoted(next(iter(extras.left)), 80)}, so what others trained "
-            f"there is left out ({len(extras.left)} tensors); --heads holders keeps it"
+            f"--heads first: the first adapter has no {quoted(next(iter(extras.left)), 80)}, so the result leaves "
+            f"out what others trained there ({len(extras.left)} tensors); --heads holders keeps it"
         )
     whole = [path for path in extras.tensors if not path.endswith(".lora_B.bias")]
     if wanted.heads == "first" and whole and given.sum:
         notes.append(
             f"--heads first under --sum: {len(whole)} tensors that were trained in full, such as "
-            f"{quoted(whole[0], 80)}, are the first adapter's whole, and no sum"
+            f"{quoted(whole[0], 80)}, are the first adapter's own, and no sum"
         )
     return notes
 
@@ -273,13 +274,14 @@ def _labels(wanted: Result, given: Collection, extras: Beside) -> tuple[tuple[st
     if other is not None and wanted.heads in ("average", "holders") and len(names) in rows:
         raise AdapterFormatError(
             f"{first} and {other} number their classes differently, {quoted(list(names))} and "
-            f"{quoted(list(said[other]))} in labels.json, so a mean of their heads would mix them. --heads first takes "
+            f"{quoted(list(said[other]))} in labels.json, so a mean of their heads would mix classes. --heads first "
+            f"takes "
             f"the first adapter's, --heads drop leaves them out."
         )
     if other is not None:
         return (), [f"{first} and {other} name their classes differently, so the result has no labels.json"]
     if len(names) not in rows:
-        return (), [f"{len(names)} label names, and no trained head has as many rows, so the result has no labels.json"]
+        return (), [f"{len(names)} label names, but no trained head has as many rows, so the result has no labels.json"]
     return names, []
 
 

@@ -77,7 +77,7 @@ def merge(
     """
     wanted = Result(rank, heads, dtype, serve, max_error, dry_run)
     if sum and missing == "renormalise":
-        raise ConfigError("--sum takes weights as they are, and --missing renormalise divides them: leave out one.")
+        raise ConfigError("--sum uses weights as they are, but --missing renormalise rescales them: leave out one.")
     if isinstance(adapters, str | os.PathLike):
         raise ConfigError("adapters are a list of directories; for one alone write [directory].")
     place = Place(Path(out), MERGE_FOLDER, MERGE, force, adapters)
@@ -164,7 +164,7 @@ def collected(
     if idle:
         more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
         names = ", ".join(quoted(name, 80) for name in idle[:8])
-        said.append(f"of weight 0, so without part in the result: {names}{more}")
+        said.append(f"of weight 0, so not part of the result: {names}{more}")
     return given, said
 
 
@@ -198,7 +198,7 @@ def examples_of(files: Sequence[AdapterFile]) -> list[float]:
     lacking = [str(one.directory) for one in facts if not one.there]
     if lacking:
         raise AdapterFormatError(
-            f"{lacking[0]} has no {FILE}, so how many examples it counts is not known ({len(lacking)} of {len(files)} "
+            f"{lacking[0]} has no {FILE}, so its number of examples is unknown ({len(lacking)} of {len(files)} "
             f"have none): give --weights instead."
         )
     return [one.examples for one in facts]

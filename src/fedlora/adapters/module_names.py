@@ -92,6 +92,6 @@ def check_names(pairs: Collection[str], parameters: Parameters) -> None:
         nested = [min(paths) + _BASE_LAYER * k for k in range(len(paths))]
         if len(paths) > 1 and (not parameters.of(module) or sorted(paths) != nested):
             raise AdapterFormatError(
-                f"module {module!r} has several pairs of factors, at {paths[0]!r} and {paths[1]!r}, which only the "
-                f"parameters of one module have, each in the next one's base_layer."
+                f"module {module!r} has several pairs of factors, at {paths[0]!r} and {paths[1]!r}, but only the "
+                f"parameters of one module may have several, each in the base_layer of the next."
             )

@@ -88,8 +88,8 @@ def parse(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Parsed:
         kind = extra_kind(path, config)
         if kind is None:
             raise AdapterFormatError(
-                f"key {quoted(key)} is neither a LoRA factor nor anything that its config says is saved "
-                f"(modules_to_save = {quoted(config.get('modules_to_save') or [])}, bias = "
+                f"key {quoted(key)} is neither a LoRA factor nor a tensor that its config saves (modules_to_save = "
+                f"{quoted(config.get('modules_to_save') or [])}, bias = "
                 f"{quoted(config.get('bias', 'none'))}, lora_bias = {bool(config.get('lora_bias'))})."
             )
         if kind == "idle":
@@ -150,8 +150,8 @@ def _path(key: str) -> str:
     path = key.removeprefix(PREFIX)
     if path.startswith(PREFIX):
         raise AdapterFormatError(
-            f"key {quoted(key)} has the prefix twice, as of a model that peft wrapped twice: peft would load none of "
-            f"it. Save the inner model, or take one prefix off every key."
+            f"key {quoted(key)} has the prefix twice, so peft probably wrapped the model twice: peft would load none "
+            f"of it. Save the inner model, or remove one prefix from every key."
         )
     return path
 
@@ -171,7 +171,7 @@ def _layout(parsed: Parsed, path: str, parameter: str | None, said: Resolved) ->
     pair = parsed.pairs[path]
     ends = {key.removeprefix(f"{PREFIX}{path}.lora_").replace(factor, "", 1) for factor, key in pair.items()}
     if len(ends) > 1 or (is_adalora(parsed.config) != (ends == {""})):
-        raise AdapterFormatError(f"the factors of module {quoted(path)} are not of one kind of layer.")
+        raise AdapterFormatError(f"the factors of module {quoted(path)} belong to different kinds of layers.")
     if ends == {"embedding_"}:
         return Layout("embedding")
     if ends == {""}:

@@ -81,7 +81,7 @@ class _Clock:
         if time.thread_time() > self.until:
             raise AdapterFormatError(
                 f"{self.field}: matching its patterns with the file's names takes more than {self.seconds:g} s "
-                f"(--limit pattern_seconds). Name the modules in full, and few of them by patterns."
+                f"(--limit pattern_seconds). Name the modules in full, and use few patterns."
             )
 
 
@@ -250,15 +250,17 @@ class _Screen:
             self._odd()
 
     def _odd(self) -> None:
-        raise _Refused(f"has {self._text[self._at : self._at + 8]!r} at letter {self._at + 1}, which is not taken here")
+        raise _Refused(
+            f"has {self._text[self._at : self._at + 8]!r} at letter {self._at + 1}, which fedlora does not accept"
+        )
 
     def _charge(self, ways: Ways, times: int = 1) -> None:
         self._parts += 1
         self._steps += times * ways[0] * comb(self._longest + ways[1], ways[1])
         if self._steps > _MOST_STEPS or self._parts > _MOST_PARTS:
             raise _Refused(
-                f"could take more than {_MOST_STEPS:,} steps with a name of {self._longest} letters, by its repeats "
-                f"and choices"
+                f"could need more than {_MOST_STEPS:,} steps with a name of {self._longest} letters, because of its "
+                f"repeats and choices"
             )
 
     def _alternatives(self, before: Ways) -> Ways:
@@ -307,7 +309,7 @@ class _Screen:
             raise _Refused("repeats a group without end")
         if opened[0] in ("(?=", "(?!"):  # tried once at each place, whatever ways there are through it
             if (least, most) != (1, 1):
-                raise _Refused("repeats a look at what follows")
+                raise _Refused("repeats a lookahead")
             ways = before
         total = before if least == 0 else (0, 0)
         for turn in range(1, most + 1):

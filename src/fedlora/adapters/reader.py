@@ -302,6 +302,6 @@ def _contrary(weights: StrangersFile, parsed: Parsed) -> Iterator[str]:
         first = key.replace(".modules_to_save.", ".", 1)
         if first != key and first in parsed.tensors and not same_bytes(weights, parsed.tensors[first], second):
             yield (
-                f"{quoted(key, 120)} is another tensor than {quoted(first, 120)}, which peft reads: the former is left "
-                f"out."
+                f"{quoted(key, 120)} is another tensor than {quoted(first, 120)}, and peft reads only the latter: "
+                f"the former is left out."
             )

@@ -123,15 +123,15 @@ def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: t
     pairs = [lora.factors for lora in loras]
     shapes = sorted({(len(B), A.shape[1]) for B, A in pairs})
     if len(shapes) > 1:
-        raise ShapeError(f"module {quoted(name)}: the updates are of different matrices, {shapes}.")
+        raise ShapeError(f"module {quoted(name)}: the updates belong to different matrices, {shapes}.")
     dtype = dtype or reduce(torch.promote_types, [t.dtype for pair in pairs for t in pair], torch.float32)
     Bs, As = [B for B, _ in pairs], [A for _, A in pairs]
     try:
         found = product(Bs, As, weights, tolerance=rank_tolerance(dtype), dtype=dtype)
     except OverflowError as error:
         raise AdapterFormatError(
-            f"module {quoted(name)}: the sum of its updates is larger than numbers can be ({error}). Such weights come "
-            f"from no training: a damaged file, or a scaling mistaken."
+            f"module {quoted(name)}: the sum of its updates is larger than numbers can be ({error}). Training does "
+            f"not produce such weights: a file is damaged, or a scaling is wrong."
         ) from error
     return Combined(name, sum(lora.rank for lora in loras), found)
 

@@ -147,7 +147,7 @@ def _object(raw: bytes, limits: Limits, otherwise: str) -> dict[str, Any]:
         found = parse_json(raw, depth=limits.depth, values=limits.values)
     except TooMuchJson as error:
         raise AdapterFormatError(
-            f"{otherwise}: {error}; --limit {error.limit}{f'={error.found}' if error.found else ''} would take it."
+            f"{otherwise}: {error}; --limit {error.limit}{f'={error.found}' if error.found else ''} would allow it."
         ) from error
     except ValueError as error:
         raise AdapterFormatError(f"{otherwise}: {error}.") from error
@@ -163,7 +163,8 @@ def raw_header(file: StrangersFile, limits: Limits) -> tuple[dict[str, Any], int
     length = struct.unpack("<Q", file.read(0, 8))[0] if size >= 8 else 0
     if length < 2 or 8 + length > size:
         raise AdapterFormatError(
-            f"{path} is damaged or no safetensors file: its header would have {length:,} bytes, the file has {size:,}."
+            f"{path} is damaged or not a safetensors file: its header would have {length:,} bytes, the file has "
+            f"{size:,}."
         )
     limits.check("header", length, f"{path} has a header of {length:,} bytes")
     return _object(bytes(file.read(8, length)), limits, f"{path} is damaged: its header is not JSON"), 8 + length
@@ -179,7 +180,7 @@ def header_of(file: StrangersFile, limits: Limits) -> Mapping[str, Stored]:
     header, data = raw_header(file, limits)
     notes = header.pop("__metadata__", None)
     if notes is not None and not (isinstance(notes, dict) and all(isinstance(text, str) for text in notes.values())):
-        raise AdapterFormatError(f"{path} is damaged: the __metadata__ of its header is no table of texts.")
+        raise AdapterFormatError(f"{path} is damaged: the __metadata__ of its header is not a table of strings.")
     limits.check("tensors", len(header), f"{path} names {len(header):,} tensors")
     found = {name: _entry(path, name, entry, limits, data) for name, entry in header.items()}
     spans = sorted([(0, 0), *((s.begin - data, s.begin + s.size - data) for s in found.values())])
@@ -189,7 +190,7 @@ def header_of(file: StrangersFile, limits: Limits) -> Mapping[str, Stored]:
             raise AdapterFormatError(f"{path} is damaged: two of its tensors {what} at byte {begin:,} of the data.")
     if spans[-1][1] != size - data:
         raise AdapterFormatError(
-            f"{path} is damaged: its header tells of {spans[-1][1]:,} bytes of data, and {size - data:,} are there."
+            f"{path} is damaged: its header tells of {spans[-1][1]:,} bytes of data, but {size - data:,} are there."
         )
     return found
 
@@ -199,7 +200,7 @@ def type_name(dtype: torch.dtype) -> str:
     for name, known in _TYPES.items():
         if known == dtype:
             return name
-    raise AdapterFormatError(f"tensors of type {dtype} are not written; adapters hold {', '.join(_TYPES)}.")
+    raise AdapterFormatError(f"fedlora does not write tensors of type {dtype}; adapters hold {', '.join(_TYPES)}.")
 
 
 def tensor_of(file: StrangersFile, stored: Stored) -> Tensor:
@@ -306,7 +307,8 @@ def _entry(path: Path, name: str, entry: Any, limits: Limits, data: int) -> Stor
 
     if len(name) > limits.name or not _NAME.fullmatch(name):
         raise refuse(
-            "has a name that no module has: words of ASCII with single dots between, no spaces and no slashes, up to "
+            "has a name that no module has: names are ASCII words with single dots between, without spaces or "
+            "slashes, up to "
             f"{limits.name} letters (--limit name)"
         )
     try:
@@ -334,7 +336,9 @@ def _real(path: Path) -> Path:
         if stat.S_ISLNK(facts.st_mode):
             real, home = path.resolve(strict=True), path.parent.resolve()
             if home not in real.parents and real.parent != _blobs(home):
-                raise AdapterFormatError(f"{path} is a link to another place; an adapter's files lie in its directory.")
+                raise AdapterFormatError(
+                    f"{path} is a link to another place; an adapter's files must be in its directory."
+                )
             facts = real.lstat()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise AdapterFormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error

@@ -46,13 +46,16 @@ def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str
             whole = False
     if refused:
         what = "; ".join(f"{what}, such as {quoted(name)}" for what, name in refused.items())
-        less = " --heads drop leaves that out, and the result is then another model." if whole else ""
+        less = " --heads drop leaves that out, but the result is then another model." if whole else ""
         raise ConfigError(f"vLLM does not take {what}.{less} To serve the whole: {way}")
     notes = []
     if any(kind == "head" for _, kind in beside):
-        notes.append("vLLM takes saved score and classifier modules since August 2026; older ones need --heads drop")
+        notes.append("vLLM accepts saved score and classifier modules since August 2026; older ones need --heads drop")
     if any(kind == "base" for _, kind in beside):
-        notes.append("vLLM ignores the copies of base weights beside an embedding or lm_head: right if they are equal")
+        notes.append(
+            "vLLM ignores the copies of base weights beside an embedding or lm_head: this is right only if "
+            "they are equal"
+        )
     return notes
 
 
@@ -61,7 +64,8 @@ def vllm_rank(largest: int) -> int:
     rank = next((r for r in VLLM_RANKS if r >= largest), None)
     if rank is None:
         raise ConfigError(
-            f"vLLM takes ranks up to {VLLM_RANKS[-1]}, and this would have {largest}: give --rank {VLLM_RANKS[-1]} or "
+            f"vLLM accepts ranks up to {VLLM_RANKS[-1]}, but this adapter would have {largest}: give --rank "
+            f"{VLLM_RANKS[-1]} or "
             f"less."
         )
     return rank

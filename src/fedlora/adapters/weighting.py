@@ -31,17 +31,17 @@ def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: boo
         raise ConfigError(f"weights are finite numbers; got {list(given)}.")
     if not sum and any(w < 0 for w in given):
         raise ConfigError(
-            f"weights are not negative in a mean; got {list(given)}. --sum (sum=True) takes them as they are."
+            f"weights of a mean cannot be negative; got {list(given)}. --sum (sum=True) uses them as they are."
         )
     sizes = [abs(w) for w in given if w]
     if not sizes:
-        raise ConfigError(f"weights are not all zero; got {list(given)}.")
+        raise ConfigError(f"weights that are not all zero are needed; got {list(given)}.")
     if max(sizes) > _LARGEST or min(sizes) < _SMALLEST:
         raise ConfigError(f"weights are from {_SMALLEST:g} to {_LARGEST:g} in size, or 0; got {list(given)}.")
     if min(sizes) < _SMALLEST * max(sizes):
         raise ConfigError(
-            f"weights are too far apart: {min(sizes):g} beside {max(sizes):g} would count as nothing. Leave that "
-            f"adapter out, or say 0."
+            f"the weights are too far apart: {min(sizes):g} beside {max(sizes):g} would count for nothing. Leave "
+            f"that adapter out, or give it weight 0."
         )
     total = 1.0 if sum else math.fsum(given)
     return tuple(w / total for w in given)

@@ -138,7 +138,9 @@ class AdapterWriter:
     def add(self, module: str, lora: LoRA) -> None:
         """One module's pair."""
         if lora.rank == 0:
-            raise AdapterFormatError(f"module {module!r} has rank 0, which PEFT cannot hold; pad it with `pad_rank`.")
+            raise AdapterFormatError(
+                f"module {module!r} has rank 0, which PEFT cannot represent; pad it with `pad_rank`."
+            )
         self._modules.append(module)
         path = self._spec.path_of(module)
         layout = self._spec.layouts.get(path, Layout())
@@ -279,8 +281,8 @@ class AdapterWriter:
         for path, name in names.items():
             if self._ranks[path] != self._ranks.get(name, self._ranks[path]):
                 raise AdapterFormatError(
-                    f"{path!r} has rank {self._ranks[path]} and {name!r} has {self._ranks[name]}, but peft gives both "
-                    f"one rank: choose a rank for all modules."
+                    f"{path!r} has rank {self._ranks[path]} and {name!r} has {self._ranks[name]}, but peft gives "
+                    f"both the same rank: choose one rank for all modules."
                 )
         alone = every_one_alone(list(dict.fromkeys(names.values())))
         return {path: self._owner(path) or (name if alone else f"^{re.escape(name)}") for path, name in names.items()}

@@ -62,7 +62,7 @@ def saved_modules_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[s
     saved = sorted({found[0] if found else path.rpartition(".")[0] for path, found in outer.items()})
     odd = next((name for name in saved if not is_name(name)), None)
     if odd is not None:
-        raise AdapterFormatError(f"the saved module {quoted(odd)} has a name that peft would take for a pattern.")
+        raise AdapterFormatError(f"the saved module {quoted(odd)} has a name that peft would read as a pattern.")
     return {"modules_to_save": saved}
 
 

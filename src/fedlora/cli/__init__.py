@@ -28,8 +28,8 @@ COMMANDS = {
 _INTERRUPTED = 130
 # Command -> what to do after Ctrl-C. Others store nothing before they end, or say it themselves.
 AFTER_INTERRUPT = {
-    **dict.fromkeys(("run", "demo", "compare"), "rounds that were finished, if any, are stored: go on with --resume"),
-    "experiment run": "runs and rounds that were finished, if any, are stored: the same command goes on",
+    **dict.fromkeys(("run", "demo", "compare"), "finished rounds are stored: go on with --resume"),
+    "experiment run": "finished runs and rounds are stored: the same command goes on",
 }
 # What to do about an error of the system that no command foresaw.
 _WAYS_OUT = {
@@ -82,7 +82,7 @@ def main() -> None:
     except MemoryError:
         sys.exit(
             _complain(
-                "this machine has not enough memory for that. End other programs, or give it less at once: fewer "
+                "this machine has too little memory for that. End other programs, or give it less work at once: fewer "
                 "workers, a smaller batch, a smaller model."
             )
         )

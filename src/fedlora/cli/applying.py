@@ -127,8 +127,8 @@ def _base_files(base: str) -> BaseFiles:
     if place.is_file():
         original = f" Fetch the original, {HUB_NAMES[base]}, from the hub." if base in HUB_NAMES else ""
         raise ConfigError(
-            f"the base model {quoted(base)} is one file, {place.name}, and an update goes into a directory of "
-            f"safetensors weights.{original}"
+            f"the base model {quoted(base)} is one file, {place.name}, but apply needs a directory of safetensors "
+            f"weights.{original}"
         )
     if not place.exists():
         raise ConfigError(
@@ -169,8 +169,8 @@ def _costs(cost: Cost) -> list[str]:
     keeps = "; --dtype float32 keeps it" if cost.loss > _NOTICEABLE else ""
     if cost.vanished:
         return [
-            f"rounding loses all of the update in {len(cost.vanished)} tensors (such as {shown(cost.vanished[0])}): it "
-            f"is smaller than the steps of their type{keeps}"
+            f"rounding loses all of the update in {len(cost.vanished)} tensors (such as {shown(cost.vanished[0])}): "
+            f"it is smaller than the precision of their type{keeps}"
         ]
     if cost.loss > _NOTICEABLE:
         return [f"rounding loses {cost.loss:.1%} of the update, and {cost.most:.1%} of {shown(cost.where)}{keeps}"]

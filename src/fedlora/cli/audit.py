@@ -79,7 +79,8 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
             if inside and not folder.exists():  # a comparison's: METHOD/seed-K
                 raise ConfigError(f"{from_run} is of a comparison; name one of its {len(inside)} runs, as {inside[0]}.")
             raise ConfigError(
-                f"{from_run} holds no uploads; run it with --set run.keep_uploads=last, which stores the last round's."
+                f"{from_run} holds no uploads; run it with --set run.keep_uploads=last to store those of the last "
+                f"round."
             )
     uploads, _ = read_uploads(adapters, limits=limits)
     comparable([AdapterFile(path, limits=limits) for path in adapters])
@@ -102,8 +103,8 @@ def _tell_round(run: RunFolder) -> None:
         notes.print(f"uploads of round {found.round} of {run.path}")
         return
     notes.print(
-        f"NOT THE LAST ROUND: these uploads are of round {found.round}, and {run.path} has played {played}; later ones "
-        f"were not kept. What is said here is of round {found.round}.",
+        f"NOT THE LAST ROUND: these uploads are of round {found.round}, and {run.path} has played {played}; later "
+        f"ones were not kept. All figures here are of round {found.round}.",
         style="bold red",
     )
 
@@ -136,11 +137,13 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
             f"their mean itself by {stored:.1e}"
         )
     if any(a.zero_mean for a in found):
-        console.print("the mean of these adapters is zero: there is no share of it to be off by", style="yellow")
+        console.print("the mean of these adapters is zero, so no relative error is defined", style="yellow")
     for audit in found:
         if audit.refused is not None:
             console.print(f"{audit.method} not run: {audit.refused}", style="yellow")
-    console.print("relative, in the Frobenius norm over all modules; what moves depends on meaningless coordinates")
+    console.print(
+        "relative, in the Frobenius norm over all modules; a result that moves depends on arbitrary coordinates"
+    )
 
 
 def _size(x: float) -> str | Text:

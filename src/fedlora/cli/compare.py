@@ -29,13 +29,13 @@ def compare(
         str | None, typer.Option(metavar="KEY=VALUES", help="search for each method first, as train.lr=1e-3,3e-3,1e-2")
     ] = None,
     tune_seeds: Annotated[
-        str | None, typer.Option(help="seeds of the search, none of the compared (default: 1000)")
+        str | None, typer.Option(help="seeds of the search, none of those that are compared (default: 1000)")
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="what the others are compared with (default: the first)")
+        str | None, typer.Option(help="the method to compare the others with (default: the first)")
     ] = None,
     metric: Annotated[
-        str | None, typer.Option(help="what is compared (default: 'test, best', at the best validation round)")
+        str | None, typer.Option(help="the score to compare (default: 'test, best', at the best validation round)")
     ] = None,
     set: Sets = None,
     out: Annotated[Path | None, typer.Option(help="folder of the runs (default: runs/<config name>-compare)")] = None,

@@ -57,7 +57,7 @@ class Failure:
         which = f"seed{'s' if len(self.seeds) > 1 else ''} {', '.join(map(str, self.seeds))}"
         if self.dropped is not None and self.by_machine:
             return (
-                f"{self.label}: the search waits for {self.dropped}, which the machine could not run on {which}: "
+                f"{self.label}: the search waits for {self.dropped}, which this machine failed to run on {which}: "
                 f"{self.why.rstrip('.')}. Mend that, and --resume goes on."
             )
         if self.dropped is not None:
@@ -93,7 +93,7 @@ def compare_all(
     kept.check_place(labels)
     if not resume and next(kept.folders(), None) is not None:
         raise typer.Exit(
-            complain(f"{kept.work} already holds a run; add --resume to go on with it, or choose another --out.")
+            complain(f"{kept.work} already holds a run; add --resume to continue it, or choose another --out.")
         )
     if resume:
         done = kept.finished()
@@ -150,7 +150,7 @@ def _no_contradiction(
             raise ConfigError(f"--tune and --set {tune.key}=... both say what {tune.key} is; give one.")
     if "method" in said and base.method.name not in labels:
         raise ConfigError(
-            f"--set method.... is of the config's method, {base.method.name}, which is none of --methods "
+            f"--set method.... is of the config's method, {base.method.name}, which is not among --methods "
             f"{', '.join(labels)}; write settings behind a name, as 'svd energy=0.9'."
         )
 

@@ -99,11 +99,11 @@ def _told(each: Sequence[float | None]) -> list[float]:
 
 
 _VERDICTS = {
-    "higher": "Higher: the score is above the reference's; the 95 % interval leaves out zero.",
-    "lower": "Lower: the score is below the reference's; the 95 % interval leaves out zero.",
+    "higher": "Higher: the score is above the reference's; the 95 % interval excludes zero.",
+    "lower": "Lower: the score is below the reference's; the 95 % interval excludes zero.",
     "undecided": (
-        "Undecided: the 95 % interval (Student's t over the paired differences) holds zero; these seeds do not tell "
-        "the two methods apart."
+        "Undecided: the 95 % interval (Student's t over the paired differences) contains zero; these seeds cannot "
+        "tell the two methods apart."
     ),
     "equal": "Equal: the same score on every seed, so there is no interval.",
     "no spread": "No spread: the same difference on every seed, so there is no interval.",
@@ -113,7 +113,7 @@ _VERDICTS = {
 def remarks(grid: Grid, cells: Sequence[CellScore], differences: Sequence[Difference]) -> list[str]:
     """What a reader of the tables has to know."""
     attacks = attacks_of([result.settings.model_dump() for _, result in grid.used])
-    said = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks]
+    said = [f"UNDER ATTACK, on purpose: {what}. Do not use these results." for what in attacks]
     if len(_seeds(grid)) == 1:
         said.append("One seed: no interval and no verdict. Add --seeds 0:8.")
     elif grid.experiment.reference not in grid.experiment.axes[AXIS]:
@@ -123,17 +123,17 @@ def remarks(grid: Grid, cells: Sequence[CellScore], differences: Sequence[Differ
         said += [what for verdict, what in _VERDICTS.items() if verdict in {gap.verdict for gap in differences}]
         if k > 1:
             said.append(
-                f"Each interval is of one comparison. With {k} of them the chance that one or more leave out zero "
-                f"where there is no difference is up to {min(100, 5 * k)} %."
+                f"Each interval is of one comparison. With {k} of them the chance that at least one excludes zero "
+                f"without a real difference is up to {min(100, 5 * k)} %."
             )
     if len(_seeds(grid)) > 1 and _shared(_placings(cells)):
         said.append(
-            "Places: methods of the same score, to one in a million, share the better place, and it counts for each of "
-            "them; the next one is left empty. An order with a shared place is an order of its own."
+            "Places: methods of the same score, to one in a million, share the better place, which counts for each "
+            "of them; the next place stays empty. An order with a shared place counts as another order."
         )
     said += [*without_number(cells), *direction(grid.which(), cells)]
     if len({result.target for _, result in grid.used}) > 1:
-        said.append("Some rows measure the server's model and some the clients' own (target): do not compare these.")
+        said.append("Some rows measure the server's model, others the clients' own (target): do not compare these.")
     tune = grid.experiment.tune
     if tune is not None and len(set(tune.values)) > 1:
         seeds = ", ".join(map(str, tune.seeds))

@@ -17,7 +17,9 @@ from fedlora.cli.runs import WorkersHelp
 
 Name = Annotated[str, typer.Argument(help="an experiment")]
 Names = Annotated[list[str], typer.Argument(help="names of experiments/NAME.toml, or paths", show_default=False)]
-ProfileName = Annotated[str, typer.Option("--profile", help="of the experiment's file: mini, paper, or another it has")]
+ProfileName = Annotated[
+    str, typer.Option("--profile", help="a profile of the experiment's file: mini, paper or another")
+]
 Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
 Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
 Work = Annotated[Path, typer.Option("--work", help="where run folders, failures and unclean results go")]
@@ -25,7 +27,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tabl
 Claimed = Annotated[Path, typer.Option("--claims", help="the file of questions and claims")]
 EXPERIMENTS, RESULTS, WORK, CLAIMS = map(Path, ("experiments", "results", "runs/experiments", "docs/claims.toml"))
 
-app = typer.Typer(help="Grids of runs from experiments/*.toml, and what came of them.", no_args_is_help=True)
+app = typer.Typer(help="Grids of runs from experiments/*.toml, and their results.", no_args_is_help=True)
 
 
 @app.command()
@@ -35,11 +37,11 @@ def run(
     seeds: Annotated[str | None, typer.Option(help="only these seeds: 0:8 (eight of them), 0,3,5 or 7")] = None,
     workers: Annotated[str, WorkersHelp] = "1",
     data_root: Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="say what would be run, and run nothing")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="show what would run, and run nothing")] = False,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="examples a second that another machine trains, for --plan's hours")
+        float | None, typer.Option(min=0.001, help="examples a second of another machine, for --plan's hours")
     ] = None,
-    budget: Annotated[float | None, typer.Option(min=0.0, help="hours after which no further run is started")] = None,
+    budget: Annotated[float | None, typer.Option(min=0.0, help="hours after which no further run starts")] = None,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
     work: Work = WORK,
@@ -97,7 +99,7 @@ def table(
 @app.command()
 def plan(
     names: Names,
-    again: Annotated[bool, typer.Option("--again", help="write another plan; the old one is kept inside")] = False,
+    again: Annotated[bool, typer.Option("--again", help="write another plan, which keeps the old one inside")] = False,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
     work: Work = WORK,

@@ -57,9 +57,9 @@ def show_plan(
     for why, name in lacking.items():
         console.print(f"{name}: its data were not read: {why}", soft_wrap=True, markup=False)
     if lacking:
-        console.print("at most: without data each client counts as if it had a whole batch", soft_wrap=True)
-    said = "what finished runs of the same model and max_length took, with all they did, on whatever machine made them"
-    by = f"--rate, {rate:g} examples a second: of training alone, without scoring" if rate else said
+        console.print("at most: without data, each client counts with whole batches", soft_wrap=True)
+    said = "the time of finished runs of the same model and max_length, all included, on any machine"
+    by = f"--rate, {rate:g} examples a second: training only, without scoring" if rate else said
     console.print(f"hours of one process by {by}", soft_wrap=True)
 
 

@@ -38,7 +38,7 @@ def plan_seeds(project: Project, names: Sequence[str], *, again: bool) -> None:
         check_asked(claims, project.known(experiment))
         family = next(iter(claims.of(experiment.name).values()), None)
         if family is None:
-            raise ConfigError(f"no family asks the experiment {experiment.name}: there is nothing to plan.")
+            raise ConfigError(f"no family asks about the experiment {experiment.name}: there is nothing to plan.")
         project.tell_left_out([(experiment, family.pilot)])
         pilot = read_scores(Grid(experiment, family.pilot, project.done, project.given_up))
         grid = Grid(experiment, family.profile, project.done, project.given_up)
@@ -49,15 +49,15 @@ def plan_seeds(project: Project, names: Sequence[str], *, again: bool) -> None:
 
 def _claims(project: Project) -> Claims:
     if project.asked is None:
-        raise ConfigError(f"{project.claims} is not there, which says what is asked: name the file by --claims.")
+        raise ConfigError(f"{project.claims} does not exist; it must state the questions. Name the file by --claims.")
     return project.asked
 
 
 def _show_plan(asked: Claims, experiment: Experiment, plan: SeedPlan, path: Path, name: str) -> None:
     """Seeds, what they can show, rates; what is too few; and the next command. name: as the experiment was typed."""
     if plan.results.there:
-        tell([f"{plan.results.there} of the {plan.results.of} planned runs are there already. Verdicts will say so: a "
-              f"plan that is written after its runs were seen plans nothing."])  # fmt: skip
+        tell([f"{plan.results.there} of the {plan.results.of} planned runs are there already. Verdicts will say so: "
+            f"a plan made after seeing its runs plans nothing."])  # fmt: skip
     families, seeds = asked.of(experiment.name), len(plan.seeds)
     sheet = Sheet(
         f"{experiment.name}: {seeds} seeds ({plan.seeds[0]} to {plan.seeds[-1]}), in {path}",
@@ -72,7 +72,7 @@ def _show_plan(asked: Claims, experiment: Experiment, plan: SeedPlan, path: Path
     cases = f"{asked.power:.0%}"
     power = Sheet(
         f"what {seeds} seeds can show, at the pilot's spread, if gaps are normal",
-        ["question", "spread", f"smallest gap shown in {cases}", "chance that equals are found equivalent"],
+        ["question", "spread", f"smallest gap shown in {cases}", "chance to find equal methods equivalent"],
         [
             [question, *(_in_unit(families[family], size) for size in (one.spread, one.gap)), per_cent(one.equal)]
             for family, each in can.items()
@@ -104,7 +104,7 @@ def show_answers(project: Project, names: Sequence[str], form: Format) -> None:
     for name in names:
         experiment = project.named(name)
         if not (families := claims.of(experiment.name)):
-            raise ConfigError(f"no family of {project.claims} asks the experiment {experiment.name}.")
+            raise ConfigError(f"no family of {project.claims} asks about the experiment {experiment.name}.")
         project.tell_left_out([(experiment, next(iter(families.values())).profile)])
         found += answers_of(project, claims, experiment)
         plan = read_plan(path_of(project.results, experiment.name))
@@ -138,8 +138,8 @@ def _notes(claims: Claims, found: Sequence[Answers]) -> list[str]:
     waiting = sorted({one.family.experiment for one in found if not one.complete})
     return [
         f"Of each family the chance that it says anything false is at most {claims.alpha:g} (Holm's step-down, "
-        f"Shaffer's count, over tests of difference and of equivalence), where gaps are nearly normal: with few seeds "
-        f"skewed or two-valued gaps make it several times that. Intervals are of one question each.",
+        f"Shaffer's count, over tests of difference and of equivalence), if gaps are nearly normal. With few seeds, "
+        f"skewed or two-valued gaps make it several times as large. Each interval is for one question.",
         *remarks(found),
-        *(f"{name}: no number before all planned seeds are there." for name in waiting),
+        *(f"{name}: no number until all planned seeds are there." for name in waiting),
     ]

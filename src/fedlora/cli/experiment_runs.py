@@ -32,7 +32,7 @@ def run_missing(
     only = None if seeds is None else parse_seeds(seeds, "--seeds")
     _check(project, loaded, profile, only)
     if rate is not None and not plan:
-        raise ConfigError("--rate is for --plan, which tells hours by it: give both, or leave it out.")
+        raise ConfigError("--plan computes hours from --rate: give both, or leave it out.")
     if plan:
         show_plan(loaded, profile, places, only, rate)
         return
@@ -54,7 +54,7 @@ def run_missing(
     gone_without = _gone_without(project, loaded, profile)
     project.tell_left_out([(experiment, profile) for experiment in loaded])
     if until is not None and time.monotonic() > until:
-        notes.print("the budget is used up; run again to go on", style="yellow")
+        notes.print("the budget is used up; run again to continue", style="yellow")
     failed = [outcome for outcome in failed if outcome.run.digest not in gone_without]
     for outcome in failed:
         notes.print(f"failed: {outcome.run.label}: {outcome.error}", style="red", markup=False, soft_wrap=True)

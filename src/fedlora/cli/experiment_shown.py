@@ -42,7 +42,7 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
     differences = paired(cells, grid.rows, experiment.reference) if experiment.reference else []
     used = {run.digest: result for run, result in grid.used}
     attacks = attacks_of([result.settings.model_dump() for result in used.values()])
-    loud = [f"UNDER ATTACK, on purpose: {what}. Nothing of these runs is for use." for what in attacks]
+    loud = [f"UNDER ATTACK, on purpose: {what}. Do not use these results." for what in attacks]
     if any(result.privacy for result in used.values()):
         loud.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
     remarks = dict.fromkeys(
@@ -61,7 +61,7 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
     show(Printed(sheets, lines, value, [*remarks], long_records(grid) if form is Format.long else []), form)
     project.tell_left_out([(experiment, profile)])
     if late := still_open(project.results, grid):
-        tell([f"A look before its time: {late}."])
+        tell([f"Too early to judge: {late}."])
 
 
 def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
@@ -79,7 +79,7 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
     ]
     if late := still_open(project.results, grid) or "".join(waiting[:1]):
         raise ConfigError(
-            f"{late}, and nothing of it is drawn before all of them are. Go on with: fedlora experiment run "
+            f"{late}, and nothing is drawn until all are. Continue with: fedlora experiment run "
             f"{experiment.name} --profile {profile}"
         )
 
@@ -93,7 +93,7 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
         figure = figure_of(grid, margins(decided))
         if figure is None:
             raise ConfigError(
-                f"experiment {experiment.name} has no result of profile {profile} to draw: it takes runs that were "
+                f"experiment {experiment.name} has no result of profile {profile} to draw: it needs runs that were "
                 f"evaluated after several rounds, or two seeds of the reference and of another label. Run more first."
             )
         return [*made, *save(figure, target.with_stem(f"{target.stem}-setups") if decided else target)]
@@ -126,7 +126,7 @@ def report_all(project: Project, out: Path, profile: str) -> None:
                 continue
             grid = Grid(experiment, name, project.done, project.given_up)
             if words := still_open(project.results, grid):
-                late.append(f"not shown: {words}, and nothing of it is shown before all of them are.")
+                late.append(f"not shown: {words}, and nothing is shown until all are.")
             else:
                 grids.append(_planned_seeds(project, grid))
     decided = None if claims is None else _decided(project, claims)

@@ -36,7 +36,7 @@ Out = Annotated[
 ]
 DType = Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64 (default: the adapters' own)")]
 MaxError = Annotated[float | None, typer.Option(help="refuse to write beyond this relative error")]
-For = Annotated[str | None, typer.Option("--for", help="vllm: one rank that it takes, or a refusal")]
+For = Annotated[str | None, typer.Option("--for", help="vllm: one rank that vLLM accepts, or a refusal")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="compute and report everything, write nothing")]
 _LISTED = 8  # names, of those with other weights
 
@@ -52,14 +52,15 @@ def merge(
     method: Annotated[str, typer.Option(help="svd, or a federated method, as 'glora rho=0.5'")] = "svd",
     rank: Annotated[str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)")] = "exact",
     missing: Annotated[
-        str | None, typer.Option(help="a module that one lacks: zero or renormalise (default: zero)")
+        str | None,
+        typer.Option(help="how to count a module that an adapter lacks: zero or renormalise (default: zero)"),
     ] = None,
     heads: Annotated[str, typer.Option(help="fully trained modules: average, holders, first or drop")] = "average",
     dtype: DType = None,
     max_error: MaxError = None,
     serve: For = None,
     same_base: Annotated[
-        bool, typer.Option("--same-base", help="the adapters' base models are one, whatever they are called")
+        bool, typer.Option("--same-base", help="the adapters' base models are the same, whatever their names")
     ] = False,
     state: Annotated[Path | None, typer.Option(help="folder that keeps the server's state between merges")] = None,
     readout: Annotated[
@@ -154,7 +155,7 @@ def _target(out: Path | None, dry_run: bool) -> Path:
     Raises `ConfigError`: no place, and something to write.
     """
     if out is None and not dry_run:
-        raise ConfigError("nothing says where to write: give -o DIRECTORY, or --dry-run to write nothing.")
+        raise ConfigError("no place to write is given: give -o DIRECTORY, or --dry-run to write nothing.")
     return out or Path(tempfile.gettempdir()) / f"fedlora-{uuid.uuid4().hex}"
 
 
@@ -171,7 +172,7 @@ def _method(text: str) -> tuple[Method[Any], str]:
 
     sections = parse_methods("svd energy=1.0" if text == "svd" else text)
     if len(sections) != 1:
-        raise ConfigError(f"--method is one method; got {text[:80]!r}.")
+        raise ConfigError(f"--method takes one method; got {text[:80]!r}.")
     label, section = next(iter(sections.items()))
     return section.build(), label
 
@@ -222,8 +223,8 @@ def _show(report: MergeReport, json: bool, of_mean: str | None) -> None:
         console.print(f"writing {report.dtype} adds {report.rounding:.2e}")
     if report.beside_rounding:
         console.print(
-            f"it moves tensors beside the pairs by up to {report.beside_rounding:.2e} of their own size; what that is "
-            f"of their change, only the base model tells"
+            f"it changes tensors beside the pairs by up to {report.beside_rounding:.2e} of their own size; only the "
+            f"base model tells how much of their change that is"
         )
     to = f" to {report.out}" if report.out else ""
     where = f"{report.out}: " if report.written else f"dry run, nothing was written{to}: "

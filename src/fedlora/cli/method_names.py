@@ -38,7 +38,7 @@ def parse_methods(text: str) -> dict[str, MethodSection]:
         if "=" in name:
             behind = f", as {f'{before} {label}'!r}" if before else ""
             raise ConfigError(
-                f"{label!r} names no method. A method is NAME [KEY=VALUE ...]: commas stand between methods, and "
+                f"{label!r} names no method. A method is NAME [KEY=VALUE ...]: put commas between methods, and "
                 f"spaces before a method's own settings{behind}."
             )
         sections[label] = parse_method(name, settings)
@@ -102,5 +102,5 @@ def _cut(text: str, at: str) -> list[str]:
         closed = character == closing
         closing = "" if closed else closing or _CLOSED_BY.get(character, "")
     if closing:
-        raise ConfigError(f"a closing {closing} is missing behind {pieces[-1].strip()!r}.")
+        raise ConfigError(f"a closing {closing} is missing after {pieces[-1].strip()!r}.")
     return pieces

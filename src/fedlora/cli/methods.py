@@ -79,8 +79,8 @@ def check(
             console.print(finding.why, style="red")
     if possible is not None and type(method) in METHODS.values():
         console.print(
-            "A built-in method claims nothing of itself: tests/test_contracts.py of the repository has its claims, and "
-            f"asks them. What was measured here is {possible}."
+            f"A built-in method states no claims itself: tests/test_contracts.py of the repository has its claims "
+            f"and tests them. Measured here: {possible}."
         )
     elif possible is not None:
         console.print(f"It could claim: CLAIMS = {possible}")
@@ -111,7 +111,7 @@ def ranks(
             shown = ", ".join(f"{n} of {kind}" for kind, n in counts.items())
             table.add_row(name, shown, f"{total:g}", f"{total * participation:g}")
         console.print(table)
-        console.print("sums are of attention modules, in the mean over rounds", style="dim")
+        console.print("sums over attention modules, mean over rounds", style="dim")
     if plot is not None:
         plotted(lambda: [import_plots().plot_ranks(chosen, plot)])
 

@@ -28,22 +28,26 @@ DataRoot = Annotated[
 # Of commands that read adapters.
 Adapters = Annotated[list[Path], typer.Argument(help="PEFT adapter directories", show_default=False)]
 AllowUnknown = Annotated[
-    list[str] | None, typer.Option(help="a config field to take as harmless (repeatable)", show_default=False)
+    list[str] | None, typer.Option(help="a config field to treat as harmless (repeatable)", show_default=False)
 ]
 Force = Annotated[
     bool,
-    typer.Option("--force", help="replace what an earlier call of this command left there, by the mark in its weights"),
+    typer.Option(
+        "--force", help="replace the result of an earlier call of this command, known by the mark in its weights"
+    ),
 ]
 MaxBytes = Annotated[
-    int | None, typer.Option(help="largest weights file: as --limit total=N (default: 64 GiB)", show_default=False)
+    int | None,
+    typer.Option(help="largest weights file (--limit total=N; default: 64 GiB)", show_default=False),
 ]
 MaxTensors = Annotated[
-    int | None, typer.Option(help="most tensors in one: as --limit tensors=N (default: 100,000)", show_default=False)
+    int | None,
+    typer.Option(help="most tensors in a file (--limit tensors=N; default: 100,000)", show_default=False),
 ]
 Limit = Annotated[
     list[str] | None,
     typer.Option(
-        help=f"NAME=VALUE, what files may claim and work may take (repeatable): "
+        help=f"NAME=VALUE, a limit on files and work (repeatable): "
         f"{', '.join(field.name for field in fields(Limits))}; such as total=80GiB",
         show_default=False,
     ),

@@ -29,13 +29,15 @@ _GOES_WITH: dict[str, tuple[str, ...]] = {  # parameter -> what it is of; "": of
 def privacy(
     context: typer.Context,
     file: Annotated[Path, typer.Argument(help="a ledger; with --plan, a run's TOML file", show_default=False)],
-    planned: Annotated[bool, typer.Option("--plan", help="what a run of this config would cost, and leave")] = False,
+    planned: Annotated[
+        bool, typer.Option("--plan", help="show what a run of this config would cost, and what signal it leaves")
+    ] = False,
     set: Sets = None,
     delta: Annotated[float | None, typer.Option(help="of a ledger: at this delta (default: its smallest)")] = None,
     budget: Annotated[
         float | None, typer.Option(help="epsilon that all runs may spend from now on, at --delta")
     ] = None,
-    charge: Annotated[bool, typer.Option("--charge", help="charge a training that was made elsewhere")] = False,
+    charge: Annotated[bool, typer.Option("--charge", help="charge a training that happened elsewhere")] = False,
     noise_multiplier: Annotated[float | None, typer.Option(help="z of that training")] = None,
     rounds: Annotated[int | None, typer.Option(help="releases of that training")] = None,
     sampling: Annotated[float | None, typer.Option(help="q of that training (default: 1, all clients)")] = None,
@@ -43,11 +45,11 @@ def privacy(
         bool,
         typer.Option(
             "--adopt",
-            help="go on with a ledger that was copied, moved or restored; the original may never be used again",
+            help="continue with a ledger that was copied, moved or restored; never use the original again",
         ),
     ] = False,
-    because: Annotated[str | None, typer.Option(help="why: it stays in the ledger, for all to read")] = None,
-    population: Annotated[str | None, typer.Option(help="begin the ledger of these clients, where none is")] = None,
+    because: Annotated[str | None, typer.Option(help="the reason: it stays in the ledger, for all to read")] = None,
+    population: Annotated[str | None, typer.Option(help="begin the ledger of these clients, if there is none")] = None,
     data_root: DataRoot = None,
     json: AsJson = False,
 ) -> None:
@@ -64,7 +66,7 @@ def privacy(
     asked = {"--plan": planned, "--budget": budget is not None, "--charge": charge, "--adopt": adopt}
     modes = [mode for mode, there in asked.items() if there]
     if len(modes) > 1:
-        raise ConfigError(f"{' and '.join(modes)} are {len(modes)} things: one at a time.")
+        raise ConfigError(f"{' and '.join(modes)} are {len(modes)} different actions: give one at a time.")
     mode = modes[0] if modes else ""
     without = {name: where for name, where in _GOES_WITH.items() if mode not in where}
     refuse_idle(context, {name: _elsewhere(name, where) for name, where in without.items()})
@@ -103,8 +105,8 @@ def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: boo
     check_affordable(prepared)  # exit code 2 and one line, where the run would be refused
     if weak := [name for name, part in found.parts.items() if part.signal <= part.lost]:
         notes.warn(
-            f"in {len(weak)} of {len(found.parts)} parts a change that all clients agree on, with the clip spread "
-            f"evenly, drowns in the noise even after all rounds: expect little more than noise there."
+            f"in {len(weak)} of {len(found.parts)} parts even a change that all clients agree on, with the clip "
+            f"spread evenly, drowns in the noise after all rounds: expect little more than noise there."
         )
 
 
@@ -127,7 +129,7 @@ def _show_plan(found: PrivacyPlan) -> None:
         )  # fmt: skip
     console.print(table)
     console.print(
-        "signal: where all clients agree and the clip is spread evenly over the parts; no data were looked at. noise: "
-        "its norm; strongest: its strongest direction. drowns below: what no number of clients who agree can show in "
-        "these rounds."
+        "signal: if all clients agree and the clip is spread evenly over the parts; no data were read. noise: "
+        "its norm; strongest: its strongest direction. drowns below: smaller signals stay hidden in these rounds, "
+        "however many clients agree."
     )

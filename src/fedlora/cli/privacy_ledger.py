@@ -44,9 +44,9 @@ def decide(
         z, rounds, sampling = charged
         if z is None or rounds is None:
             raise ConfigError(
-                "--charge needs --noise-multiplier and --rounds (and --sampling, where clients were drawn secretly): "
-                "what that training added to each sum, in units of what one client can do, and how many sums it "
-                "released. A training without noise has no finite epsilon: do not start from what it left."
+                "--charge needs --noise-multiplier and --rounds (and --sampling, if clients were drawn secretly): "
+                "the noise that the training added to each sum, in units of one client's largest change, and how "
+                "many sums it released. A training without noise has no finite epsilon: do not start from its result."
             )
         ledger.charge_earlier(Earlier(because, z, rounds, sampling))
     else:
@@ -91,6 +91,6 @@ def show_ledger(file: Path, delta: float | None, as_json: bool) -> None:
     console.print(
         f"{limit}population {found.population}: epsilon {epsilon_up(found.epsilon)} at delta {found.delta:g} in "
         f"{len(found.events)} releases; {epsilon_up(found.planned)} when all planned rounds are played. The chain is "
-        f"whole{as_far}; its newest line is {number}, {digest}: whoever keeps that can tell later whether lines were "
-        f"taken away."
+        f"whole{as_far}; its newest line is {number}, {digest}: whoever keeps that can detect later whether lines "
+        f"were removed."
     )

@@ -12,11 +12,14 @@ from fedlora.runs.private_run import of_people
 def where_to_look(place: object, *, drawn: bool = False) -> str:
     """Said of every private run, before it begins: whether a round went wrong may not decide what the screen says.
     drawn: who takes part is a secret draw."""
-    watched = " Clients are drawn secretly, and when a round ends tells who was: nobody else may watch this screen."
+    watched = (
+        " Clients are drawn secretly, and the time when a round ends reveals who was drawn: nobody else may watch "
+        "this screen."
+    )
     return (
-        f"private: no screen and no file that is handed out tells whether clients failed or were refused, and a round "
-        f"in which all of them did is released (as noise) and charged. The operator looks into {place}, after the "
-        f"first round above all; nobody else may see it.{watched * drawn}"
+        f"private: no screen and no file that is handed out says whether clients failed or were refused. If all of "
+        f"them do, the round is still released (as noise) and charged. The operator looks into {place}, above all "
+        f"after the first round; nobody else may see it.{watched * drawn}"
     )
 
 

@@ -31,7 +31,7 @@ def tell_attack(manifest: Mapping[str, Any]) -> None:
     """One loud line where clients of a run lie on purpose."""
     if attack := manifest.get("attack"):
         notes.print(
-            f"UNDER ATTACK, on purpose: {in_words(attack, len(manifest['clients']))}. Nothing of this run is for use.",
+            f"UNDER ATTACK, on purpose: {in_words(attack, len(manifest['clients']))}. Do not use its results.",
             style="bold red",
         )
 
@@ -49,8 +49,8 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
             if counts.get(other)
         )
         notes.warn(
-            f"of the {counts['examples']} examples of {name}, {where}, so its scores flatter. The files are taken as "
-            f"they are; take the copies out of one of them, or let fedlora split one file by shares."
+            f"of the {counts['examples']} examples of {name}, {where}, so its scores are too good. fedlora uses the "
+            f"files as they are; remove the copies from one of them, or let fedlora split one file by shares."
         )
     tell_cut(manifest["cut"], max_length, "data.max_length")
     for name, found in manifest["cut_held_out"].items():
@@ -59,7 +59,7 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
             what = "prompts to answer" if how == "asked" else "examples"
             notes.warn(
                 f"{part['cut']} of {part['examples']} {what} of {name} are longer than {room} and were cut by "
-                f"{part['tokens']} tokens; their scores are of what is left."
+                f"{part['tokens']} tokens; their scores are for the shortened texts."
             )
 
 
@@ -94,7 +94,9 @@ def show_run(folder: RunFolder) -> None:
     elif least := least_recalled(s["test"]["last"]):
         console.print(f"least recall on test, last: {least}")
     if s["gauge_drift"]:
-        console.print("gauge check: the same updates in random coordinates (condition 10); the model should not move")
+        console.print(
+            "gauge check: the same updates in random coordinates (condition 10); the model should stay the same"
+        )
     _show_samples(folder)
     made = [name for name in ("adapter", "best", "clients", "plots", "samples.md") if (folder.path / name).exists()]
     console.print(f"in {folder.path}: {', '.join(made)}, metrics.jsonl, manifest.json")
@@ -131,7 +133,7 @@ def _costs(s: Mapping[str, Any]) -> Rows:
 
 def _gauge(s: Mapping[str, Any]) -> Rows:
     if s["padded_error"] is not None:
-        of = "plain mean, which the rule does not make" if s.get("defence") else "true mean"
+        of = "plain mean, which this server does not compute" if s.get("defence") else "true mean"
         yield "zero-padded factor averaging would be off by", f"{s['padded_error']:.1%} of the {of}"
     as_sent = s.get("gauge_drift_as_sent") or {}
     for method, drift in (s["gauge_drift"] or {}).items():
@@ -141,7 +143,7 @@ def _gauge(s: Mapping[str, Any]) -> Rows:
             shown += f", as sent {moved:.1e}" if moved < 1e-3 else f", as sent {moved:.1%}"
         yield f"gauge check: {method} moves by", shown
     if "storing" in as_sent:
-        yield "storing the uploads in other coordinates alone moves their mean by", f"{as_sent['storing']:.1e}"
+        yield "rounding the uploads in other coordinates alone moves their mean by", f"{as_sent['storing']:.1e}"
 
 
 def _rules(s: Mapping[str, Any]) -> Rows:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Out = Annotated[Path | None, typer.Option(help="the run folder (default: runs/<config name>)")]
 WorkersHelp = typer.Option(metavar="N|auto", help="processes, one run each at a time; auto: one a core")
-Resume = Annotated[bool, typer.Option("--resume", help="go on with the run in the folder")]
+Resume = Annotated[bool, typer.Option("--resume", help="continue the run in the folder")]
 
 
 def run(
@@ -85,7 +85,8 @@ def _nothing_left(folder: RunFolder, config: RunConfig, gone: Sequence[str]) -> 
     if gone:
         return (
             f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now. "
-            f"{', '.join(gone)}: missing. The result does not need it; more rounds, or making an adapter again, may."
+            f"{', '.join(gone)}: missing. The result does not need it, but more rounds, or writing an adapter again, "
+            f"may."
         )
     said = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
     more = config.privacy is None and not summary.get("stopped_early")  # a budget and a stop are for good
@@ -105,13 +106,13 @@ def _made_again(folder: RunFolder, lacking: Sequence[str]) -> str:
     makeable = r"adapter/.*|best/.*|clients/.*|samples[.].*|(private/)?SHA256SUMS"
     if for_good := [name for name in lacking if not re.fullmatch(makeable, name)]:
         raise CheckpointError(
-            f"{folder.path} holds a finished run without {', '.join(for_good)}, and no state to make that from. "
+            f"{folder.path} holds a finished run without {', '.join(for_good)}, and no state to make it from. "
             f"Restore it, or choose another --out."
         )
     if newest_round(folder.checkpoints) != rounds:
         raise CheckpointError(
-            f"{folder.path} holds a finished run without {what}, and the checkpoint of round {rounds}, which it would "
-            f"be made from, is missing, too. Put one of them back, or choose another --out."
+            f"{folder.path} holds a finished run without {what}, and the checkpoint of round {rounds}, from which it "
+            f"could be made, is missing too. Put one of them back, or choose another --out."
         )
     return f"{folder.path} lacks {what}: made again from the checkpoint of round {rounds}; nothing is trained."
 
@@ -128,7 +129,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
 
     if folder.exists() and not resume:
         raise typer.Exit(
-            complain(f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out.")
+            complain(f"{folder.path} already holds a run; add --resume to continue it, or choose another --out.")
         )
     folder.check_place()
     if folder.exists():
@@ -139,8 +140,8 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     tell_attack(prepared.manifest)
     if len(prepared.clients) == 1:
         notes.warn(
-            "one client: nothing is combined. For several, give clients.ranks a rank for each, or clients.count their "
-            "number."
+            "there is one client, so nothing is combined. For several clients, list a rank for each in "
+            "clients.ranks, or set clients.count."
         )
     tell_data(prepared.manifest, config.data.max_length, config.evaluate.max_new_tokens)
     if config.privacy is not None:

@@ -25,7 +25,7 @@ _OF_CLASSES = ("label", "labels", "text", "pair", "class_weights")
 def train(
     context: typer.Context,
     base: Annotated[str, typer.Option(help="the base model: a directory, a hub id, demo, smollm2", show_default=False)],
-    data: Annotated[Path, typer.Option(help="own examples: .jsonl, .csv, .tsv or .parquet", show_default=False)],
+    data: Annotated[Path, typer.Option(help="your examples: .jsonl, .csv, .tsv or .parquet", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
     client: Annotated[str, typer.Option(help="this site's name, the same every round", show_default=False)],
     adapter: Annotated[Path | None, typer.Option(help="the received adapter (default: a fresh one)")] = None,
@@ -50,9 +50,9 @@ def train(
     max_length: Annotated[int, typer.Option(min=8, help="tokens of an example")] = 128,
     class_weights: Annotated[
         str | None,
-        typer.Option(metavar="balanced|NAME=WEIGHT,...", help="what an example counts in the loss, by its class"),
+        typer.Option(metavar="balanced|NAME=WEIGHT,...", help="weight of an example in the loss, by its class"),
     ] = None,
-    round: Annotated[int, typer.Option(min=1, help="which round this is, for the record and the data order")] = 1,
+    round: Annotated[int, typer.Option(min=1, help="number of the round, for the record and the data order")] = 1,
     seed: Annotated[int, typer.Option(help="of the data order and dropout")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     bf16: Annotated[bool, typer.Option("--bf16", help="mixed precision")] = False,

@@ -19,7 +19,9 @@ def parse_search(tune: str | None, seeds: str | None) -> Tune | None:
         return None
     found = parse_tune(tune, parse_seeds(seeds or str(SEARCH_SEED), "--tune-seeds"))
     if seeds is not None and len(found.values) == 1:
-        raise ConfigError(f"--tune-seeds {seeds} is of a search, and --tune {tune} has one value: nothing is searched.")
+        raise ConfigError(
+            f"--tune-seeds {seeds} is of a search, and --tune {tune} has one value: there is nothing to search."
+        )
     return found
 
 
@@ -33,6 +35,6 @@ def parse_tune(text: str, seeds: Sequence[int]) -> Tune:
     if key.strip() in NOT_TO_SEARCH:
         raise ConfigError(f"--tune {key.strip()}: that is no setting to search.")
     if not all(map(math.isfinite, numbers)) or len({*numbers}) < len(numbers):
-        what = "names a value twice" if all(map(math.isfinite, numbers)) else "names what is no finite number"
+        what = "names a value twice" if all(map(math.isfinite, numbers)) else "has a value that is no finite number"
         raise ConfigError(f"--tune {text} {what}; it takes KEY=NUMBERS, as train.lr=1e-3,3e-3,1e-2.")
     return Tune(key=key.strip(), values=numbers, over=[AXIS], seeds=list(seeds))

@@ -74,13 +74,14 @@ def read_examples(data: Path, columns: Columns, kind: Kind, labels: Sequence[str
     found = examples.label_names
     if len(found) < 2:
         raise ConfigError(
-            f"{data}: every example is of one class, {found[0]!r}, and a classifier needs two or more. Where other "
-            f"sites have more of them, name all with --labels, the same at every site."
+            f"{data}: every example has the same class, {found[0]!r}, and a classifier needs two or more. If other "
+            f"sites have more, name all classes with --labels, the same at every site."
         )
     if labels is None and found != tuple(str(k) for k in range(len(found))):
         raise ConfigError(
-            f"{data} has the classes {shown(found)}, and another site may have others or number them otherwise, so "
-            f"the classifiers would not add up. Give --labels, the same at every site, with the classes of all; "
+            f"{data} has the classes {shown(found)}, but another site may have other classes or number them "
+            f"differently, and then the classifiers would not add up. Give --labels, the same at every site, with "
+            f"the classes of all sites; "
             f"if there are no more, {given('--labels', found)}."
         )
     return examples

@@ -38,27 +38,29 @@ def readout_ranks(
         found: dict[str, Any] = {name: dict(file.ranks) for name, file in zip(clients, files, strict=True)}
         found |= {name: dict(known[name]) for name in absent}
         if absent:
-            notes.append(f"{_names(absent)} took no part in this round, and an adapter is written all the same")
+            notes.append(f"{_names(absent)} took no part in this round; an adapter is written all the same")
     else:
         found = read_toml(Path(text), "--readout is 'same' or a TOML file:")
         most = 8192
         wrong = [n for n, r in found.items() if not isinstance(r, int) or isinstance(r, bool) or not 1 <= r <= most]
         if wrong or not found:
             raise ConfigError(
-                f"{text} has lines client = rank, with whole ranks from 1 to {most}; {wrong[:1] or 'none'} is none."
+                f"{text} needs lines client = rank, with whole ranks from 1 to {most}; {wrong[:1] or 'none'} is none."
             )
     folders = {name: _folder(name) for name in found}
     twice = repeated(folders.values())
     if twice:
-        raise HyperparameterError(f"two clients would have the folder {twice[0]!r}; give them names that differ more.")
+        raise HyperparameterError(
+            f"two clients would get the same folder {twice[0]!r}; give them names that differ more."
+        )
     lacking, new = [c for c in (*clients, *absent) if c not in found], [c for c in found if c not in clients]
     if lacking:
         notes.append(f"{text} names no rank for {_names(lacking)}, so no adapter is written for that client")
     back = [name for name in new if name in known] if text != "same" else []
     if back:
-        notes.append(f"{_names(back)} took no part in this round: {text} names a rank, and an adapter is written")
+        notes.append(f"{_names(back)} took no part in this round; {text} names a rank, so an adapter is written")
     if new := [name for name in new if name not in known]:
-        notes.append(f"{text} names {_names(new)}, who took part in no round: taken for a new client")
+        notes.append(f"{text} names {_names(new)}, who never took part: taken for a new client")
     return found, notes
 
 
@@ -97,13 +99,14 @@ def hand_out(
         if max_error is not None and not error <= max_error:
             raise ConfigError(
                 f"the adapter of client {quoted(report.client)}, of rank {report.ranks[1]}, would be off the global "
-                f"update by {error:.2g} of its size: more than --max-error {max_error:g}; nothing was written. Give it "
+                f"update by {error:.2g} of its size: more than --max-error {max_error:g}; nothing was "
+                f"written. Give it "
                 f"a higher rank (--readout FILE), or leave out --readout."
             )
         if report.ranks[1] > max(most, 1) and isinstance(rank, int):
             notes.append(
-                f"rank {rank} of client {quoted(report.client)} is more than the update has ({most}): the slots beyond "
-                f"hold nothing of it"
+                f"rank {rank} of client {quoted(report.client)} is more than the update has ({most}): the remaining "
+                f"slots are empty"
             )
         if out is not None:
             card = client_card(parts.spec, label, report, len(wide))
@@ -122,7 +125,7 @@ def _folder(client: str) -> str:
     """A client's name as a folder's: its last part where the name is a path, and no other letters than these."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", client.rstrip("/").rpartition("/")[2]).lstrip(".")
     if not name:
-        raise ConfigError(f"the client {quoted(client)} has no name that a folder can have.")
+        raise ConfigError(f"the client {quoted(client)} cannot be the name of a folder.")
     if len(name) > 200:
         raise ConfigError(f"the client {quoted(client)} has {len(name):,} letters; a folder's name has 200 at most.")
     return name

@@ -81,11 +81,12 @@ class ByHand:
         roles = method.roles(0)
         if not roles.both_shared or roles.penalty is not None:
             raise ConfigError(
-                f"{method.name} needs clients that keep or freeze a part of their adapter (B {roles.B}, A {roles.A}); "
-                f"on files alone only methods that share both factors can work: glora, fedit, flexlora, svd, ..."
+                f"{method.name} needs clients that keep a part of their adapter or freeze it (B {roles.B}, A "
+                f"{roles.A}); "
+                f"with files only, a method must share both factors: glora, fedit, flexlora, svd, ..."
             )
         if roles.moves_base:
-            raise ConfigError(f"{method.name} moves the base weights: an adapter alone is not its result.")
+            raise ConfigError(f"{method.name} moves the base weights, so its result is more than an adapter.")
         self.state = self._kept()
 
     def _kept(self) -> ServerState | None:
@@ -108,15 +109,16 @@ class ByHand:
                 raise CheckpointError(
                     f"{self._folder} holds the state of a base model with other weights (SHA-256 of "
                     f"{', '.join(f'{name}: {str(digest)[:12]}' for name, digest in list(kept.items())[:2])}) than the "
-                    f"uploads say now ({', '.join(d[:12] for d in list(self._weights.values())[:2])}): the base model "
-                    f"was replaced between the rounds. Put it back, or name another folder with --state."
+                    f"uploads say now ({', '.join(d[:12] for d in list(self._weights.values())[:2])}): somebody "
+                    f"replaced the base model between the rounds. Put it back, or name another folder with --state."
                 )
             self._weights = kept or self._weights
             classes = said.get("classes") or []
             if classes and self._classes and classes != self._classes:
                 raise CheckpointError(
                     f"{self._folder} holds the state of rounds with the classes {quoted(classes)}, and the uploads "
-                    f"name {quoted(self._classes)}: their heads would say other names. Train with the same --labels at "
+                    f"name {quoted(self._classes)}: their heads would mean other classes. Train with the same "
+                    f"--labels at "
                     f"every site and in every round, or name another folder with --state."
                 )
             self._classes = classes or self._classes
@@ -128,7 +130,7 @@ class ByHand:
     def check_apart(self, out: Path) -> None:
         """Raises `ConfigError` where a result would be written to the folder of the state."""
         if self._folder is not None and os.path.realpath(self._folder) == os.path.realpath(out):
-            raise ConfigError(f"{out} cannot keep the state and be the result as well; name two folders.")
+            raise ConfigError(f"{out} cannot be both the state and the result; name two folders.")
 
     def aggregate(
         self,
@@ -157,8 +159,9 @@ class ByHand:
         stale = [name for name, number in zip(clients, rounds, strict=True) if number not in (None, wanted)]
         if stale and self._folder is not None:
             raise AdapterFormatError(
-                f"the upload of {stale[0]!r} is of another round than {wanted}, which the state in {self._folder} "
-                f"waits for: it counted already, or is early. For another cut of the same round leave out --state."
+                f"the upload of {stale[0]!r} belongs to another round than {wanted}, which the state in "
+                f"{self._folder} waits for: it counted already, or is early. To merge the same round again in "
+                f"another way, leave out --state."
             )
         if self._folder is not None:
             self._check_new(clients, rounds, starts, digests)
@@ -185,20 +188,22 @@ class ByHand:
             if number is None and digest in self._counted:
                 raise AdapterFormatError(
                     f"the upload of {name!r} counted already, in round {self._counted[digest]} of the state in "
-                    f"{self._folder}. For another cut of the same round leave out --state."
+                    f"{self._folder}. To merge the same round again in another way, leave out --state."
                 )
             if self._handed and start is not None and start.startswith("fresh"):
                 raise AdapterFormatError(
                     f"the upload of {name!r} began from a fresh adapter, and the state in {self._folder} has played "
-                    f"{len(self._handed)} rounds: what was learned in them would be averaged away. Train it with "
-                    f"--adapter, from what the last round left for it, or, a new client's, from its result."
+                    f"{len(self._handed)} rounds: averaging would lose what was learned in them. Train it with "
+                    f"--adapter, from the adapter that the last round wrote for this client, or from the round's "
+                    f"result if the client is new."
                 )
             old = [k for k, handed in enumerate(self._handed, start=1) if start in handed]
             if old and old[-1] < len(self._handed):
                 raise AdapterFormatError(
                     f"the upload of {name!r} began from the result of round {old[-1]}, and the state in {self._folder} "
-                    f"has played {len(self._handed)}: what was learned since would be averaged away. Train it from "
-                    f"what round {len(self._handed)} left for it: --readout same writes an adapter for each client "
+                    f"has played {len(self._handed)}: averaging would lose what was learned since. Train it from the "
+                    f"adapter that round {len(self._handed)} wrote for it: --readout same writes an adapter for each "
+                    f"client "
                     f"that ever took part."
                 )
 
@@ -297,8 +302,8 @@ def _sound(facts: Path) -> dict[str, Any]:
         said = dict(read_json(facts, Limits()))
     except (AdapterFormatError, OSError) as error:
         raise CheckpointError(
-            f"{facts} cannot be read ({error}), and without it nobody knows of which base model the state beside it "
-            f"is, and what counted already. Restore it, or name another folder with --state."
+            f"{facts} cannot be read ({error}), and without it the state's base model, and which uploads counted "
+            f"already, are unknown. Restore it, or name another folder with --state."
         ) from error
     forms = {
         "method": str,
@@ -316,7 +321,7 @@ def _sound(facts: Path) -> dict[str, Any]:
     if odd is None and not all(isinstance(digests, list) for digests in said.get("handed", [])):
         odd = "handed"
     if odd is not None:
-        raise CheckpointError(f"{facts} has {odd} in another form than this program writes it. Restore the file.")
+        raise CheckpointError(f"{facts} has {odd} in a form that this program does not write. Restore the file.")
     return said
 
 

@@ -121,7 +121,7 @@ def train_site(
     position = (round - 1) * trainer.examples_a_round(client)  # as if the rounds before had been alike
     played = play_round(download, ClientMemory(position=position), trainer)
     if not math.isfinite(played.loss):
-        raise ConfigError(f"training diverged: the mean loss is {played.loss}. A smaller --lr trains more calmly.")
+        raise ConfigError(f"training diverged: the mean loss is {played.loss}. Try a smaller --lr.")
     facts = {
         "trained_from": file_digest(start / WEIGHTS_FILE) if isinstance(start, Path) else f"fresh, seed {start.seed}",
         "data_sha256": file_digest(data_file) if data_file is not None else None,
@@ -156,8 +156,8 @@ def _received(
     extras = {file.kind(path) for path in file.heads} - {"head", "base"}
     if kinds or extras:
         raise ConfigError(
-            f"{directory} adapts {', '.join(sorted(kinds | extras))}, and only linear layers and saved modules are "
-            f"trained here. Train it with peft; fedlora merges the result."
+            f"{directory} adapts {', '.join(sorted(kinds | extras))}, and fedlora trains only linear layers and "
+            f"saved modules. Train it with peft; fedlora merges the result."
         )
     scales = {file.scale(module) for module in file.modules}
     scaling = scales.pop() if len(scales) == 1 else 1.0
@@ -186,8 +186,8 @@ def _check_labels(start: Path, labels: Sequence[str], limits: Limits | None) -> 
     if labels and known and known != tuple(labels):
         raise ConfigError(
             f"{start} has the classes {quoted(list(known))} in this order, and the examples {quoted(list(labels))}: "
-            f"its head would be trained under other names. Leave --labels out, which takes the adapter's, or give "
-            f"them in its order; a head for other classes begins with a fresh adapter."
+            f"its head would be trained under other names. Leave --labels out to use the adapter's, or give them in "
+            f"its order; for other classes begin with a fresh adapter."
         )
 
 

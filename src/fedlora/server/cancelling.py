@@ -77,9 +77,9 @@ def cancelling(terms: Terms, uploads: Sequence[Upload], each: Each) -> Cancellin
     norms = torch.where(norms > noise, norms, 0.0)
     sound, middle = measurable(norms, noise).tolist(), float(norms.median())
     refused = {
-        u.client.id: f"its update cannot be measured: the terms of its factors cancel, and rounding of them in float64 "
-        f"is {float(noise[k]):.2g}, where the round's median update is {middle:.2g}; it would be part of everybody's "
-        f"mean. Send the same update in other coordinates: balanced factors, or the subspace form"
+        u.client.id: f"its update cannot be measured: the terms of its factors cancel, and their rounding in float64 "
+        f"is {float(noise[k]):.2g}, while the round's median update is {middle:.2g}; that rounding would enter "
+        f"everybody's mean. Send the same update in other coordinates: balanced factors, or the subspace form"
         for k, u in enumerate(uploads)
         if not sound[k]
     }
@@ -119,8 +119,8 @@ def _say(number: int, worst: Mapping[str, tuple[float, str]]) -> None:
         shown = [f"{client} ({times:.1e} times in {name})" for client, (times, name) in sorted(worst.items())[:_SHOWN]]
         more = f" and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
         log.warning(
-            "round %d: terms of the factors of %s%s are larger than what they add up to: the method gets the same "
-            "updates as orthogonal columns. Bad coordinates, or somebody who means harm.",
+            "round %d: terms of the factors of %s%s are larger than their sum: the method gets the same updates as "
+            "orthogonal columns. The cause is bad coordinates, or a hostile client.",
             number, ", ".join(shown), more,
         )  # fmt: skip
 

@@ -25,7 +25,9 @@ def check_types(upload: object) -> None:
         raise UploadRefused(f"a {type(upload).__name__}", "it is no Upload(client, num_examples, adapter).")
     client, adapter = upload.client.id, upload.adapter
     if not isinstance(adapter, Adapter) or not all(isinstance(lora, LoRA) for lora in adapter.modules.values()):
-        raise UploadRefused(client, f"its adapter is a {type(adapter).__name__}, or of other modules than LoRA pairs.")
+        raise UploadRefused(
+            client, f"its adapter is a {type(adapter).__name__}, or has modules that are not LoRA pairs."
+        )
     for name, tensor in named_tensors(adapter):
         if not isinstance(tensor, Tensor):
             raise UploadRefused(client, f"{name} is a {type(tensor).__name__}; adapters hold torch tensors.")
@@ -35,7 +37,8 @@ def check_count(upload: Upload) -> None:
     """Raises `UploadRefused` for a num_examples that would drown in a sum over clients, or drown the others."""
     if not 1e-12 <= upload.num_examples <= 1e12:
         raise UploadRefused(
-            upload.client.id, f"num_examples = {upload.num_examples:g}: sums over clients carry from 1e-12 to 1e12."
+            upload.client.id,
+            f"num_examples = {upload.num_examples:g}: sums over clients carry numbers from 1e-12 to 1e12.",
         )
 
 
@@ -50,7 +53,7 @@ def check_adapter(
     """
     shared = [factor for factor in ("A", "B") if getattr(roles, factor) == "shared"]
     if upload.adapter.base:
-        raise UploadRefused(upload.client.id, "it carries base weights; upload what `send(adapter, roles)` returns.")
+        raise UploadRefused(upload.client.id, "it contains base weights; upload what `send(adapter, roles)` returns.")
     _check_modules(upload, ranks if shared else {}, shared, start)
     _check_heads(upload, heads if roles.heads == "shared" else {})
     _check_numbers(upload)

@@ -128,8 +128,8 @@ def remarks(run: Mapping[str, Any], ranks: Mapping[str, Any]) -> list[str]:
         who = f"{name} (rank {rank}, the largest)" if largest else name
         lost = f"was left out in all {one['rounds']} rounds" if always else f"kept {share:.0%} of its weight"
         found.append(
-            f"{who} {lost}. A rule takes a large rank, rare labels and data unlike the others' for a lie: look at what "
-            f"this client has before you believe either"
+            f"{who} {lost}. To a rule, a large rank, rare labels and unusual data look like a lie: look at this "
+            f"client's data before you believe either"
         )
     return [*found[:_SHOWN], *([f"and {len(found) - _SHOWN} more clients"] if len(found) > _SHOWN else [])]
 

@@ -38,8 +38,8 @@ def far_counts(counts: Mapping[str, float]) -> dict[str, str]:
     """Client -> why its count of examples cannot be weighed beside the others'."""
     middle = sorted(counts.values())[(len(counts) - 1) // 2] if counts else 1.0
     return {
-        name: f"it says {count:g} examples, and the round's median is {middle:g}: more than {_FAR_COUNT:g} times off, "
-        f"which a robust rule cannot weigh"
+        name: f"it says {count:g} examples, and the round's median is {middle:g}: more than {_FAR_COUNT:g} times "
+        f"off, so a robust rule cannot weigh it"
         for name, count in counts.items()
         if not middle / _FAR_COUNT <= count <= middle * _FAR_COUNT
     }
@@ -98,8 +98,8 @@ class Look:
         sound, found = self.found.measured().tolist(), self.found
         middle = float(found.norms.median()) if sound else 0.0
         return {
-            u.client.id: f"its change cannot be measured: the terms of its factors cancel, and rounding of them is "
-            f"{float(found.noise[k]):.2g}, where the round's median change is {middle:.2g}; a change of any size could "
+            u.client.id: f"its change cannot be measured: the terms of its factors cancel, and their rounding is "
+            f"{float(found.noise[k]):.2g}, while the round's median change is {middle:.2g}; a change of any size could "
             f"hide there. Send the same update in other coordinates: balanced factors, or the subspace form"
             for k, u in enumerate(self.uploads)
             if not sound[k]
@@ -134,7 +134,7 @@ def judge(rule: Rule, terms: Terms, seen: Look, counts: Mapping[str, float]) -> 
     multipliers, judged = weigh(rule, seen.found, p, names)
     if judged.facts.get("left", 0.0) > 1e-6:
         log.warning(
-            "round %d: %s ended before it was there: the slope that it leaves is %.1e. Raise iterations.",
+            "round %d: %s stopped before it converged: the remaining slope is %.1e. Raise iterations.",
             terms.number, rule.name, judged.facts["left"],
         )  # fmt: skip
     return Round(terms, multipliers, seen.begun, judged)
@@ -147,13 +147,14 @@ def require_products(rule: Rule, method: Method[Any], roles: Roles) -> None:
     if averages and not rule.factor_averages:
         raise HyperparameterError(
             f"{rule.name} compares how far the updates B A moved, and {method.name} averages the factors B and A: one "
-            f"client that sends an honest update in bad coordinates, (B Q, Q^-1 A), moves that average anywhere, and "
-            f"no rule sees it. Take a method that averages updates (glora, svd, flexlora, flora), or say "
-            f"factor_averages = true beside the rule to have it all the same."
+            f"client that sends an honest update in bad coordinates, (B Q, Q^-1 A), can move that average anywhere, "
+            f"and no rule sees it. Use a method that averages updates (glora, svd, flexlora, flora), or set "
+            f"factor_averages = true beside the rule to use it all the same."
         )
     if rule.factor_averages and not averages:
         raise HyperparameterError(
-            f"factor_averages = true has no effect: {method.name} averages no factors that {rule.name} cannot see. "
+            f"factor_averages = true has no effect: {method.name} averages no factors, so there is nothing that "
+            f"{rule.name} cannot see. "
             f"Leave it out."
         )
 
@@ -170,9 +171,9 @@ def require_enough(rule: Rule, attendance: Attendance, counts: Mapping[str, floa
     asked, rule = rule, rule.without(refused, p)
     if asked.declared(len(p) + refused) and not rule.declared(len(p)):
         log.warning(
-            "round %d: %d clients were refused for what they sent and count as the liars of %s. The %d others are too "
-            "few to bear one more, so the rule weighs them as if none lied: mend what was refused, or ask more "
-            "clients.", terms.number, refused, asked.said, len(p),
+            "round %d: %d clients were refused for what they sent and count as the liars of %s. The %d others are "
+            "too few to bear one more liar, so the rule weighs them as if none lied: mend the refused clients, or "
+            "ask more clients.", terms.number, refused, asked.said, len(p),
         )  # fmt: skip
     if few := rule.overcome(p):
         also = f" ({refused} more were refused for what they sent)" if refused else ""

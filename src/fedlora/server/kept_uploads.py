@@ -66,8 +66,9 @@ class KeptUploads:
             if _versions(upload) != self._versions[client]:
                 raise HyperparameterError(
                     f"the upload of client {client!r} was written to after it was added: its numbers are no longer "
-                    f"those that were checked. The server keeps an upload's own tensors until the round is closed. Do "
-                    f"not use them again before, or add a copy: `upload.adapter.map(torch.Tensor.clone)`."
+                    f"those "
+                    f"that the server checked. The server keeps an upload's own tensors until the round is closed. "
+                    f"Do not change them before, or add a copy: `upload.adapter.map(torch.Tensor.clone)`."
                 )
         return close_whole(self._held, self._attendance)
 
@@ -122,7 +123,8 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
     heads = mean_heads(terms.state.heads, held_to, list(weights.values())) if terms.roles.heads == "shared" else {}
     if alike:
         log.warning(
-            "round %d: max_weight_share = %.3g cannot hold among fewer than %d clients: those who count are alike in "
+            "round %d: max_weight_share = %.3g cannot hold with fewer than %d clients: all who count have equal "
+            "weight in "
             "%s%s", terms.number, most, math.ceil(1 / most), ", ".join([*alike][:3]), ", ..." if len(alike) > 3 else "",
         )  # fmt: skip
     told = None if judged is None else judged.judged

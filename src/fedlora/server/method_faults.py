@@ -25,8 +25,8 @@ def blamed_on(method: Method[Any], function: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise MethodFault(
-            f"{method.name}.{function} raised {type(error).__name__}: {error}. This is a fault of the method, of no "
-            f"client and no setting; `fedlora methods check` runs all that a method must hold."
+            f"{method.name}.{function} raised {type(error).__name__}: {error}. This is a fault of the method, not of "
+            f"a client or a setting; `fedlora methods check` runs the contracts that a method must keep."
         ) from error
 
 
@@ -92,7 +92,9 @@ def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, role
         raise MethodFault(f"{what} no {lacks}, which its roles do not leave to the client ({roles}).")
     if set(parts) - wanted:
         more = ", ".join(sorted(set(parts) - wanted))
-        raise MethodFault(f"{what} {more}, which its roles leave to the client: it would overwrite what that keeps.")
+        raise MethodFault(
+            f"{what} {more}, which its roles leave to the client: it would overwrite what the client keeps."
+        )
     if made.base is not None and not isinstance(made.base, BaseChange):
         raise MethodFault(f"{what} {made.base!r:.80} as a change of the base weight; a BaseChange is needed.")
     if made.base is not None:
@@ -118,6 +120,6 @@ def _require_finite(what: str, tensor: Tensor) -> None:
     # A sum is finite only where every entry is, or nearly always: one pass without a mask, for every client's download.
     if not math.isfinite(float(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
         raise MethodFault(
-            f"{what} holds NaN or Inf, and what the clients sent did not. This is a fault of the method, or of its "
-            f"numbers on what they sent; no client is to blame."
+            f"{what} holds NaN or Inf, but the clients' uploads did not. The method or its numerics failed; no "
+            f"client is to blame."
         )

@@ -24,9 +24,9 @@ from fedlora.server.terms import Weighting
 
 # Options of a server that privacy excludes -> why.
 _BREAKS_THE_BOUND = {
-    "quorum": "a private round has no quorum: whether it takes place would say who came. Who is refused, offline or "
-    "fails counts as zero",
-    "memory": "a private round keeps one sum, and no uploads to add up",
+    "quorum": "a private round has no quorum: whether a round counts would say who came. A client that "
+    "is refused, offline or fails counts as zero",
+    "memory": "a private round keeps only one sum, so there are no uploads to add up",
     "rule": "a rule's weights depend on what others sent, so one client's part is not bounded by the clip",
 }
 
@@ -119,11 +119,13 @@ class Privacy:
     def note_end(self, round: int, asked: int, counted: int) -> None:
         """To the diary, once a round: how many were asked, and of how many of those an upload counts."""
         if not asked:
-            what = "nobody was asked: nobody was drawn, or the round's noised sum was there before a kill"
+            what = (
+                "nobody was asked: nobody was drawn, or the round's noised sum had been made before the run was killed"
+            )
         elif not counted:
             what = (
-                f"ALL {asked} clients that were asked failed, were refused or sent nothing: what is released is noise "
-                f"alone, and it is charged like any other round. Mend the cause before more rounds are spent"
+                f"ALL {asked} clients that were asked failed, were refused or sent nothing: the round releases only "
+                f"noise, and is charged like any other. Mend the cause before you spend more rounds"
             )
         else:
             what = f"{counted} of the {asked} clients that were asked count"
@@ -146,7 +148,7 @@ def _population(clients: Any) -> tuple[str, ...]:
     if not named or not all(isinstance(name, str) and name for name in named):
         raise HyperparameterError(
             f"Privacy: clients are the ids of all clients, as ('north', 'south'); got {clients!r:.80}. Uploads of "
-            f"others do not count, and the mean divides by how many ids there are."
+            f"others do not count, and the mean divides by the number of ids."
         )
     if len(set(named)) < len(named):
         raise HyperparameterError(f"Privacy: {len(named) - len(set(named))} clients are named twice.")
@@ -166,9 +168,9 @@ def require_private(
     """
     if not isinstance(method, Accumulating):
         raise HyperparameterError(
-            f"Server: privacy needs a method whose next state is made of its last one and one noised sum of changes "
-            f"(`fedlora.core.accumulating.Accumulating`), and {method.name} has no such rule: what its server keeps is "
-            f"made of single clients' uploads, or part of an update stays with its client. glora, svd, flexlora and "
+            f"Server: privacy needs a method that makes its next state from the last one and one noised sum of changes "
+            f"(`fedlora.core.accumulating.Accumulating`), and {method.name} has no such rule: its server keeps parts "
+            f"of single clients' uploads, or part of an update stays with its client. glora, svd, flexlora and "
             f"ffa-lora can."
         )
     with blamed_on(method, "require_accumulating"):

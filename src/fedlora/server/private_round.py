@@ -41,8 +41,9 @@ def layout(terms: Terms, method: Accumulating[Any], privacy: Privacy) -> Layout:
         rows = method.common_rows(terms.state.modules[name])
         if rows is not None and privacy.geometry.shape != "full":
             raise HyperparameterError(
-                f"{terms.method.name} has a frozen factor that everybody knows, and its changes are summed in the "
-                f"coordinates of that: the shape {privacy.geometry.shape!r} has no effect. Leave shape and dims out."
+                f"{terms.method.name} has a frozen factor that everybody knows, and sums its changes in the "
+                f"coordinates of that factor: the shape {privacy.geometry.shape!r} has no effect. Leave shape and "
+                f"dims out."
             )
         if rows is None:
             bases[name] = privacy.geometry.bases(released, name, terms.number, privacy.seed)
@@ -60,7 +61,7 @@ def released_of(terms: Terms) -> dict[str, LoRA]:
         with blamed_on(terms.method, "effective"):
             update = terms.method.effective(state)
         if update is None:
-            raise HyperparameterError(f"{terms.method.name} keeps no global model, and privacy releases nothing else.")
+            raise HyperparameterError(f"{terms.method.name} keeps no global model, and privacy can release only that.")
         found[name] = checked_update(terms.method, update, terms.state.start.modules[name])
     return found
 
@@ -104,8 +105,8 @@ class PrivateRound:
         if self._released is not None and self._released.shape != self._total.shape:
             raise HyperparameterError(
                 f"the noised sum of round {terms.number} that was stored has {len(self._released)} numbers, and this "
-                f"round's {len(self._total)}: it is of another model or configuration. A private run goes "
-                f"on with the same ones only."
+                f"round's {len(self._total)}: it belongs to another model or configuration. A private run can only "
+                f"go on with the same ones."
             )
 
     @cached_property
@@ -147,11 +148,11 @@ class PrivateRound:
         check_types(upload)
         client = upload.client.id
         if self._released is not None:
-            raise UploadRefused(client, "the round's noised sum is made, and nothing is added to it.")
+            raise UploadRefused(client, "the round's noised sum is made already, so nothing can be added.")
         if client not in self._members:
-            raise UploadRefused(client, "it is none of the clients whom Privacy(clients=...) names.")
+            raise UploadRefused(client, "it is none of the clients that Privacy(clients=...) names.")
         if client not in self._drawn:
-            raise UploadRefused(client, "it was not drawn for this round, and the ledger counts on the draw.")
+            raise UploadRefused(client, "this client was not drawn for this round, and the ledger relies on the draw.")
         if client in self._heard:
             raise UploadRefused(client, "a second upload in the same round; whatever came first stands.")
         self._heard.add(client)

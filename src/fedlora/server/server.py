@@ -122,8 +122,8 @@ class Server:
             raise HyperparameterError(f"Server: max_weight_share is a share in (0, 1]; got {share!r}.")
         if share < 1 and any(option is not None for option in (self.memory, self.privacy)):
             raise HyperparameterError(
-                f"Server: max_weight_share = {share:g} weighs a round's clients beside each other when all are in, and "
-                f"memory and privacy count each as it comes: leave one of them out."
+                f"Server: max_weight_share = {share:g} needs all of a round's clients at once, but memory and "
+                f"privacy count each upload as it comes: leave one of them out."
             )
         if self.memory is not None and not 0 < self.memory < math.inf:
             raise HyperparameterError(f"Server: memory is a positive number of megabytes, or None; got {self.memory}.")
@@ -139,7 +139,7 @@ class Server:
         if not isinstance(rule, Rule):
             raise HyperparameterError(f"Server: rule is a robust rule, as Krum(liars=1), or None; got {rule!r:.80}.")
         beside = {
-            "memory": "a memory limit adds uploads up as they come and forgets them",
+            "memory": "with a memory limit the server adds uploads up as they come and forgets them",
             "privacy": "weights that depend on the clients' data are not private",
         }
         for option, why in beside.items():
@@ -172,12 +172,12 @@ class Server:
             ShapeError: no modules, a factor missing, or values that are not finite.
         """
         if not seed_adapter.modules:
-            raise ShapeError("the seed adapter has no modules: there is nothing to federate.")
+            raise ShapeError("the seed adapter has no modules: there is nothing to average.")
         for name, lora in seed_adapter.modules.items():
             if len(lora.tensors()) < 2:
                 raise ShapeError(f"the seed adapter's module {name!r} lacks a factor: the common start needs both.")
         if seed_adapter.base:
-            raise ShapeError("the seed adapter belongs to base weights that have moved; start from `adapter.folded()`.")
+            raise ShapeError("the seed adapter belongs to changed base weights; start from `adapter.folded()`.")
         for name, tensor in named_tensors(seed_adapter):
             if not bool(torch.isfinite(tensor).all()):
                 raise ShapeError(f"the seed adapter holds NaN or Inf in {name}.")
@@ -186,8 +186,8 @@ class Server:
             if trained:
                 raise HyperparameterError(
                     f"Server: the start is a trained adapter ({trained[0]!r} and {len(trained) - 1} more have B != 0), "
-                    f"and what it learned is released with the first download. If it never saw these clients' data, or "
-                    f"the ledger was charged for it, set Privacy(warm_start=True); else start from B = 0."
+                    f"and the first download releases what it learned. If it never saw these clients' data, or the "
+                    f"ledger was charged for it, set Privacy(warm_start=True); otherwise start from B = 0."
                 )
         start = Adapter(
             {
@@ -316,7 +316,7 @@ class Server:
                 effective = self.method.effective(s)
             if effective is None:
                 raise NoGlobalModel(
-                    f"{self.method.name} keeps no global model: its clients hold part of every adapter themselves. "
+                    f"{self.method.name} keeps no global model: its clients keep a part of every adapter. "
                     f"Evaluate the clients instead (evaluation target 'clients')."
                 )
             updates[name] = checked_update(self.method, effective, state.start.modules[name]).map(Tensor.clone)

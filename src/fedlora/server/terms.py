@@ -69,8 +69,8 @@ class Terms:
         if self.rule is not None and upload.form == "subspace" and multiplied_how(self.method) == "factors":
             raise UploadRefused(
                 upload.client.id,
-                f"{self.rule.name} moves the factors of {self.method.name} towards those that were sent, and a "
-                f"subspace form has coordinates of its own: send factors.",
+                f"{self.rule.name} moves the factors of {self.method.name} towards those that the client was sent, "
+                f"and the subspace form has coordinates of its own: send factors.",
             )
         return True
 
@@ -86,7 +86,7 @@ def ranks_of(client: Client, state: ServerState) -> dict[str, int]:
         unknown = sorted(set(client.rank) - set(state.modules))
         if unknown:
             raise HyperparameterError(
-                f"client {client.id!r} declares a rank for {unknown[0]!r}, which is no adapted module. "
-                f"The modules are {', '.join(list(state.modules)[:3])}, ..."
+                f"client {client.id!r} declares a rank for {unknown[0]!r}, which is no adapted module. The "
+                f"modules are {', '.join(list(state.modules)[:3])}, ..."
             )
     return client.ranks(state.modules)

@@ -23,10 +23,11 @@ def init(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(help="the folder to make", show_default=False)],
     server_name: Annotated[
-        str | None, typer.Option(metavar="NAME", help="by which sites reach this server, such as fl.example.org")
+        str | None,
+        typer.Option(metavar="NAME", help="the name by which sites reach this server, such as fl.example.org"),
     ] = None,
     sites: Annotated[
-        str | None, typer.Option(metavar="NAME=RANK,...", help="who is to take part, such as acme=8,berlin=4")
+        str | None, typer.Option(metavar="NAME=RANK,...", help="the sites and their ranks, such as acme=8,berlin=4")
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="a TOML file as of `fedlora run` (a trial's default: the demo with three sites)")
@@ -52,21 +53,21 @@ def init(
     if (server_name is None) != (sites is None):
         given, lacks = ("--server-name", "--sites") if sites is None else ("--sites", "--server-name")
         raise ConfigError(
-            f"{given} is there and {lacks} is not. A federation has both: --server-name fl.example.org --sites "
-            f"acme=8,berlin=4. Without both it is a trial on this machine."
+            f"{given} is there and {lacks} is not. A federation needs both: --server-name fl.example.org --sites "
+            f"acme=8,berlin=4. Leave out both for a trial on this machine."
         )
     if server_name is None or sites is None:
         alone = (
             "is for a federation of several machines (--server-name and --sites), and this is a trial: it takes "
-            "classes and start from the run that is tried, and has no proxy (--superlink-port is the SuperLink's)"
+            "classes and start from the run's file, and has no proxy (--superlink-port sets the SuperLink's port)"
         )
         refuse_idle(context, dict.fromkeys(("labels", "start", "port"), alone))
         _trial(folder, config, set or [], superlink_port)
         return
     if config is None:
         raise ConfigError(
-            "--config is missing: a TOML file as of `fedlora run` with what is to be trained ([model] path and task, "
-            "[lora], [train], [run] rounds), without [data] train or clients, for each site has its own."
+            "--config is missing: a TOML file as of `fedlora run` that says what to train ([model] path and task, "
+            "[lora], [train], [run] rounds), without [data] train or clients, because each site has its own."
         )
     clients, name, classes = names.sites(sites), names.server_name(server_name), _classes(labels)
     from fedlora.flower.setup.init_steps import federation
@@ -89,7 +90,7 @@ def _next_steps(folder: Path, made: Federation) -> list[str]:
         f"     (or, in two shells: fedlora flower serve {fed}, and nginx -c {typed(here / 'proxy' / 'nginx.conf')})",
         f"  2. fedlora doctor {fed}",
         f"  3. hand each site its file, {here}/join/NAME.toml; it holds no secret",
-        f"  4. admit each by what it sends back: fedlora flower admit {fed} request.toml",
+        f"  4. admit each with the request that it sends back: fedlora flower admit {fed} request.toml",
     ]
     if made.settings.privacy is None:
         quorum = made.settings.server.quorum
@@ -98,9 +99,9 @@ def _next_steps(folder: Path, made: Federation) -> list[str]:
 
     return [
         *lines,
-        f"Private: {promise(made.settings.privacy, made.settings.run.rounds)}. All sites are asked in every round, and "
-        f"who is missing counts as zero: it begins once all are online. Members, rounds and [privacy] stay. What was "
-        f"spent: fedlora privacy {typed(made.settings.privacy.ledger)}",
+        f"Private: {promise(made.settings.privacy, made.settings.run.rounds)}. The server asks all sites in every "
+        f"round, and a missing site counts as zero. The first round begins once all are online. Members, rounds and "
+        f"[privacy] cannot change later. To see what was spent: fedlora privacy {typed(made.settings.privacy.ledger)}",
     ]
 
 

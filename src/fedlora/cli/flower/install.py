@@ -13,15 +13,16 @@ from fedlora.cli.flower.common import needed
 def install(
     folder: Annotated[Path, typer.Argument(help="of `fedlora flower init` or `site`", show_default=False)],
     print_: Annotated[
-        bool, typer.Option("--print", help="print what root is to run, as a script, and do nothing")
+        bool, typer.Option("--print", help="print the script that root should run, and do nothing")
     ] = False,
-    name: Annotated[str, typer.Option(help="of the units, where this machine has several: fedlora-site-NAME")] = "",
-    user: Annotated[str | None, typer.Option(help="as whom they run (default: who owns the folder)")] = None,
+    name: Annotated[str, typer.Option(help="name of the units, if this machine has several: fedlora-site-NAME")] = "",
+    user: Annotated[str | None, typer.Option(help="the user that runs them (default: the folder's owner)")] = None,
     memory: Annotated[
         str | None, typer.Option(help="the memory limit (default: 8G at the server, 16G at a site)")
     ] = None,
     metrics: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="the server answers Prometheus there, as 127.0.0.1:9464")
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="address where the server answers Prometheus, such as 127.0.0.1:9464"),
     ] = None,
 ) -> None:
     """At the server, and at a site: install and start the systemd units of FOLDER.

@@ -15,7 +15,9 @@ from fedlora.errors import ConfigError
 
 def node(
     folder: Annotated[Path, typer.Argument(help="a site's folder, of `fedlora flower site`", show_default=False)],
-    check: Annotated[bool, typer.Option(help="read data and base model first; refuse what no round could use")] = True,
+    check: Annotated[
+        bool, typer.Option(help="read data and base model first, and refuse them if no round could use them")
+    ] = True,
 ) -> None:
     """At a site: take part.
 

@@ -21,7 +21,7 @@ from fedlora.errors import counted
 def serve(
     folder: Folder,
     metrics: Annotated[
-        str | None, typer.Option(metavar="HOST:PORT", help="answer Prometheus there, as 127.0.0.1:9464")
+        str | None, typer.Option(metavar="HOST:PORT", help="address to answer Prometheus at, such as 127.0.0.1:9464")
     ] = None,
 ) -> None:
     """At the server: play the rounds to their end.
@@ -51,8 +51,8 @@ def serve(
 def status(
     folder: Folder,
     json: AsJson = False,
-    watch: Annotated[bool, typer.Option("--watch", help="again every few seconds, until Ctrl-C")] = False,
-    rounds: Annotated[int, typer.Option(min=0, help="how many of the last rounds")] = 5,
+    watch: Annotated[bool, typer.Option("--watch", help="show it again every few seconds, until Ctrl-C")] = False,
+    rounds: Annotated[int, typer.Option(min=0, help="how many of the last rounds to show")] = 5,
 ) -> None:
     """At the server: who is online and seen when, the round, losses and fates of the last rounds.
 
@@ -123,7 +123,7 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
         text = f"{now.name}: {now.why} after {now.done} rounds; the summary is {place.summary}."
     more = f"For more rounds raise [run] rounds in {place.settings} and start it again."
     if now.privacy is not None:
-        more = "Epsilon was promised for these rounds: more are another federation, charged to the same ledger."
+        more = "Epsilon was promised for these rounds: for more, make another federation that charges the same ledger."
     console.print(f"{text} {more}")
 
 
@@ -191,8 +191,8 @@ def _show_private(found: Any, rounds: int) -> None:
     if rounds and found.progress.lines:
         console.print(_rounds_table(found.progress, rounds))
     console.print(
-        f"private: {found.privacy()['promise']}.\nWho is online, late or refused is told to nobody but the server's "
-        f"operator, in server/private/log."
+        f"private: {found.privacy()['promise']}.\nOnly the server's operator learns who is online, late or refused, "
+        f"in server/private/log."
     )
 
 

@@ -21,7 +21,7 @@ def site(
     data: Annotated[str | None, typer.Option(help="this site's examples: .jsonl, .csv, .tsv or .parquet")] = None,
     model: Annotated[str | None, typer.Option(help="the base model: a directory, a .gguf file or a hub id")] = None,
     text: Annotated[
-        str | None, typer.Option(help="column of the sentence, where the server calls it otherwise")
+        str | None, typer.Option(help="column of the sentence, if its name differs from the server's")
     ] = None,
     pair: Annotated[str | None, typer.Option(help="column of a second sentence")] = None,
     label: Annotated[str | None, typer.Option(help="column of the class")] = None,
@@ -30,7 +30,7 @@ def site(
     messages: Annotated[str | None, typer.Option(help="column of conversations")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: the best there is)")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="of the processor")] = None,
-    rotate: Annotated[bool, typer.Option("--rotate", help="another key for a folder that is there")] = False,
+    rotate: Annotated[bool, typer.Option("--rotate", help="make another key for an existing folder")] = False,
 ) -> None:
     """At a site: make its folder, its key and settings, from the server's join file, and check what it has.
 
@@ -54,7 +54,7 @@ def site(
                 f"--rotate makes a new key and nothing else; leave out {', '.join(others)}, or edit site.toml."
             )
         if not is_site(folder):
-            raise ConfigError(f"{folder} is no folder of `fedlora flower site`, and --rotate is for one that is there.")
+            raise ConfigError(f"{folder} is no folder of `fedlora flower site`, and --rotate needs one.")
         _rotate(folder)
     elif join is not None and is_site(folder) and not given:
         _take(folder, join)
@@ -62,7 +62,7 @@ def site(
         for name, there in (("join", join), ("data", data), ("model", model)):
             if there is None:
                 raise ConfigError(
-                    f"--{name} is missing: a site's folder is made of the server's join file (--join), the site's "
+                    f"--{name} is missing: a site's folder needs the server's join file (--join), the site's "
                     f"examples (--data) and its copy of the base model (--model)."
                 )
         assert join is not None
@@ -86,15 +86,15 @@ def _rotate(folder: Path) -> None:
     request = rotate_key(folder, facts.table(), lambda key: look(server, key))
     if request is None:
         console.print(
-            f"{folder}: the server has the new key, which has taken the old one's place; that is deleted. For another "
-            f"key call this again."
+            f"{folder}: the server has the new key. It has replaced the old one, which is deleted. For another key "
+            f"call this again."
         )
         return
     console.print(
         f"{folder}: a new key, {request.fingerprint}. The old one works until the server has this one:\n"
         f"1. send {here.request} to the server, where it is admitted with: fedlora flower admit FED request.toml "
-        f"--rotate\n2. nothing more: fedlora flower node goes over to it by itself. After that, call this once "
-        f"more: it deletes the old one."
+        f"--rotate\n2. nothing more: fedlora flower node switches to it by itself. After that, call this once more "
+        f"to delete the old one."
     )
 
 
@@ -107,7 +107,8 @@ def _take(folder: Path, join: Path) -> None:
 
     said = take_join(folder, join)
     console.print(
-        f"{folder}: has the server's file now ({said.address}). Restart its unit (systemctl restart fedlora-site), and "
+        f"{folder}: has the server's new file now ({said.address}). Restart its unit (systemctl restart "
+        f"fedlora-site), and "
         f"see with: fedlora doctor {typed(folder)}\n"
         f"The server's app: {app_row(said, Site.read(SiteFolder(folder).site).app)[1]}."
     )

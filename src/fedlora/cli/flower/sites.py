@@ -15,11 +15,11 @@ from fedlora.errors import ConfigError
 def admit(
     folder: Folder,
     request: Annotated[Path | None, typer.Argument(help="request.toml, as a site sent it", show_default=False)] = None,
-    rank: Annotated[int | None, typer.Option(min=1, help="of a site that nobody invited, or another one")] = None,
-    rotate: Annotated[bool, typer.Option("--rotate", help="the site's key may be another one than before")] = False,
+    rank: Annotated[int | None, typer.Option(min=1, help="rank of a site that nobody invited, or a new rank")] = None,
+    rotate: Annotated[bool, typer.Option("--rotate", help="the site's key may differ from the one before")] = False,
     new: Annotated[
         str | None,
-        typer.Option(metavar="NAME=RANK", help="invite a site: write its join file (NAME alone: of one that is there)"),
+        typer.Option(metavar="NAME=RANK", help="invite a site and write its join file (NAME alone: for a known site)"),
     ] = None,
 ) -> None:
     """At the server: let a site take part, by the request that it sent; or invite a new one.
@@ -60,7 +60,7 @@ def admit(
         if done.before != done.rank:
             _say(f"{done.site}: rank {_rank(done.before)} before, {_rank(done.rank)} from the next round on.")
     if done.learned:
-        _say(f"From it the server knows {', '.join(done.learned)} of the base model, which others must have alike.")
+        _say(f"From it the server knows {', '.join(done.learned)} of the base model, which the others must share.")
     for line in done.told:
         _say(f"note: {line}")
     _say("The running server knows it." if done.online else f"`fedlora flower serve {typed(folder)}` will let it in.")
