@@ -131,7 +131,7 @@ def program(forked: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 
     def begin(path: Path, *args: object) -> Program:
         said = tmp_path_factory.mktemp("said")
-        return begun(forked, said, script, path, [str(arg) for arg in args], said)
+        return begun(forked, said, script, path, [str(arg) for arg in args], said, dict(os.environ))
 
     return begin
 
