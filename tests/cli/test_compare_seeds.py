@@ -301,7 +301,7 @@ def test_a_killed_worker_loses_nothing_and_an_interrupt_leaves_what_is_finished(
     """kill -9 on a worker in the middle of its run: it is replaced and the run goes on. Ctrl-C: code 130, one line, no
     worker is left. --resume ends it, with the numbers and bits of a comparison that nobody disturbed, with one worker.
     Whatever threads the config names: each run has one, and says so in its manifest."""
-    sets = ("--set", "run.rounds=12", "--set", "evaluate.every=12", "--set", "run.threads=2")
+    sets = ("--set", "run.rounds=6", "--set", "evaluate.every=6", "--set", "run.threads=2")
     args = ("compare", project / "config.toml", "--methods", "glora,svd", "--seeds", "0:2", *sets)
     out = tmp_path / "runs"
     command = [sys.executable, "-m", "fedlora.cli", *map(str, args), "--workers", "2", "--out", str(out)]
