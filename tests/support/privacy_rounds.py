@@ -5,7 +5,7 @@
     python privacy_rounds.py play FOLDER ROUNDS   rounds one after the other, for whoever kills this process
     python privacy_rounds.py charge FOLDER RUN N  N charges to one ledger that others charge too
     python privacy_rounds.py spend FOLDER RUN EPSILON   charges until the budget is spent: prints how many
-    python privacy_rounds.py ask FOLDER           may it charge, or check, in little memory? prints "refused" for each no
+    python privacy_rounds.py ask FOLDER           asks to charge and to check, in little memory: prints each refusal
 
 Noise here is any secret integers: what is drawn twice differs. What leaves is written to FOLDER/left/, one file each
 time that it leaves.
