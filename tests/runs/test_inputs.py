@@ -268,7 +268,9 @@ def test_a_search_on_another_model_chooses_nothing(restored: Path, main: Callabl
 HUB = """
 import json, os, sys, logging
 from support.command_line import CliRunner, fedlora
-import fedlora.runs.preparation, fedlora.training.models
+import sklearn.metrics, transformers.models.auto.modeling_auto, transformers.models.bert.modeling_bert, peft
+import support.projects, fedlora.runs.plots, fedlora.runs.preparation, fedlora.training.models
+import fedlora.experiments.runner
 for line in sys.stdin:
     if (child := os.fork()) == 0:  # a fresh process for each line, without the seconds of another import
         for words in json.loads(line):
