@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
 if TYPE_CHECKING:
     from support.command_line import Said
@@ -53,14 +52,17 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_finish() -> None:
-    """What the tests imported stays until they end; without this every full collection of garbage looks at it again."""
-    gc.collect()
+    """What the tests imported stays until they end; without this every full collection of garbage looks at it again.
+    The little that is garbage stays, too: to look for it takes longer than it is worth."""
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
-    """Bitwise tests need a fixed thread count; small matrices are fastest with one."""
+    """Bitwise tests need a fixed thread count; small matrices are fastest with one. Imported here, since the process
+    that hands tests to workers needs none of it."""
+    import torch
+
     torch.set_num_threads(1)
 
 
@@ -131,7 +133,7 @@ def program(forked: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
 
     def begin(path: Path, *args: object) -> Program:
         said = tmp_path_factory.mktemp("said")
-        return begun(forked, said, script, path, [str(arg) for arg in args], said)
+        return begun(forked, said, script, path, [str(arg) for arg in args], said, dict(os.environ))
 
     return begin
 

@@ -300,37 +300,35 @@ def test_a_file_with_a_hole_is_judged_and_not_loaded(tmp_path: Path) -> None:
 # ---- memory, foretold ----------------------------------------------------------------------------------------------
 
 MERGES = """
-import sys, torch
+import json, sys, torch
 from fedlora.core.lora import LoRA
 from fedlora.adapters.truncation import RankRule, merge_module
-count, d_out, d_in, r = map(int, sys.argv[1].split(","))
-dtype = getattr(torch, sys.argv[2])
 def memory(field):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
 def lora(d_out, d_in, r):
     return LoRA(torch.randn(d_out, r).to(dtype), torch.randn(r, d_in).to(dtype))
-merge_module("warm", [lora(8, 8, 2)] * 2, [0.5, 0.5], RankRule("exact"))
-open("/proc/self/clear_refs", "w").write("5")
-before = memory("VmRSS")
-merge_module("m", [lora(d_out, d_in, r) for _ in range(count)], [1 / count] * count, RankRule("exact"))
-print(memory("VmHWM") - before)
+for count, d_out, d_in, r, dtype in json.load(sys.stdin):
+    dtype = getattr(torch, dtype)
+    merge_module("warm", [lora(8, 8, 2)] * 2, [0.5, 0.5], RankRule("exact"))
+    open("/proc/self/clear_refs", "w").write("5")
+    before = memory("VmRSS")
+    merge_module("m", [lora(d_out, d_in, r) for _ in range(count)], [1 / count] * count, RankRule("exact"))
+    print(memory("VmHWM") - before)
 """
+MERGED = [(8, 4096, 4096, 16, "bfloat16"), (2, 60_000, 512, 64, "float32"), (4, 300, 9000, 400, "float64")]
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="memory is measured as Linux tells it")
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [((8, 4096, 4096, 16), "bfloat16"), ((2, 60_000, 512, 64), "float32"), ((4, 300, 9000, 400), "float64")],
-)  # fmt: skip
-def test_merging_takes_no_more_memory_than_foretold(shape: tuple[int, int, int, int], dtype: str) -> None:
+def test_merging_takes_no_more_memory_than_foretold() -> None:
     """Nor so much less that honest adapters are refused for nothing."""
-    count, d_out, d_in, r = shape
-    name, size = {"bfloat16": ("BF16", 2), "float32": ("F32", 4), "float64": ("F64", 8)}[dtype]
-    pair = (Stored(name, (d_out, r), 0, d_out * r * size), Stored(name, (r, d_in), 0, d_in * r * size))
-    foretold = allocation.bytes_to_merge([pair] * count)
-    child = [sys.executable, "-c", MERGES, ",".join(map(str, shape)), dtype]
-    taken = int(subprocess.run(child, capture_output=True, text=True, check=True).stdout)
-    assert taken <= foretold + 2**23 and foretold <= 4 * taken
+    done = subprocess.run(
+        [sys.executable, "-c", MERGES], input=json.dumps(MERGED), capture_output=True, text=True, check=True
+    )
+    for (count, d_out, d_in, r, dtype), line in zip(MERGED, done.stdout.splitlines(), strict=True):
+        name, size = {"bfloat16": ("BF16", 2), "float32": ("F32", 4), "float64": ("F64", 8)}[dtype]
+        pair = (Stored(name, (d_out, r), 0, d_out * r * size), Stored(name, (r, d_in), 0, d_in * r * size))
+        foretold, taken = allocation.bytes_to_merge([pair] * count), int(line)
+        assert taken <= foretold + 2**23 and foretold <= 4 * taken, (dtype, taken, foretold)
 
 
 def test_work_that_grows_with_the_cube_is_told_before_it_begins(main: Callable[..., Said], tmp_path: Path) -> None:

@@ -243,13 +243,13 @@ def faults(
 def test_a_merge_is_what_peft_makes_of_its_inputs(
     model: str, kind: str, made: Callable[..., Made], tmp_path: Path
 ) -> None:
-    """Every pair in one order, under one of the twelve choices; every kind meets all of them."""
+    """Half of the pairs, each in one order and under one of the twelve choices; every kind with itself."""
     kinds = list(KINDS[model])
     mine = kinds.index(kind)
     pairs = (
         (*((kind, other) if (k + mine) % 2 else (other, kind)), COMBINED[(5 * k + mine) % 12])
         for k, other in enumerate(kinds)
-        if k >= mine
+        if k == mine or (k > mine and (k // 2 + mine) % 2)
     )
     assert not (said := faults(made, model, pairs, tmp_path)), said
 

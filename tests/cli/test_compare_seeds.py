@@ -31,11 +31,11 @@ from support.projects import contents, pixels, without_seconds, written
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 METHODS = ("glora", "svd", "padded-average")
-SETS = ("--set", "run.rounds=2")
 
 
-def compare(project: Path, out: Path, *more: object, methods: str = ",".join(METHODS)) -> Any:
-    return invoke("compare", project / "config.toml", "--methods", methods, "--out", out, *SETS, *more)
+def compare(project: Path, out: Path, *more: object, methods: str = ",".join(METHODS), rounds: int = 2) -> Any:
+    sets = ("--set", f"run.rounds={rounds}")
+    return invoke("compare", project / "config.toml", "--methods", methods, "--out", out, *sets, *more)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_more_seeds_extend_a_comparison(compared: tuple[Path, Any], project: Pat
 def test_a_search_chooses_on_validation_and_on_seeds_of_its_own(project: Path, tmp_path: Path, undrawn: None) -> None:
     """By the search's own summaries; the best at an end of the grid is said."""
     out = tmp_path / "runs"
-    result = compare(project, out, "--tune", "train.lr=1e-5,2e-2", "--seeds", "0,1", methods="glora,svd")
+    result = compare(project, out, "--tune", "train.lr=1e-5,2e-2", "--seeds", "0,1", methods="glora,svd", rounds=1)
     for method in ("glora", "svd"):
         found = {
             value: stored(out, f"{method}/search/train.lr={value}", [1000], "validation")[0]
@@ -153,14 +153,16 @@ def test_a_failing_run_is_named_and_the_others_go_on(
     out = tmp_path / "runs"
     with monkeypatch.context() as patched:
         patched.setattr("fedlora.runs.preparation.prepare", prepare)
-        said = compare(project, out, "--seeds", "0:3", "--reference", "svd", methods="glora,svd").stdout
+        said = compare(project, out, "--seeds", "0:3", "--reference", "svd", methods="glora,svd", rounds=1).stdout
     assert "svd failed on seed 1: site-2 " in said
     assert "glora failed on seed 0: RuntimeError: " in said
     rows = [cells(line) for line in said.splitlines() if line.startswith("│ glora ")]
     assert rows[0][1] == "2 of 3" and len(rows) == 3, "one common seed is no interval"
     assert [path.name for path in (out / "failures").iterdir()] == ["glora_seed-0.json"]
     assert "out of paper" in (out / "failures" / "glora_seed-0.json").read_text()
-    again = json.loads(compare(project, out, "--seeds", "0:3", "--resume", "--json", methods="glora,svd").stdout)
+    again = json.loads(
+        compare(project, out, "--seeds", "0:3", "--resume", "--json", methods="glora,svd", rounds=1).stdout
+    )
     assert [found["n"] for found in again["methods"].values()] == [3, 3] and again["failed"] == []
 
 
@@ -178,7 +180,7 @@ def test_a_value_of_a_search_that_fails_is_dropped_and_the_method_goes_on(
 
     monkeypatch.setattr("fedlora.runs.preparation.prepare", prepare)
     tune = ("--tune", "train.lr=0.01,0.0100000001,1e30", "--seeds", "0,1")
-    result = compare(project, tmp_path / "runs", *tune, "--json", methods="glora,svd")
+    result = compare(project, tmp_path / "runs", *tune, "--json", methods="glora,svd", rounds=1)
     said, search = json.loads(result.stdout), tmp_path / "runs" / "glora" / "search"
     assert {path.name for path in search.iterdir()} >= {"train.lr=0.01", "train.lr=0.0100000001"}
     assert list(said["methods"]) == ["glora"] and said["methods"]["glora"]["n"] == 2
@@ -200,22 +202,22 @@ def test_a_value_that_the_machine_failed_is_waited_for(
             raise OSError(28, "No space left on device")
         return real(config, *rest)
 
-    args = ("--tune", "train.lr=0.01,0.02", "--set", "run.rounds=1", "--json")
+    args = ("--tune", "train.lr=0.01,0.02", "--json")
     with monkeypatch.context() as patched:
         patched.setattr("fedlora.runs.preparation.prepare", prepare)
-        result = compare(project, tmp_path / "runs", *args, methods="glora,svd")
+        result = compare(project, tmp_path / "runs", *args, methods="glora,svd", rounds=1)
     said = json.loads(result.stdout)
     assert list(said["methods"]) == ["svd"] and said["dropped"] == []
     assert said["failed"][0]["method"] == "glora" and "No space left" in said["failed"][0]["why"]
     assert re.search("glora: .* waits for train.lr = 0.01, .* seed 1000", result.stderr)
-    again = json.loads(compare(project, tmp_path / "runs", *args, "--resume", methods="glora,svd").stdout)
+    again = json.loads(compare(project, tmp_path / "runs", *args, "--resume", methods="glora,svd", rounds=1).stdout)
     assert list(again["methods"]) == ["glora", "svd"] and again["failed"] == []
 
 
 def test_by_loss_it_is_said_that_smaller_is_better(project: Path, tmp_path: Path, undrawn: None) -> None:
     """The same method by two names is level on every seed: both first, the difference is equal, and ties are told."""
     more = ("--seeds", "0,1", "--set", "evaluate.metric=loss")
-    said = compare(project, tmp_path / "runs", *more, methods="glora,glora rho=1.0").stdout
+    said = compare(project, tmp_path / "runs", *more, methods="glora,glora rho=1.0", rounds=1).stdout
     assert "loss (test, best): places by seed" in said and "Smaller is better" in said
     rows = [cells(line) for line in said.splitlines() if line.startswith("│ glora ")]
     assert ["glora", "2", "0", "1.00"] in rows and "share the better place" in said
@@ -301,7 +303,7 @@ def test_a_killed_worker_loses_nothing_and_an_interrupt_leaves_what_is_finished(
     """kill -9 on a worker in the middle of its run: it is replaced and the run goes on. Ctrl-C: code 130, one line, no
     worker is left. --resume ends it, with the numbers and bits of a comparison that nobody disturbed, with one worker.
     Whatever threads the config names: each run has one, and says so in its manifest."""
-    sets = ("--set", "run.rounds=12", "--set", "evaluate.every=12", "--set", "run.threads=2")
+    sets = ("--set", "run.rounds=6", "--set", "evaluate.every=6", "--set", "run.threads=2")
     args = ("compare", project / "config.toml", "--methods", "glora,svd", "--seeds", "0:2", *sets)
     out = tmp_path / "runs"
     command = [sys.executable, "-m", "fedlora.cli", *map(str, args), "--workers", "2", "--out", str(out)]

@@ -4,8 +4,7 @@ oracle (by hand), hostile, end-to-end on real processes."""
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from fedlora.runs.config import parse_config
 from fedlora.runs.folder import RunFolder
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.made_results import bare, stored, whole
+from support.processes import Program
 from support.small_world import make, small_world, where
 from support.training_data import classification, rows, save_encoder
 
@@ -207,16 +207,18 @@ seeds = [0]
 """
 
 
-def test_two_processes_on_one_folder_share_the_runs_and_both_end_well(tmp_path: Path) -> None:
+def test_two_processes_on_one_folder_share_the_runs_and_both_end_well(
+    tmp_path: Path, program: Callable[..., Program]
+) -> None:
     """Four runs of the search and two that it decides; each is made once, and each process ends with 0."""
     save_encoder(tmp_path / "model")
     (tmp_path / "mine.jsonl").write_text(rows(classification(60, 0)))
     (tmp_path / "two.toml").write_text(TWO)
-    command = [sys.executable, "-m", "fedlora", "experiment", "run", str(tmp_path / "two.toml")]
-    command += ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
-    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [one.communicate(timeout=600)[1] for one in both]
-    assert [one.returncode for one in both] == [0, 0], said
+    words = ("experiment", "run", tmp_path / "two.toml", "--results", tmp_path / "results", "--work", tmp_path / "work")
+    both = [program(Path(fedlora.__file__).with_name("__main__.py"), *words) for _ in range(2)]
+    ended = [one.ended() for one in both]
+    said = [one.stderr for one in ended]
+    assert [one.returncode for one in ended] == [0, 0], said
     found: dict[str, Result] = {**read_results(tmp_path / "results"), **read_results(tmp_path / "work" / "unclean")}
     assert len(found) == 6
     experiment = load_experiment(tmp_path / "two.toml")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -349,29 +348,12 @@ def test_several_ledgers_are_known_apart_and_a_draw_by_the_same_means(tmp_path: 
 @pytest.mark.parametrize("which", ["the tip", "what is known outside", "the ledger"])
 @pytest.mark.parametrize("kind", ["a pipe", "endless"])
 def test_what_stands_in_the_place_of_a_ledgers_files_holds_nobody_up(
-    path: Path, state: Path, kind: str, which: str
+    path: Path, state: Path, kind: str, which: str, program: Callable[..., Program]
 ) -> None:
     """All of them may lie where a group writes. A pipe without a writer, and a link to a device that never ends."""
     known = next((state / "ledgers").glob("*.json"))
     file = {"the tip": path.with_name(TIP), "what is known outside": known, "the ledger": path}[which]
     file.unlink()
     os.mkfifo(file) if kind == "a pipe" else file.symlink_to("/dev/zero")
-    done = subprocess.run(
-        [sys.executable, "-c", _ASK, str(path)], capture_output=True, text=True, timeout=120, check=False,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-    )  # fmt: skip
+    done = program(ROUNDS, "ask", path.parent).ended(60)
     assert done.stdout.split() == ["refused"] * 2, done.stderr
-
-
-_ASK = """
-import resource, sys
-from pathlib import Path
-from fedlora.errors import LedgerError
-from privacy.test_ledger import an_event, of
-resource.setrlimit(resource.RLIMIT_AS, (2**33, 2**33))
-for ask in (lambda: of(Path(sys.argv[1])).charge(an_event(3)), lambda: of(Path(sys.argv[1])).check(an_event(3), None)):
-    try:
-        ask()
-    except LedgerError:
-        print("refused")
-"""

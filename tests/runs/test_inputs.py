@@ -9,6 +9,7 @@ a manifest is asked below.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -266,16 +267,26 @@ def test_a_search_on_another_model_chooses_nothing(restored: Path, main: Callabl
 
 
 HUB = """
-import json, sys, logging
+import json, os, sys, logging
 from support.command_line import CliRunner, fedlora
-for words in json.load(sys.stdin):
-    said = CliRunner().invoke(fedlora.cli.app, words)
-    print(json.dumps([said.exit_code, f"{said.stderr} {said.exception}"]), file=sys.__stdout__)
+import sklearn.metrics, transformers.models.auto.modeling_auto, transformers.models.bert.modeling_bert, peft
+import support.projects, fedlora.runs.plots, fedlora.runs.preparation, fedlora.training.models
+import fedlora.experiments.runner
+for line in sys.stdin:
+    if (child := os.fork()) == 0:  # a fresh process for each line, without the seconds of another import
+        for words in json.loads(line):
+            said = CliRunner().invoke(fedlora.cli.app, words)
+            print(json.dumps([said.exit_code, f"{said.stderr} {said.exception}"]), file=sys.__stdout__)
+        sys.__stdout__.flush()
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(1)
+    print("ended", file=sys.__stdout__, flush=True)
 """
 
 
-def test_a_model_of_the_hub_is_its_snapshot(tmp_path: Path) -> None:
-    """The cache's `main` moves to other weights. A process of its own, since the cache's place is read once."""
+def test_a_model_of_the_hub_is_its_snapshot(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """The cache's `main` moves to other weights. Processes of their own, since the cache's place is read once."""
     root = make(tmp_path / "project", "org/tiny", "svd")
     cache = tmp_path / "hf" / "hub" / "models--org--tiny"
     environment = {
@@ -288,12 +299,15 @@ def test_a_model_of_the_hub_is_its_snapshot(tmp_path: Path) -> None:
         (cache / "refs").mkdir(exist_ok=True)
         (cache / "refs" / "main").write_text(commit)
 
+    python = subprocess.Popen([sys.executable, "-c", HUB], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                              text=True, env=environment)  # fmt: skip
+    request.addfinalizer(python.communicate)
+
     def said(*calls: list[object]) -> list[list[Any]]:
-        text = json.dumps([list(map(str, words)) for words in calls])
-        ran = subprocess.run([sys.executable, "-c", HUB], cwd=root, input=text, capture_output=True, text=True,
-                             timeout=900, check=False, env=environment)  # fmt: skip
-        assert ran.returncode == 0, ran.stderr
-        return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("[")]
+        assert python.stdin is not None and python.stdout is not None
+        print(json.dumps([list(map(str, words)) for words in calls]), file=python.stdin, flush=True)
+        told = list(itertools.takewhile(lambda line: line != "ended\n", python.stdout))
+        return [json.loads(line) for line in told if line.startswith("[")]
 
     at("a" * 40)
     places = ["--results", "results", "--work", "work"]

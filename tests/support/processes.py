@@ -8,7 +8,7 @@ import runpy
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -46,9 +46,11 @@ def command_line(args: Sequence[str], log: str) -> None:
     call(args)
 
 
-def script(path: Path, args: Sequence[str], said: Path) -> None:
-    """`python PATH ARGS` in a process of its own."""
+def script(path: Path, args: Sequence[str], said: Path, environment: Mapping[str, str]) -> None:
+    """`python PATH ARGS` in a process of its own. Forked, it would have the environment of when the server began."""
     said_to(said / "out", said / "err")
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)
     sys.argv = [str(path), *args]
     runpy.run_path(str(path), run_name="__main__")
