@@ -66,8 +66,7 @@ class KeptUploads:
             if _versions(upload) != self._versions[client]:
                 raise HyperparameterError(
                     f"the upload of client {client!r} was written to after it was added: its numbers are no longer "
-                    f"those "
-                    f"that the server checked. The server keeps an upload's own tensors until the round is closed. "
+                    f"those that the server checked. The server keeps an upload's own tensors until the round closes. "
                     f"Do not change them before, or add a copy: `upload.adapter.map(torch.Tensor.clone)`."
                 )
         return close_whole(self._held, self._attendance)
@@ -124,8 +123,8 @@ def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerSta
     if alike:
         log.warning(
             "round %d: max_weight_share = %.3g cannot hold with fewer than %d clients: all who count have equal "
-            "weight in "
-            "%s%s", terms.number, most, math.ceil(1 / most), ", ".join([*alike][:3]), ", ..." if len(alike) > 3 else "",
+            "weight in %s%s",
+            terms.number, most, math.ceil(1 / most), ", ".join([*alike][:3]), ", ..." if len(alike) > 3 else "",
         )  # fmt: skip
     told = None if judged is None else judged.judged
     tally = replace(attendance.tally(weights), judged=told, alike=alike)
