@@ -6,13 +6,18 @@ Kinds of evidence: *oracle* (by hand), *contract* (bad input is one line).
 from __future__ import annotations
 
 import os
+import random
 import re
 import time
 import tomllib
+import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
 from fedlora.data import TextData, read_classification, read_instructions
@@ -105,6 +110,47 @@ def test_odd_parquet_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.parquet")
     with pytest.raises(DataError, match="a pipe"):
         open_table(tmp_path / "pipe.parquet", [])
+
+
+def test_a_damaged_parquet_file_is_read_or_refused_in_a_line(tmp_path: Path) -> None:
+    """Bytes of a good file are changed by chance. An attacker's footer said more rows than there were, and the reader
+    ended in an IndexError."""
+    good = tmp_path / "good.parquet"
+    pq.write_table(pa.table({"text": ["good film", "bad film"] * 4, "label": [1, 0] * 4}), good)
+    raw, chance = good.read_bytes(), random.Random(0)
+    outcomes = Counter[str]()
+    for _ in range(300):
+        changed = bytearray(raw)
+        for _ in range(3):
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
+        (bad := tmp_path / "bad.parquet").write_bytes(changed)
+        try:
+            read_classification(bad, text="text", label="label")
+            outcomes["read"] += 1
+        except DataError as error:
+            assert str(bad) in str(error) or "label" in str(error)
+            outcomes["refused"] += 1
+    assert outcomes["refused"] > 5 < outcomes["read"]
+    footer = good.with_name("more_rows.parquet")
+    at = raw.rindex(b"\x16\x10\x19")  # thrift: num_rows = 8 (zigzag 16), then the list of groups
+    footer.write_bytes(raw[: at + 1] + b"\x20" + raw[at + 2 :])
+    with pytest.raises(DataError, match=re.escape(str(footer))):
+        read_classification(footer, text="text", label="label")
+
+
+def test_a_dictionary_that_grows_in_rows_is_refused_before_they_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One text of 1 MB stands once in the file and in all of 200 rows: 200 MB, of which a batch at most may be made."""
+    file = tmp_path / "bomb.parquet"
+    pq.write_table(pa.table({"text": ["x" * 2**20] * 200, "label": [0, 1] * 100}), file)
+    monkeypatch.setattr("fedlora.data.hub.half_the_memory", lambda: 64 * 2**20)
+    monkeypatch.setattr("fedlora.data.tables.half_the_memory", lambda: 64 * 2**20)
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"bomb\.parquet: its first \d\d rows"):
+        read_classification(file, text="text", label="label")
+    assert file.stat().st_size < 2**20 and tracemalloc.get_traced_memory()[1] < 64 * 2**20
+    tracemalloc.stop()
 
 
 def test_addresses() -> None:

@@ -163,12 +163,23 @@ def _obstacle(given: Collection, found: Mapping[str, tuple[str, Held]], rule: He
                     f"Without the base model nobody knows what that changed, so no adapter can hold the sum of the two."
                 )
         lacks = next((file for file in given.files if file not in whole), None)
-        if rule == "average" and kind != "base" and lacks is not None:
+        trained_here = kind != "base" or any(_copies_a_trained_one(file, path) for file in whole)
+        if rule == "average" and trained_here and lacks is not None:
             return (
                 f"{lacks.directory} has no {quoted(path)}, which others trained whole, and its value in the base "
                 f"model is not known here."
             )
     return None
+
+
+def _copies_a_trained_one(file: AdapterFile, path: str) -> bool:
+    """Whether what looks like a copy of a base weight is one of a tensor that the adapter trained, and tied to it: peft
+    stores both, and calls one by name."""
+    if not (file.config.get("ensure_weight_tying") and file.has_head(path) and file.kind(path) == "base"):
+        return False
+    shape = file.stored_head(path).shape
+    alike = [other for other in file.heads if file.kind(other) == "head" and file.stored_head(other).shape == shape]
+    return any(torch.equal(file.head(path), file.head(other)) for other in alike)
 
 
 def _saved_names(given: Collection, rule: HeadRule, found: Mapping[str, Tensor]) -> list[str]:

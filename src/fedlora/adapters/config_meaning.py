@@ -158,7 +158,7 @@ def _targeted(
     targets, layers = config.get("target_modules") or (), config.get("layers_to_transform")
     by_itself = () if isinstance(targets, str) else set(targets)
     chosen = None if "layers_pattern" not in told else {layers} if isinstance(layers, int) else set(layers or ())
-    left, ties = left_to_the_base(config) is not None, _ties_targets(config)
+    left, ties = left_to_the_base(config) is not None, ties_targets(config)
     found: dict[str, bool | None] = {}
     for k, name in enumerate(names):
         named = left or told["target_modules"][k] is not None
@@ -178,7 +178,7 @@ def left_to_the_base(config: Mapping[str, Any]) -> str | None:
     return ALL_LINEAR if isinstance(targets, str) and targets.lower() == ALL_LINEAR else None
 
 
-def _ties_targets(config: Mapping[str, Any]) -> bool:
+def ties_targets(config: Mapping[str, Any]) -> bool:
     """Whether what the base model ties to a targeted embedding becomes a target too, named or not."""
     targets = config.get("target_modules")
     if not config.get("ensure_weight_tying") or ties_saved(config):

@@ -13,10 +13,10 @@ from typing import Any
 
 from fedlora.data.tables import Table, check_memory, check_names, unreadable
 from fedlora.errors import DataError, repeated
-from fedlora.given_files import opened, parse_json
+from fedlora.given_files import half_the_memory, opened, parse_json
 
 PREFIX = "hf://"
-_AT_ONCE = 256  # rows of a Parquet file: what they take is known before the next are made
+_AT_ONCE = 256  # rows of a Parquet file, at most: what they take is known before the next are made
 _PARTS = ("config", "split", "revision")
 _Classes = Mapping[str, tuple[str, ...]]
 
@@ -36,7 +36,8 @@ def parquet_table(file: Path, columns: Iterable[str]) -> Table:
         with opened(file) as stream:
             found = pyarrow.parquet.ParquetFile(stream)
             facts = found.metadata
-            size = sum(facts.row_group(k).total_byte_size for k in range(facts.num_row_groups))
+            groups = [facts.row_group(k) for k in range(facts.num_row_groups)]
+            size = sum(group.total_byte_size for group in groups)
             needed = 6 * size + 70 * facts.num_rows * (5 + facts.num_columns)
             check_memory(file, needed, f"{facts.num_rows:,} rows")
             names = found.schema_arrow.names
@@ -44,7 +45,11 @@ def parquet_table(file: Path, columns: Iterable[str]) -> Table:
             classes = _classes_written(file, found.schema_arrow.metadata or {})
             values: dict[str, list[Any]] = {name: [] for name in names if name in set(columns)}
             taken = 0  # what a dictionary stores once stands in every row
-            for batch in found.iter_batches(_AT_ONCE, columns=list(values)) if values else ():
+            # a row can be as large as all that its columns store of a group: a dictionary holds a value once
+            row = max((group.total_byte_size for group in groups), default=0)
+            at_once = max(1, min(_AT_ONCE, half_the_memory() // (8 * row + 1)))
+            check_memory(file, 4 * row, "largest row")
+            for batch in found.iter_batches(at_once, columns=list(values)) if values else ():
                 for name in values:
                     values[name] += (rows := batch.column(name).to_pylist())
                     taken += sum(len(value) if isinstance(value, str | bytes) else 8 for value in rows)
@@ -56,6 +61,9 @@ def parquet_table(file: Path, columns: Iterable[str]) -> Table:
         raise DataError(f"{file} holds text that is not UTF-8 ({error}). Write it again.") from error
     except OSError as error:
         raise unreadable(file, error) from error
+    if any(len(cells) != facts.num_rows for cells in values.values()):
+        count = min(map(len, values.values()))
+        raise DataError(f"{file} says {facts.num_rows:,} rows and holds {count:,}: it is damaged. Write it again.")
     return _table(str(file), names, facts.num_rows, values, classes)
 
 
