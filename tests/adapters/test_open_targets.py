@@ -151,6 +151,11 @@ def test_all_linear_is_asked_with_a_base_and_told_without(base: Path, tmp_path: 
 def test_what_is_tied_to_a_target_is_one_where_the_base_model_ties_it(base: Path, tmp_path: Path) -> None:
     config = {"target_modules": ["embed_tokens", "q_proj"], "ensure_weight_tying": True}
     folder = put(tmp_path / "a", (*Q, EMBEDDING, HEAD), **config)
+    tensors, path = load_file(folder / "adapter_model.safetensors"), "base_model.model."
+    for factor, other in (("A", "B"), ("B", "A")):  # the embedding's pair, as peft stores what is tied to it
+        tied = tensors[f"{path}{EMBEDDING}.lora_embedding_{other}"]
+        tensors[f"{path}{HEAD}.lora_{factor}.weight"] = tied.T.contiguous()
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     assert re.search("ensure_weight_tying, the base model.* 'lm_head'", AdapterFile(folder).notes[0])
     with pytest.raises(AdapterFormatError, match=r"lm_head.*peft would leave out"):
         apply_adapter(AdapterFile(folder, with_base=True), BaseFiles(base), tmp_path / "none")

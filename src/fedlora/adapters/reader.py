@@ -27,6 +27,7 @@ from fedlora.adapters.limits import Limits
 from fedlora.adapters.module_names import may_be_embedding, plain
 from fedlora.adapters.narrowing import common_type
 from fedlora.adapters.parsed import PREFIX, Meaning, Parsed, parse, understand
+from fedlora.adapters.tied_pairs import check_tied
 from fedlora.adapters.untrusted_files import (
     FLOATS,
     Stored,
@@ -39,10 +40,9 @@ from fedlora.adapters.untrusted_files import (
     tensor_of,
 )
 from fedlora.core.echo import quoted
-from fedlora.core.lora import LoRA, stack
+from fedlora.core.lora import LoRA
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError, escaped
-from fedlora.linalg import unit_roundoff
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -90,7 +90,6 @@ class AdapterFile:
             self._weights, self._parsed, self._meaning = _opened(self.directory, self.limits, allow_unknown, names)
             self.notes = judge(self._parsed, self._meaning, self.limits, scaling, with_base=with_base)
             self.notes += tuple(_contrary(self._weights, self._parsed))
-            self._check_ties()
         except AdapterFormatError as error:
             raise self._named(error) from error
         self.config: Mapping[str, Any] = self._parsed.config
@@ -109,6 +108,8 @@ class AdapterFile:
         # Names of the tensors beside the pairs, sorted: fully trained ones, and biases (`kind`), by their names in the
         # base model, whatever is wrapped around them; added biases and token rows by their paths.
         self.heads = tuple(sorted(self._parsed.beside))
+        if ties_targets(self.config):
+            self._check_tied()
 
     def _named(self, error: AdapterFormatError) -> AdapterFormatError:
         """The error with the directory in it."""
@@ -243,28 +244,15 @@ class AdapterFile:
                 B, A = B.new_zeros(len(B), 1), A.new_zeros(1, A.shape[1])
         return B, A
 
-    def _check_ties(self) -> None:
-        """Raises `AdapterFormatError` where pairs that the config ties are not one update: peft loads one for both."""
-        if not ties_targets(self._parsed.config):
-            return
-        layouts = self._meaning.layouts
-        tied = [path for path in layouts if may_be_embedding(plain(path)) and not layouts[path].experts]
+    def _check_tied(self) -> None:
+        """Asks `tied_pairs` about the pairs that may be one weight, by their names and shapes."""
+        tied = [path for path in self.layouts if may_be_embedding(plain(path)) and not self.layouts[path].experts]
         for one, other in itertools.combinations(tied, 2):
-            if {*self.update_shape(one)} != {*self.update_shape(other)}:
-                continue
-            (B, A), (D, C) = (layouts[path].unpacked(*self._pair(path), 0).factors for path in (one, other))
-            shape, rounding = (B.shape[0], A.shape[1]), max(unit_roundoff(t.dtype) for t in (B, A, D, C))
-            D, C = (D, C) if shape == (D.shape[0], C.shape[1]) else (C.mT, D.mT)
-            s, t = self._meaning.scale(one), self._meaning.scale(other)
-            apart = stack([LoRA(B.double(), A.double()), LoRA(D.double(), C.double())], [s, -t]).norm()
-            size = s * LoRA(B, A).norm()
-            if apart > 32 * rounding * size:
-                raise AdapterFormatError(
-                    f"ensure_weight_tying makes {quoted(one)} and {quoted(other)} one weight, and their updates differ "
-                    f"by {apart / size if size else math.inf:.2g} of their size: peft keeps one of the two for both. "
-                    f"Save the adapter again with peft; if its base model does not tie them, set ensure_weight_tying "
-                    f"to false in its {CONFIG_FILE}."
-                )
+            if {*self.update_shape(one)} == {*self.update_shape(other)}:
+                try:
+                    check_tied(one, self.unscaled(one), other, self.unscaled(other))
+                except AdapterFormatError as error:
+                    raise self._named(error) from error
 
     def _foretell(self, keys: Collection[str], name: str) -> None:
         needed = allocation.bytes_to_read(self.stored[key] for key in keys)
