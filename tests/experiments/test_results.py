@@ -123,6 +123,24 @@ def test_a_line_that_is_no_result_is_named(tmp_path: Path, line: bytes) -> None:
     assert "git" in str(refused.value)
 
 
+def test_two_versions_of_a_file_joined_line_by_line_are_refused(tmp_path: Path) -> None:
+    """An attacker let git join two clones' files: a run was read under the other's first line, which had its seed and
+    its scores. So is an edited first line; a line that is taken out is a run that is missing."""
+    a, b = {"x": bare("x")}, {"y": bare("y").model_copy(update={"wall_seconds": 7.0})}
+    (first, of_a), (other, of_b) = (as_lines(one).splitlines() for one in (a, b))
+    path = tmp_path / "e.jsonl"
+    joined = {"both headers": (3, [first, of_a, other, of_b]), "one header": (3, [first, of_a, of_b]),
+              "edited": (2, [first.replace("0", "1", 1), of_a])}  # fmt: skip
+    for name, (line, lines) in joined.items():
+        path.write_text("\n".join([*lines, ""]))
+        with pytest.raises(CheckpointError, match=rf"e\.jsonl, line {line},.*git checkout") as told:
+            read_results_of(path)
+        assert "take the line out" not in str(told.value), name
+    both = as_lines({**a, **b}).splitlines()
+    path.write_text("\n".join([*both[:2], ""]))
+    assert list(read_results_of(path)) == ["x"]
+
+
 def test_the_frame_has_a_row_a_run_and_one_a_round(tmp_path: Path) -> None:
     """By hand: eight runs of two methods, loss 0.6 + a hundredth of the seed, of `new` 0.1 less and a little noise."""
     place = small_world(tmp_path / "place")

@@ -11,6 +11,7 @@ one folder at the same time: a lock is held while a file is read, changed and re
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -58,11 +59,21 @@ def read_results_of(path: Path) -> Mapping[str, Result]:
 
 
 def as_lines(results: Mapping[str, Result]) -> str:
-    """The content of a file: what all of these share, then each by its digest."""
+    """The content of a file: what all of these share, then each by its digest. Each says to which first line it
+    belongs: in two versions of a file, joined line by line, a run would get what others share."""
     each = [_rounded(_shortest(results[digest])) for digest in sorted(results)]
     shared = _shared(each)
-    lines = [{"shared": shared}, *(_without(one, shared) for one in each)]
-    return "".join(json.dumps(line, sort_keys=True, separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
+    first = _line({"shared": shared})
+    return "\n".join([first, *(_line({**_without(one, shared), "of": _mark(first)}) for one in each), ""])
+
+
+def _line(of: Mapping[str, Any]) -> str:
+    return json.dumps(of, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _mark(first: str) -> str:
+    """What the lines below a first line call it by."""
+    return hashlib.sha256(first.encode()).hexdigest()[:8]
 
 
 def summarise(folder: RunFolder, config: RunConfig, wall_seconds: float = 0.0) -> Result:
@@ -162,21 +173,33 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @lru_cache(maxsize=64)  # of one version each: bounded, and a file that changed is another entry
 def _read(path: Path, seen: tuple[int, int, int]) -> dict[str, Result]:
-    found = {}
+    found: dict[str, Result] = {}
+    number = 1
     try:
-        first, *lines = path.read_text(encoding="utf-8").splitlines()
+        first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
         shared = json.loads(first)["shared"]
-        for line in lines:
-            raw = _with(json.loads(line), shared)
+        for number, line in enumerate(lines, start=2):
+            own = json.loads(line)
+            if own.pop("of", None) != _mark(first):
+                raise CheckpointError(
+                    f"{path}, line {number}, belongs to another first line than the file has: two versions of the file "
+                    f"were joined, or its first line was edited. Take one version whole (git checkout --ours or "
+                    f"--theirs); `fedlora experiment run` makes the runs that it lacks."
+                )
+            raw = _with(own, shared)
             if raw["digest"] in found:
                 raise ValueError(f"the digest {raw['digest']} stands there twice")
             raw["test"] = {"best": raw["test"]["last"], **raw["test"]}
             found[raw["digest"]] = Result.model_validate(raw)
+    except CheckpointError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         why = f"{type(error).__name__}: {error}".splitlines()
+        way = "" if number == 1 else (
+            ", or take the line out: then its run is missing, and `fedlora experiment run` makes it again"
+        )  # fmt: skip
         raise CheckpointError(
-            f"{path}, line {len(found) + 2}, is no result ({' '.join(why[:3])}). Restore the file (git), or take "
-            f"the line out: then its run is missing, and `fedlora experiment run` makes it again."
+            f"{path}, line {number}, is no result ({' '.join(why[:3])}). Restore the file (git){way}."
         ) from error
     return found
 
