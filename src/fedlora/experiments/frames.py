@@ -40,7 +40,8 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
     """Stored runs as a pandas frame.
 
     Args:
-        path: a folder of results (`results`, the `--out` of `fedlora compare`), or one of its files.
+        path: a folder of results (`results`, the `--out` of `fedlora compare`), or one of its files. Runs of a search
+            (`--tune`) are among them, on seeds of their own: leave those out before you take means.
         by_round: a row for each run, round and score (on validation; "training loss" of each client), in place of one
             for each run.
 
