@@ -270,7 +270,7 @@ def test_a_damaged_experiment_or_result_is_one_line(
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "0.jsonl").write_text("[1]")
     said = main("experiment", "status", folder / "mine.toml", *where(tmp_path)).complaint()
-    assert re.search("0.jsonl, line 2, .*no result", said)
+    assert re.search("0.jsonl, line 1, .*no result", said)
     (tmp_path / "results" / "0.jsonl").unlink()
     (folder / "mine.toml").write_bytes(MINE.replace("Mine", "Café").encode("latin-1"))
     assert "mine.toml is not TOML" in main("experiment", "status", folder / "mine.toml", *where(tmp_path)).complaint()
