@@ -1,6 +1,7 @@
 """A PEFT adapter on disk, opened without reading its tensors: which modules it has, and each of them when asked for.
 
-Reading module by module keeps memory at one module, however many adapters are merged. Everything that would change the
+Reading module by module keeps memory at one module, however many adapters are merged. (Pairs that the config ties to
+each other are the exception: they are compared when the file is opened.) Everything that would change the
 update, or that does not fit the config, is refused by name before a number is read:
 
     config_fields -> parsed (with config_meaning, patterns) -> judged -> this face, which reads tensors when asked

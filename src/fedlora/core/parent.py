@@ -10,7 +10,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _libc = ctypes.CDLL(None)  # loaded here, so that a process just forked has nothing to load
 
 
-def end_with(parent: int) -> None:
+def killed_with(parent: int) -> None:
     """From now on: this process is killed when `parent` ends, also in the middle of a long call. It holds for what this
     process becomes by exec, and not for what it starts.
 
@@ -22,4 +22,4 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-__all__ = ["end_with"]
+__all__ = ["killed_with"]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from fedlora.core.parent import end_with
+from fedlora.core.parent import killed_with
 from fedlora.errors import FedLoRAError
 from fedlora.flower.ownership import opened_here
 
@@ -63,7 +63,7 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subpro
     with os.fdopen(descriptor, "ab") as file:
         return subprocess.Popen(
             [program, *command[1:]], env=dict(env), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
-            start_new_session=True, umask=0o077, preexec_fn=partial(end_with, os.getpid()),
+            start_new_session=True, umask=0o077, preexec_fn=partial(killed_with, os.getpid()),
         )  # fmt: skip
 
 
