@@ -11,16 +11,16 @@ os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PAT
 os.environ.update(HF_HUB_OFFLINE="1", FLWR_TELEMETRY_ENABLED="0", FLWR_DISABLE_UPDATE_CHECK="1")  # no network
 
 import fedlora  # noqa: E402
-from generate import write_all  # noqa: E402
+from generate import write_python  # noqa: E402
 from generate.docstrings import as_rst, short_signature  # noqa: E402
 
-write_all(HERE / "_generated")  # the parts of reference/ that are printed from the code; pages include them
+write_python(HERE / "reference" / "python")  # signatures and docstrings; the other pages of reference/ are committed
 
 project = "fedlora"
 author = "the fedlora authors"
 version = release = fedlora.__version__
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = ["_generated", "generate"]
+exclude_patterns = ["generate"]
 
 # A section may wait for its pages. This one warning has no name by which `suppress_warnings` could leave it out.
 logging.getLogger("sphinx.sphinx.directives.other").addFilter(lambda said: "toctree glob" not in said.getMessage())

@@ -18,7 +18,6 @@ from fedlora.runs.config import load_config
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
-PAGES = [page for page in PAGES if "_generated" not in page.parts]  # their links are of the pages that include them
 BUILDING = ("how-to/add-a-method", "how-to/extending", "explanation/architecture")
 MADE = ("dist/", "build/site/index.html")  # by make
 

@@ -15,11 +15,12 @@ import pytest
 from pydantic import BaseModel, create_model
 
 import fedlora
+import generate
 from fedlora.experiments.claims import Claims
 from fedlora.experiments.spec import Experiment
 from fedlora.methods.registry import Listed, listed
 from fedlora.runs.config import RunConfig
-from generate import commands, config_keys, docstrings, experiment_keys, method_pages, python_names
+from generate import commands, config_keys, docstrings, experiment_keys, method_list, python_names
 from generate.markdown import prose
 
 ROOT = Path(__file__).parent.parent
@@ -142,81 +143,72 @@ class TestCommands:
 
 class TestNames:
     def test_every_public_name_is_on_the_page_of_its_module(self) -> None:
-        pages = python_names.pages()
+        pages = python_names.site_pages()
         missing = [
             f"{module}.{name}" for module, name in python_names.names() if f":: {module}.{name}\n" not in pages[module]
         ]
         missing += [name for name in fedlora.__all__ if f":: fedlora.{name}\n" not in pages["fedlora"]]
         assert not missing, missing
-
-    def test_every_module_has_a_page_that_the_list_leads_to(self) -> None:
-        """Expected: the modules of the generator, and the words of the list of pages."""
-        assert {path.stem for path in (DOCS / "reference" / "python").glob("*.md")} == set(python_names.MODULES)
-        listed_pages = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
-        assert [m for m in python_names.MODULES if f"\npython/{m}\n" not in listed_pages] == []
+        listed_here = (DOCS / "reference" / "python.md").read_text(encoding="utf-8")
+        assert [name for _, name in python_names.names() if f"* `{name}`: " not in listed_here] == []
 
 
-METHOD_PAGES = DOCS / "reference" / "methods"
-INCLUDED = "```{include} ../../_generated/methods/NAME.%s.md\n```\n\n"
-METHOD_PAGE = (  # what stands in each, in this order
-    "# NAME\n\n" + INCLUDED % "facts" + "## When to take it\n\n**Use it** ",
-    "**Not**",
-    INCLUDED % "use" + "## In detail\n\n",
-    *("**Ranks.** ", "**Bytes.** ", "**Exact?** ", "**Gauge?** ", "**Deviations"),
-)
+METHODS_PAGE = DOCS / "reference" / "methods.md"
+SECTION = (  # what stands in each method's section, in this order
+    "<!-- generated: NAME -->\n", "<!-- end of NAME -->\n\n**Use it** ", "**Not**",
+    "**Ranks.** ", "**Bytes.** ", "**Exact?** ", "**Gauge?** ", "**Deviations",
+)  # fmt: skip
 BUILT_IN = pytest.mark.parametrize("row", [r for r in listed() if r.name in fedlora.METHODS], ids=lambda r: r.name)
 
 
+def test_the_committed_reference_is_what_the_program_prints() -> None:
+    """Expected: the generators' own parts. `python docs/generate` writes them."""
+    stale = [path.name for path, text in generate.pages().items() if path.read_text(encoding="utf-8") != text]
+    assert not stale, f"`python docs/generate` writes them anew: {stale}"
+    marked = "".join(path.read_text(encoding="utf-8") for path in generate.pages())
+    assert [name for name in generate.parts() if f"<!-- end of {name} -->" not in marked] == []
+
+
 class TestMethods:
-    """Expected: the registry, the fields of the classes, and one template for all pages."""
+    """Expected: the registry, the fields of the classes, and one template for all sections."""
 
-    def test_every_method_has_a_page_and_every_page_a_method(self) -> None:
-        assert {path.stem for path in METHOD_PAGES.glob("*.md")} == set(fedlora.METHODS)
-
-    @BUILT_IN
-    def test_a_page_follows_the_template(self, row: Listed) -> None:
-        page, at = (METHOD_PAGES / f"{row.name}.md").read_text(encoding="utf-8"), 0
-        for part in METHOD_PAGE:
-            part = part.replace("NAME", row.name)
-            assert part in page[at:], f"{row.name}.md lacks, or has too early: {part}"
-            at = page.index(part, at) + len(part)
-        assert {f"{row.name}.facts", f"{row.name}.use"} <= set(method_pages.pages())
-
-    def test_the_template_of_the_docs_is_this_one(self) -> None:
-        page, at = (DOCS / "how-to" / "add-a-method.md").read_text(encoding="utf-8").split("````markdown\n")[1], 0
-        for part in METHOD_PAGE:
-            assert part in page[at:], part
-            at = page.index(part, at) + len(part)
+    def test_every_method_has_a_section_by_the_template(self) -> None:
+        sections = re.split(r"^## ", METHODS_PAGE.read_text(encoding="utf-8"), flags=re.M)[1:]
+        assert {part.partition("\n")[0] for part in sections} == set(fedlora.METHODS)
+        template = (DOCS / "how-to" / "add-a-method.md").read_text(encoding="utf-8").split("````markdown\n## ")[1]
+        for text in [*sections, template]:
+            name, at = text.partition("\n")[0], 0
+            for part in (one.replace("NAME", name) for one in SECTION):
+                assert part in text[at:], f"{name} lacks, or has too early: {part}"
+                at = text.index(part, at) + len(part)
 
     @BUILT_IN
     def test_every_setting_has_its_default_and_a_meaning(self, row: Listed) -> None:
-        entries = dict(re.findall(r"^`(\w+)` · .+\n: (.*)$", method_pages.use(row), flags=re.M))
+        entries = dict(re.findall(r"^`(\w+)` · .+\n: (.*)$", method_list.entries()[row.name], flags=re.M))
         assert set(entries) == {field.name for field in fields(fedlora.METHODS[row.name])}
         assert all(len(meaning) > 5 for meaning in entries.values()), f"{row.name}: say in Args what each setting means"
 
-    @BUILT_IN
-    def test_its_examples_run(self, row: Listed) -> None:
-        (file,), (lines,) = (
-            re.findall(f"```{kind}\n(.*?)```", method_pages.use(row), flags=re.S) for kind in ("toml", "python")
-        )
+    def test_the_example_runs(self) -> None:
+        page = METHODS_PAGE.read_text(encoding="utf-8")
+        (file,), (lines,) = (re.findall(f"```{kind}\n(.*?)```", page, flags=re.S) for kind in ("toml", "python"))
         run = RunConfig.model_validate(tomllib.loads(f'[model]\npath = "demo"\n[data]\ntrain = "demo"\n{file}'))
         made: dict[str, Any] = {}
-        exec(compile(lines, f"{row.name}.use.md", "exec"), made)
-        assert run.method.name == row.name and made["server"].method == fedlora.build(row.name)
+        exec(compile(lines, "methods.md", "exec"), made)
+        assert made["server"].method == run.method.build() == fedlora.build("svd", energy=0.99)
 
     def test_what_travels_is_what_the_method_says(self) -> None:
         """Read in three papers: FFA-LoRA freezes A, FedSA-LoRA keeps B, RoLoRA takes turns, B first."""
-        pages = method_pages.pages()
-        assert "* A: received, not trained, not sent." in pages["ffa-lora.facts"]
-        assert "* B: trained, and never leaves" in pages["fedsa-lora.facts"]
-        first, second = pages["rolora.facts"].split("In rounds 1, 3, 5")
-        assert "* B: trained and sent." in first and "* A: trained and sent." in second
+        entries = method_list.entries()
+        assert "A: received, not trained, not sent." in entries["ffa-lora"]
+        assert "B, heads: trained, and never leaves" in entries["fedsa-lora"]
+        first, second = entries["rolora"].split("In rounds 1, 3, 5")
+        assert "B, heads: trained and sent" in first and "A, heads: trained and sent" in second
 
     def test_the_family_names_each_with_its_paper(self) -> None:
         """The table of explanation/methods.md, beside the papers in the code."""
         page = (DOCS / "explanation" / "methods.md").read_text(encoding="utf-8")
         for name, cls in fedlora.METHODS.items():
-            (row,) = re.findall(rf"^.*\]\(\.\./reference/methods/{name}\.md\) \|.*$", page, flags=re.M)
+            (row,) = re.findall(rf"^.*\]\(\.\./reference/methods\.md#{name}\) \|.*$", page, flags=re.M)
             number = re.search(r"\d{4}\.\d{5}", cls.paper)
             assert (number[0] in row) if number else ("arXiv" not in row), row
 
@@ -255,7 +247,7 @@ class TestDrawings:
         assert f"{off:.0%}".replace("%", " %") in ("11 %",) if angle == 0 else numpy.linalg.norm(wrong) < 0.2
 
 
-PAGES = [ROOT / "README.md", *(page for page in DOCS.rglob("*.md") if "_generated" not in page.parts)]
+PAGES = [ROOT / "README.md", *DOCS.rglob("*.md")]
 
 
 def test_every_picture_has_words() -> None:

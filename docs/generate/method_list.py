@@ -1,18 +1,107 @@
-"""Every built-in method in one table: a link to its page, its paper, its settings with their defaults, its presets."""
+"""The built-in methods: one table, and an entry for each with its formula, what travels, and its settings."""
 
 from __future__ import annotations
 
-from fedlora.methods.registry import METHODS, listed
-from generate.markdown import prose
-from generate.method_pages import linked, toml
+import inspect
+import re
+import sys
+import textwrap
+from typing import Any
+
+from fedlora.core.method import Role, Roles
+from fedlora.methods.registry import METHODS, Listed, listed
+from generate.config_keys import split
+from generate.markdown import entry, line, linked, prose
+
+_DOES: dict[Role, str] = {
+    "shared": "trained and sent",
+    "local": "trained, and never leaves the client",
+    "frozen": "received, not trained, not sent",
+}
 
 
 def page() -> str:
-    """As Markdown. Each name is an anchor too, for links from before a method had a page of its own."""
+    """The table: a link to its entry, its paper, its settings with their defaults, its presets."""
     head = ["| method | source | hyper-parameters | presets |", "|---|---|---|---|"]
-    for row in listed():
-        if row.name in METHODS:
-            shown = ", ".join(f"`{key} = {toml(value)}`" for key, value in row.defaults.items()) or "none"
-            name = f'<a id="{row.name}"></a>[{row.name}](methods/{row.name}.md)'
-            head.append(f"| {name} | {linked(prose(row.paper))} | {shown} | {', '.join(row.presets) or 'none'} |")
+    for row in _built_in():
+        shown = ", ".join(f"`{key} = {toml(value)}`" for key, value in row.defaults.items()) or "none"
+        head.append(
+            f"| [{row.name}](#{row.name}) | {papers(prose(row.paper))} | {shown} | {', '.join(row.presets) or 'none'} |"
+        )
     return "\n".join(head) + "\n"
+
+
+def entries() -> dict[str, str]:
+    """Method -> its entry, which its section of reference/methods.md begins with."""
+    return {row.name: _entry(row) for row in _built_in()}
+
+
+def formulas(doc: str) -> list[str]:
+    """The indented paragraphs of a module's docstring. What stands there in columns stands below each other here."""
+    return [_narrow(textwrap.dedent(part).rstrip()) for part in doc.split("\n\n") if re.match(r" {4}", part)]
+
+
+def meanings(row: Listed) -> dict[str, str]:
+    """Setting -> what its class's docstring says of it."""
+    return split(inspect.getdoc(METHODS[row.name]) or "", list(row.defaults))[1] if row.defaults else {}
+
+
+def toml(value: object) -> str:
+    """As TOML has it; what is not set has no word there."""
+    if isinstance(value, str):
+        return f'"{value}"'
+    return "not set" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def papers(text: str) -> str:
+    """With its papers' numbers as links."""
+    return re.sub(r"arXiv:? ?(\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", text)
+
+
+def _built_in() -> list[Listed]:
+    return [row for row in listed() if row.name in METHODS]
+
+
+def _entry(row: Listed) -> str:
+    cls = METHODS[row.name]
+    doc = inspect.cleandoc(sys.modules[cls.__module__].__doc__ or "")
+    cost = re.search(r"\bCost:? .*", doc, flags=re.S)
+    said = [prose(" ".join(doc.split("\n\n")[0].split())), f"Source: {papers(prose(row.paper))}."]
+    said += [f"```text\n{text}\n```" for text in formulas(doc)]
+    if cost:
+        said.append(linked(line(cost[0])))
+    said.append(_travels(cls()))
+    known = meanings(row)
+    said += [
+        entry(key, [f"default `{toml(value)}`" if value is not None else "not set"], line(known.get(key, "")))
+        for key, value in row.defaults.items()
+    ]
+    for name, values in row.presets.items():
+        said.append(f'`preset = "{name}"` sets {", ".join(f"`{key} = {toml(held)}`" for key, held in values.items())}.')
+    return "\n\n".join(said) + "\n"
+
+
+def _narrow(block: str) -> str:
+    """A page is narrower than a file: each column of a line is a line, and one that is no formula is indented."""
+    lines = []
+    for row in block.splitlines():
+        first, *others = re.split(r"(?<=\S) {3,}(?![ =])", row)
+        lines += [first, *(text if re.match(r"\w+ (<-|=) ", text) else f"    {text}" for text in others)]
+    return "\n".join(lines)
+
+
+def _travels(method: Any) -> str:
+    first, second = method.roles(0), method.roles(1)
+    said = f"**Travels.** {_owners(first)}"
+    if first != second:
+        said = f"**Travels.** In rounds 0, 2, 4 ...: {_owners(first)} In rounds 1, 3, 5 ...: {_owners(second)}"
+    return said + (" Changes of the base weight W0 travel to the clients besides." if first.moves_base else "")
+
+
+def _owners(roles: Roles) -> str:
+    """Who owns what, as the method declares it."""
+    parts = {"B": roles.B, "A": roles.A, "heads": roles.heads}
+    by_role: dict[Role, list[str]] = {}
+    for part, role in parts.items():
+        by_role.setdefault(role, []).append(part)
+    return "; ".join(f"{', '.join(held)}: {_DOES[role]}" for role, held in by_role.items()) + "."

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+
+from generate.markdown import line
 
 MODULES = {  # module -> what a reader looks there for
     "fedlora": "What most programs need. Torch and safetensors suffice.",
@@ -41,19 +44,30 @@ def names() -> list[tuple[str, str]]:
     return found
 
 
-def table() -> str:
-    """Each module with what it is for, and a link to its page."""
-    rows = [f"| [{module}](python/{module}.md) | {about} |" for module, about in MODULES.items()]
-    return "\n".join(["| module | |", "|---|---|", *rows]) + "\n"
+def page() -> str:
+    """For readers of the checkout: each module's names with the first sentence of their docstrings."""
+    said = []
+    for module, about in MODULES.items():
+        own = [name for held, name in names() if held == module]
+        said += [f"## {module}", about, "\n".join(_row(module, name) for name in own)]
+    return "\n\n".join(filter(None, said)) + "\n"
 
 
-def pages() -> dict[str, str]:
-    """Module -> its names, as Markdown with a block of reStructuredText."""
+def site_pages() -> dict[str, str]:
+    """Module -> its page of the site, with all signatures: Markdown with a block of reStructuredText."""
     found = {}
     for module, about in MODULES.items():
         rst = "\n".join(_directive(module, name) for held, name in names() if held == module)
-        found[module] = f"{about}\n" + (f"\n````{{eval-rst}}\n{rst}\n````\n" if rst else "")
+        found[module] = f"# {module}\n\n{about}\n" + (f"\n````{{eval-rst}}\n{rst}\n````\n" if rst else "")
     return found
+
+
+def _row(module: str, name: str) -> str:
+    value = getattr(import_module(module), name)
+    documented = inspect.isclass(value) or inspect.isfunction(value)
+    words = (inspect.getdoc(value) or "") if documented else _held(value).replace("``", "`")
+    first = re.split(r"(?<=\.)\s", " ".join(words.partition("\n\n")[0].split()), maxsplit=1)[0]
+    return f"* `{name}`: {line(first)}"
 
 
 def _directive(module: str, name: str) -> str:

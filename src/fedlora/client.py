@@ -217,7 +217,7 @@ def prune(before: Adapter, after: Adapter, penalty: TailPenalty) -> Adapter:
     Args:
         before, after: the complete adapter as it was received and as it was trained.
 
-    Source: HetLoRA's rank self-pruning (docs/reference/methods/hetlora.md). The decision is one for the whole client.
+    Source: HetLoRA's rank self-pruning (docs/reference/methods.md#hetlora). The decision is one for the whole client.
 
     Example:
         >>> from fedlora.core.method import TailPenalty

@@ -3,7 +3,7 @@
     A <- sum_i p_i A_i        B_i never leaves client i
 
 There is no global model: a client's model is W0 + B_i A, and what to evaluate must be named
-(docs/reference/methods/fedsa-lora.md). Not exact and not gauge-invariant by design. One common rank. Heads stay local
+(docs/reference/methods.md#fedsa-lora). Not exact and not gauge-invariant by design. One common rank. Heads stay local
 too, as in the authors' GLUE configuration (`Server(..., heads="average")` overrides). Cost: O(sum r_i d_in); half of
 FedIT's bytes.
 """
