@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-from generate import pages  # noqa: E402
+from generate import pages
 
 for path, text in pages().items():
     if path.read_text(encoding="utf-8") != text:
