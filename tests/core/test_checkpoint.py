@@ -14,7 +14,8 @@ import math
 import os
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,7 +54,7 @@ def content(value: object) -> object:
     if is_dataclass(value):
         return type(value).__name__, {f.name: content(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, Mapping):
-        return "mapping", {key: content(item) for key, item in value.items()}
+        return "mapping", [(key, content(item)) for key, item in value.items()]  # in its order
     if isinstance(value, tuple):
         return "tuple", [content(item) for item in value]
     return type(value).__name__, repr(value)
@@ -219,6 +220,7 @@ VALUES: dict[str, Any] = {
     "empty text": "",
     "an empty tuple": (),
     "an empty mapping": {},
+    "the newest last": {"zed": 1, "amy": {"z": 2, "a": 3}},
     "nested": ({"a": (1, {"b": (None, 2.5)})}, ("x",)),
     "a mapping that looks like a node": {"tensor": "/value", "float": "nan", "dataclass": "Box", "fields": {}},
     "nan deep inside": {"a": (math.nan, {"b": -math.inf})},
@@ -296,6 +298,14 @@ class Inner:
     x: Any
 
 
+@dataclass(frozen=True)
+class Counted:
+    """What its __init__ makes of its argument is a field that no __init__ takes."""
+
+    once: int
+    twice: int = field(init=False, default=0)
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
@@ -312,9 +322,12 @@ class Inner:
         ({1: 2}, "mapping at /value has keys"),
         ({None: 2}, "mapping at /value has keys"),
         ({"a": (1, {"b": [2]})}, "list at /value/a/1/b "),
+        (torch.Size([2]), "Size at /value "),
+        (HTTPStatus.OK, "HTTPStatus at /value "),
+        (Counted(3), r"Counted\.twice at /value .*init=False"),
         (Inner(Inner({"deep": Path("x")})), r"a \w*Path at /value/x/x/deep "),
     ],
-    ids=range(14),
+    ids=range(17),
 )  # fmt: skip
 def test_what_cannot_be_stored_is_refused_with_its_place(value: object, message: str, tmp_path: Path) -> None:
     """Before anything is written."""

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -57,7 +58,7 @@ def saving(directory: Path, round: int, value: Any, *, of: str = "", keep: int =
     tensors: dict[str, Tensor] = {}
     tree = _encode(value, "", tensors)
     try:
-        content = tensor_file(tensors, {"round": str(round), "run": of, "tree": json.dumps(tree, sort_keys=True)})
+        content = tensor_file(tensors, {"round": str(round), "run": of, "tree": json.dumps(tree)})
     except KeyError as error:
         raise CheckpointError(
             f"the checkpoint of round {round} cannot be stored: safetensors has no {error}."
@@ -199,17 +200,22 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         tensors[path] = value.detach().cpu().clone().contiguous()
         return {"tensor": path}
     if is_dataclass(value) and not isinstance(value, type):
+        if made := [f.name for f in fields(value) if not f.init]:
+            raise CheckpointError(
+                f"{type(value).__name__}.{made[0]} at {path or '/'} cannot be stored in a checkpoint: its __init__ does "
+                f"not take it (init=False), so nothing could give it back. Make it a property."
+            )
         inside = {f.name: _encode(getattr(value, f.name), _below(path, f.name), tensors) for f in fields(value)}
         return {"dataclass": _type_name(type(value)), "fields": inside}
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise CheckpointError(f"a mapping at {path or '/'} has keys that are no strings; it cannot be stored.")
         return {"mapping": {key: _encode(item, _below(path, key), tensors) for key, item in value.items()}}
-    if isinstance(value, tuple):
+    if type(value) is tuple:  # one with names, or torch.Size, would come back as a plain one
         return {"tuple": [_encode(item, f"{path}/{k}", tensors) for k, item in enumerate(value)]}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(float(value))}
-    if value is None or isinstance(value, bool | int | float | str):
+    if value is None or (isinstance(value, bool | int | float | str) and not isinstance(value, Enum)):
         return value
     raise CheckpointError(f"a {type(value).__name__} at {path or '/'} cannot be stored in a checkpoint.")
 
