@@ -11,8 +11,8 @@ from fedlora.cli.experiment import CLAIMS
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, load_claims
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import dead_end, worst_values
 from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import left_out
 from fedlora.experiments.spec import Experiment, load_all, load_experiment
@@ -57,6 +57,11 @@ class Project:
             raise ConfigError(f"--claims {self.claims}: there is no such file.")
         return None
 
+    def grid(self, experiment: Experiment, profile: str, *, unclean: bool = False) -> Grid:
+        """With what has come of it. unclean: also of code that no commit describes."""
+        done = self.places.finished(unclean=unclean)
+        return Grid(experiment, profile, done, self.given_up, self.places.failed_by_machine())
+
     def named(self, name: str) -> Experiment:
         """NAME.toml of the folder, or a path. Raises `ConfigError` for none, with those that there are."""
         path = Path(name) if name.endswith(".toml") else self.experiments / f"{name}.toml"
@@ -82,12 +87,3 @@ def tell(lines: Sequence[str]) -> None:
     """In yellow, beside the result."""
     for line in lines:
         notes.print(line, style="yellow", markup=False, soft_wrap=True)
-
-
-def search_lines(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
-) -> list[str]:
-    """A line for each value that counts as the worst of its search, and for each cell whose search chose nothing."""
-    found = [(cell, dead_end(experiment, profile, cell, results, failed)) for cell in experiment.cells(profile)]
-    worst = worst_values(experiment, profile, results, failed)
-    return worst + [f"{', '.join(cell.values())} not run: {why}" for cell, why in found if why is not None]

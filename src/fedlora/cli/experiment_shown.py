@@ -5,63 +5,46 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
+
 from fedlora.cli.experiment_decide import answers_of
-from fedlora.cli.experiment_project import Project, search_lines, tell
-from fedlora.cli.formats import Format, Printed, Sheet, show
-from fedlora.cli.scores import cell_value, records
-from fedlora.cli.screen import notes, plotted
+from fedlora.cli.experiment_project import Project, tell
+from fedlora.cli.formats import Format
+from fedlora.cli.scores import show_scores
+from fedlora.cli.screen import NOT_WHOLE, notes, plotted
 from fedlora.core import files
 from fedlora.errors import ConfigError
-from fedlora.experiments.budgets import SIMULATIONS
 from fedlora.experiments.claims import Claims
 from fedlora.experiments.decision_words import by_score, margins
 from fedlora.experiments.decisions import Answers
 from fedlora.experiments.filled_pages import Stored, asked_of, filled, read_page
-from fedlora.experiments.frames import long_records
 from fedlora.experiments.grid import Grid
+from fedlora.experiments.lost import is_whole
 from fedlora.experiments.page_tables import tables_of
 from fedlora.experiments.prices import prices
 from fedlora.experiments.report import Decided, write_report
-from fedlora.experiments.result import unclean_lines
 from fedlora.experiments.runnable import other_files
 from fedlora.experiments.runner import missing
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.seed_plan import path_of, read_plan, still_open
 from fedlora.experiments.store import exists
-from fedlora.experiments.tables import measured_by, paired, score_cells, without_number
-from fedlora.runs.attack_words import attacks_of
 
 
 def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format) -> None:
     """Scores, differences, prices and budgets; under them what a reader has to know."""
     experiment = project.named(name)
-    grid = Grid(experiment, profile, project.done, project.given_up)
-    which = grid.which(metric or "")
-    parse_number(which)
-    made, cells = tables_of(grid, metric or ""), score_cells(grid, which)
-    differences = paired(cells, grid.rows, experiment.reference) if experiment.reference else []
-    used = {run.digest: result for run, result in grid.used}
-    attacks = attacks_of([result.settings.model_dump() for result in used.values()])
-    loud = [f"UNDER ATTACK, on purpose: {what}. Do not use these results." for what in attacks]
-    if any(result.privacy for result in used.values()):
-        loud.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
-    remarks = dict.fromkeys(
-        [*loud, *(line for table in made for line in table.below), *without_number(cells),
-         *search_lines(experiment, profile, grid.results, grid.failed), *unclean_lines(used.values()),
-         *other_files(missing(experiment, profile, project.places, None, grid.failed), grid.results)]
+    grid = project.grid(experiment, profile)
+    parse_number(grid.which(metric or ""))
+    show_scores(
+        grid, metric or "", tables_of(grid, metric or ""), form,
+        beside=other_files(missing(experiment, profile, project.places, None, grid.failed), grid.results),
+        more={"prices": [vars(price) for price in prices(grid)]},
     )  # fmt: skip
-    aloud = {"not_for_use": " ".join(loud)}
-    value = {
-        "metric": which, "score": measured_by(cells), "cells": [cell_value(c) for c in cells],
-        "differences": [vars(d) for d in differences], "prices": [vars(price) for price in prices(grid)],
-        "attacks": attacks, **aloud,
-    }  # fmt: skip
-    lines = [{**line, **(aloud if loud else {})} for line in records(which, cells, differences, grid.rows)]
-    sheets = [Sheet(table.caption.replace("*", ""), table.columns, table.rows, table.names) for table in made]
-    show(Printed(sheets, lines, value, [*remarks], long_records(grid) if form is Format.long else []), form)
     project.tell_left_out([(experiment, profile)])
     if late := still_open(project.results, grid):
         tell([f"Too early to judge: {late}."])
+    if not is_whole(grid):
+        raise typer.Exit(NOT_WHOLE)
 
 
 def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
@@ -69,7 +52,7 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
     experiment = project.named(name)
     target = out or project.results / "plots" / f"{experiment.name}-{profile}.png"
     project.tell_left_out([(experiment, profile)])
-    grid = Grid(experiment, profile, project.done, project.given_up)
+    grid = project.grid(experiment, profile)
     asked, decided = project.asked, list[Answers]()
     if asked is not None and profile in {family.profile for family in asked.of(experiment.name).values()}:
         decided = answers_of(project, asked, experiment)
@@ -124,7 +107,7 @@ def report_all(project: Project, out: Path, profile: str) -> None:
         for name in experiment.profiles:
             if name in pilots or not (name == profile or (profile == "mini" and name != "paper")):
                 continue
-            grid = Grid(experiment, name, project.done, project.given_up)
+            grid = project.grid(experiment, name)
             if words := still_open(project.results, grid):
                 late.append(f"not shown: {words}, and nothing is shown until all are.")
             else:
@@ -153,6 +136,6 @@ def _decided(project: Project, claims: Claims) -> Decided:
             plan = read_plan(path)
             found += answers_of(project, claims, experiment)
             past[experiment.name] = plan.history
-            grid = Grid(experiment, plan.profile, project.done, project.given_up)
+            grid = project.grid(experiment, plan.profile)
             grids[experiment.name] = grid.of_seeds(plan.seeds)
     return Decided(claims, {one.name: one for one in project.all}, found, grids, past)

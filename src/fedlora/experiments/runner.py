@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import Timeout
 
 from fedlora.data.demo import PACKAGED
-from fedlora.errors import ConfigError, DataError, FedLoRAError, WorkerDied
+from fedlora.errors import ConfigError, FedLoRAError, WorkerDied
 from fedlora.experiments.origin import made_by, note
 from fedlora.experiments.places import FilesChanged, Places, by_machine
 from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
@@ -43,13 +43,12 @@ Tick = Callable[[PlannedRun, int], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run. error: one line, or None. unfit: the configuration cannot be run, with any seed.
-    by_machine: it is not the configuration that failed, but what it ran on. busy: another process has it."""
+    """What became of one run. error: one line, or None. by_machine: it is not the configuration that failed, but what
+    it ran on. busy: another process has it."""
 
     run: PlannedRun
     seconds: float
     error: str | None
-    unfit: bool = False
     by_machine: bool = False
     busy: bool = False
 
@@ -214,7 +213,7 @@ def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare  # transformers: only the processes that run need it
 
-    began, prepared = time.perf_counter(), None
+    began = time.perf_counter()
     if tick is not None:
         tick(run, 0)
     try:
@@ -239,8 +238,7 @@ def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
         places.keep(run, None if trained else time.perf_counter() - began)
     except Exception as error:  # one failing run must not end the others
         _note(places, run, error)
-        unfit = prepared is None and isinstance(error, FedLoRAError) and not isinstance(error, DataError)
         kind = "" if isinstance(error, FedLoRAError) else f"{type(error).__name__}: "
         why = f"{kind}{error}".splitlines()[0]
-        return Outcome(run, time.perf_counter() - began, why, unfit, by_machine(error))
+        return Outcome(run, time.perf_counter() - began, why, by_machine(error))
     return Outcome(run, time.perf_counter() - began, None)
