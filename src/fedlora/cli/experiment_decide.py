@@ -49,7 +49,10 @@ def plan_seeds(project: Project, names: Sequence[str], *, again: bool) -> None:
 
 def _claims(project: Project) -> Claims:
     if project.asked is None:
-        raise ConfigError(f"{project.claims} does not exist; it must state the questions. Name the file by --claims.")
+        beside = project.experiments / project.claims.name
+        raise ConfigError(
+            f"neither {beside} nor {project.claims} exists; it must state the questions. Name the file by --claims."
+        )
     return project.asked
 
 

@@ -15,14 +15,15 @@ from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
 from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import left_out
-from fedlora.experiments.spec import Experiment, load_all, load_experiment
+from fedlora.experiments.spec import Experiment, load_all, load_experiment, names_in
 from fedlora.experiments.store import read_results
 
 
 @dataclass(frozen=True)
 class Project:
     """experiments: the folder of their files. results, work, data_root: as `Places`. claims: the file of what is
-    asked; the default one may be missing, for a project of one's own need not ask anything."""
+    asked. Unless another is named, claims.toml beside the experiments goes before it, and both may be missing: a
+    project of one's own need not ask anything."""
 
     experiments: Path
     results: Path
@@ -50,12 +51,16 @@ class Project:
 
     @cached_property
     def asked(self) -> Claims | None:
-        """Raises `ConfigError` for a named file that is not there."""
-        if self.claims.is_file():
-            return load_claims(self.claims)
-        if self.claims != CLAIMS:
+        """None where there is none. Raises `ConfigError` for a named file that is not there."""
+        if self.claims != CLAIMS and not self.claims.is_file():
             raise ConfigError(f"--claims {self.claims}: there is no such file.")
-        return None
+        return None if self.claims_file is None else load_claims(self.claims_file)
+
+    @property
+    def claims_file(self) -> Path | None:
+        """Where the questions are."""
+        beside = [self.experiments / CLAIMS.name] if self.claims == CLAIMS else []
+        return next((path for path in (*beside, self.claims) if path.is_file()), None)
 
     def grid(self, experiment: Experiment, profile: str, *, unclean: bool = False) -> Grid:
         """With what has come of it. unclean: also of code that no commit describes."""
@@ -66,8 +71,7 @@ class Project:
         """NAME.toml of the folder, or a path. Raises `ConfigError` for none, with those that there are."""
         path = Path(name) if name.endswith(".toml") else self.experiments / f"{name}.toml"
         if not path.is_file():
-            found = sorted(p.stem for p in self.experiments.glob("*.toml") if p.stem != "paper_numbers")
-            known = ", ".join(found) or "none"
+            known = ", ".join(names_in(self.experiments)) or "none"
             raise ConfigError(f"there is no experiment {path}; in {self.experiments} there are: {known}.")
         return load_experiment(path)
 

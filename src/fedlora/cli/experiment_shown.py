@@ -27,6 +27,7 @@ from fedlora.experiments.runnable import other_files
 from fedlora.experiments.runner import missing
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.seed_plan import path_of, read_plan, still_open
+from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import exists
 
 
@@ -86,7 +87,9 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
 
 def fill_pages(project: Project, pages: Sequence[Path]) -> None:
     """Each page's tables from the results."""
-    stored = Stored.read(project.experiments, project.results, project.claims if project.asked else Path())
+    stored = Stored.read(
+        project.experiments, project.results, (project.claims_file if project.asked else None) or Path()
+    )
     found = [(page, text, filled(text, stored)) for page in pages for text in [read_page(page)]]
     for page, text, new in found:
         if new != text:
@@ -96,13 +99,15 @@ def fill_pages(project: Project, pages: Sequence[Path]) -> None:
     project.tell_left_out([(project.named(name), profile) for name, profile in asked])
 
 
-def report_all(project: Project, out: Path, profile: str) -> None:
-    """The page, of all experiments that have the profile; with "mini" of all their profiles but "paper" and pilots."""
-    if not project.all:
+def report(project: Project, names: Sequence[str], out: Path, profile: str) -> None:
+    """The page, of these or all experiments that have the profile; with "mini" of all their profiles but "paper" and
+    pilots."""
+    shown = [project.named(name) for name in names] or project.all
+    if not shown:
         raise ConfigError(f"there are no experiments in {project.experiments}.")
-    project.tell_left_out([(one, name) for one in project.all for name in one.profiles])
+    project.tell_left_out([(one, name) for one in shown for name in one.profiles])
     claims, grids, late = project.asked, [], []
-    for experiment in project.all:
+    for experiment in shown:
         pilots = set() if claims is None else claims.pilots(experiment.name)
         for name in experiment.profiles:
             if name in pilots or not (name == profile or (profile == "mini" and name != "paper")):
@@ -112,7 +117,7 @@ def report_all(project: Project, out: Path, profile: str) -> None:
                 late.append(f"not shown: {words}, and nothing is shown until all are.")
             else:
                 grids.append(_planned_seeds(project, grid))
-    decided = None if claims is None else _decided(project, claims)
+    decided = None if claims is None else _decided(project, claims, shown)
     waiting = {one.family.experiment for one in decided.answers if not one.complete} if decided else set()
     grids = [grid for grid in grids if grid.experiment.name not in waiting]
     write_report(out, grids, project.experiments / "paper_numbers.toml", decided)
@@ -127,10 +132,10 @@ def _planned_seeds(project: Project, grid: Grid) -> Grid:
     return grid if plan is None or plan.profile != grid.profile else grid.of_seeds(plan.seeds)
 
 
-def _decided(project: Project, claims: Claims) -> Decided:
-    """Every family of every experiment that has a plan."""
+def _decided(project: Project, claims: Claims, experiments: Sequence[Experiment]) -> Decided:
+    """Every family of each of these that has a plan."""
     found, grids, past = list[Answers](), {}, {}
-    for experiment in project.all:
+    for experiment in experiments:
         path = path_of(project.results, experiment.name)
         if claims.of(experiment.name) and exists(path):
             plan = read_plan(path)
@@ -138,4 +143,4 @@ def _decided(project: Project, claims: Claims) -> Decided:
             past[experiment.name] = plan.history
             grid = project.grid(experiment, plan.profile)
             grids[experiment.name] = grid.of_seeds(plan.seeds)
-    return Decided(claims, {one.name: one for one in project.all}, found, grids, past)
+    return Decided(claims, {one.name: one for one in [*project.all, *experiments]}, found, grids, past)
