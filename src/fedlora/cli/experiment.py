@@ -43,7 +43,6 @@ def run(
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="examples a second of another machine, for --plan's hours")
     ] = None,
-    budget: Annotated[float | None, typer.Option(min=0.0, help="hours after which no further run starts")] = None,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
     work: Work = WORK,
@@ -53,7 +52,7 @@ def run(
     from fedlora.cli.experiment_runs import run_missing
 
     project = Project(experiments, results, work, data_root=data_root)
-    run_missing(project, names, profile, seeds, workers, plan, rate, budget)
+    run_missing(project, names, profile, seeds, workers, plan, rate)
 
 
 @app.command()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, print
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError, counted
 from fedlora.experiments.lost import lost_lines
-from fedlora.experiments.plan import PlannedRun, chosen_value, mains, searches
+from fedlora.experiments.plan import chosen_value, mains, searches
 from fedlora.experiments.runnable import check_number, check_runnable, missing_files, other_files
 from fedlora.experiments.runner import Outcome, missing
 from fedlora.experiments.spec import Experiment
@@ -25,7 +24,7 @@ from fedlora.experiments.store import forget_failed
 
 def run_missing(
     project: Project, names: Sequence[str], profile: str, seeds: str | None, workers: str, plan: bool,
-    rate: float | None, budget: float | None,
+    rate: float | None,
 ) -> None:  # fmt: skip
     """Said of each argument: `fedlora experiment run --help`."""
     places = project.places
@@ -42,19 +41,13 @@ def run_missing(
         if gone := missing_files(todo):
             raise ConfigError(f"experiment {experiment.name}: {' '.join(gone)}")
         tell(other_files(todo, places.finished(unclean=True)))
-    until = time.monotonic() + budget * 3600 if budget is not None else None
-
-    def wanted(run: PlannedRun) -> bool:
-        return (until is None or time.monotonic() < until) and not places.failure(run).exists()
-
     failed: list[Outcome] = []
     for experiment in loaded:
         failed += run_stages(
-            experiment, profile, places, workers, only=only, given_up=lambda _: places.given_up(), wanted=wanted
-        )
+            experiment, profile, places, workers, only=only, given_up=lambda _: places.given_up(),
+            wanted=lambda run: not places.failure(run).exists(),
+        )  # fmt: skip
     project.tell_left_out([(experiment, profile) for experiment in loaded])
-    if until is not None and time.monotonic() > until:
-        notes.print("the budget is used up; run again to continue", style="yellow")
     for experiment in loaded:
         tell(lost_lines(project.grid(experiment, profile, unclean=True)))
     if lost := _lost(project, loaded, profile, failed):

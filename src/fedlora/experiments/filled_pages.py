@@ -13,9 +13,7 @@ budgets                   an experiment's `budgets`: what each cell spent, and i
 prices SCORE              an experiment's `peace`: what each row costs without an attacker, and saves with one
 scores [NUMBER]           mean ± standard deviation over seeds, of the experiment's number or another ("test, best")
 differences [LABEL][: NUMBER]   paired by seed, against the reference or another label
-steps [NUMBER]            each label of the first axis against the one before it
 places [NUMBER], costs    as `fedlora compare` shows them: places seed by seed; what a run sends and takes
-losses                    clients' training losses in the last round
 decisions FAMILY          verdicts; gates FAMILY: whether LoRA carries the set-ups
 seeds, rates              of the plan: how many seeds and why; what the search chose
 mechanism                 relative error, norm and rank of merged updates; error and gauge drift of runs

@@ -5,9 +5,7 @@ A caption is enough for somebody who reads nothing else on the page: what is sho
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from statistics import fmean
 
 from fedlora.errors import ConfigError
@@ -131,20 +129,6 @@ def _differences(source: Source) -> Table:
     return Table(columns, rows, caption, [*verdicts, *notes(grid, number, cells=cells)], len(grid.axes))
 
 
-def _steps(source: Source) -> Table:
-    """Each label of the first row axis against the one before it. words: a number's name, or nothing."""
-    grid, cells = source.grid, score_cells(source.grid, source.words)
-    axis, others = grid.rows, [a for a in grid.axes if a != grid.rows]
-    rows = [
-        [label, before, *(d.where[a] for a in others), *_gap(d)]
-        for before, label in pairwise(dict.fromkeys(cell.cell[axis] for cell in cells))
-        for d in paired([cell for cell in cells if cell.cell[axis] in (before, label)], axis, before)
-    ]
-    caption = _of_gaps(grid, source.words, cells, "each row minus that named under *against*", len(rows))
-    columns = [axis, "against", *others, "difference", "95 % interval", "pairs"]
-    return Table(columns, rows, caption, notes(grid, source.words, cells=cells))
-
-
 _VERDICTS = {
     "higher": "Higher: the score is above the reference's; the 95 % interval excludes zero.",
     "lower": "Lower: the score is below the reference's; the 95 % interval excludes zero.",
@@ -169,26 +153,6 @@ def _of_gaps(grid: Grid, number: str, cells: Sequence[CellScore], minus: str, co
         f"{capital(in_its_unit(grid.which(number), cells))}: {minus}, paired by seed (*pairs*: how many), mean and "
         f"95 % interval (Student's t). {'Negative' if less else 'Positive'} is better. {family}"
     )
-
-
-def _losses(source: Source) -> Table:
-    """The clients' training losses in the last round: the mean over clients, from the smallest seed to the largest."""
-    found: dict[tuple[str, ...], list[float]] = {}
-    for run, result in source.grid.used:
-        if last := result.history.losses_of(result.rounds):
-            mean = math.nan if None in last.values() else fmean(x for x in last.values() if x is not None)
-            found.setdefault(source.grid.place(run.cell), []).append(mean)
-    rows = []
-    for key, of in found.items():
-        told = [loss for loss in of if not math.isnan(loss)]
-        words = f"{min(told):.2f} to {max(told):.2f}" if told else "none"
-        count = str(len(of)) if len(told) == len(of) else f"{len(told)} of {len(of)}, others diverged"
-        rows.append([*key, words, count])
-    caption = (
-        "The clients' training loss (cross-entropy in nats) in the last round, the mean over clients: from the seed "
-        "where it is smallest to the one where it is largest."
-    )
-    return Table([*source.grid.axes, "training loss", "seeds"], rows, caption, notes(source.grid, searched=False))
 
 
 # Of mergers and of runs: column -> its number.
@@ -273,10 +237,8 @@ KINDS: Mapping[str, Callable[[Source], Table]] = {
     "prices": _prices,
     "scores": _scores,
     "differences": _differences,
-    "steps": _steps,
     "places": method_tables.places,
     "costs": method_tables.costs,
-    "losses": _losses,
     "decisions": verdict_tables.decisions,
     "gates": verdict_tables.gates,
     "seeds": verdict_tables.seeds,

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 from filelock import Timeout
 
 from fedlora.data.demo import PACKAGED
-from fedlora.errors import ConfigError, FedLoRAError, WorkerDied
+from fedlora.errors import FedLoRAError, WorkerDied
 from fedlora.experiments.origin import made_by, note
 from fedlora.experiments.places import FilesChanged, Places, by_machine
 from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
 from fedlora.experiments.pool import run_in_processes
 from fedlora.experiments.result import content
+from fedlora.experiments.runnable import check_private_data
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import MERGERS, data_of
 from fedlora.runs import resuming
@@ -217,11 +218,7 @@ def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
     if tick is not None:
         tick(run, 0)
     try:
-        if run.config.privacy is not None and any(key.startswith("data.") for key in run.files):
-            raise ConfigError(
-                "an experiment's results name data files by their digests, which say something about every client in "
-                "them, and [privacy] promises otherwise: use fedlora run, or data that everybody has (data.task)."
-            )
+        check_private_data(run)
         folder = places.folder(run)
         config = with_ledger(run.config, str(folder.path / LEDGER))
         prepared = prepare(config, places.data_root, places.classes(run))
