@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from fedlora.cli.formats import _markdown
+from fedlora.experiments import method_tables
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import table_of
 from fedlora.experiments.plan import mains
@@ -134,6 +136,15 @@ def test_what_a_table_rests_on_stands_below_it(experiment: Experiment) -> None:
         results[digest] = result.model_copy(update={"target": "clients"})
     assert below("scores")[0].startswith("Every number is the mean")
     assert not any("clients' own" in line for line in below("scores", "server, error")), "of no such model"
+
+
+def test_a_new_column_is_one_line(experiment: Experiment, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what a run costs, and of the frame: an entry, and it is on the screen, on pages and in `fedlora.results`."""
+    results = made(experiment)
+    monkeypatch.setitem(method_tables._COSTS, "round count", lambda runs: str(runs[0].rounds))
+    table = table_of("costs", Source(Grid(experiment, "mini", results)))
+    assert table.columns[-1] == "round count" and {row[-1] for row in table.rows} == {"1"}
+    assert "round count" in _markdown(table)
 
 
 def test_times_count_each_training_once(experiment: Experiment) -> None:
