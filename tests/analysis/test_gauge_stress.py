@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedlora import Adapter, Server, build, read_adapter
-from fedlora.analysis.audit import relative_difference
+from fedlora.analysis.audit import MOST, random_gauge, relative_difference
 from fedlora.core.trainer import Trained
 from fedlora.errors import FactorNotShared
 from fedlora.runs.folder import RunFolder
@@ -344,3 +344,17 @@ def test_an_impossible_condition_is_one_line(
     said = main("run", project / "config.toml", "--out", tmp_path / "run", "--set", f"server.gauge_stress={value}")
     assert "server.gauge_stress" in said.complaint()
     assert not (tmp_path / "run").exists()
+
+
+def test_coordinates_that_float64_does_not_bear_are_refused(project: Path, main: Callable[..., Said]) -> None:
+    """1e20 ended in a traceback of a singular matrix. At the bound the update is still there, to four digits."""
+    said = main("run", project / "config.toml", "--set", "server.gauge_stress=1e20").complaint()
+    assert "server.gauge_stress" in said and "1e+20" in said
+    with pytest.raises(ValueError, match=r"1e\+12.*1e\+20"):
+        random_gauge(4, 1e20)
+    Q = random_gauge(4, MOST)
+    assert relative_to(torch.linalg.solve(Q, Q), torch.eye(4, dtype=F64)) < 1e-3
+
+
+def relative_to(got: Tensor, meant: Tensor) -> float:
+    return float((got - meant).norm() / meant.norm())

@@ -355,7 +355,7 @@ def test_pages_are_filled_with_what_is_decided(place: Path, once: Experiment, ro
     assert "No plan of it" in block("decisions half-budget")
     invoke("experiment", "plan", "map_rounds", *options(place))
     assert not re.search(r"[+-]0\.\d", block("decisions half-budget"))
-    for kind in ("scores", "differences", "steps", "mechanism", "gates half-budget"):
+    for kind in ("scores", "differences", "mechanism", "gates half-budget"):
         assert re.search(r"No number .*planned seeds.*: 0 of", block(kind))
     for experiment in (once, rounds):
         write_runs(place / "results", experiment, "mini", same_level(0.001))
@@ -374,17 +374,16 @@ def test_pages_are_filled_with_what_is_decided(place: Path, once: Experiment, ro
         block("decisions half")
 
 
-def test_steps_losses_and_differences_of_a_page_are_those_of_the_files(place: Path, rounds: Experiment) -> None:
-    """By hand from the made losses: each label against the one before it, and against a label of one's choice."""
+def test_differences_of_a_page_are_those_of_the_files(place: Path, rounds: Experiment) -> None:
+    """By hand from the made losses: against a label of one's choice."""
     write_runs(place / "results", rounds, "pilot", by_effects({("GLoRA", "25 local steps"): 0.25}, 0.0))
     pages = Stored.read(place / "experiments", place / "results", place / "claims.toml")
 
     def block(kind: str) -> str:
         return filled(f"<!-- filled: map_rounds pilot {kind} -->\n<!-- end -->\n", pages)
 
-    assert "| GLoRA | FlexLoRA | +0.2500 | none | 4 |" in block("steps")
-    assert "| GLoRA 0.5 | GLoRA | -0.2500 | none | 4 |" in block("steps")
-    assert "| FlexLoRA | -0.2500 | none | 4 |" in block("differences GLoRA")
+    assert "| FlexLoRA | -0.2500 | none | 4 | no spread |" in block("differences GLoRA")
+    assert "| GLoRA | +0.2500 | none | 4 | no spread |" in block("differences FlexLoRA")
     assert "| GLoRA | -0.2500 | none | 4 |" not in block("differences GLoRA")
     with pytest.raises(ConfigError, match="has no method 'glora'"):
         block("differences glora")
@@ -491,17 +490,18 @@ def test_a_family_without_any_verdict_has_no_empty_columns(place: Path, once: Ex
 
 
 def test_the_plan_says_what_its_seeds_can_show(place: Path, rounds: Experiment) -> None:
-    """A pilot with a spread of 0.03 and five seeds: each question has its two numbers, and "undecided" a chance."""
+    """A pilot with a spread of 0.03 and five seeds: the question of the largest spread has its two numbers, as pages
+    show them, and "undecided" a chance."""
     shutil.rmtree(place / "results")
     write_runs(place / "results", rounds, "mini", same_level(0.0), search=True)
     write_runs(place / "results", rounds, "pilot", same_level(0.02))
     said = " ".join(invoke("experiment", "plan", "map_rounds", *options(place)).output.split())
     plan = read_plan(place / "results" / "plans" / "map_rounds.json")
     claims, seeds = load_claims(place / "claims.toml"), len(plan.seeds)
-    assert f"what {seeds} seeds can show" in said
     for name in claims.of("map_rounds"):
-        for question, power in claims.powers(name, plan.spreads[name], seeds).items():
-            assert question in said and f"{power.gap:.4f} nats" in said
+        question, power = max(claims.powers(name, plan.spreads[name], seeds).items(), key=lambda of: of[1].spread)
+        pair = question.rpartition(", ")[0]  # the set-up is one that has a pilot
+        assert f"{power.spread:.4f} ({pair}, " in said and f"{power.gap:.4f}" in said
         assert f"{seeds} do in below 1 %" in said
 
 
@@ -520,7 +520,7 @@ def test_a_value_at_the_edge_of_its_grid_is_said_under_verdicts(
     pages = Stored.read(place / "experiments", place / "results", place / "claims.toml")
     for kind, says in (
         ("decisions half-budget", edge), ("rates", "| GLoRA | 0.001 (largest tried) |"),
-        ("scores", "| 0.001 (largest tried) |"), ("steps", "the largest tried, "),
+        ("scores", "| 0.001 (largest tried) |"), ("differences", "the largest tried, "),
     ):  # fmt: skip
         assert says in filled(f"<!-- filled: map_rounds mini {kind} -->\n<!-- end -->\n", pages), kind
 

@@ -17,14 +17,16 @@ from typing import Any
 
 import pytest
 
+from fedlora.cli.experiment_project import Project
 from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
+from fedlora.experiments.pictures import _handles
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import chosen_value, dead_end, mains, searches
 from fedlora.experiments.report import write_report
 from fedlora.experiments.result import Commit, Merged, Result
 from fedlora.experiments.runner import missing, run_all
-from fedlora.experiments.spec import Experiment, Tune, load_experiment
+from fedlora.experiments.spec import Experiment, Tune, load_all, load_experiment
 from fedlora.experiments.store import as_lines, read_results_of
 from fedlora.experiments.tables import CellScore, difference, paired, score_cells
 from fedlora.runs.config import parse_config
@@ -508,6 +510,30 @@ def test_the_page_is_self_contained_and_keeps_the_papers_numbers_apart(finished:
     assert "http" not in page.replace("data:", "") and "<script" not in page
     assert 'class="paper">50.0 &lt;b&gt;&amp;</td>' in page
     assert "aaaaaaaaaaaa" in page and 'role="img"' in page
+    named = ("report", str(finished / "experiments" / "tiny.toml"), "--profile", "one")
+    invoke("experiment", *named, "--out", tmp_path / "own.html", "--experiments", tmp_path, "--results",
+           finished / "results", "--work", finished / "work")  # fmt: skip
+    assert 'id="tiny-(one)"' in page and 'id="tiny-(one)"' in (tmp_path / "own.html").read_text()
+
+
+def test_questions_beside_experiments_are_no_experiment(finished: Path, tmp_path: Path) -> None:
+    """claims.toml of a project of one's own is found where its experiments are, and is none of them."""
+    folder = tmp_path / "experiments"
+    folder.mkdir()
+    text = (finished / "experiments" / "tiny.toml").read_text()
+    (folder / "tiny.toml").write_text(text)
+    (folder / "claims.toml").write_text("[families]\n")
+    assert [one.name for one in load_all(folder)] == ["tiny"]
+    project = Project(folder, tmp_path / "results", tmp_path / "work")
+    assert project.claims_file is not None and project.asked is not None and project.asked.families == {}
+
+
+def test_a_line_that_lies_on_another_says_so() -> None:
+    """Two labels of the same scores on every seed: the second hides the first, and the legend says so."""
+    history = [{"round": k, "metrics": {"accuracy": 0.1 * k}} for k in (1, 2)]
+    other = [{"round": k, "metrics": {"accuracy": 0.2 * k}} for k in (1, 2)]
+    lines = {"a": {0: bare("1", history)}, "b": {0: bare("2", other)}, "c": {0: bare("3", history)}}
+    assert [handle.get_label() for handle in _handles(["a", "b", "c"], [lines])] == ["a", "b", "c (lies on a)"]
 
 
 def test_no_result_no_page(experiment: Experiment, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.digits import alike, difference_in_words, in_words, places, shown
-from fedlora.experiments.scores import KNOWN, parse_number, titled
+from fedlora.experiments.scores import KNOWN, parse_number
 from fedlora.experiments.tables import CellScore, difference, orders, placings
 from fedlora.runs.config import RunConfig, parse_config
 from support.made_results import bare
@@ -70,11 +70,6 @@ def test_a_score_is_a_number_or_none_and_never_an_error(name: str, history: list
     found = bare("x", lines, **told).score(name)
     assert found is None or found == found, "no NaN"
     assert found is None or [x for x in history if x is not None]
-
-
-def test_a_number_says_what_it_is_of() -> None:
-    assert titled("test, best", "macro_f1") == "macro-f1 (test, best)"
-    assert titled("rounds to 0.9", "accuracy") == "rounds to 0.9 (validation accuracy)"
 
 
 # ---- round-off -------------------------------------------------------------------------------------------------------

@@ -124,8 +124,8 @@ def test_a_moved_folder_finds_its_results_and_a_changed_file_does_not(
     said = main("experiment", "status", new / "mine.toml", *where(tmp_path)).err.replace("\n", " ")
     assert f"with SHA-256 {run.files['data.train'][:12]}, and {new / 'mine.jsonl'} has" in said
     assert changed.files["data.train"][:12] in said and "1 finished run " in said
-    table = json.loads(invoke("experiment", "table", new / "mine.toml", "--json", *where(tmp_path)).stdout)
-    assert table["cells"][0]["scores"] == {}
+    table = json.loads(invoke("experiment", "table", new / "mine.toml", "--json", *where(tmp_path), code=1).stdout)
+    assert table["cells"][0]["scores"] == {} and "0 of 1 " in table["missing"][0]
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_what_the_machine_failed_is_no_worst_value(
     with monkeypatch.context() as patched:
         patched.setattr("fedlora.runs.preparation.prepare", prepare)
         said = main("experiment", "run", folder / "mine.toml", *where(tmp_path))
-    assert "No space left on device" in said.err and "1 run failed" in said.error()
+    assert "No space left on device" in said.err and said.code == 1 and "1 run failed" in said.err
     assert [found.settings.train.lr for found in kept(tmp_path).values()] == [1e-2], "the search alone"
     invoke("experiment", "retry", "--work", tmp_path / "work")
     invoke("experiment", "run", folder / "mine.toml", *where(tmp_path))

@@ -34,7 +34,7 @@ def half(place: Path) -> Path:
 
 
 def test_a_table_before_its_time_says_so(half: Path) -> None:
-    said = invoke("experiment", "table", "small", *where(half, "work"))
+    said = invoke("experiment", "table", "small", *where(half, "work"), code=1)
     assert re.search("2 of 4 .*small", " ".join(said.stderr.split()))
 
 

@@ -74,7 +74,7 @@ def test_no_mean_and_no_difference_where_a_run_has_no_number(tmp_path: Path, fif
     [_, row] = table_of("scores", source).rows
     if fifth == "not run":
         assert fast.mean == 5 and len(fast.scores) == 4 and fast.planned == 5 and without_number(cells) == []
-        assert len(paired(cells, "method", "slow")) == 1 and row[1:] == ["5.0000 ± 0.0000", "4"]
+        assert len(paired(cells, "method", "slow")) == 1 and row[1:] == ["5.0000 ± 0.0000", "4 of 5"]
         return
     assert fast.mean is None and fast.spread is None and fast.none == (4,)
     assert row[1] == "median 5.0000; 4 of 5 have a number"

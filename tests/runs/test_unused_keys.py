@@ -118,10 +118,13 @@ def test_a_resolved_configuration_names_every_key_and_is_none_the_worse(base: di
     assert parse_config(json.loads(config.canonical())) == config
 
 
-def test_epochs_beside_the_default_steps_are_refused_even_at_their_default() -> None:
-    """[train] epochs = 1 alone would train ten steps."""
+def test_epochs_beside_steps_are_refused_even_at_their_default() -> None:
+    """[train] epochs = 1 alone would train ten steps; beside steps = 20 it would train twenty, whatever was meant."""
     with pytest.raises(ConfigError, match=r"train\.epochs = 1\.0 .*train\.steps = 10 .*steps = 0"):
         parse_config(changed(FILE, train__epochs=1.0))
+    with pytest.raises(ConfigError, match=r"train\.epochs = 1\.0 .*train\.steps = 20 "):
+        parse_config(changed(FILE, train__epochs=1.0, train__steps=20))
+    assert parse_config(changed(FILE, train__epochs=1.0, train__steps=0)).train.epochs == 1.0
 
 
 def test_set_on_the_command_line_is_held_to_the_same(project: Path, main: Callable[..., Said]) -> None:

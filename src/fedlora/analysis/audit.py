@@ -73,8 +73,17 @@ def padded_average_error(state: ServerState, uploads: Sequence[Upload], weights:
     return relative_difference(server.global_update(averaged), mean_update(accepted, weights))
 
 
+MOST = 1e12  # the condition at which float64 (unit round-off 1.1e-16) keeps four digits of an update
+
+
 def random_gauge(rank: int, condition: float, *seed: str | int) -> Tensor:
-    """An invertible Q (rank, rank), float64, of that 2-norm condition: orthogonal x geometric x orthogonal."""
+    """An invertible Q (rank, rank), float64, of that 2-norm condition: orthogonal x geometric x orthogonal. Raises
+    `ValueError` for a condition below 1 or above `MOST`."""
+    if not 1 <= condition <= MOST:
+        raise ValueError(
+            f"coordinates have a condition from 1 to {MOST:g}; got {condition:g}. Beyond it, float64 keeps fewer than "
+            f"four digits of an update that is written in them, and soon none."
+        )
     generator = torch.Generator().manual_seed(derive_seed("gauge", *seed))
     left, right = (
         torch.linalg.qr(torch.randn(rank, rank, generator=generator, dtype=torch.float64)).Q for _ in range(2)

@@ -14,7 +14,6 @@ import typer
 
 from fedlora.cli.lazy import lazy_group
 from fedlora.errors import FedLoRAError
-from fedlora.versions import report
 
 # Command -> its function, or its group. A file is imported when its command is called or shown, and torch in none of
 # them before the command does its work.
@@ -51,6 +50,8 @@ app = typer.Typer(
 
 def _tell_versions(asked: bool) -> None:
     if asked:
+        from fedlora.versions import report  # importlib.metadata, with the parser of mail
+
         print(report())
         raise typer.Exit
 

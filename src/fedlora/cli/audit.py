@@ -39,6 +39,7 @@ def audit(
     json: AsJson = False,
 ) -> None:
     """Re-express adapters in random coordinates and see which methods' results move; and which hit the true mean."""
+    from fedlora.analysis.audit import MOST
     from fedlora.analysis.audit import audit as audit_method
     from fedlora.cli.method_names import parse_methods
 
@@ -48,7 +49,7 @@ def audit(
     if from_run is not None and (run := RunFolder(from_run)).exists():
         tell_attack(run.read_json("manifest.json"))
         _tell_round(run)
-    grid = numbers(conditions, "--conditions", least=1.0, most=1e12)
+    grid = numbers(conditions, "--conditions", least=1.0, most=MOST)
     chosen = {label: s.build() for label, s in parse_methods(methods).items()}
     found = [
         audit_method(label, method, uploads, conditions=grid, draws=draws)

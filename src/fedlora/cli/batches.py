@@ -24,7 +24,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.runner import Outcome, missing, run_all
-from fedlora.experiments.spec import Cell, Experiment
+from fedlora.experiments.spec import Experiment
 from fedlora.runs.quiet import quiet_libraries
 
 
@@ -99,22 +99,13 @@ def run_stages(
         if outcome.error is not None:
             failed.append(outcome)
 
-    def worth_it(run: PlannedRun) -> bool:
-        """What cannot run with any seed, a cell or a value of its search, is tried once."""
-        return wanted(run) and not any(one.unfit and part_of(one.run) == part_of(run) for one in failed)
-
     for _ in range(2):
         todo = missing(experiment, profile, places, only, given_up(failed))
-        todo = [run for run in todo if run.digest not in tried and worth_it(run)]
+        todo = [run for run in todo if run.digest not in tried and wanted(run)]
         todo.sort(key=lambda run: (not run.searching, run.seed))  # seed by seed: what an interrupt leaves can be paired
         tried |= {run.digest for run in todo}
-        run_batch(experiment.name, todo, places, worker_count(workers, todo), worth_it, heard)
+        run_batch(experiment.name, todo, places, worker_count(workers, todo), wanted, heard)
     return failed
-
-
-def part_of(run: PlannedRun) -> tuple[Cell, float | None]:
-    """What can be unfit: a cell, or one value of its search."""
-    return run.cell, run.tuned if run.searching else None
 
 
 def _log(line: str) -> None:

@@ -1,7 +1,7 @@
 """`fedlora compare`: several methods on one configuration over several seeds, with intervals of their differences.
 
-compare_runs.py     the runs, and what failed    tuning.py   --tune as it is typed
-compare_tables.py   the numbers in words, and as JSON
+compare_runs.py   the runs, and what came of them      tuning.py   --tune as it is typed
+scores.py         the tables, which `fedlora experiment table` prints, too
 """
 
 from __future__ import annotations

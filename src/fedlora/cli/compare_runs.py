@@ -1,20 +1,19 @@
-"""The work of `fedlora compare`: an experiment of one axis is made, run and shown. And what failed, for whom, why."""
+"""The work of `fedlora compare`: an experiment of one axis is made, run and shown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from fedlora.cli.batches import cores, part_of, run_stages, worker_count
-from fedlora.cli.compare_tables import remarks, sheets, value
-from fedlora.cli.formats import Format, Printed, show
+from fedlora.cli.batches import cores, run_stages, worker_count
+from fedlora.cli.formats import Format
 from fedlora.cli.method_names import parse_methods, plain_label
-from fedlora.cli.scores import records
-from fedlora.cli.screen import can_write, complain, notes, plotted, tell_gone
+from fedlora.cli.scores import cell_value, show_scores
+from fedlora.cli.screen import NOT_WHOLE, can_write, complain, notes, plotted, tell_gone
 from fedlora.cli.seeds import parse_seeds
 from fedlora.cli.tuning import parse_search
 from fedlora.errors import ConfigError
@@ -29,44 +28,19 @@ from fedlora.experiments.comparison import (
     default_metric,
     folder_name,
 )
-from fedlora.experiments.digits import shown
-from fedlora.experiments.frames import long_records
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import dead_end, dropped_value, mains, searches
+from fedlora.experiments.lost import dead_ends, is_whole, lost_of, worst_values
+from fedlora.experiments.page_tables import table_of
+from fedlora.experiments.plan import mains, searches
 from fedlora.experiments.runnable import unfit
 from fedlora.experiments.runner import Outcome, missing
 from fedlora.experiments.spec import Experiment, Tune
-from fedlora.experiments.tables import paired, score_cells
+from fedlora.experiments.table_source import Source
+from fedlora.experiments.tables import CellScore, placings, score_cells
 from fedlora.runs.config import RunConfig, load_config, overridden
 from fedlora.runs.sections import MethodSection
 
-
-@dataclass(frozen=True)
-class Failure:
-    """label: of the method. seeds: for which it failed; empty where no seed can help. dropped: the value of a search,
-    as "train.lr = 1e+30", that the method does without. by_machine: it says nothing of the value, and nothing is chosen
-    without it."""
-
-    label: str
-    seeds: tuple[int, ...]
-    why: str
-    dropped: str | None = None
-    by_machine: bool = False
-
-    def words(self) -> str:
-        which = f"seed{'s' if len(self.seeds) > 1 else ''} {', '.join(map(str, self.seeds))}"
-        if self.dropped is not None and self.by_machine:
-            return (
-                f"{self.label}: the search waits for {self.dropped}, which this machine failed to run on {which}: "
-                f"{self.why.rstrip('.')}. Mend that, and --resume goes on."
-            )
-        if self.dropped is not None:
-            return f"{self.label}: {dropped_value(self.dropped, self.seeds, self.why)}"
-        return f"{self.label} failed on {which}: {self.why}" if self.seeds else f"{self.label} not run: {self.why}"
-
-    def value(self) -> dict[str, Any]:
-        """For JSON."""
-        return {"method": self.label, "seeds": list(self.seeds), "why": self.why}
+_BESIDE = ("validation, best", "test, best", "test, last")  # numbers that stand beside the compared one
 
 
 def compare_all(
@@ -87,7 +61,8 @@ def compare_all(
     experiment = comparison(base, labels, compared, name=name, metric=which, reference=first, tune=search)
     kept = ComparedRuns.at(out or Path("runs") / name, data_root, None if search is None else search.key)
     experiment, refused = _able(experiment)
-    _say(refused)  # before hours are spent on the others
+    for label, why in refused.items():
+        notes.warn(_not_run(label, why))  # before hours are spent on the others
     planned = missing(experiment, PROFILE, kept)  # also says at once what is no configuration
     can_write(kept.work)
     kept.check_place(labels)
@@ -101,18 +76,27 @@ def compare_all(
     if planned:
         _say_before(base, compared, seeds is None, workers)
     failed = run_stages(experiment, PROFILE, kept, workers, given_up=_given_up, wanted=lambda _: True)
-    grid = Grid(experiment, PROFILE, kept.finished(), _given_up(failed))
-    _show(grid, kept, [*refused, *_grouped(experiment, failed)], form)
+    by_machine = {o.run.digest: str(o.error) for o in failed if o.by_machine}
+    _show(Grid(experiment, PROFILE, kept.finished(), _given_up(failed), by_machine), kept, refused, form)
 
 
-def _able(experiment: Experiment) -> tuple[Experiment, list[Failure]]:
-    """The experiment without the methods that its configuration alone shows to be impossible, and these. Raises
-    `typer.Exit` where none is left."""
+def _given_up(failed: Sequence[Outcome]) -> dict[str, str]:
+    """Digest -> why, of what failed by itself. What the machine failed says nothing of a run: a search waits for it."""
+    return {o.run.digest: str(o.error) for o in failed if not o.by_machine}
+
+
+def _not_run(label: str, why: str) -> str:
+    return f"{label} not run: {why}"
+
+
+def _able(experiment: Experiment) -> tuple[Experiment, dict[str, str]]:
+    """The experiment without the methods that its configuration alone shows to be impossible, and these: label -> why.
+    Raises `typer.Exit` where none is left."""
     whys: dict[str, str | None] = {}
     for run in [*mains(experiment, PROFILE, {}), *searches(experiment, PROFILE)]:
         if run.cell[AXIS] not in whys:
             whys[run.cell[AXIS]] = unfit(run.config)
-    refused = [Failure(label, (), why) for label, why in whys.items() if why is not None]
+    refused = {label: why for label, why in whys.items() if why is not None}
     able = [label for label in experiment.axes[AXIS] if whys.get(label) is None]
     if not able:
         raise typer.Exit(complain(_none(refused)))
@@ -126,12 +110,9 @@ def _of_methods(experiment: Experiment, labels: Sequence[str]) -> Experiment:
     return experiment.model_copy(update={"axes": {AXIS: axis}})
 
 
-def _none(failures: Sequence[Failure]) -> str:
-    """Why there is nothing to compare: one reason a method is enough."""
-    first = {f.label: f for f in reversed(failures)}
-    labels = dict.fromkeys(f.label for f in failures)
-    dropped = {label: f"in the search, with {f.dropped}: " if f.dropped else "" for label, f in first.items()}
-    told = [f"{label}: {dropped[label]}{first[label].why.rstrip('.')}" for label in labels]
+def _none(whys: Mapping[str, str]) -> str:
+    """Why there is nothing to compare. whys: label -> one reason."""
+    told = [f"{label}: {why.rstrip('.')}" for label, why in whys.items()]
     return f"no method could run: {'; '.join(told)}"
 
 
@@ -155,11 +136,6 @@ def _no_contradiction(
         )
 
 
-def _say(failures: Sequence[Failure]) -> None:
-    for failure in failures:
-        notes.print(failure.words(), style="yellow", markup=False, soft_wrap=True)
-
-
 def _say_before(base: RunConfig, seeds: Sequence[int], by_default: bool, workers: str) -> None:
     """What a comparison does that its config does not say."""
     asked = {"run.threads": base.run.threads > 1, "run.workers": base.run.workers not in (None, 1)}
@@ -172,73 +148,58 @@ def _say_before(base: RunConfig, seeds: Sequence[int], by_default: bool, workers
         notes.print("one seed: there will be no interval; add --seeds 0:8", style="yellow", markup=False)
 
 
-# ---- what failed -----------------------------------------------------------------------------------------------------
-
-
-def _given_up(failed: Sequence[Outcome]) -> dict[str, str]:
-    """A value with a failed run is dropped, and the method goes on with the others; what the machine failed drops
-    nothing: the search waits for it."""
-    return {o.run.digest: str(o.error) for o in failed if o.run.searching and not o.by_machine}
-
-
-def _grouped(experiment: Experiment, failed: Sequence[Outcome]) -> list[Failure]:
-    """One for each method, value of its search and reason; one for a method whose values all fail for one reason that
-    no seed can help."""
-    tune = experiment.tune
-    unfit: dict[tuple[str, str], set[float | None]] = {}
-    for outcome in failed:
-        if outcome.unfit:
-            unfit.setdefault((outcome.run.cell[AXIS], str(outcome.error)), set()).add(part_of(outcome.run)[1])
-    whole = [key for key, values in unfit.items() if None in values or (tune and values >= {*tune.values})]
-    none_left = {label for label, _ in whole}
-    found = [Failure(label, (), why) for label, why in whole]
-    seeds: dict[tuple[str, float | None, str, bool], list[int]] = {}
-    for outcome in failed:
-        label, value = outcome.run.cell[AXIS], part_of(outcome.run)[1]
-        if label not in none_left:
-            seeds.setdefault((label, value, str(outcome.error), outcome.by_machine), []).append(outcome.run.seed)
-    for (label, value, why, machine), on in seeds.items():
-        dropped = None if value is None or tune is None else f"{tune.key} = {shown(value)}"
-        found.append(Failure(label, tuple(sorted(on)), why, dropped, machine))
-    return found
-
-
 # ---- what came of it -------------------------------------------------------------------------------------------------
 
 
-def _show(grid: Grid, kept: ComparedRuns, failures: list[Failure], form: Format) -> None:
-    refused = {f.label for f in failures if not f.seeds}
-    for cell in grid.experiment.cells(PROFILE):
-        why = dead_end(grid.experiment, PROFILE, cell, grid.results, grid.failed)
-        if why and cell[AXIS] not in refused:
-            failures = [*failures, Failure(cell[AXIS], (), why)]
+def _show(grid: Grid, kept: ComparedRuns, refused: Mapping[str, str], form: Format) -> None:
+    """Of the methods that have a result. A failed one is named and counted, whatever else there is."""
     if not grid.used:
-        raise typer.Exit(complain(_none(failures)))
+        raise typer.Exit(complain(_none({**refused, **_whys(grid)})))
     searched = [run for run in searches(grid.experiment, PROFILE) if run.digest in grid.results]
     check_alike([*searched, *(run for run, _ in grid.used)], kept)
-    there = {run.cell[AXIS] for run, _ in grid.used}
-    experiment = _of_methods(grid.experiment, [label for label in grid.experiment.axes[AXIS] if label in there])
-    reference = experiment.reference or next(iter(experiment.axes[AXIS]))
-    grid = replace(grid, experiment=experiment.model_copy(update={"reference": reference}))
+    there = dict.fromkeys(run.cell[AXIS] for run, _ in grid.used)
+    reference = grid.experiment.reference or next(iter(there))
+    grid = replace(grid, experiment=grid.experiment.model_copy(update={"reference": reference}))
     cells = score_cells(grid)
     if not any(cell.scores for cell in cells):
         raise ConfigError(
             f"no run has the number {grid.which()!r}: each of them diverged or never got there. Compare another "
             f"--metric."
         )
-    differences = paired(cells, AXIS, reference)
-    lines = [*(f.words() for f in failures), *remarks(grid, cells, differences)]
-    told = {
-        **value(grid, cells, differences, kept),
-        "refused": {f.label: f.why for f in failures if not f.seeds},
-        "failed": [f.value() for f in failures if f.seeds and (f.dropped is None or f.by_machine)],
-        "dropped": [f.words() for f in failures if f.dropped is not None and not f.by_machine],
-    }
-    tables = sheets(grid, cells, differences)
-    show(Printed(tables, records(grid.which(), cells, differences, AXIS), told, lines, long_records(grid)), form)
-    if form in (Format.csv, Format.long, Format.json):  # programs read the table: people read this
-        _say(failures)
+    beside = "; ".join(dict.fromkeys([grid.which(), *_BESIDE]))
+    kinds = {"scores": beside, "differences": "", "places": "", "costs": ""}
+    made = [table_of(kind, Source(grid, words)) for kind, words in kinds.items()]
+    seeds = grid.experiment.profile(PROFILE).seeds
+    shared = ["One seed: no interval and no verdict. Add --seeds 0:8."] if len(seeds) == 1 else []
+    if grid.experiment.reference not in there and len(seeds) > 1:
+        shared.append(f"No differences: the reference {grid.experiment.reference} has no finished run.")
+    show_scores(
+        grid, "", [table for table in made if table.rows], form, first=[_not_run(*one) for one in refused.items()],
+        beside=shared,
+        more={
+            "seeds": list(seeds),
+            "methods": {cell.cell[AXIS]: _value(cell, grid, kept) for cell in cells if cell.cell[AXIS] in there},
+            "places": {place.label: list(place.counts) for place in placings(cells, AXIS)},
+            "refused": {**refused, **dead_ends(grid)}, "dropped": worst_values(grid),
+        },
+    )  # fmt: skip
     plotted(_drawing(grid, kept))
+    if not is_whole(grid):
+        raise typer.Exit(NOT_WHOLE)
+
+
+def _whys(grid: Grid) -> dict[str, str]:
+    """Label -> why it has no result."""
+    failed = {", ".join(one.cell.values()): one.why for one in reversed(lost_of(grid)) if one.why}
+    return {**failed, **dead_ends(grid)}
+
+
+def _value(cell: CellScore, grid: Grid, kept: ComparedRuns) -> dict[str, Any]:
+    """For JSON: a method's score on every seed, and every run's summary."""
+    mine = [run for run, _ in grid.used if run.cell == cell.cell]
+    told = {run.seed: kept.folder(run).read_json("summary.json") for run in mine}
+    runs = {seed: {key: x for key, x in one.items() if key != "diagnostics"} for seed, one in told.items()}
+    return {**cell_value(cell), "runs": runs}
 
 
 def _drawing(grid: Grid, kept: ComparedRuns) -> Callable[[], list[Path]]:

@@ -24,7 +24,9 @@ Directory = Annotated[Path, typer.Option("--experiments", help="where the experi
 Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
 Work = Annotated[Path, typer.Option("--work", help="where run folders, failures and unclean results go")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
-Claimed = Annotated[Path, typer.Option("--claims", help="the file of questions and claims")]
+Claimed = Annotated[
+    Path, typer.Option("--claims", help="the file of questions and claims; or claims.toml beside the experiments")
+]
 EXPERIMENTS, RESULTS, WORK, CLAIMS = map(Path, ("experiments", "results", "runs/experiments", "docs/claims.toml"))
 
 app = typer.Typer(help="Grids of runs from experiments/*.toml, and their results.", no_args_is_help=True)
@@ -41,7 +43,6 @@ def run(
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="examples a second of another machine, for --plan's hours")
     ] = None,
-    budget: Annotated[float | None, typer.Option(min=0.0, help="hours after which no further run starts")] = None,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
     work: Work = WORK,
@@ -51,7 +52,7 @@ def run(
     from fedlora.cli.experiment_runs import run_missing
 
     project = Project(experiments, results, work, data_root=data_root)
-    run_missing(project, names, profile, seeds, workers, plan, rate, budget)
+    run_missing(project, names, profile, seeds, workers, plan, rate)
 
 
 @app.command()
@@ -165,6 +166,9 @@ def fill(
 
 @app.command()
 def report(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="names of experiments/NAME.toml, or paths (default: all)")
+    ] = None,
     out: Annotated[Path, typer.Option(help="the page to write")] = Path("results/report.html"),
     profile: ProfileName = "mini",
     experiments: Directory = EXPERIMENTS,
@@ -172,8 +176,8 @@ def report(
     work: Work = WORK,
     claims: Claimed = CLAIMS,
 ) -> None:
-    """One self-contained HTML page: what is decided, and all that has results."""
+    """One self-contained HTML page: what is decided, and all of these experiments that has results."""
+    from fedlora.cli import experiment_shown
     from fedlora.cli.experiment_project import Project
-    from fedlora.cli.experiment_shown import report_all
 
-    report_all(Project(experiments, results, work, claims), out, profile)
+    experiment_shown.report(Project(experiments, results, work, claims), names or [], out, profile)

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedlora.cli.experiment_project import Project, tell
-from fedlora.cli.formats import Format, Printed, Sheet, show
+from fedlora.cli.formats import Format, Printed, show
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, check_asked
 from fedlora.experiments.decision_words import (
     UNITS,
     headings,
-    margin_in_words,
     plain_answers,
     records,
     remarks,
@@ -21,11 +20,12 @@ from fedlora.experiments.decision_words import (
     title,
 )
 from fedlora.experiments.decisions import Answers, answers_from, read_scores
-from fedlora.experiments.digits import shown
 from fedlora.experiments.grid import Grid
+from fedlora.experiments.page_tables import table_of
 from fedlora.experiments.result import unclean_lines
 from fedlora.experiments.seed_plan import SeedPlan, check_plan, make_plan, path_of, read_plan, write_plan
 from fedlora.experiments.spec import Experiment
+from fedlora.experiments.table_source import Source, Table
 from fedlora.experiments.verdicts import per_cent
 from fedlora.runs.manifest import commit_of_code
 
@@ -40,50 +40,35 @@ def plan_seeds(project: Project, names: Sequence[str], *, again: bool) -> None:
         if family is None:
             raise ConfigError(f"no family asks about the experiment {experiment.name}: there is nothing to plan.")
         project.tell_left_out([(experiment, family.pilot)])
-        pilot = read_scores(Grid(experiment, family.pilot, project.done, project.given_up))
-        grid = Grid(experiment, family.profile, project.done, project.given_up)
+        pilot = read_scores(project.grid(experiment, family.pilot))
+        grid = project.grid(experiment, family.profile)
         plan = make_plan(claims, grid, pilot, commit_of_code(), project.places.finished(unclean=True))
         path = path_of(project.results, experiment.name)
-        _show_plan(claims, experiment, write_plan(path, plan, again=again), path, name)
+        _show_plan(claims, grid, write_plan(path, plan, again=again), path, name)
 
 
 def _claims(project: Project) -> Claims:
     if project.asked is None:
-        raise ConfigError(f"{project.claims} does not exist; it must state the questions. Name the file by --claims.")
+        beside = project.experiments / project.claims.name
+        raise ConfigError(
+            f"neither {beside} nor {project.claims} exists; it must state the questions. Name the file by --claims."
+        )
     return project.asked
 
 
-def _show_plan(asked: Claims, experiment: Experiment, plan: SeedPlan, path: Path, name: str) -> None:
-    """Seeds, what they can show, rates; what is too few; and the next command. name: as the experiment was typed."""
+def _show_plan(asked: Claims, grid: Grid, plan: SeedPlan, path: Path, name: str) -> None:
+    """What pages show of it; what is too few; and the next command. name: as the experiment was typed."""
+    experiment = grid.experiment
     if plan.results.there:
         tell([f"{plan.results.there} of the {plan.results.of} planned runs are there already. Verdicts will say so: "
             f"a plan made after seeing its runs plans nothing."])  # fmt: skip
     families, seeds = asked.of(experiment.name), len(plan.seeds)
-    sheet = Sheet(
-        f"{experiment.name}: {seeds} seeds ({plan.seeds[0]} to {plan.seeds[-1]}), in {path}",
-        ["family", "largest spread", "margin", "seeds needed", "cap"],
-        [
-            [family, _in_unit(of, max(plan.spreads[family].values())), margin_in_words(of),
-             seeds_in_words(plan.needed[family]), str(of.cap)]
-            for family, of in families.items()
-        ],
-    )  # fmt: skip
+    source = Source(grid, plan=plan, claims=asked)
+    made = [table for kind in ("seeds", "rates") if (table := table_of(kind, source)).rows]
+    where = f"{experiment.name}: {seeds} seeds ({plan.seeds[0]} to {plan.seeds[-1]}), in {path}"
+    show(Printed(made, [], plan.model_dump(mode="json"), [where]), Format.table)
     can = {family: asked.powers(family, plan.spreads[family], seeds) for family in families}
     cases = f"{asked.power:.0%}"
-    power = Sheet(
-        f"what {seeds} seeds can show, at the pilot's spread, if gaps are normal",
-        ["question", "spread", f"smallest gap shown in {cases}", "chance to find equal methods equivalent"],
-        [
-            [question, *(_in_unit(families[family], size) for size in (one.spread, one.gap)), per_cent(one.equal)]
-            for family, each in can.items()
-            for question, one in each.items()
-        ],
-    )
-    rates = Sheet(
-        "the search", ["for", "key", "chosen", "at the edge"],
-        [[r.of, r.key, "" if r.value is None else shown(r.value), r.at_the_edge or ""] for r in plan.rates],
-    )  # fmt: skip
-    show(Printed([sheet, power, *([rates] if plan.rates else [])], [], plan.model_dump(mode="json")), Format.table)
     tell([
         f"{family}: {seeds_in_words(plan.needed[family])} seeds would find equal methods equivalent in {cases} of "
         f"cases; {seeds} do in {per_cent(min(one.equal for one in can[family].values()))}, and show a difference of "
@@ -108,14 +93,14 @@ def show_answers(project: Project, names: Sequence[str], form: Format) -> None:
         project.tell_left_out([(experiment, next(iter(families.values())).profile)])
         found += answers_of(project, claims, experiment)
         plan = read_plan(path_of(project.results, experiment.name))
-        grid = Grid(experiment, plan.profile, project.done, project.given_up).of_seeds(plan.seeds)
+        grid = project.grid(experiment, plan.profile).of_seeds(plan.seeds)
         past += [*plan.history, *unclean_lines(result for _, result in grid.used)]
-    sheets = [Sheet(title(one), headings(one.family), rows(one), names=2) for one in found]
+    tables = [Table(headings(one.family), rows(one), title(one), names=2) for one in found]
     value = {"alpha": claims.alpha, "history": past, "families": [plain_answers(one) for one in found]}
     lines = [
         {"family": one.name, "seeds": one.there, "planned": one.wanted, **r} for one in found for r in records(one)
     ]
-    show(Printed(sheets, lines, value, [*past, *_notes(claims, found)]), form)
+    show(Printed(tables, lines, value, [*past, *_notes(claims, found)]), form)
 
 
 def _in_unit(family: Family, value: float) -> str:
@@ -130,7 +115,7 @@ def answers_of(project: Project, claims: Claims, experiment: Experiment) -> list
     check_asked(claims, known)
     plan = read_plan(path_of(project.results, experiment.name))
     check_plan(plan, claims, experiment.name)
-    grid = Grid(experiment, plan.profile, project.done, project.given_up)
+    grid = project.grid(experiment, plan.profile)
     return answers_from(claims, grid, known, plan.seeds)
 
 

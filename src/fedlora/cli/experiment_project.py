@@ -11,18 +11,19 @@ from fedlora.cli.experiment import CLAIMS
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, load_claims
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import dead_end, worst_values
 from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import left_out
-from fedlora.experiments.spec import Experiment, load_all, load_experiment
+from fedlora.experiments.spec import Experiment, load_all, load_experiment, names_in
 from fedlora.experiments.store import read_results
 
 
 @dataclass(frozen=True)
 class Project:
     """experiments: the folder of their files. results, work, data_root: as `Places`. claims: the file of what is
-    asked; the default one may be missing, for a project of one's own need not ask anything."""
+    asked. Unless another is named, claims.toml beside the experiments goes before it, and both may be missing: a
+    project of one's own need not ask anything."""
 
     experiments: Path
     results: Path
@@ -50,19 +51,27 @@ class Project:
 
     @cached_property
     def asked(self) -> Claims | None:
-        """Raises `ConfigError` for a named file that is not there."""
-        if self.claims.is_file():
-            return load_claims(self.claims)
-        if self.claims != CLAIMS:
+        """None where there is none. Raises `ConfigError` for a named file that is not there."""
+        if self.claims != CLAIMS and not self.claims.is_file():
             raise ConfigError(f"--claims {self.claims}: there is no such file.")
-        return None
+        return None if self.claims_file is None else load_claims(self.claims_file)
+
+    @property
+    def claims_file(self) -> Path | None:
+        """Where the questions are."""
+        beside = [self.experiments / CLAIMS.name] if self.claims == CLAIMS else []
+        return next((path for path in (*beside, self.claims) if path.is_file()), None)
+
+    def grid(self, experiment: Experiment, profile: str, *, unclean: bool = False) -> Grid:
+        """With what has come of it. unclean: also of code that no commit describes."""
+        done = self.places.finished(unclean=unclean)
+        return Grid(experiment, profile, done, self.given_up, self.places.failed_by_machine())
 
     def named(self, name: str) -> Experiment:
         """NAME.toml of the folder, or a path. Raises `ConfigError` for none, with those that there are."""
         path = Path(name) if name.endswith(".toml") else self.experiments / f"{name}.toml"
         if not path.is_file():
-            found = sorted(p.stem for p in self.experiments.glob("*.toml") if p.stem != "paper_numbers")
-            known = ", ".join(found) or "none"
+            known = ", ".join(names_in(self.experiments)) or "none"
             raise ConfigError(f"there is no experiment {path}; in {self.experiments} there are: {known}.")
         return load_experiment(path)
 
@@ -82,12 +91,3 @@ def tell(lines: Sequence[str]) -> None:
     """In yellow, beside the result."""
     for line in lines:
         notes.print(line, style="yellow", markup=False, soft_wrap=True)
-
-
-def search_lines(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
-) -> list[str]:
-    """A line for each value that counts as the worst of its search, and for each cell whose search chose nothing."""
-    found = [(cell, dead_end(experiment, profile, cell, results, failed)) for cell in experiment.cells(profile)]
-    worst = worst_values(experiment, profile, results, failed)
-    return worst + [f"{', '.join(cell.values())} not run: {why}" for cell, why in found if why is not None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,12 @@ import typer
 
 from fedlora.cli.batches import run_stages
 from fedlora.cli.experiment_costs import show_plan
-from fedlora.cli.experiment_project import Project, search_lines, tell
-from fedlora.cli.screen import Table, complain, console, notes, print_json
+from fedlora.cli.experiment_project import Project, tell
+from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError, counted
-from fedlora.experiments.plan import PlannedRun, chosen_value, mains, searches
+from fedlora.experiments.lost import lost_lines
+from fedlora.experiments.plan import chosen_value, mains, searches
 from fedlora.experiments.runnable import check_number, check_runnable, missing_files, other_files
 from fedlora.experiments.runner import Outcome, missing
 from fedlora.experiments.spec import Experiment
@@ -24,7 +24,7 @@ from fedlora.experiments.store import forget_failed
 
 def run_missing(
     project: Project, names: Sequence[str], profile: str, seeds: str | None, workers: str, plan: bool,
-    rate: float | None, budget: float | None,
+    rate: float | None,
 ) -> None:  # fmt: skip
     """Said of each argument: `fedlora experiment run --help`."""
     places = project.places
@@ -41,26 +41,19 @@ def run_missing(
         if gone := missing_files(todo):
             raise ConfigError(f"experiment {experiment.name}: {' '.join(gone)}")
         tell(other_files(todo, places.finished(unclean=True)))
-    until = time.monotonic() + budget * 3600 if budget is not None else None
-
-    def wanted(run: PlannedRun) -> bool:
-        return (until is None or time.monotonic() < until) and not places.failure(run).exists()
-
     failed: list[Outcome] = []
     for experiment in loaded:
         failed += run_stages(
-            experiment, profile, places, workers, only=only, given_up=lambda _: places.given_up(), wanted=wanted
-        )
-    gone_without = _gone_without(project, loaded, profile)
+            experiment, profile, places, workers, only=only, given_up=lambda _: places.given_up(),
+            wanted=lambda run: not places.failure(run).exists(),
+        )  # fmt: skip
     project.tell_left_out([(experiment, profile) for experiment in loaded])
-    if until is not None and time.monotonic() > until:
-        notes.print("the budget is used up; run again to continue", style="yellow")
-    failed = [outcome for outcome in failed if outcome.run.digest not in gone_without]
-    for outcome in failed:
-        notes.print(f"failed: {outcome.run.label}: {outcome.error}", style="red", markup=False, soft_wrap=True)
-    if failed:
-        lost = f"{counted(len(failed), 'run')} failed; see {places.work / 'failures'}. Mend the cause, then: fedlora "
-        raise typer.Exit(complain(f"{lost}experiment retry --work {places.work}, and run again."))
+    for experiment in loaded:
+        tell(lost_lines(project.grid(experiment, profile, unclean=True)))
+    if lost := _lost(project, loaded, profile, failed):
+        said = f"{counted(len(lost), 'run')} failed; see {places.work / 'failures'}. Mend the cause, then: fedlora "
+        complain(f"{said}experiment retry --work {places.work}, and run again.")
+        raise typer.Exit(NOT_WHOLE)
 
 
 def _check(project: Project, loaded: Sequence[Experiment], profile: str, only: list[int] | None) -> None:
@@ -76,16 +69,15 @@ def _check(project: Project, loaded: Sequence[Experiment], profile: str, only: l
         check_runnable(missing(experiment, profile, project.places, only, project.given_up))
 
 
-def _gone_without(project: Project, loaded: Sequence[Experiment], profile: str) -> set[str]:
-    """The failed runs of searches that chose all the same; what the searches did not choose is told."""
-    done, given_up = project.places.finished(unclean=True), project.given_up
-    found = set()
+def _lost(project: Project, loaded: Sequence[Experiment], profile: str, failed: Sequence[Outcome]) -> list[Outcome]:
+    """What failed, without the runs of searches that chose all the same."""
+    gone_without: set[str] = set()
     for experiment in loaded:
-        tell(search_lines(experiment, profile, done, given_up))
+        grid = project.grid(experiment, profile, unclean=True)
         for run in searches(experiment, profile):
-            if run.digest in given_up and chosen_value(experiment, profile, run.cell, done, given_up) is not None:
-                found.add(run.digest)
-    return found
+            if run.digest in grid.failed and chosen_value(experiment, profile, run.cell, grid.results, grid.failed):
+                gone_without.add(run.digest)
+    return [outcome for outcome in failed if outcome.run.digest not in gone_without]
 
 
 def forget_failures(results: Path, work: Path) -> None:

@@ -5,63 +5,47 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import typer
+
 from fedlora.cli.experiment_decide import answers_of
-from fedlora.cli.experiment_project import Project, search_lines, tell
-from fedlora.cli.formats import Format, Printed, Sheet, show
-from fedlora.cli.scores import cell_value, records
-from fedlora.cli.screen import notes, plotted
+from fedlora.cli.experiment_project import Project, tell
+from fedlora.cli.formats import Format
+from fedlora.cli.scores import show_scores
+from fedlora.cli.screen import NOT_WHOLE, notes, plotted
 from fedlora.core import files
 from fedlora.errors import ConfigError
-from fedlora.experiments.budgets import SIMULATIONS
 from fedlora.experiments.claims import Claims
 from fedlora.experiments.decision_words import by_score, margins
 from fedlora.experiments.decisions import Answers
 from fedlora.experiments.filled_pages import Stored, asked_of, filled, read_page
-from fedlora.experiments.frames import long_records
 from fedlora.experiments.grid import Grid
+from fedlora.experiments.lost import is_whole
 from fedlora.experiments.page_tables import tables_of
 from fedlora.experiments.prices import prices
 from fedlora.experiments.report import Decided, write_report
-from fedlora.experiments.result import unclean_lines
 from fedlora.experiments.runnable import other_files
 from fedlora.experiments.runner import missing
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.seed_plan import path_of, read_plan, still_open
+from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import exists
-from fedlora.experiments.tables import measured_by, paired, score_cells, without_number
-from fedlora.runs.attack_words import attacks_of
 
 
 def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format) -> None:
     """Scores, differences, prices and budgets; under them what a reader has to know."""
     experiment = project.named(name)
-    grid = Grid(experiment, profile, project.done, project.given_up)
-    which = grid.which(metric or "")
-    parse_number(which)
-    made, cells = tables_of(grid, metric or ""), score_cells(grid, which)
-    differences = paired(cells, grid.rows, experiment.reference) if experiment.reference else []
-    used = {run.digest: result for run, result in grid.used}
-    attacks = attacks_of([result.settings.model_dump() for result in used.values()])
-    loud = [f"UNDER ATTACK, on purpose: {what}. Do not use these results." for what in attacks]
-    if any(result.privacy for result in used.values()):
-        loud.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
-    remarks = dict.fromkeys(
-        [*loud, *(line for table in made for line in table.below), *without_number(cells),
-         *search_lines(experiment, profile, grid.results, grid.failed), *unclean_lines(used.values()),
-         *other_files(missing(experiment, profile, project.places, None, grid.failed), grid.results)]
+    grid = project.grid(experiment, profile)
+    parse_number(grid.which(metric or ""))
+    show_scores(
+        grid, metric or "", tables_of(grid, metric or ""), form,
+        beside=other_files(missing(experiment, profile, project.places, None, grid.failed), grid.results),
+        more={"prices": [vars(price) for price in prices(grid)]},
     )  # fmt: skip
-    aloud = {"not_for_use": " ".join(loud)}
-    value = {
-        "metric": which, "score": measured_by(cells), "cells": [cell_value(c) for c in cells],
-        "differences": [vars(d) for d in differences], "prices": [vars(price) for price in prices(grid)],
-        "attacks": attacks, **aloud,
-    }  # fmt: skip
-    lines = [{**line, **(aloud if loud else {})} for line in records(which, cells, differences, grid.rows)]
-    sheets = [Sheet(table.caption.replace("*", ""), table.columns, table.rows, table.names) for table in made]
-    show(Printed(sheets, lines, value, [*remarks], long_records(grid) if form is Format.long else []), form)
     project.tell_left_out([(experiment, profile)])
     if late := still_open(project.results, grid):
         tell([f"Too early to judge: {late}."])
+    if not is_whole(grid):
+        raise typer.Exit(NOT_WHOLE)
 
 
 def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
@@ -69,7 +53,7 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
     experiment = project.named(name)
     target = out or project.results / "plots" / f"{experiment.name}-{profile}.png"
     project.tell_left_out([(experiment, profile)])
-    grid = Grid(experiment, profile, project.done, project.given_up)
+    grid = project.grid(experiment, profile)
     asked, decided = project.asked, list[Answers]()
     if asked is not None and profile in {family.profile for family in asked.of(experiment.name).values()}:
         decided = answers_of(project, asked, experiment)
@@ -103,7 +87,9 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
 
 def fill_pages(project: Project, pages: Sequence[Path]) -> None:
     """Each page's tables from the results."""
-    stored = Stored.read(project.experiments, project.results, project.claims if project.asked else Path())
+    stored = Stored.read(
+        project.experiments, project.results, (project.claims_file if project.asked else None) or Path()
+    )
     found = [(page, text, filled(text, stored)) for page in pages for text in [read_page(page)]]
     for page, text, new in found:
         if new != text:
@@ -113,23 +99,25 @@ def fill_pages(project: Project, pages: Sequence[Path]) -> None:
     project.tell_left_out([(project.named(name), profile) for name, profile in asked])
 
 
-def report_all(project: Project, out: Path, profile: str) -> None:
-    """The page, of all experiments that have the profile; with "mini" of all their profiles but "paper" and pilots."""
-    if not project.all:
+def report(project: Project, names: Sequence[str], out: Path, profile: str) -> None:
+    """The page, of these or all experiments that have the profile; with "mini" of all their profiles but "paper" and
+    pilots."""
+    shown = [project.named(name) for name in names] or project.all
+    if not shown:
         raise ConfigError(f"there are no experiments in {project.experiments}.")
-    project.tell_left_out([(one, name) for one in project.all for name in one.profiles])
+    project.tell_left_out([(one, name) for one in shown for name in one.profiles])
     claims, grids, late = project.asked, [], []
-    for experiment in project.all:
+    for experiment in shown:
         pilots = set() if claims is None else claims.pilots(experiment.name)
         for name in experiment.profiles:
             if name in pilots or not (name == profile or (profile == "mini" and name != "paper")):
                 continue
-            grid = Grid(experiment, name, project.done, project.given_up)
+            grid = project.grid(experiment, name)
             if words := still_open(project.results, grid):
                 late.append(f"not shown: {words}, and nothing is shown until all are.")
             else:
                 grids.append(_planned_seeds(project, grid))
-    decided = None if claims is None else _decided(project, claims)
+    decided = None if claims is None else _decided(project, claims, shown)
     waiting = {one.family.experiment for one in decided.answers if not one.complete} if decided else set()
     grids = [grid for grid in grids if grid.experiment.name not in waiting]
     write_report(out, grids, project.experiments / "paper_numbers.toml", decided)
@@ -144,15 +132,15 @@ def _planned_seeds(project: Project, grid: Grid) -> Grid:
     return grid if plan is None or plan.profile != grid.profile else grid.of_seeds(plan.seeds)
 
 
-def _decided(project: Project, claims: Claims) -> Decided:
-    """Every family of every experiment that has a plan."""
+def _decided(project: Project, claims: Claims, experiments: Sequence[Experiment]) -> Decided:
+    """Every family of each of these that has a plan."""
     found, grids, past = list[Answers](), {}, {}
-    for experiment in project.all:
+    for experiment in experiments:
         path = path_of(project.results, experiment.name)
         if claims.of(experiment.name) and exists(path):
             plan = read_plan(path)
             found += answers_of(project, claims, experiment)
             past[experiment.name] = plan.history
-            grid = Grid(experiment, plan.profile, project.done, project.given_up)
+            grid = project.grid(experiment, plan.profile)
             grids[experiment.name] = grid.of_seeds(plan.seeds)
-    return Decided(claims, {one.name: one for one in project.all}, found, grids, past)
+    return Decided(claims, {one.name: one for one in [*project.all, *experiments]}, found, grids, past)

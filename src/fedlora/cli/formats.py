@@ -6,15 +6,19 @@ import csv
 import io
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedlora.cli.screen import Table, console, print_json
+from fedlora.cli.screen import Table as Drawn
+from fedlora.cli.screen import console, print_json
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
+
+if TYPE_CHECKING:
+    from fedlora.experiments.table_source import Table  # with torch
 
 _IN_LATEX = str.maketrans({
     **{sign: f"\\{sign}" for sign in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
@@ -38,21 +42,11 @@ JsonAlias = Annotated[bool, typer.Option("--json", help="the same as --format js
 
 
 @dataclass(frozen=True)
-class Sheet:
-    """A table in words. The first `names` columns are text, the others numbers."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    names: int = 1
-
-
-@dataclass(frozen=True)
 class Printed:
-    """One result in all formats. sheets and remarks are for people, in words; records for CSV, one a line, with all
+    """One result in all formats. tables and remarks are for people, in words; records for CSV, one a line, with all
     digits; value for JSON. by_round: for curves, a line a run, round and score; of what has rounds."""
 
-    sheets: Sequence[Sheet]
+    tables: Sequence[Table]
     records: Sequence[Mapping[str, Any]]
     value: Mapping[str, Any]
     remarks: Sequence[str] = field(default=())
@@ -77,65 +71,71 @@ def show(printed: Printed, format: Format) -> None:
         for remark in printed.remarks:  # a program reads the lines, a person what they are of
             print(remark, file=sys.stderr)
     elif format is Format.markdown:
-        parts = [_markdown(sheet) for sheet in printed.sheets]
+        parts = [_markdown(table) for table in printed.tables]
         print("\n\n".join([*parts, *printed.remarks]))
     elif format is Format.latex:
-        print("\n".join([*map(_latex, printed.sheets), *(f"% {remark}" for remark in printed.remarks)]))
+        print("\n".join([*map(_latex, printed.tables), *(f"% {remark}" for remark in printed.remarks)]))
     else:
-        for sheet in printed.sheets:
-            for part in fitting(sheet, console.width):
-                console.print(_table(part))
+        for table in printed.tables:
+            for part in fitting(table, console.width):
+                console.print(_on_screen(part))
         for remark in printed.remarks:
             console.print(remark)
 
 
-def fitting(sheet: Sheet, width: int) -> list[Sheet]:
-    """The sheet, or where it is wider than so many characters its columns in several, each with the names."""
-    lines = [sheet.columns, *sheet.rows]
-    widths = [max(len(line[k]) for line in lines) + len(" │ ") for k in range(len(sheet.columns))]
-    names = list(range(sheet.names))
-    parts, used = [names], 1 + sum(widths[: sheet.names])
-    for k in range(sheet.names, len(widths)):
-        if len(parts[-1]) > sheet.names and used + widths[k] > width:
+def fitting(table: Table, width: int) -> list[Table]:
+    """The table, or where it is wider than so many characters its columns in several, each with the names."""
+    lines = [table.columns, *table.rows]
+    widths = [max(len(line[k]) for line in lines) + len(" │ ") for k in range(len(table.columns))]
+    names = list(range(table.names))
+    parts, used = [names], 1 + sum(widths[: table.names])
+    for k in range(table.names, len(widths)):
+        if len(parts[-1]) > table.names and used + widths[k] > width:
             parts.append(names)
-            used = 1 + sum(widths[: sheet.names])
+            used = 1 + sum(widths[: table.names])
         parts[-1] = [*parts[-1], k]
         used += widths[k]
-    titles = [sheet.title, *[f"{sheet.title} (continued)"] * (len(parts) - 1)]
+    captions = [table.caption, *[f"{table.caption} (continued)"] * (len(parts) - 1)]
     return [
-        Sheet(title, [sheet.columns[k] for k in part], [[row[k] for k in part] for row in sheet.rows], sheet.names)
-        for title, part in zip(titles, parts, strict=True)
-    ]
+        replace(table, caption=caption, columns=[table.columns[k] for k in part],
+                rows=[[row[k] for k in part] for row in table.rows])
+        for caption, part in zip(captions, parts, strict=True)
+    ]  # fmt: skip
 
 
-def _table(sheet: Sheet) -> Table:
+def _plain(table: Table) -> str:
+    """The caption without the marks of emphasis."""
+    return table.caption.replace("*", "")
+
+
+def _on_screen(table: Table) -> Drawn:
     """Numbers stand whole; where even one column of them does not fit beside the names, these are folded."""
-    table = Table(title=sheet.title, title_justify="left")
-    for k, column in enumerate(sheet.columns):
-        name = k < sheet.names
-        table.add_column(column, no_wrap=not name, overflow="fold", justify="left" if name else "right")
-    for row in sheet.rows:
-        table.add_row(*(cell for cell in row))
-    return table
+    drawn = Drawn(title=_plain(table), title_justify="left")
+    for k, column in enumerate(table.columns):
+        name = k < table.names
+        drawn.add_column(column, no_wrap=not name, overflow="fold", justify="left" if name else "right")
+    for row in table.rows:
+        drawn.add_row(*row)
+    return drawn
 
 
-def _markdown(sheet: Sheet) -> str:
+def _markdown(table: Table) -> str:
     def line(cells: Sequence[str]) -> str:
         return "| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in cells) + " |"
 
-    rule = [":---" if k < sheet.names else "---:" for k in range(len(sheet.columns))]
-    return "\n".join([f"{sheet.title}\n", line(sheet.columns), line(rule), *map(line, sheet.rows)])
+    rule = [":---" if k < table.names else "---:" for k in range(len(table.columns))]
+    return "\n".join([f"{_plain(table)}\n", line(table.columns), line(rule), *map(line, table.rows)])
 
 
-def _latex(sheet: Sheet) -> str:
+def _latex(table: Table) -> str:
     """A tabular for booktabs."""
 
     def line(cells: Sequence[str]) -> str:
         return " & ".join(cell.translate(_IN_LATEX) for cell in cells) + r" \\"
 
-    columns = "l" * sheet.names + "r" * (len(sheet.columns) - sheet.names)
-    body = [r"\toprule", line(sheet.columns), r"\midrule", *map(line, sheet.rows), r"\bottomrule"]
-    return "\n".join([f"% {sheet.title}", rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
+    columns = "l" * table.names + "r" * (len(table.columns) - table.names)
+    body = [r"\toprule", line(table.columns), r"\midrule", *map(line, table.rows), r"\bottomrule"]
+    return "\n".join([f"% {_plain(table)}", rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
 
 
 def _csv(records: Sequence[Mapping[str, Any]]) -> str:

@@ -1,72 +1,88 @@
-"""Scores over seeds in words and as records: what `fedlora experiment table` and `fedlora compare` both print."""
+"""Scores over seeds in all formats: what `fedlora experiment table` and `fedlora compare` both print."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedlora.cli.formats import Sheet
-from fedlora.experiments.digits import difference_in_words, shown
-from fedlora.experiments.plan import at_the_edge
+from fedlora.cli.formats import Format, Printed, show
+from fedlora.cli.screen import notes
+from fedlora.experiments.budgets import SIMULATIONS
+from fedlora.experiments.frames import long_records
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.lost import lost_lines, lost_of
+from fedlora.experiments.result import unclean_lines
 from fedlora.experiments.scores import parse_number
-from fedlora.experiments.spec import Experiment
-from fedlora.experiments.tables import CellScore, Difference
+from fedlora.experiments.table_source import Table
+from fedlora.experiments.tables import CellScore, Difference, measured_by, paired, score_cells
+from fedlora.runs.attack_words import attacks_of
 
 
-def score_sheet(title: str, scores: Mapping[str, Sequence[CellScore]], axes: Sequence[str]) -> Sheet:
-    """A row a cell. scores: heading -> the cells with that number; the first one's decide what n is."""
-    first = next(iter(scores.values()))
-    tuned = any(cell.tuned is not None for cell in first)
-    columns = [*axes, "n", *(["tuned"] if tuned else []), *scores]
-    rows = []
-    for k, cell in enumerate(first):
-        n = str(len(cell.scores)) if len(cell.scores) == cell.planned else f"{len(cell.scores)} of {cell.planned}"
-        value = [] if not tuned else ["" if cell.tuned is None else shown(cell.tuned)]
-        rows.append([*cell.cell.values(), n, *value, *(_spread(cells[k]) for cells in scores.values())])
-    return Sheet(title, columns, rows, names=len(axes))
+def show_scores(
+    grid: Grid, number: str, tables: Sequence[Table], form: Format, *, first: Sequence[str] = (),
+    beside: Sequence[str] = (), more: Mapping[str, Any] | None = None,
+) -> None:  # fmt: skip
+    """The tables of a number, and under them what a reader has to know: what is missing stands first.
+
+    Args:
+        number: that is compared; "" for the experiment's. first, beside: lines that are told before and after the
+            others. more: for JSON, beside what every table has.
+    """
+    which, cells = grid.which(number), score_cells(grid, number)
+    reference = grid.experiment.reference
+    differences = paired(cells, grid.rows, reference) if reference else []
+    results = {run.digest: result for run, result in grid.used}.values()
+    attacks = attacks_of([result.settings.model_dump() for result in results])
+    loud = [f"UNDER ATTACK, on purpose: {what}. Do not use these results." for what in attacks]
+    if any(result.privacy for result in results):
+        loud.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
+    missing = [*first, *lost_lines(grid)]
+    below = [line for table in tables for line in table.below]
+    remarks = dict.fromkeys([*loud, *missing, *below, *direction(which, cells), *beside, *unclean_lines(results)])
+    value = {
+        "metric": which, "score": measured_by(cells), "smaller_is_better": any(cell.less for cell in cells),
+        "reference": reference, "cells": [cell_value(cell) for cell in cells],
+        "differences": [_difference(d) for d in differences], "attacks": attacks, "not_for_use": " ".join(loud),
+        "missing": missing, "failed": [vars(one) for one in lost_of(grid) if one.why],
+        **(more or {}),
+    }  # fmt: skip
+    aloud = {"not_for_use": " ".join(loud)} if loud else {}
+    lines = [{**line, **aloud} for line in _records(which, cells, differences, grid.rows)]
+    show(Printed(tables, lines, value, [*remarks], long_records(grid) if form is Format.long else []), form)
+    if form is Format.json:  # a program reads it: people read this
+        for line in missing:
+            notes.warn(line)
 
 
-def difference_sheet(title: str, differences: Sequence[Difference]) -> Sheet:
-    """A row a difference, with its 95 % interval."""
-    rows = [
-        [
-            d.other, *([", ".join(d.where.values())] if d.where else []), *difference_in_words(d.mean, d.low, d.high),
-            str(d.pairs), d.verdict,
-        ]
-        for d in differences
-    ]  # fmt: skip
-    where = ["where"] if any(d.where for d in differences) else []
-    return Sheet(title, ["", *where, "difference", "95 % interval", "pairs", "verdict"], rows, names=1 + len(where))
-
-
-def records(which: str, cells: Sequence[CellScore], differences: Sequence[Difference], axis: str) -> list[Any]:
+def _records(which: str, cells: Sequence[CellScore], differences: Sequence[Difference], axis: str) -> list[Any]:
     """A record a cell, with its difference to the reference where there is one. metric: which number; score: of what,
     as "accuracy"."""
     found = []
     for cell in cells:
         where = {name: label for name, label in cell.cell.items() if name != axis}
         ours = [d for d in differences if d.other == cell.cell[axis] and dict(d.where) == where]
-        record: dict[str, Any] = {
+        told = _difference(ours[0]) if ours else {}
+        gap = {key: told.get(key) for key in ("reference", "pairs", "low", "high", "p", "decided")}
+        found.append({
             **cell.cell, "metric": which, "score": cell.metric, "n": len(cell.scores), "planned": cell.planned,
-            "mean": cell.mean, "sd": cell.spread, "tuned": cell.tuned, "reference": None, "pairs": None,
-            "difference": None, "low": None, "high": None, "p": None, "decided": None,
-        }  # fmt: skip
-        for d in ours:
-            record |= {
-                "reference": d.reference, "pairs": d.pairs, "difference": d.mean,
-                "low": d.interval[0] if d.interval else None, "high": d.interval[1] if d.interval else None,
-                "p": d.p, "decided": d.decided,
-            }  # fmt: skip
-        found.append(record)
+            "mean": cell.mean, "sd": cell.spread, "tuned": cell.tuned, **gap, "difference": told.get("mean"),
+        })  # fmt: skip
     return found
 
 
 def cell_value(cell: CellScore) -> dict[str, Any]:
     """A cell for JSON."""
     return {
-        "cell": dict(cell.cell), "scores": dict(cell.scores), "mean": cell.mean, "spread": cell.spread,
-        "planned": cell.planned, "tuned": cell.tuned, "score": cell.metric, "without_number": list(cell.none),
+        "cell": dict(cell.cell), "scores": dict(cell.scores), "n": len(cell.scores), "mean": cell.mean,
+        "sd": cell.spread, "planned": cell.planned, "tuned": cell.tuned, "score": cell.metric,
+        "without_number": list(cell.none),
     }  # fmt: skip
+
+
+def _difference(d: Difference) -> dict[str, Any]:
+    """Gaps that are all alike have no interval."""
+    low, high = d.interval or (None, None)
+    return {**vars(d), "low": low, "high": high, "decided": d.decided}
 
 
 def direction(which: str, cells: Sequence[CellScore]) -> list[str]:
@@ -77,19 +93,3 @@ def direction(which: str, cells: Sequence[CellScore]) -> list[str]:
         return []
     where = "" if len(less) == len(metrics) else f" of {' and '.join(less)}"
     return [f"Smaller is better{where}: a negative difference is ahead of the reference."]
-
-
-def widen_lines(experiment: Experiment, profile: str, cells: Sequence[CellScore]) -> list[str]:
-    """A line for each cell whose searched value is the largest or the smallest of those tried."""
-    said = []
-    for cell in cells:
-        edge = at_the_edge(experiment, profile, cell.tuned)
-        if edge is not None and cell.tuned is not None and experiment.tune is not None:
-            where = f"{', '.join(cell.cell.values())}: {experiment.tune.key} = {shown(cell.tuned)}"
-            said.append(f"{where} is the {edge} tried: widen the grid.")
-    return said
-
-
-def _spread(cell: CellScore) -> str:
-    """Mean and standard deviation."""
-    return cell.words()

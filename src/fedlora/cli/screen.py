@@ -17,6 +17,7 @@ from fedlora.errors import ConfigError
 
 T = TypeVar("T")
 _WIDE = 10_000  # characters: no table of ours is as wide
+NOT_WHOLE = 1  # the exit code of a result that lacks runs
 _LONGEST = 2_500  # letters of an error: a screen
 
 

@@ -25,12 +25,14 @@ prices.py           what a row costs where nothing is wrong, and saves elsewhere
 budgets.py          what privacy costs
 verdicts.py         better, worse, equivalent or undecided; what a number of seeds can show
 claims.py           questions with margins, and the paper's claims: docs/claims.toml
+lost.py             what is not in the tables, and why
 footnotes.py        what scores rest on: commits, machines, whose model
 decisions.py        from results to verdicts, past the gate
 seed_plan.py        how many seeds, as a file
 decision_words.py   verdicts in words
 table_source.py     a table, and what it is made of
 verdict_tables.py   the kinds of table that need a plan
+method_tables.py    methods side by side: places by seed, what a run costs
 page_tables.py      all kinds of table, of pages and commands
 pictures.py         pictures, in one style
 map_picture.py      that of verdicts

@@ -31,7 +31,7 @@ from fedlora.experiments.store import gather, summarise
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.inputs import differing
-from fedlora.runs.resuming import check_finished, stored_classes
+from fedlora.runs.resuming import changes, check_finished, stored_classes
 from fedlora.runs.sections import MethodSection
 
 PROFILE = "comparison"  # the one that a comparison's experiment has
@@ -200,9 +200,10 @@ class ComparedRuns(Places):
 
 
 def check_read(runs: Sequence[PlannedRun], places: ComparedRuns) -> list[str]:
-    """Did the runs that are there, finished or not, read what there is now? What is still to be run will. Also finished
-    ones that were not asked for: their results lie in the same folder, and one frame is of all. Returns in words what
-    is gone, so that nobody can tell. Raises `CheckpointError` where one did not, naming what."""
+    """Are the runs that are there, finished or not, of this configuration, and did they read what there is now? What is
+    still to be run will. Also finished ones that were not asked for: their results lie in the same folder, and one
+    frame is of all. Returns in words what is gone, so that nobody can tell. Raises `CheckpointError` where one is not,
+    naming what."""
     known: dict[str, Any] = {}
     gone: list[str] = []
     asked = set()
@@ -211,6 +212,8 @@ def check_read(runs: Sequence[PlannedRun], places: ComparedRuns) -> list[str]:
         asked.add(folder.path)
         if _digest(folder) == run.digest:
             gone += check_finished(folder, run.config, places.data_root, known)
+        elif folder.exists():
+            changes(folder, run.config)
     for folder in places.folders():
         if folder.path not in asked and folder.finished():
             config = RunConfig.model_validate(folder.read_json("config.json"))

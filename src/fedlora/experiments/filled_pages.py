@@ -8,18 +8,7 @@ Between the two markers stands what `filled` makes of an experiment, a profile a
 and the table (`page_tables`), and what it rests on (`footnotes`). `fedlora experiment fill PAGE` writes it,
 and a test holds every page to it: no number there was typed.
 
-kind                      what
-budgets                   an experiment's `budgets`: what each cell spent, and its scores
-prices SCORE              an experiment's `peace`: what each row costs without an attacker, and saves with one
-scores [NUMBER]           mean ± standard deviation over seeds, of the experiment's number or another ("test, best")
-differences [LABEL][: NUMBER]   paired by seed, against the reference or another label
-steps [NUMBER]            each label of the first axis against the one before it
-losses                    clients' training losses in the last round
-decisions FAMILY          verdicts; gates FAMILY: whether LoRA carries the set-ups
-seeds, rates              of the plan: how many seeds and why; what the search chose
-mechanism                 relative error, norm and rank of merged updates; error and gauge drift of runs
-categories [NUMBER]       by category, of data that come in tasks
-times                     examples trained on, examples a second, hours
+docs/evidence/experiments.md says what each kind of table (`page_tables.KINDS`) shows.
 """
 
 from __future__ import annotations

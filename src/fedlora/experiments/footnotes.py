@@ -10,7 +10,7 @@ from fedlora.experiments.claims import Family, Gate, setup_axis
 from fedlora.experiments.digits import shown
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.merger_settings import ALONE
-from fedlora.experiments.plan import PlannedRun, at_the_edge
+from fedlora.experiments.plan import PlannedRun, at_the_edge, level_values
 from fedlora.experiments.result import Result
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.tables import CellScore, without_number
@@ -122,19 +122,20 @@ _ORIGINS: Mapping[str, Callable[[Result], str]] = {
 
 
 def edges(grid: Grid, of: Used) -> list[str]:
-    """A line for each searched value that is the largest or the smallest of those tried."""
+    """A line for each searched value that others tie with, or that is the largest or the smallest of those tried."""
     tune = grid.experiment.tune
     if tune is None:
         return []
     over = [axis for axis in tune.over if len({run.cell[axis] for run, _ in of}) > 1]
-    found: dict[tuple[str, float], list[str]] = {}
-    for run, _ in of:
+    found: dict[tuple[str, str], list[str]] = {}
+    for where, run in {tuple(run.cell[axis] for axis in tune.over): run for run, _ in of}.items():
         edge = at_the_edge(grid.experiment, grid.profile, run.tuned)
-        if edge is not None and run.tuned is not None:
-            labels = found.setdefault((edge, run.tuned), [])
-            where = ", ".join(run.cell[axis] for axis in over) or "all"
-            labels += [where] if where not in labels else []
-    return [
-        f"{tune.key} = {shown(value)}, the {edge} tried, was chosen for {'; '.join(labels)}: the best may lie beyond."
-        for (edge, value), labels in found.items()
-    ]
+        level = level_values(grid.experiment, grid.profile, run.cell, grid.results, grid.failed)
+        label = ", ".join(name for axis, name in zip(tune.over, where, strict=True) if axis in over) or "all"
+        if level:
+            what = f"{', '.join(map(shown, level))} tie on validation, and the smallest was taken"
+            found.setdefault((what, "the search does not tell them apart"), []).append(label)
+        elif edge is not None and run.tuned is not None:
+            what = f"{shown(run.tuned)}, the {edge} tried, was chosen"
+            found.setdefault((what, "the best may lie beyond: widen the grid"), []).append(label)
+    return [f"{tune.key} = {what} for {'; '.join(labels)}: {so}." for (what, so), labels in found.items()]

@@ -13,12 +13,14 @@ from fedlora.experiments.spec import Cell, Experiment
 
 @dataclass(frozen=True)
 class Grid:
-    """results: by digest. failed: digest -> why, of runs that failed by themselves."""
+    """results: by digest. failed: digest -> why, of runs that failed by themselves. by_machine: of those that this
+    machine failed to run, which says nothing of them."""
 
     experiment: Experiment
     profile: str
     results: Mapping[str, Result]
     failed: Mapping[str, str] = field(default_factory=dict)
+    by_machine: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def runs(self) -> list[PlannedRun]:

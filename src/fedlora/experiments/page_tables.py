@@ -5,26 +5,26 @@ A caption is enough for somebody who reads nothing else on the page: what is sho
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from statistics import fmean
 
 from fedlora.errors import ConfigError
-from fedlora.experiments import verdict_tables
+from fedlora.experiments import method_tables, verdict_tables
 from fedlora.experiments.budgets import SIMULATIONS, budget_rows, spendings
 from fedlora.experiments.costs import times_of
 from fedlora.experiments.digits import difference_in_words, shown
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import at_the_edge
+from fedlora.experiments.plan import at_the_edge, level_values
 from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.result import SCORES, Result
-from fedlora.experiments.scores import capital, explained, scale
+from fedlora.experiments.scores import capital, scale
 from fedlora.experiments.table_source import Source, Table
 from fedlora.experiments.tables import (
     CellScore,
     Difference,
+    in_its_unit,
+    measured_by,
     paired,
     score_categories,
     score_cells,
@@ -49,12 +49,6 @@ def tables_of(grid: Grid, number: str = "") -> list[Table]:
     asked += [("categories", f"{when}, last") for when in ("test", "unseen")]
     made = [table_of(kind, Source(grid, words)) for kind, words in asked]
     return [made[0], *(table for table in made[1:] if table.rows)]
-
-
-def _told(grid: Grid, number: str, cells: Sequence[CellScore]) -> str:
-    """The number in words, with its unit, as a sentence begins."""
-    metrics = dict.fromkeys(cell.metric for cell in cells if cell.metric is not None)
-    return capital(" or ".join(dict.fromkeys(explained(grid.which(number), m) for m in metrics or [None])))
 
 
 def _budgets(source: Source) -> Table:
@@ -89,22 +83,33 @@ def _prices(source: Source) -> Table:
 
 
 def _scores(source: Source) -> Table:
-    """A row a cell that has any. words: a number's name; none: the experiment's."""
-    grid, tune, cells = source.grid, source.grid.experiment.tune, score_cells(source.grid, source.words)
-    columns: dict[str, Callable[[CellScore], str]] = {
-        "mean ± sd": lambda cell: cell.words(),
-        "seeds": lambda cell: str(len(cell.scores)),
+    """A row a cell that has any. words: numbers' names, with semicolons between them; none: the experiment's."""
+    grid, tune = source.grid, source.grid.experiment.tune
+    each = {grid.which(name): score_cells(grid, name) for name in map(str.strip, source.words.split(";"))}
+    which, cells = next(iter(each.items()))
+    there = [k for k in range(len(cells)) if any(of[k].scores or of[k].none for of in each.values())]
+    columns: dict[str, Callable[[int], str]] = {
+        "mean ± sd" if len(each) == 1 else name: lambda k, of=of: of[k].words()  # type: ignore[misc]
+        for name, of in each.items()
+        if name == which or any(cell.scores for cell in of)
     }
+    columns["seeds"] = lambda k: _of_planned(cells[k])
     searched = ""
     if tune is not None and any(cell.tuned is not None for cell in cells):
-        columns[tune.key] = lambda cell: _value(grid, cell)
-        searched = f" *{tune.key}*: the value that the search chose on validation."
-    there = [cell for cell in cells if cell.scores or cell.none]
-    rows = [[*grid.place(cell.cell), *(column(cell) for column in columns.values())] for cell in there]
-    alone = "; of one seed its number" if any(len(cell.scores) == 1 for cell in cells) else ""
-    caption = f"{_told(grid, source.words, cells)}: mean ± standard deviation over seeds{alone}.{searched}"
-    return Table([*grid.axes, *columns], rows, caption, notes(grid, source.words, cells=cells, searched=False),
-                 len(grid.axes))  # fmt: skip
+        columns[tune.key] = lambda k: _value(grid, cells[k])
+        seeds = ", ".join(map(str, tune.seeds))
+        searched = f" *{tune.key}*: the value that the search chose on validation, on seed {seeds}, not compared here."
+    rows = [[*grid.place(cells[k].cell), *(column(k) for column in columns.values())] for k in there]
+    alone = "; of one seed its number" if any(len(cells[k].scores) == 1 for k in there) else ""
+    what = capital(in_its_unit(which, cells) if len(each) == 1 else scale(measured_by(cells) or "accuracy"))
+    caption = f"{what}: mean ± standard deviation over seeds{alone}.{searched}"
+    return Table([*grid.axes, *columns], rows, caption, notes(grid, which, cells=cells), len(grid.axes))
+
+
+def _of_planned(cell: CellScore) -> str:
+    """How many seeds have a number: "3"; "2 of 3" where that is not all that were planned."""
+    there = len(cell.scores)
+    return str(there) if there == cell.planned else f"{there} of {cell.planned}"
 
 
 def _differences(source: Source) -> Table:
@@ -116,56 +121,38 @@ def _differences(source: Source) -> Table:
     if reference not in known:
         raise ConfigError(f"{experiment.name} has no {grid.rows} {reference!r}: {', '.join(known)}.")
     cells, others = score_cells(grid, number), [a for a in grid.axes if a != grid.rows]
-    rows = [[d.other, *(d.where[a] for a in others), *_gap(d)] for d in paired(cells, grid.rows, reference)]
-    caption = _of_gaps(grid, number, cells, f"each row minus that of {reference}")
-    columns = [grid.rows, *others, f"against {reference}", "95 %", "pairs"]
-    return Table(columns, rows, caption, notes(grid, number, cells=cells), len(grid.axes))
+    found = paired(cells, grid.rows, reference)
+    rows = [[d.other, *(d.where[a] for a in others), *_gap(d), d.verdict] for d in found]
+    caption = _of_gaps(grid, number, cells, f"each row minus that of {reference}", len(found))
+    columns = [grid.rows, *others, f"against {reference}", "95 % interval", "pairs", "verdict"]
+    verdicts = [what for verdict, what in _VERDICTS.items() if verdict in {d.verdict for d in found}]
+    return Table(columns, rows, caption, [*verdicts, *notes(grid, number, cells=cells)], len(grid.axes))
 
 
-def _steps(source: Source) -> Table:
-    """Each label of the first row axis against the one before it. words: a number's name, or nothing."""
-    grid, cells = source.grid, score_cells(source.grid, source.words)
-    axis, others = grid.rows, [a for a in grid.axes if a != grid.rows]
-    rows = [
-        [label, before, *(d.where[a] for a in others), *_gap(d)]
-        for before, label in pairwise(dict.fromkeys(cell.cell[axis] for cell in cells))
-        for d in paired([cell for cell in cells if cell.cell[axis] in (before, label)], axis, before)
-    ]
-    caption = _of_gaps(grid, source.words, cells, "each row minus that named under *against*")
-    columns = [axis, "against", *others, "difference", "95 %", "pairs"]
-    return Table(columns, rows, caption, notes(grid, source.words, cells=cells))
+_VERDICTS = {
+    "higher": "Higher: the score is above the reference's; the 95 % interval excludes zero.",
+    "lower": "Lower: the score is below the reference's; the 95 % interval excludes zero.",
+    "undecided": "Undecided: the 95 % interval contains zero; these seeds cannot tell the two apart.",
+    "equal": "Equal: the same score on every seed, so there is no interval.",
+    "no spread": "No spread: the same difference on every seed, so there is no interval.",
+}
 
 
 def _gap(d: Difference) -> list[str]:
     return [*difference_in_words(d.mean, d.low, d.high, " to "), str(d.pairs)]
 
 
-def _of_gaps(grid: Grid, number: str, cells: Sequence[CellScore], minus: str) -> str:
+def _of_gaps(grid: Grid, number: str, cells: Sequence[CellScore], minus: str, count: int) -> str:
+    """count: of intervals."""
     less = any(cell.less for cell in cells)
+    family = _ONE if count < 2 else (
+        f"Each interval is of one comparison: with {count} of them the chance that at least one leaves out zero "
+        f"without a real difference is up to {min(100, 5 * count)} %."
+    )  # fmt: skip
     return (
-        f"{_told(grid, number, cells)}: {minus}, paired by seed (*pairs*: how many), mean and 95 % interval "
-        f"(Student's t). {'Negative' if less else 'Positive'} is better. {_ONE}"
+        f"{capital(in_its_unit(grid.which(number), cells))}: {minus}, paired by seed (*pairs*: how many), mean and "
+        f"95 % interval (Student's t). {'Negative' if less else 'Positive'} is better. {family}"
     )
-
-
-def _losses(source: Source) -> Table:
-    """The clients' training losses in the last round: the mean over clients, from the smallest seed to the largest."""
-    found: dict[tuple[str, ...], list[float]] = {}
-    for run, result in source.grid.used:
-        if last := result.history.losses_of(result.rounds):
-            mean = math.nan if None in last.values() else fmean(x for x in last.values() if x is not None)
-            found.setdefault(source.grid.place(run.cell), []).append(mean)
-    rows = []
-    for key, of in found.items():
-        told = [loss for loss in of if not math.isnan(loss)]
-        words = f"{min(told):.2f} to {max(told):.2f}" if told else "none"
-        count = str(len(of)) if len(told) == len(of) else f"{len(told)} of {len(of)}, others diverged"
-        rows.append([*key, words, count])
-    caption = (
-        "The clients' training loss (cross-entropy in nats) in the last round, the mean over clients: from the seed "
-        "where it is smallest to the one where it is largest."
-    )
-    return Table([*source.grid.axes, "training loss", "seeds"], rows, caption, notes(source.grid, searched=False))
 
 
 # Of mergers and of runs: column -> its number.
@@ -232,9 +219,13 @@ def _categories(source: Source) -> Table:
 
 
 def _value(grid: Grid, cell: CellScore) -> str:
-    """What the search chose, and whether nothing beyond it was tried."""
+    """What the search chose; whether other values were as good, or nothing beyond it was tried."""
+    if cell.tuned is None:
+        return ""
+    level = level_values(grid.experiment, grid.profile, cell.cell, grid.results, grid.failed)
     edge = at_the_edge(grid.experiment, grid.profile, cell.tuned)
-    return "" if cell.tuned is None else shown(cell.tuned) + (f" ({edge} tried)" if edge else "")
+    told = f" (of {len(level)} that tie)" if level else f" ({edge} tried)" if edge else ""
+    return f"{shown(cell.tuned)}{told}"
 
 
 def _fact(value: float) -> str:
@@ -246,8 +237,8 @@ KINDS: Mapping[str, Callable[[Source], Table]] = {
     "prices": _prices,
     "scores": _scores,
     "differences": _differences,
-    "steps": _steps,
-    "losses": _losses,
+    "places": method_tables.places,
+    "costs": method_tables.costs,
     "decisions": verdict_tables.decisions,
     "gates": verdict_tables.gates,
     "seeds": verdict_tables.seeds,

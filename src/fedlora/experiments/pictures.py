@@ -37,6 +37,7 @@ from fedlora.runs.drawing import COLOURS, saved, under_attack, words
 P = ParamSpec("P")
 R = TypeVar("R")
 INK, MUTED, FAINT, GROUND = "#222222", "#5c5c5c", "#d9d9d9", "#ffffff"
+_SHORT = 24  # letters of a label: two of them stand side by side
 _STYLES, _MARKERS = ("-", "--", ":"), ("o", "s", "^", "D", "v", "P")
 _STYLE = {
     "font.size": 13, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED, "axes.titlecolor": INK,
@@ -97,6 +98,13 @@ def wrapped(text: str, width: int) -> str:
     return "\n".join(textwrap.wrap(text, width))
 
 
+def _legend(figure: Figure, handles: Sequence[Any]) -> None:
+    """Below all panels, over none of them; long labels in one column, and on several lines."""
+    labels = [wrapped(handle.get_label(), 60) for handle in handles]
+    columns = 2 if max(map(len, labels)) <= _SHORT else 1
+    figure.legend(handles=handles, labels=labels, loc="outside lower center", ncols=columns)
+
+
 def figure_of(grid: Grid, margins: Mapping[str, float] | None = None) -> Figure | None:
     """The picture of an experiment: scores by epsilon, curves, or dots where runs were merged or evaluated once; None
     where there is nothing to draw. margins: score -> what is too small to matter, of an experiment that is decided."""
@@ -135,11 +143,7 @@ def curves_figure(grid: Grid, against: str | None = None) -> Figure | None:
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         _draw_curves(axis, lines, labels, against)
         axis.set_title(title, loc="left", fontweight="bold")
-    handles = [
-        plt.Line2D([], [], color=colour, linestyle=style, linewidth=2.5, label=label)
-        for label, (colour, style) in zip(labels, map(line_style, range(len(labels))), strict=True)
-    ]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2)
+    _legend(figure, _handles(labels, list(panels.values())))
     seeds = sorted({len(by_seed) for lines in panels.values() for by_seed in lines.values()})
     of = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     shaded = f"95 % interval of the gap to {against}" if against else "± standard error"
@@ -148,6 +152,22 @@ def curves_figure(grid: Grid, against: str | None = None) -> Figure | None:
     if attacks := attacks_of([result.settings.model_dump() for _, result in grid.used]):
         under_attack(figure, f"some of these runs, by {'; '.join(attacks)}")
     return figure
+
+
+def _handles(labels: Sequence[str], panels: Sequence[Lines]) -> list[Any]:
+    """Of a legend. A line that lies on another one in every panel says so."""
+    values = {
+        label: [{seed: result.history.curve(result.metric) for seed, result in lines[label].items()}
+                for lines in panels if label in lines]
+        for label in labels
+    }  # fmt: skip
+    found = []
+    for k, label in enumerate(labels):
+        first = next((other for other in labels[:k] if values[label] and values[other] == values[label]), None)
+        colour, style = line_style(k)
+        told = label if first is None else f"{label} (lies on {first})"
+        found.append(plt.Line2D([], [], color=colour, linestyle=style, linewidth=2.5, label=told))
+    return found
 
 
 def _draw_curves(axis: Any, lines: Lines, labels: Sequence[str], against: str | None = None) -> None:
@@ -170,8 +190,10 @@ def _draw_curves(axis: Any, lines: Lines, labels: Sequence[str], against: str | 
             ends = [_band(curve, reference, t, m, paired=bool(against)) for t, m in zip(rounds, means, strict=True)]
             axis.fill_between(rounds, *zip(*ends, strict=True), color=colour, alpha=0.16, linewidth=0)
     first = next(result for by_seed in lines.values() for result in by_seed.values())
-    _chance_line(axis, first.chance())
-    axis.set(xlabel="round", ylabel=f"validation {'log-loss' if first.metric == 'loss' else words(first.metric)}")
+    chance = _chance_line(axis, first.chance())
+    axis.set(
+        xlabel=f"round{chance}", ylabel=f"validation {'log-loss' if first.metric == 'loss' else words(first.metric)}"
+    )
     axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
     axis.yaxis.set_major_locator(MaxNLocator(5))
     axis.grid(alpha=0.6)
@@ -200,20 +222,16 @@ def _band(
     return mean - half, mean + half
 
 
-def _chance_line(axis: Any, at: float | None) -> None:
-    """Where guessing is: a line, or, where that would flatten the others, words."""
+def _chance_line(axis: Any, at: float | None) -> str:
+    """Where guessing is: a line, unless that would flatten the others. Returns what the label of an axis says of it:
+    words inside the panel would lie over curves."""
     if at is None:
-        return
+        return ""
     low, high = axis.get_ylim()
     if low - 0.8 * (high - low) <= at <= high + 0.8 * (high - low):
         axis.axhline(at, color=MUTED, linestyle=(0, (2, 2)), linewidth=1.2)
-        axis.annotate(f"chance {at:.3g}", (1, at), xycoords=("axes fraction", "data"), xytext=(0, 2),
-                      textcoords="offset points", ha="right", va="bottom", color=MUTED, fontsize="small")  # fmt: skip
-        axis.margins(y=0.08)
-        return
-    where, side = ("above", "top") if at > high else ("below", "bottom")
-    axis.annotate(f"chance {at:.3g} lies {where}", (0.98, 0.98 if at > high else 0.02), xycoords="axes fraction",
-                  ha="right", va=side, color=MUTED, fontsize="small")  # fmt: skip
+        return f" (dotted: chance {at:.3g})"
+    return f" (chance {at:.3g} lies {'above' if at > high else 'below'})"
 
 
 # ---- dots ------------------------------------------------------------------------------------------------------------
@@ -268,17 +286,18 @@ def dots_figure(grid: Grid, margins: Mapping[str, float] | None = None) -> Figur
     if not (panels := dots_of(grid, margins)):
         return None
     end = _reach(panels)
-    figure, axes = _panels(len(panels), 0.9 + 0.3 * max(len(panel.rows) for panel in panels))
+    figure, axes = _panels(len(panels), 1.4 + 0.3 * max(len(panel.rows) for panel in panels))
     for k, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
         _draw_dots(axis, panel, end)
-        axis.set_title(panel.words, loc="right", color=MUTED, fontsize=11)
+        axis.set_xlabel(wrapped(panel.words, 30), color=MUTED, fontsize=11)
         axis.set_title(panel.title, loc="left", fontweight="bold")
         if k % 2 and [d.other for d in panel.rows] == [d.other for d in panels[k - 1].rows]:
             axis.set_yticklabels([])
     figure.supxlabel(f"better than {panels[0].label} by, {scale(panels[0].metric)}", fontsize=13)
     strip = f"; grey: within the margin {panels[0].margin:g}" if panels[0].margin else ""
     title = wrapped(grid.experiment.title, 56)
-    figure.suptitle(f"{title}\npaired by seed, 95 % intervals; hollow: zero inside{strip}", fontsize=13)
+    told = wrapped(f"paired by seed, 95 % intervals; hollow: zero inside{strip}{_dotted(panels, end)}", 56)
+    figure.suptitle(f"{title}\n{told}", fontsize=13)
     return figure
 
 
@@ -288,6 +307,12 @@ def _reach(panels: Sequence[Dots]) -> float:
     margin = max(panel.margin for panel in panels)
     largest = ends[-1] if ends else 1.0
     return 1.08 * (min(largest, _REACH * margin) if margin else largest) or 1.0
+
+
+def _dotted(panels: Sequence[Dots], end: float) -> str:
+    """What a title says of the lines where guessing is, where any is drawn."""
+    drawn = any(panel.chance is not None and abs(panel.chance - panel.reference) <= end for panel in panels)
+    return "; dotted: chance" if drawn else ""
 
 
 def _draw_dots(axis: Any, panel: Dots, end: float) -> None:
@@ -312,9 +337,7 @@ def _draw_dots(axis: Any, panel: Dots, end: float) -> None:
         at = panel.up * (panel.chance - panel.reference)
         if abs(at) <= end:
             axis.axvline(at, color=MUTED, linestyle=(0, (2, 2)), linewidth=1.2)
-            axis.annotate("chance", (at, 0), xycoords=("data", "axes fraction"), xytext=(2, 2), color=MUTED,
-                          textcoords="offset points", fontsize="small", rotation=90, va="bottom")  # fmt: skip
-    axis.set_yticks(range(len(panel.rows)), [d.other for d in panel.rows])
+    axis.set_yticks(range(len(panel.rows)), [wrapped(d.other, _SHORT) for d in panel.rows])
     axis.set(xlim=(-end, end), ylim=(len(panel.rows) - 0.4, -0.6))
     axis.xaxis.set_major_locator(MaxNLocator(4))
     axis.tick_params(axis="y", length=0)
@@ -404,8 +427,10 @@ def comparison_figure(grid: Grid, order: Sequence[str]) -> Figure | None:
     shown = [panel for panel in dots_of(grid) if panel.rows]
     if not lines and not shown:
         return None
-    heights = [4.2] * bool(lines) + [1.2 + 0.36 * len(panel.rows) for panel in shown]
-    size = {"figsize": (7.2, sum(heights) + 0.4), "height_ratios": heights}
+    heights = [4.2] * bool(lines) + [
+        1.2 + 0.22 * sum(2 + len(d.other) // _SHORT for d in panel.rows) for panel in shown
+    ]
+    size = {"figsize": (7.2, sum(heights) + 0.4 + 0.25 * len(lines)), "height_ratios": heights}
     figure: Figure
     figure, axes = plt.subplots(len(heights), 1, layout="constrained", squeeze=False, **size)
     column = list(axes[:, 0])
@@ -413,11 +438,14 @@ def comparison_figure(grid: Grid, order: Sequence[str]) -> Figure | None:
         axis, seeds = column.pop(0), max(map(len, lines.values()))
         _draw_curves(axis, lines, order)
         axis.set_title("one seed" if seeds == 1 else f"mean of {seeds} seeds; shaded: ± standard error")
-        axis.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves, over none of them
+        handles = _handles(order, [lines])
+        _legend(figure, [handle for label, handle in zip(order, handles, strict=True) if label in lines])
     for axis, panel in zip(column, shown, strict=True):
         _draw_dots(axis, panel, _reach([panel]))
-        axis.set_title("difference paired by seed, 95 % interval; hollow: zero inside")
-        axis.set_xlabel(f"better than {panel.label} by, {scale(panel.metric)} ({grid.which()})")
+        axis.set_title(
+            f"paired by seed, 95 % interval; hollow: zero inside{_dotted([panel], _reach([panel]))}", loc="right"
+        )
+        axis.set_xlabel(wrapped(f"better than {panel.label} by, {scale(panel.metric)} ({grid.which()})", 56))
     if attacks := attacks_of([result.settings.model_dump() for _, result in grid.used]):
         under_attack(figure, "; ".join(attacks))
     return figure

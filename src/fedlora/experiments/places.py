@@ -76,9 +76,15 @@ class Places:
     def given_up(self) -> dict[str, str]:
         """Digest -> why, of the runs that failed by themselves, here or where the results were made. What the machine
         failed says nothing of the run."""
-        told = {path.stem: json.loads(path.read_bytes()) for path in sorted((self.work / "failures").glob("*.json"))}
-        here = {d: said["error"].partition("\n")[0] for d, said in told.items() if not said["by_machine"]}
-        return read_failed(self.results) | here
+        return read_failed(self.results) | self._failed_here(by_machine=False)
+
+    def failed_by_machine(self) -> dict[str, str]:
+        """Digest -> why."""
+        return self._failed_here(by_machine=True)
+
+    def _failed_here(self, *, by_machine: bool) -> dict[str, str]:
+        told = [json.loads(path.read_bytes()) for path in sorted((self.work / "failures").glob("*.json"))]
+        return {one["digest"]: one["error"].partition("\n")[0] for one in told if one["by_machine"] == by_machine}
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
         """Gather a finished run. wall_seconds: of its training; None where it was trained before."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -12,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.digits import shown
+from fedlora.experiments.digits import alike, shown
 from fedlora.experiments.merger_settings import check_run, resolved, searched_as
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import Cell, Changes, Experiment
@@ -92,7 +91,7 @@ def mains(
     planned = []
     known: Known = {}
     for cell in experiment.cells(profile):
-        value, _ = _search(experiment, profile, cell, results, failed, known)
+        value = _search(experiment, profile, cell, results, failed, known).value
         if value is None and experiment.tune is not None:
             continue
         for seed in experiment.profile(profile).seeds:
@@ -108,7 +107,7 @@ def waiting(
     planned: dict[str, PlannedRun] = {}
     known: Known = {}
     for cell in experiment.cells(profile) if experiment.tune is not None else ():
-        if _search(experiment, profile, cell, results, failed, known) == (None, None):
+        if _search(experiment, profile, cell, results, failed, known) == _Choice():
             for seed in experiment.profile(profile).seeds:
                 value = _values(experiment, profile)[-1]
                 run = _planned(experiment, profile, cell, seed, value, searching=False, known=known)
@@ -127,46 +126,59 @@ def chosen_value(
     Args:
         failed: digests of runs that cannot be had. A value with one of them is none of the search.
     """
-    value, _ = _search(experiment, profile, cell, results, failed)
-    return value
+    return _search(experiment, profile, cell, results, failed).value
+
+
+def level_values(
+    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
+) -> tuple[float, ...]:
+    """All values that share the best score on validation, the chosen one among them; empty where that one is alone."""
+    return _search(experiment, profile, cell, results, failed).level
 
 
 def dead_end(
     experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
 ) -> str | None:
     """Why a search that is done could choose nothing; None where it chose or is not done."""
-    _, why = _search(experiment, profile, cell, results, failed)
-    return why
+    return _search(experiment, profile, cell, results, failed).why
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """What a search came to. why: there is no value, where there can be none. level: as `level_values`."""
+
+    value: float | None = None
+    why: str | None = None
+    level: tuple[float, ...] = ()
 
 
 def _search(
     experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str],
     known: Known | None = None,
-) -> tuple[float | None, str | None]:  # fmt: skip
-    """(value, why there is none where there can be none)"""
+) -> _Choice:  # fmt: skip
     tune, values = experiment.tune, _values(experiment, profile)
     if tune is None:
-        return None, None
+        return _Choice()
     if len(values) == 1:
-        return values[0], None
+        return _Choice(values[0])
     if experiment.merged is not None:  # controls go by what they are held against
         axis, label = experiment.merged, cell[experiment.merged]
         cell = {**cell, axis: searched_as(experiment.axes[axis], label, experiment.reference)}
-    alike = [c for c in _searched(experiment, profile) if all(c[axis] == cell[axis] for axis in tune.over)]
+    shared = [c for c in _searched(experiment, profile) if all(c[axis] == cell[axis] for axis in tune.over)]
     means: list[tuple[float, float]] = []
     metrics: set[str] = set()
     known = {} if known is None else known
     for value in values:
         runs = [
             _planned(experiment, profile, c, seed, value, searching=True, known=known)
-            for c in alike
+            for c in shared
             for seed in tune.seeds
         ]
         if any(run.digest in failed and run.digest not in results for run in runs):
             continue
         found = [result for run in runs if (result := run.result(results)) is not None]
         if len(found) < len(runs):
-            return None, None
+            return _Choice()
         means.append((value, fmean(result.validation_best for result in found)))
         metrics |= {result.metric for result in found}
     if len(metrics) > 1:
@@ -176,41 +188,14 @@ def _search(
         )
     grid = f"{tune.key} = {', '.join(map(shown, values))}"
     if not means:
-        return None, f"no run of the search over {grid} came to its end."
+        return _Choice(why=f"no run of the search over {grid} came to its end.")
     best = best_of(metrics.pop(), means, lambda pair: pair[1])
     if best is None:
-        return None, f"none of {grid} has a score on validation that is a number: all of them diverged. Try others."
-    return best[0], None
-
-
-def worst_values(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Mapping[str, str]
-) -> list[str]:
-    """A line for each value that counts as the worst of its search: a run of it failed, or has no score on validation.
-
-    failed: digest -> why, of runs that failed.
-    """
-    seeds: dict[tuple[str, str, str], list[int]] = {}
-    for run in searches(experiment, profile):
-        value = f"{experiment.tune.key} = {shown(run.tuned)}" if experiment.tune and run.tuned is not None else ""
-        if run.digest in results:
-            if not math.isnan(results[run.digest].validation_best):
-                continue
-            why = ""
-        elif run.digest in failed:
-            why = failed[run.digest]
-        else:
-            continue
-        seeds.setdefault((", ".join(run.cell.values()), value, why), []).append(run.seed)
-    return [f"{cell}: {dropped_value(value, on, why)}" for (cell, value, why), on in seeds.items()]
-
-
-def dropped_value(value: str, seeds: Sequence[int], why: str) -> str:
-    """What is said of a value that counts as the worst. why: empty where the run ended, without a score."""
-    on = f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, sorted(seeds)))}"
-    if not why:
-        return f"{value} counts as the worst of the search: on {on} it diverged, and has no score on validation."
-    return f"{value} is dropped from the search, for it failed on {on}: {why}"
+        return _Choice(
+            why=f"none of {grid} has a score on validation that is a number: all of them diverged. Try others."
+        )
+    level = tuple(value for value, mean in means if alike(mean, best[1]))
+    return _Choice(best[0], level=level if len(level) > 1 else ())
 
 
 def at_the_edge(experiment: Experiment, profile: str, value: float | None) -> str | None:

@@ -32,8 +32,8 @@ from fedlora.experiments.decision_words import (
 )
 from fedlora.experiments.decisions import Answers
 from fedlora.experiments.grid import Grid
+from fedlora.experiments.lost import lost_lines
 from fedlora.experiments.page_tables import table_of, tables_of
-from fedlora.experiments.plan import worst_values
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.table_source import Source, Table
 from fedlora.experiments.tables import score_cells
@@ -109,7 +109,7 @@ def section(grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> dict[str
         "tables": made,
         "below": [
             *dict.fromkeys(line for one in made for line in one.below),
-            *worst_values(experiment, grid.profile, grid.results, grid.failed),
+            *lost_lines(grid),
         ],
         "command": f"fedlora experiment table {of} --format json",
         "picture": _picture(grid),

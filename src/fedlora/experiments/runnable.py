@@ -37,6 +37,7 @@ def check_runnable(runs: Iterable[PlannedRun]) -> None:
     for ranks that are not those of as many clients. What only data or model show is found when a run begins."""
     known: set[str] = set()
     for run in runs:
+        check_private_data(run)
         config = run.config
         told = config.model_dump_json(include={"method", "server", "defence", "clients", "data"})
         if told in known:
@@ -45,6 +46,15 @@ def check_runnable(runs: Iterable[PlannedRun]) -> None:
         why = unfit(config)
         if why is not None:
             raise ConfigError(f"{run.label} cannot be run: {why}")
+
+
+def check_private_data(run: PlannedRun) -> None:
+    """Raises `ConfigError` for a private run on data files of one's own."""
+    if run.config.privacy is not None and any(key.startswith("data.") for key in run.files):
+        raise ConfigError(
+            "an experiment's results name data files by their digests, which say something about every client in "
+            "them, and [privacy] promises otherwise: use fedlora run, or data that everybody has (data.task)."
+        )
 
 
 def unfit(config: RunConfig) -> str | None:

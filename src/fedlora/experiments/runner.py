@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 from filelock import Timeout
 
 from fedlora.data.demo import PACKAGED
-from fedlora.errors import ConfigError, DataError, FedLoRAError, WorkerDied
+from fedlora.errors import FedLoRAError, WorkerDied
 from fedlora.experiments.origin import made_by, note
 from fedlora.experiments.places import FilesChanged, Places, by_machine
 from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
 from fedlora.experiments.pool import run_in_processes
 from fedlora.experiments.result import content
+from fedlora.experiments.runnable import check_private_data
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import MERGERS, data_of
 from fedlora.runs import resuming
@@ -43,13 +44,12 @@ Tick = Callable[[PlannedRun, int], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run. error: one line, or None. unfit: the configuration cannot be run, with any seed.
-    by_machine: it is not the configuration that failed, but what it ran on. busy: another process has it."""
+    """What became of one run. error: one line, or None. by_machine: it is not the configuration that failed, but what
+    it ran on. busy: another process has it."""
 
     run: PlannedRun
     seconds: float
     error: str | None
-    unfit: bool = False
     by_machine: bool = False
     busy: bool = False
 
@@ -214,15 +214,11 @@ def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare  # transformers: only the processes that run need it
 
-    began, prepared = time.perf_counter(), None
+    began = time.perf_counter()
     if tick is not None:
         tick(run, 0)
     try:
-        if run.config.privacy is not None and any(key.startswith("data.") for key in run.files):
-            raise ConfigError(
-                "an experiment's results name data files by their digests, which say something about every client in "
-                "them, and [privacy] promises otherwise: use fedlora run, or data that everybody has (data.task)."
-            )
+        check_private_data(run)
         folder = places.folder(run)
         config = with_ledger(run.config, str(folder.path / LEDGER))
         prepared = prepare(config, places.data_root, places.classes(run))
@@ -239,8 +235,7 @@ def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
         places.keep(run, None if trained else time.perf_counter() - began)
     except Exception as error:  # one failing run must not end the others
         _note(places, run, error)
-        unfit = prepared is None and isinstance(error, FedLoRAError) and not isinstance(error, DataError)
         kind = "" if isinstance(error, FedLoRAError) else f"{type(error).__name__}: "
         why = f"{kind}{error}".splitlines()[0]
-        return Outcome(run, time.perf_counter() - began, why, unfit, by_machine(error))
+        return Outcome(run, time.perf_counter() - began, why, by_machine(error))
     return Outcome(run, time.perf_counter() - began, None)

@@ -90,14 +90,6 @@ def parse_number(name: str) -> Number:
     )
 
 
-def titled(which: str, metric: str | None) -> str:
-    """A number with what it measures, in words: "accuracy (test, best)". metric: as scores have it."""
-    if metric is None or which.startswith("server, "):
-        return which
-    shown = metric.replace("_", "-")
-    return f"{which} (validation {shown})" if which.startswith("rounds to ") else f"{shown} ({which})"
-
-
 def _finite(text: str) -> float | None:
     """A finite number; Matthews correlation can be negative, so that any will do."""
     try:

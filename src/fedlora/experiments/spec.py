@@ -24,6 +24,7 @@ from fedlora.given_files import read_toml
 
 # What changes no score, and what a search would be judged by.
 NOT_TO_SEARCH = ("run.seed", "run.threads", "run.workers", "data.validation", "data.test", "data.max_test")
+NO_EXPERIMENTS = ("paper_numbers", "claims")  # files of ours that may lie beside experiments
 Changes = dict[str, Any]
 Cell = Mapping[str, str]  # axis -> label
 
@@ -181,7 +182,12 @@ def load_experiment(path: Path) -> Experiment:
 
 def load_all(folder: Path) -> list[Experiment]:
     """Every experiment of the folder, by name."""
-    return [load_experiment(path) for path in sorted(folder.glob("*.toml")) if path.stem != "paper_numbers"]
+    return [load_experiment(folder / f"{name}.toml") for name in names_in(folder)]
+
+
+def names_in(folder: Path) -> list[str]:
+    """Of the experiments there."""
+    return sorted(path.stem for path in folder.glob("*.toml") if path.stem not in NO_EXPERIMENTS)
 
 
 def _check_labels(experiment: Experiment, path: Path) -> None:

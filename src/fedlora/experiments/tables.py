@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from fedlora.experiments.digits import ALIKE, alike, in_words, places
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import chosen_value
-from fedlora.experiments.scores import parse_number
+from fedlora.experiments.scores import explained, parse_number
 from fedlora.experiments.spec import Cell
 
 
@@ -138,6 +138,12 @@ def without_number(cells: Sequence[CellScore]) -> list[str]:
         for cell in cells
         if cell.none and cell.scores
     ]
+
+
+def in_its_unit(which: str, cells: Sequence[CellScore]) -> str:
+    """The number in words, with its unit."""
+    metrics = dict.fromkeys(cell.metric for cell in cells if cell.metric is not None)
+    return " or ".join(dict.fromkeys(explained(which, metric) for metric in metrics or [None]))
 
 
 def measured_by(cells: Sequence[CellScore]) -> str | None:

@@ -235,7 +235,8 @@ def _found(config: RunConfig) -> Iterator[tuple[str, str]]:
         section: BaseModel = getattr(config, table)
         if getattr(section, name) != type(section).model_fields[name].default:
             yield key, why
-    if "epochs" in config.train.model_fields_set and "steps" not in config.train.model_fields_set:
+    said = config.train.model_fields_set
+    if config.train.steps and "epochs" in said and len(said) < len(type(config.train).model_fields):
         yield "train.epochs", f"train.steps = {config.train.steps} goes before it. Set train.steps = 0 to train epochs"
 
 

@@ -1,0 +1,127 @@
+"""What is not in an experiment's tables, and why: runs that failed or were not run, and searches that chose nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedlora.experiments.digits import shown
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.plan import PlannedRun, dead_end, searches
+from fedlora.experiments.spec import Cell
+
+_NAMED = 5  # cells that were not run, of which the names are told
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Runs of one cell that have no result, for one reason.
+
+    seeds: which. why: what failed; "" where nobody ran them. by_machine: nothing is known of the runs themselves.
+    value: of the search that waits for them, as "train.lr = 0.01"; None of runs that count.
+    """
+
+    cell: Cell
+    seeds: tuple[int, ...]
+    why: str
+    by_machine: bool = False
+    value: str | None = None
+
+    @property
+    def words(self) -> str:
+        label, on = ", ".join(self.cell.values()), _on(self.seeds)
+        if self.value is not None and self.why:
+            return (
+                f"{label}: the search waits for {self.value}, which this machine failed to run on {on}: "
+                f"{self.why.rstrip('.')}. Mend that, then continue."
+            )
+        if self.value is not None:
+            return f"{label}: the search waits for {self.value} on {on}"
+        return f"{label} failed on {on}: {self.why}" if self.why else f"{label} on {on}"
+
+
+def lost_of(grid: Grid) -> list[Lost]:
+    """Every run that counts and has no result; of a search that could not choose yet, the runs that it waits for."""
+    found: dict[tuple[tuple[tuple[str, str], ...], str | None, str, bool], list[int]] = {}
+
+    def add(run: PlannedRun, value: str | None) -> None:
+        why = grid.failed.get(run.digest, "") or grid.by_machine.get(run.digest, "")
+        key = (tuple(run.cell.items()), value, why, run.digest not in grid.failed)
+        found.setdefault(key, []).append(run.seed)
+
+    for run in grid.runs:
+        if run.result(grid.results) is None:
+            add(run, None)
+    chosen = {tuple(run.cell.items()) for run in grid.runs}
+    if any(tuple(cell.items()) not in chosen for cell in grid.experiment.cells(grid.profile)):
+        for run in searches(grid.experiment, grid.profile):
+            if run.digest not in grid.failed and run.result(grid.results) is None:
+                add(run, value_in_words(grid, run))
+    return [
+        Lost(dict(cell), tuple(sorted(seeds)), why, by_machine, value)
+        for (cell, value, why, by_machine), seeds in found.items()
+    ]
+
+
+def dead_ends(grid: Grid) -> dict[str, str]:
+    """Cell, in words -> why its search, which is done, chose nothing."""
+    whys = {
+        ", ".join(cell.values()): dead_end(grid.experiment, grid.profile, cell, grid.results, grid.failed)
+        for cell in grid.experiment.cells(grid.profile)
+    }
+    return {cell: why for cell, why in whys.items() if why is not None}
+
+
+def worst_values(grid: Grid) -> list[str]:
+    """A line for each value that counts as the worst of its search: a run of it failed, or has no score on
+    validation."""
+    seeds: dict[tuple[str, str, str], list[int]] = {}
+    for run in searches(grid.experiment, grid.profile):
+        found = run.result(grid.results)
+        if found is None and run.digest not in grid.failed:
+            continue
+        if found is not None and not math.isnan(found.validation_best):
+            continue
+        why = grid.failed[run.digest] if found is None else ""
+        seeds.setdefault((", ".join(run.cell.values()), value_in_words(grid, run), why), []).append(run.seed)
+    return [
+        f"{cell}: {value} is dropped from the search, for it failed on {_on(on)}: {why}"
+        if why
+        else f"{cell}: {value} counts as the worst of the search: on {_on(on)} it diverged, and has no score on "
+        f"validation."
+        for (cell, value, why), on in seeds.items()
+    ]
+
+
+def lost_lines(grid: Grid) -> list[str]:
+    """All of the above in words, and how many runs there are of how many."""
+    lost = lost_of(grid)
+    lines = [one.words for one in lost if one.why]
+    lines += [f"{cell} not run: {why}" for cell, why in dead_ends(grid).items()]
+    if not is_whole(grid):
+        idle = [one.words for one in lost if not one.why]
+        more = [f"{len(idle) - _NAMED} more"] if len(idle) > _NAMED else []
+        waiting = f" Not run: {'; '.join([*idle[:_NAMED], *more])}." if idle else ""
+        lines.append(f"Not whole: {len(grid.used)} of {_planned(grid)} planned runs have a result.{waiting}")
+    return [*worst_values(grid), *lines]
+
+
+def is_whole(grid: Grid) -> bool:
+    """Whether every planned run has a result."""
+    return len(grid.used) == _planned(grid)
+
+
+def _planned(grid: Grid) -> int:
+    cells = sum(1 for _ in grid.experiment.cells(grid.profile))
+    return cells * len(grid.experiment.profile(grid.profile).seeds)
+
+
+def value_in_words(grid: Grid, run: PlannedRun) -> str:
+    """Of a run of a search: "train.lr = 0.01"."""
+    tune = grid.experiment.tune
+    return f"{tune.key} = {shown(run.tuned)}" if tune is not None and run.tuned is not None else ""
+
+
+def _on(seeds: Sequence[int]) -> str:
+    return f"seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, sorted(seeds)))}"

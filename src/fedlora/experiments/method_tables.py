@@ -1,0 +1,68 @@
+"""Two kinds of table that set methods side by side: the places that they took seed by seed, and what a run costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+
+from fedlora.experiments.result import Result
+from fedlora.experiments.table_source import Source, Table
+from fedlora.experiments.tables import in_its_unit, orders, placings, score_cells
+
+_PLACES = 5  # so many places have a column of their own on 80 characters
+_SHARED = (
+    "Places: methods of the same score, to one in a million, share the better place, which counts for each of them; "
+    "the next place stays empty. An order with a shared place counts as another order."
+)
+
+
+def places(source: Source) -> Table:
+    """How often each label of the first row axis was first, second, ...: of an experiment of one axis. words: a
+    number's name, or nothing."""
+    grid = source.grid
+    scored = [cell for cell in score_cells(grid, source.words) if cell.ranked()]
+    seeds = grid.experiment.profile(grid.profile).seeds
+    found = placings(scored, grid.rows, smaller_is_better=scored[0].less) if len(scored) > 1 < len(seeds) else []
+    if not found:
+        return Table([], [], "")
+    own = min(len(found), _PLACES)
+    heads = [f"{k}{('st', 'nd', 'rd')[k - 1] if k < 4 else 'th'}" for k in range(1, own + 1)]
+    lower = ["lower"] if len(found) > own else []
+    rows = [
+        [p.label, *map(str, p.counts[:own]), *(str(sum(p.counts[own:])) for _ in lower), f"{p.mean:.2f}"] for p in found
+    ]
+    different, on = orders(scored, smaller_is_better=scored[0].less)
+    changes = "the same order on every seed" if different == 1 else f"{different} different orders on {on} seeds"
+    shared = any(sum(taken) != sum(found[0].counts) for taken in zip(*(p.counts for p in found), strict=True))
+    caption = f"Places by seed, by {in_its_unit(grid.which(source.words), scored)}: {changes}."
+    return Table([grid.rows, *heads, *lower, "mean place"], rows, caption, [_SHARED] if shared else [])
+
+
+# What a run took, in the mean over seeds. No number of private runs travels.
+_COSTS: Mapping[str, Callable[[Sequence[Result]], str]] = {
+    "target": lambda runs: " and ".join(dict.fromkeys(r.target for r in runs)),
+    "MB up": lambda runs: _megabytes([r.megabytes_up for r in runs]),
+    "MB down": lambda runs: _megabytes([r.megabytes_down for r in runs]),
+    "aggregate s": lambda runs: f"{fmean(r.seconds.get('aggregate', 0.0) for r in runs):.2f}",
+    "gauge": lambda runs: f"{max(drifts):.1e}" if (drifts := _told([r.drift for r in runs])) else "not told",
+}
+
+
+def costs(source: Source) -> Table:
+    """What a run sends and takes; and how far its update moves with coordinates, on the worst seed."""
+    by: dict[tuple[str, ...], list[Result]] = {}
+    for run, result in source.grid.used:
+        by.setdefault(source.grid.place(run.cell), []).append(result)
+    rows = [[*key, *(column(of) for column in _COSTS.values())] for key, of in by.items()]
+    caption = "What a run costs, and its gauge check."
+    return Table([*source.grid.axes, *_COSTS], rows, caption, names=len(source.grid.axes) + 1)
+
+
+def _megabytes(each: Sequence[float | None]) -> str:
+    """14.1; of a small model 0.023, where one digit would say 0.0."""
+    told = _told(each)
+    return f"{fmean(told):.{1 if fmean(told) >= 1 else 3}f}" if told else "not told"
+
+
+def _told(each: Sequence[float | None]) -> list[float]:
+    return [x for x in each if x is not None]
