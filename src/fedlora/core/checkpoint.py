@@ -202,8 +202,8 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         if made := [f.name for f in fields(value) if not f.init]:
             raise CheckpointError(
-                f"{type(value).__name__}.{made[0]} at {path or '/'} cannot be stored in a checkpoint: its __init__ does "
-                f"not take it (init=False), so nothing could give it back. Make it a property."
+                f"{type(value).__name__}.{made[0]} at {path or '/'} cannot be stored in a checkpoint: its __init__ "
+                f"does not take it (init=False), so nothing could give it back. Make it a property."
             )
         inside = {f.name: _encode(getattr(value, f.name), _below(path, f.name), tensors) for f in fields(value)}
         return {"dataclass": _type_name(type(value)), "fields": inside}
