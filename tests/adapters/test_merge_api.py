@@ -685,3 +685,9 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert len([line for line in python_blocks(page)[0].splitlines() if line.strip()]) <= 3
     assert found["small"].rank == 4 and not Path("NOWHERE").exists() and "% lost" in capsys.readouterr().out
     assert len(found["tried"].modules) == len(SHAPES)
+
+
+def test_of_no_adapter_nothing_is_made(tmp_path: Path) -> None:
+    with pytest.raises(AdapterFormatError, match="at least 1 adapter"):
+        merge([], tmp_path / "out")
+    assert not (tmp_path / "out").exists()

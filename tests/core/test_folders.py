@@ -19,6 +19,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -579,6 +580,47 @@ def test_a_disk_that_refuses_to_flush(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="Input/output error"):
         put(tmp_path / "out", force=True, kind=NOTES)
     assert tree(tmp_path) == {"out/note.txt": b"old"} and os.listdir(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_cannot_flush_a_folder_is_not_a_disk_that_fails(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output") if number == errno.EIO else nullcontext():
+        files.sync_folder(tmp_path)
+
+
+def test_a_file_system_without_an_exchange_of_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux answers EINVAL: the old folder is moved away and the new one put in its place. Any other error is one."""
+    put(tmp_path / "out", "old")
+    numbers = iter([errno.EINVAL, errno.EIO])
+
+    class Library:
+        @staticmethod
+        def renameat2(*_: object) -> int:
+            folders.ctypes.set_errno(next(numbers))
+            return -1
+
+    monkeypatch.setattr(folders.ctypes, "CDLL", lambda *_, **__: Library)
+    put(tmp_path / "out", "new", force=True, kind=NOTES)
+    assert tree(tmp_path) == {"out/note.txt": b"new"}
+    with pytest.raises(ConfigError, match="Input/output error"):
+        put(tmp_path / "out", "newer", force=True, kind=NOTES)
+    assert tree(tmp_path) == {"out/note.txt": b"new"}
+
+
+def test_a_scratch_folder_that_another_process_has_locked_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another place is taken, and no descriptor stays open."""
+    hold, answers, before = beside.hold, iter([False, False]), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(beside, "hold", lambda descriptor: next(answers, None) is None and hold(descriptor))
+    put(tmp_path / "out")
+    assert (tmp_path / "out" / "note.txt").read_text() == "new" and len(os.listdir("/proc/self/fd")) == before
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------

@@ -345,6 +345,12 @@ def test_the_population_is_named(clients: Any) -> None:
         private(clients=clients)
 
 
+@pytest.mark.parametrize("most", [0, -1.0, float("nan"), float("inf")])
+def test_the_most_that_a_client_counts_is_a_number(most: float) -> None:
+    with pytest.raises(HyperparameterError, match="most_examples"):
+        private(most_examples=most)
+
+
 # ---- once ------------------------------------------------------------------------------------------------------------
 
 

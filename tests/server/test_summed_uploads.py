@@ -109,6 +109,7 @@ def test_the_result_is_that_of_uploads_that_are_kept(case: str, dtype: torch.dty
         us = uploads(20 + turn, dtype=dtype)
         got, want = limited.aggregate(got, us), free.aggregate(want, us[::-1])
         for module in MODULES:
+            assert got.modules[module].round == want.modules[module].round == turn + 1
             assert apart(update(limited, got, module), update(free, want, module)) < 1e-6
             same(limited.diagnostics(got)[module], free.diagnostics(want)[module])
         assert got.tally is not None and want.tally is not None and got.tally.weights == want.tally.weights
@@ -128,7 +129,7 @@ def test_averages_of_factors_are_those_of_uploads_that_are_kept(method: str, mis
     limited = Server(build(method), missing=missing, memory=6 * ONE / 2**20)
     free = replace(limited, memory=None)
     got, want = start(limited), start(free)
-    for _ in range(3):
+    for turn in range(3):
         opened: Any = limited.open(got)
         roles = limited.roles(got)
         us = [sent(u, roles, one_rank=method in ("fedit", "fedsa-lora")) for u in uploads(40)]
@@ -137,6 +138,7 @@ def test_averages_of_factors_are_those_of_uploads_that_are_kept(method: str, mis
         assert 0 < opened.summed <= 3 * 2 * ONE  # float64, of ranks 2, 3 and 4
         got, want = opened.close(), free.aggregate(want, us)
         assert got.tally == want.tally
+        assert {state.round for x in (got, want) for state in x.modules.values()} == {turn + 1}
         client = Client("anybody", RANK)
         ours, theirs = limited.download(got, client), free.download(want, client)
         for module in MODULES:

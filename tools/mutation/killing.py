@@ -25,30 +25,32 @@ TIERS = {"quick": f"{BOTH} and not exhaustive", "exhaustive": f"{BOTH} and exhau
 
 
 def note(tier: str, tests: Sequence[str] = ()) -> None:
-    """Runs all tests of a tier once, unchanged, and notes what each passes."""
-    shutil.rmtree(NOTES / tier, ignore_errors=True)
-    (NOTES / tier).mkdir(parents=True)
+    """Runs all tests of a tier once, unchanged, and notes what each passes. tests: only these, beside what is noted."""
+    if not tests:
+        shutil.rmtree(NOTES / tier, ignore_errors=True)
+    (NOTES / tier).mkdir(parents=True, exist_ok=True)
     _pytest(["-n", "2", "--dist", "worksteal", "-m", TIERS[tier], *tests], MUTATION_NOTES=str(NOTES / tier))
 
 
 def noted() -> dict[int, list[tuple[str, float]]]:
     """Number of a change -> the cases that reach it, with their seconds. Of both tiers: a case may have moved."""
-    found: dict[int, list[tuple[str, float]]] = defaultdict(list)
+    found: dict[int, dict[str, float]] = defaultdict(dict)
     for path in sorted(NOTES.glob("*/*.jsonl")):
         for line in path.read_text().splitlines():
             case, seconds, numbers = json.loads(line)
             for number in numbers:
-                found[number].append((case, seconds))
-    return found
+                found[number][case] = seconds
+    return {number: list(cases.items()) for number, cases in found.items()}
 
 
-def in_order(cases: Sequence[tuple[str, float]]) -> list[str]:
-    """The cheapest case of each function, the cheapest function first; then the second of each, and so on."""
-    by_function: dict[str, list[tuple[float, str]]] = defaultdict(list)
+def in_order(cases: Sequence[tuple[str, float]], package: str) -> list[str]:
+    """The cheapest case of each function; then the second of each, and so on. First the tests of the package itself,
+    then the others, the cheapest functions first."""
+    by_function: dict[str, list[tuple[bool, float, str]]] = defaultdict(list)
     for case, seconds in cases:
-        by_function[function_of(case)].append((seconds, case))
+        by_function[function_of(case)].append((package not in case.partition("::")[0], seconds, case))
     ranked = [(k, each) for those in by_function.values() for k, each in enumerate(sorted(those))]
-    return [case for _, (_, case) in sorted(ranked)]
+    return [case for _, (_, _, case) in sorted(ranked)]
 
 
 def tried(
