@@ -18,6 +18,7 @@ import exactness
 from fedlora import Adapter, Client, LoRA, Server, Upload, build, send
 from fedlora.core.base_change import BaseChange, moved
 from fedlora.errors import LostUpdate
+from fedlora.methods.fedex_lora import residual
 from support.federations import noise
 
 F64 = torch.float64
@@ -176,6 +177,21 @@ def test_fedex_keeps_the_residual_of_clients_that_nearly_agree(near: float, miss
             assert float(torch.linalg.matrix_norm(got)) < 1e-12 * float(torch.linalg.matrix_norm(mean))  # type: ignore[arg-type]
         else:
             assert float(torch.linalg.matrix_norm(got - residual)) / size < 2e-7 + 1e-15 / near**2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("P", [1.0, 0.6])
+def test_fedex_s_residual_holds_what_storing_the_averaged_pair_costs(dtype: torch.dtype, P: float) -> None:
+    """Dense float64. In opposite coordinates the averaged pair's product is 16 times the clients' updates, and what its
+    rounding costs on either side is no rounding of the update."""
+    B, A = noise((20, 3), "B"), noise((3, 16), "A")
+    pairs = [LoRA(8 * B, A / 8), LoRA(B / 8, 8 * A)]
+    mean = LoRA(sum(B_i for B_i, _ in (x.factors for x in pairs)) * P / 2, (A / 8 + 8 * A) * P / 2).map(
+        lambda t: t.to(dtype)
+    )
+    want = P * B @ A - mean.map(Tensor.double).delta()
+    got = residual(pairs, [P / 2, P / 2], mean).delta()
+    assert float(torch.linalg.matrix_norm(got - want) / torch.linalg.matrix_norm(B @ A)) < 1e-14
 
 
 def test_ties_are_of_the_clients_in_the_tie() -> None:

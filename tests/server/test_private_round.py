@@ -74,6 +74,7 @@ def test_without_noise_and_clip_the_state_is_the_dense_oracle(name: str, rounds:
         server = replace(server, method=build("svd", energy=1.0))
     state, uploads = played(server, rounds)
     after = server.aggregate(state, uploads)
+    assert {module.round for module in after.modules.values()} == {rounds + 1}
     for module in SHAPES:
         wanted = whole(server, state, module) + dense_changes(server, state, uploads, module) / 4
         assert float(wanted.norm()) > 0.1
