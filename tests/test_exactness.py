@@ -186,9 +186,7 @@ def test_fedex_s_residual_holds_what_storing_the_averaged_pair_costs(dtype: torc
     rounding costs on either side is no rounding of the update."""
     B, A = noise((20, 3), "B"), noise((3, 16), "A")
     pairs = [LoRA(8 * B, A / 8), LoRA(B / 8, 8 * A)]
-    mean = LoRA(sum(B_i for B_i, _ in (x.factors for x in pairs)) * P / 2, (A / 8 + 8 * A) * P / 2).map(
-        lambda t: t.to(dtype)
-    )
+    mean = LoRA((8 * B + B / 8) * P / 2, (A / 8 + 8 * A) * P / 2).map(lambda t: t.to(dtype))
     want = P * B @ A - mean.map(Tensor.double).delta()
     got = residual(pairs, [P / 2, P / 2], mean).delta()
     assert float(torch.linalg.matrix_norm(got - want) / torch.linalg.matrix_norm(B @ A)) < 1e-14
