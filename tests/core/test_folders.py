@@ -582,6 +582,20 @@ def test_a_disk_that_refuses_to_flush(tmp_path: Path, monkeypatch: pytest.Monkey
     assert tree(tmp_path) == {"out/note.txt": b"old"} and os.listdir(tmp_path) == ["out"]
 
 
+def test_names_as_long_as_they_may_be_where_nobody_says_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """255 bytes, as Linux takes them; the place for what is not finished has as many at most."""
+
+    def refuse(*_: object) -> int:
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr(os, "pathconf", refuse)
+    for length in range(225, 256):
+        files.write(tmp_path / ("x" * length), "new")
+    assert {len(name) for name in os.listdir(tmp_path)} == {*range(225, 256)}
+
+
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
 def test_a_file_system_that_cannot_flush_a_folder_is_not_a_disk_that_fails(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
