@@ -17,6 +17,7 @@ from mutation.stored import function_of
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
 NOTES = FOLDER / "passed"
+ALONE = FOLDER / "alone.json"  # what is known of cases in forks by themselves
 # No import hook but ours (shape annotations are off), and no order of workers
 OPTIONS = ("-q", "--import-mode=importlib", "-p", "mutation.plugin", "-p", "no:cacheprovider", "-o", "timeout=300")
 ENOUGH = 3  # functions that find a change: those that did not run by then are left out
@@ -28,6 +29,7 @@ def note(tier: str, tests: Sequence[str] = ()) -> None:
     """Runs all tests of a tier once, unchanged, and notes what each passes. tests: only these, beside what is noted."""
     if not tests:
         shutil.rmtree(NOTES / tier, ignore_errors=True)
+        ALONE.unlink(missing_ok=True)
     (NOTES / tier).mkdir(parents=True, exist_ok=True)
     _pytest(["-n", "2", "--dist", "worksteal", "-m", TIERS[tier], *tests], MUTATION_NOTES=str(NOTES / tier))
 
@@ -65,21 +67,18 @@ def tried(
     out = FOLDER / "outcomes"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    false: set[str] = set()
-    sound: set[str] = set()
+    alone: dict[str, bool] = json.loads(ALONE.read_text()) if ALONE.exists() else {}  # case -> does it fail by itself?
     done: dict[int, tuple[str, list[str], int, float]] = {}
-    while left := {number: [case for case in cases if case not in false] for number, cases in numbers.items()
+    while left := {number: [case for case in cases if not alone.get(case)] for number, cases in numbers.items()
                    if number not in done}:  # fmt: skip
         _forks([_task(number, cases, seconds, ENOUGH, out) for number, cases in left.items()], workers, which)
         found = {number: _outcome(out / f"{number}.jsonl") for number in left}
-        suspects = sorted({case for _, by, _, _ in found.values() for case in by} - sound)
+        suspects = sorted({case for _, by, _, _ in found.values() for case in by} - alone.keys())
         controls = {case: f"control-{k}" for k, case in enumerate(suspects)}
         _forks([_task(name, [case], seconds, 1, out) for case, name in controls.items()], workers, which)
-        for case, name in controls.items():
-            (false if _outcome(out / f"{name}.jsonl")[1] else sound).add(case)
-        done |= {number: outcome for number, outcome in found.items() if not false.intersection(outcome[1])}
-    if false:
-        print("fail by themselves in a fork, and are not counted:", *sorted(false), sep="\n  ")
+        alone |= {case: bool(_outcome(out / f"{name}.jsonl")[1]) for case, name in controls.items()}
+        ALONE.write_text(json.dumps(alone))
+        done |= {number: outcome for number, outcome in found.items() if not any(alone[case] for case in outcome[1])}
     return done
 
 
