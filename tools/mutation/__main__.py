@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--part", default="1/1", help="of try: i/n")
     parser.add_argument("--seconds", type=float, default=60.0, help="for the tests of one change")
     parser.add_argument("--workers", type=int, default=2)
-    said = parser.parse_args()
+    said = parser.parse_intermixed_args()
     if said.command == "note":
         stored.renew()
         killing.note(said.tier, said.tests)
