@@ -122,6 +122,17 @@ def test_the_opposite_vector_gives_the_opposite_integers(vector: list[float]) ->
     assert (down.norm, down.factor, down.usable) == (up.norm, up.factor, up.usable) and down.norm > 0
 
 
+def test_what_exact_sums_carry_is_allowed_to_the_last_step() -> None:
+    """By hand: K of one entry is the clip in steps of the grid, and one more for rounding."""
+    grid = 2.0**-41
+    Mechanism(LARGEST * grid, 1.0, grid)
+    Mechanism((LARGEST - 1) * grid, 1.0, grid).check_room(1, 1)
+    for refused in (lambda: Mechanism((LARGEST + 1) * grid, 1.0, grid),
+                    lambda: Mechanism(LARGEST * grid, 1.0, grid).check_room(1, 1)):  # fmt: skip
+        with pytest.raises(HyperparameterError, match="grid"):
+            refused()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_values_that_are_no_numbers_count_as_zero(bad: float, caplog: pytest.LogCaptureFixture) -> None:
     mechanism = Mechanism.of(1.0, 1.0, size=5)

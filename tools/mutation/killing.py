@@ -61,16 +61,17 @@ def tried(
     """Number -> verdict, cases that fail, how many ran, seconds. numbers: with the cases to run, in this order, as far
     as pytest selects them by -m `which`.
 
-    A case that fails without the change, too, when it runs in a fork by itself, counts for nothing: changes that it
-    seemed to find are tried again without it.
+    A case that fails without the change, too, when it runs in a fork by itself, counts for nothing, and no other of its
+    function does: changes that they seemed to find are tried again without them.
     """
     out = FOLDER / "outcomes"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     alone: dict[str, bool] = json.loads(ALONE.read_text()) if ALONE.exists() else {}  # case -> does it fail by itself?
     done: dict[int, tuple[str, list[str], int, float]] = {}
-    while left := {number: [case for case in cases if not alone.get(case)] for number, cases in numbers.items()
-                   if number not in done}:  # fmt: skip
+    while left := {number: cases for number, cases in numbers.items() if number not in done}:
+        useless = {function_of(case) for case, fails in alone.items() if fails}
+        left = {k: [case for case in cases if function_of(case) not in useless] for k, cases in left.items()}
         _forks([_task(number, cases, seconds, ENOUGH, out) for number, cases in left.items()], workers, which)
         found = {number: _outcome(out / f"{number}.jsonl") for number in left}
         suspects = sorted({case for _, by, _, _ in found.values() for case in by} - alone.keys())
