@@ -65,6 +65,14 @@ def test_each_charge_is_a_line_that_follows_from_the_one_before(path: Path) -> N
             "round"} <= set(events[0])  # fmt: skip
 
 
+def test_an_event_has_all_its_fields_and_no_other() -> None:
+    plain = an_event(1).plain()
+    assert Event.from_plain(plain) == an_event(1)
+    for found in [{name: plain[name] for name in plain if name != left} for left in plain] + [plain | {"more": 1}]:
+        with pytest.raises(LedgerError, match="fields"):
+            Event.from_plain(found)
+
+
 def test_the_same_release_is_charged_once_and_any_other_again(path: Path) -> None:
     first = of(path).charge(an_event(1))
     assert of(path).charge(an_event(1)) == first
