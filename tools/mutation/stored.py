@@ -45,12 +45,13 @@ def read() -> list[Tried]:
 
 def renew() -> None:
     """Changes whose code is gone make room for others of the package."""
-    everything, known = read(), there()
-    for k, each in enumerate(everything):
-        if each.change.id not in known:
-            taken = [other.change for other in everything]
-            everything[k] = Tried(instead_of(each.change, taken))
-    write(everything)
+    known = there()
+    everything = read()
+    gone = [k for k, each in enumerate(everything) if each.change.id not in known]
+    for k in gone:
+        everything[k] = Tried(instead_of(everything[k].change, [each.change for each in everything]))
+    if gone:  # else another process may have stored what it found meanwhile
+        write(everything)
 
 
 def write(all_of_them: Iterable[Tried]) -> None:
