@@ -24,6 +24,7 @@ from fedlora import Adapter, Client, LoRA, Server, ServerState, Update, Upload, 
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from fedlora.core.method import TailPenalty
 from fedlora.errors import HyperparameterError, RankMismatch
+from fedlora.methods.rolora import _alive
 
 Matrix = np.ndarray
 Pairs = Sequence[tuple[float, Matrix, Matrix]]  # (p_i, B_i, A_i), in the order of client ids
@@ -372,6 +373,13 @@ def test_fedrot_undoes_orthogonal_gauges_and_no_others(part: float, stretch: flo
         a, b = (s.modules["m"].mean for s in (after, server.aggregate(before, turned)))
         drift = float((a.B - b.B).norm() / a.B.norm() + (a.A - b.A).norm() / a.A.norm())
         assert drift > 1e-2 if moves else drift < 1e-10
+
+
+def test_a_slot_that_nobody_held_stays_as_it_was_and_no_other_does() -> None:
+    """Slots of which both factors are zero, the mean alone is, or the frozen factor alone: only the first can be given
+    back without a change of the product."""
+    mean, frozen, before = (torch.tensor(x)[:, None] for x in ([0.0, 0.0, 1.0], [0.0, 2.0, 0.0], [7.0, 8.0, 9.0]))
+    assert _alive(mean, before, frozen)[:, 0].tolist() == [7.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16])

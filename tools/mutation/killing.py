@@ -46,13 +46,17 @@ def noted() -> dict[int, list[tuple[str, float]]]:
 
 
 def in_order(cases: Sequence[tuple[str, float]], package: str) -> list[str]:
-    """The cheapest case of each function; then the second of each, and so on. First the tests of the package itself,
-    then the others, the cheapest functions first."""
-    by_function: dict[str, list[tuple[bool, float, str]]] = defaultdict(list)
+    """The cheapest case of each function, the cheapest function first; then the second of each, and so on. All tests of
+    the package itself are before the others."""
+    by_function: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for case, seconds in cases:
-        by_function[function_of(case)].append((package not in case.partition("::")[0], seconds, case))
-    ranked = [(k, each) for those in by_function.values() for k, each in enumerate(sorted(those))]
-    return [case for _, (_, _, case) in sorted(ranked)]
+        by_function[function_of(case)].append((seconds, case))
+    ranked = [
+        (package not in function.partition("::")[0], k, each)
+        for function, those in by_function.items()
+        for k, each in enumerate(sorted(those))
+    ]
+    return [case for *_, (_, case) in sorted(ranked)]
 
 
 def tried(
