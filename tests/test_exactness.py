@@ -16,7 +16,7 @@ from torch import Tensor
 
 import exactness
 from fedlora import Adapter, Client, LoRA, Server, Upload, build, send
-from fedlora.core.base_change import BaseChange, moved
+from fedlora.core.base_change import BaseChange, compressed, moved
 from fedlora.errors import LostUpdate
 from fedlora.methods.fedex_lora import residual
 from support.federations import noise
@@ -147,6 +147,13 @@ def test_a_thousand_steps_do_not_drift() -> None:
     assert base is not None
     off = torch.linalg.matrix_norm(base.total.delta() - total) / torch.linalg.matrix_norm(total)
     assert float(off) < 1e-7
+
+
+def test_a_base_keeps_each_column_that_its_type_can_hold_beside_the_largest() -> None:
+    """By hand: of float32's spacing 1.2e-7 beside 1, components of 3e-8 are kept, and of 3e-9 are not."""
+    sides = torch.linalg.qr(noise((20, 3), "B"))[0], torch.linalg.qr(noise((16, 3), "A"))[0].T
+    kept = compressed(LoRA(sides[0] * torch.tensor([1.0, 3e-8, 3e-9]), sides[1]), torch.float32)
+    assert kept.rank == 2 and kept.factors[0].dtype == torch.float32
 
 
 @pytest.mark.parametrize("missing", ["renormalise", "zero"])

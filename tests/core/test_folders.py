@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -625,6 +626,42 @@ def test_a_file_system_without_an_exchange_of_two_folders(tmp_path: Path, monkey
     with pytest.raises(ConfigError, match="Input/output error"):
         put(tmp_path / "out", "newer", force=True, kind=NOTES)
     assert tree(tmp_path) == {"out/note.txt": b"new"}
+
+
+def test_a_lock_that_leads_elsewhere_makes_no_folder_ours(tmp_path: Path) -> None:
+    """Somebody sends a folder of such a name, whose lock is a link to a file that bears the folder's own mark."""
+    left = tmp_path / ".out.0123456789ab.part"
+    (left / "made").mkdir(parents=True)
+    (tmp_path / "mark").write_bytes(folders._mark(left))
+    (left / "lock").symlink_to(tmp_path / "mark")
+    recover(tmp_path / "out")
+    assert (left / "made").is_dir()
+    (left / "lock").unlink()
+    (left / "lock").write_bytes(folders._mark(left))
+    recover(tmp_path / "out")
+    assert not left.exists(), "with a lock of its own it is what a writer left"
+
+
+def test_a_folder_that_is_replaced_while_it_is_looked_at_is_looked_at_again(tmp_path: Path) -> None:
+    """What was said of the old one does not hold for the new one."""
+    place = tmp_path / "out"
+    place.mkdir()
+
+    def stranger(folder: Path) -> str | None:
+        if (tmp_path / "old").exists():
+            return None
+        folder.rename(tmp_path / "old")
+        folder.mkdir()
+        return "holds 'x'"
+
+    assert folders._looked_at(place, SimpleNamespace(stranger=stranger)) is None  # type: ignore[arg-type]
+
+
+def test_an_error_of_another_file_keeps_that_file_s_name(tmp_path: Path) -> None:
+    """Only the name of the place for what is not finished yet tells nobody anything."""
+    with pytest.raises(OSError, match="theirs") as caught, files.replacing(tmp_path / "mine"):
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), "theirs")
+    assert caught.value.filename == "theirs" and os.listdir(tmp_path) == []
 
 
 def test_a_scratch_folder_that_another_process_has_locked_is_left_to_it(
