@@ -348,6 +348,13 @@ def test_the_population_is_named(clients: Any) -> None:
         private(clients=clients)
 
 
+def test_a_grid_that_is_too_fine_for_so_many_clients_is_refused_before_the_round() -> None:
+    privacy = private(grid=FINE, clients=tuple(f"c{k:05}" for k in range(20_000)), noise_multiplier=1e5).privacy
+    assert privacy is not None
+    with pytest.raises(HyperparameterError, match="grid"):
+        privacy.mechanism(1000)
+
+
 @pytest.mark.parametrize("most", [0, -1.0, float("nan"), float("inf")])
 def test_the_most_that_a_client_counts_is_a_number(most: float) -> None:
     with pytest.raises(HyperparameterError, match="most_examples"):

@@ -300,6 +300,18 @@ def test_twins_at_the_median_share_its_weight() -> None:
     assert list(found.values()) == pytest.approx([7 / 4] * 4 + [0.0] * 3, abs=1e-6)
 
 
+def test_who_is_not_at_the_median_is_told_why() -> None:
+    X, p = torch.tensor([[0.0], [0.0], [0.0], [5.0]], dtype=torch.float64), torch.full((4,), 0.25, dtype=torch.float64)
+    judged = GeometricMedian().weigh(Geometry(X @ X.T, torch.zeros(4, dtype=torch.float64), 2.0), p)
+    assert set(judged.why) == {3} and "10 away" in judged.why[3], "5 in units of 2"
+
+
+def test_a_bound_of_the_configuration_s_own_bears_any_number_of_liars() -> None:
+    """One of three may lie, who has half of the weight; the median of the round's norms would be his to set."""
+    assert CentredClipping(tau=1.0, liars=1).liars_hold([0.2, 0.3, 0.5]) == 0.0
+    assert CentredClipping(liars=1).liars_hold([0.2, 0.3, 0.5]) > 0.0
+
+
 def test_the_median_on_a_line_where_the_sums_of_distances_are_alike() -> None:
     """By hand: sorted, the weights 0.2, 0.01, 0.22, 0.24, 0.33 pass a half at 1.4. Beside what far ones add to each sum
     of distances rounding hides which one is the least, and the search begins elsewhere."""
