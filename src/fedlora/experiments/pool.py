@@ -22,7 +22,6 @@ T = TypeVar("T")
 R = TypeVar("R")
 _TRIES = 2
 _LOOK = 0.3  # seconds between two looks at what runs
-_PRELOAD = ("fedlora.runs.execution", "fedlora.runs.preparation", "peft")  # what takes long to import
 
 
 def run_in_processes(
@@ -97,7 +96,7 @@ class _Slot(Generic[R]):
     def start(self, function: Callable[[T], R], task: T) -> Future[R]:
         self.idle = False
         if self._executor is None:
-            context = clean_context(_PRELOAD)
+            context = clean_context(["fedlora.runs.execution", "fedlora.runs.preparation", "peft"])
             forkserver.ensure_running()  # outside of what follows: all that others fork from it would keep that, too
             reader, self._lifeline = context.Pipe(duplex=False)
             self._executor = ProcessPoolExecutor(1, context, initializer=_started, initargs=(reader, self._begin))
