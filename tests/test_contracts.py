@@ -174,6 +174,15 @@ def test_every_client_has_what_the_server_read_out(row: Row, ranks: dict[str, in
     assert ("replaced frozen parts" in measured.says) == (row.name in ("fedsvd", "rolora"))
 
 
+@pytest.mark.parametrize(
+    "row", [next(row for row in CLAIMS if row.name == name) for name in METHODS], ids=lambda r: r.name
+)
+def test_a_state_counts_the_rounds_that_made_it(row: Row) -> None:
+    for number, played in enumerate(rounds(row.server(), EQUAL, FULL)):
+        assert {state.round for state in played.before.modules.values()} == {number}
+        assert {state.round for state in played.after.modules.values()} == {number + 1}
+
+
 @pytest.mark.parametrize("label", ["glora raflora", "svd 0.9", *sorted(set(METHODS) - {"svd"})])
 def test_what_is_claimed_is_what_is_measured_without_being_told(label: str) -> None:
     """One row of each method, and one that is exact with equal ranks only."""

@@ -16,8 +16,9 @@ from torch import Tensor
 
 import exactness
 from fedlora import Adapter, Client, LoRA, Server, Upload, build, send
-from fedlora.core.base_change import BaseChange, moved
+from fedlora.core.base_change import BaseChange, compressed, moved
 from fedlora.errors import LostUpdate
+from fedlora.methods.fedex_lora import residual
 from support.federations import noise
 
 F64 = torch.float64
@@ -148,6 +149,13 @@ def test_a_thousand_steps_do_not_drift() -> None:
     assert float(off) < 1e-7
 
 
+def test_a_base_keeps_each_column_that_its_type_can_hold_beside_the_largest() -> None:
+    """By hand: of float32's spacing 1.2e-7 beside 1, components of 3e-8 are kept, and of 3e-9 are not."""
+    sides = torch.linalg.qr(noise((20, 3), "B"))[0], torch.linalg.qr(noise((16, 3), "A"))[0].T
+    kept = compressed(LoRA(sides[0] * torch.tensor([1.0, 3e-8, 3e-9]), sides[1]), torch.float32)
+    assert kept.rank == 2 and kept.factors[0].dtype == torch.float32
+
+
 @pytest.mark.parametrize("missing", ["renormalise", "zero"])
 @pytest.mark.parametrize("near", [1e-2, 1e-3, 1e-5])
 def test_fedex_keeps_the_residual_of_clients_that_nearly_agree(near: float, missing: str) -> None:
@@ -176,6 +184,19 @@ def test_fedex_keeps_the_residual_of_clients_that_nearly_agree(near: float, miss
             assert float(torch.linalg.matrix_norm(got)) < 1e-12 * float(torch.linalg.matrix_norm(mean))  # type: ignore[arg-type]
         else:
             assert float(torch.linalg.matrix_norm(got - residual)) / size < 2e-7 + 1e-15 / near**2
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("P", [1.0, 0.6])
+def test_fedex_s_residual_holds_what_storing_the_averaged_pair_costs(dtype: torch.dtype, P: float) -> None:
+    """Dense float64. In opposite coordinates the averaged pair's product is 16 times the clients' updates, and what its
+    rounding costs on either side is no rounding of the update."""
+    B, A = noise((20, 3), "B"), noise((3, 16), "A")
+    pairs = [LoRA(8 * B, A / 8), LoRA(B / 8, 8 * A)]
+    mean = LoRA((8 * B + B / 8) * P / 2, (A / 8 + 8 * A) * P / 2).map(lambda t: t.to(dtype))
+    want = P * B @ A - mean.map(Tensor.double).delta()
+    got = residual(pairs, [P / 2, P / 2], mean).delta()
+    assert float(torch.linalg.matrix_norm(got - want) / torch.linalg.matrix_norm(B @ A)) < 1e-14
 
 
 def test_ties_are_of_the_clients_in_the_tie() -> None:

@@ -18,19 +18,10 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_import_fedlora_needs_torch_and_safetensors_only() -> None:
-    """In a fresh interpreter where everything optional fails to import."""
-    blocked = [
-        "peft",
-        "transformers",
-        "flwr",
-        "pydantic",
-        "typer",
-        "rich",
-        "matplotlib",
-        "jaxtyping",
-        "accelerate",
-        "pytest",
-    ]
+    """In a fresh interpreter where everything optional fails to import. Of `fedlora.privacy`, what needs more says how
+    to get it."""
+    blocked = ["peft", "transformers", "flwr", "pydantic", "typer", "rich", "matplotlib", "jaxtyping", "accelerate",
+               "pytest", "opendp", "dp_accounting", "scipy"]  # fmt: skip
     code = f"""
 import sys
 class Block:
@@ -39,9 +30,18 @@ class Block:
             raise ImportError("blocked: " + name)
 sys.meta_path.insert(0, Block())
 import fedlora, fedlora.simulation, fedlora.core.checkpoint, fedlora.analysis.audit, fedlora.testing
+import fedlora.privacy as privacy
 assert not set({blocked!r}) & set(sys.modules)
 from fedlora import LoRA, Adapter, Client, Upload, Server, METHODS, build, read_adapter, write_adapter
 from fedlora.client import receive, send
+from fedlora.errors import HyperparameterError
+for ask in (lambda: privacy.epsilon(1.0, 1, 1e-5), lambda: privacy.noise_multiplier_for(1.0, 1, 1e-5)):
+    try:
+        ask()
+    except HyperparameterError as error:
+        assert "fedlora[privacy]" in str(error)
+    else:
+        raise SystemExit("it answered")
 """
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from peft.utils.peft_types import PeftType
 
+from fedlora.adapters.foreign_formats import check_keys
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
+from fedlora.errors import AdapterFormatError
 from support.command_line import Said
 
 PEFT = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"], "task_type": "CAUSAL_LM"}
@@ -70,6 +72,13 @@ KEYS: dict[str, tuple[tuple[str, ...], str]] = {
     "full model": (("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"), "full model"),
     "GPT-2": (("h.0.attn.c_attn.weight", "wte.weight"), "full model"),
 }  # fmt: skip
+
+
+def test_the_tensor_that_tells_may_stand_behind_others() -> None:
+    told = "lora_unet_q.lora_down.weight"
+    with pytest.raises(AdapterFormatError, match=told):
+        check_keys(["first", "second", "third", "fourth", told])
+    check_keys(["first", "second", "third", "fourth"])
 
 
 @pytest.mark.parametrize("what", list(KEYS))

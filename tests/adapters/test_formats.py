@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fedlora import read_adapter, write_adapter
+from fedlora.adapters.config_meaning import Resolved, parameter_names
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE, AdapterFile
 from fedlora.errors import AdapterFormatError
 from support.command_line import Said
@@ -248,6 +249,16 @@ def test_nested_parameters_of_different_scalings_are_refused(
         read_adapter(bad)
     done = main("merge", bad, bad, "-o", tmp_path / "m")
     assert done.code == 2 and done.err.count("\n") == 1 and not (tmp_path / "m").exists()
+
+
+def test_nested_parameters_of_different_numbers_of_experts() -> None:
+    """By hand: 4 rows are one expert of rank 4, 6 are two of rank 3, and neither fits the other. Of ranks 2 and 4, 4
+    and 16 rows fit in both orders."""
+    config = {"r": 3, "lora_alpha": 6}
+    said = Resolved(config, {"m.bias": 4}, {}, {})
+    assert parameter_names("m", [4, 6], ["bias", "up"], said) == ("m.bias", "m.up")
+    with pytest.raises(AdapterFormatError, match="different scalings"):
+        parameter_names("m", [4, 16], ["bias", "up"], Resolved(config, {"m.bias": 4, "m.up": 2}, {}, {}))
 
 
 @pytest.mark.filterwarnings("ignore:LoRA adapter added to ConvNd layer with groups > 1:UserWarning:peft")

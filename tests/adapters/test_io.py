@@ -26,7 +26,7 @@ from peft import AdaLoraConfig, LoHaConfig, LoraConfig, LoraGAConfig, PeftModel,
 from peft.tuners.lora.loraga import preprocess_loraga
 from torch import nn
 
-from fedlora.adapters.config_fields import check_config
+from fedlora.adapters.config_fields import _layer_ranges, check_config
 from fedlora.adapters.io import AdapterSpec, load_into_model, pad_rank, read_adapter, read_model, write_adapter
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from fedlora.core.lora import Adapter, LoRA
@@ -1047,3 +1047,11 @@ def test_a_choice_stays_where_a_list_of_paths_would_mean_more(chosen: dict[str, 
     x = torch.randn(3, 4)
     want, got = (PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / name)(x) for name in "ab")
     torch.testing.assert_close(got, want)
+
+
+def test_layers_are_repeated_in_ranges_of_any_length_up_to_a_limit() -> None:
+    """Empty ones, too; backward ones are none, and no model has more than 10,000 layers."""
+    taken = [
+        _layer_ranges(value) for value in ([[0, 10_000]], [[0, 5_000], [2, 2], [0, 5_000]], [[3, 2]], [[0, 10_001]])
+    ]
+    assert taken == [True, True, False, False]

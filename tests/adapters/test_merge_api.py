@@ -14,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fedlora import read_adapter
 from fedlora.adapters import AdapterFile, MergeReport, merge, merging, resize
+from fedlora.adapters.merge_card import client_card
+from fedlora.adapters.merge_report import ClientReport
 from fedlora.adapters.truncation import RankRule, merge_module
 from fedlora.adapters.vllm import vllm_rank
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
@@ -685,3 +687,35 @@ def test_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert len([line for line in python_blocks(page)[0].splitlines() if line.strip()]) <= 3
     assert found["small"].rank == 4 and not Path("NOWHERE").exists() and "% lost" in capsys.readouterr().out
     assert len(found["tried"].modules) == len(SHAPES)
+
+
+def test_of_no_adapter_nothing_is_made(tmp_path: Path) -> None:
+    with pytest.raises(AdapterFormatError, match="at least 1 adapter"):
+        merge([], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_adapters_must_agree_on_is_asked_where_heads_are_dropped_too(tmp_path: Path) -> None:
+    one, other = bare(tmp_path / "a", {"q": 2}), bare(tmp_path / "b", {"q": 2}, fan_in_fan_out=True)
+    with pytest.raises(AdapterFormatError, match="fan_in_fan_out"):
+        merge([one, other], tmp_path / "m", heads="drop")
+
+
+def test_adapters_of_other_models_are_named(tmp_path: Path) -> None:
+    """By the widths of a module that both have."""
+    one, other = bare(tmp_path / "a", {"q": 2}), bare(tmp_path / "b", {"q": 2})
+    tensors = load_file(other / "adapter_model.safetensors")
+    name = "base_model.model.q.lora_A.weight"
+    save_file(tensors | {name: torch.cat([tensors[name]] * 2, dim=1)}, other / "adapter_model.safetensors")
+    with pytest.raises(AdapterFormatError, match=rf"'q'.*12.*24.*{re.escape(str(other))}"):
+        merge([one, other], tmp_path / "m")
+
+
+def test_a_result_of_rank_one_has_rank_one(tmp_path: Path) -> None:
+    assert merge([bare(tmp_path / "a", {"q": 1})], tmp_path / "m").rank == 1
+
+
+def test_a_client_s_card_says_which_modules_it_lacks(tmp_path: Path) -> None:
+    _, spec = read_adapter(bare(tmp_path / "a", {"q": 2}))
+    few, all_of_them = (client_card(spec, "2", ClientReport("c", (2, 2), n, 0.0), 3) for n in (1, 3))
+    assert "1 of 3 modules" in few and "of 3 modules" not in all_of_them

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from fedlora import Adapter, LoRA, write_adapter
 from fedlora.adapters import AdapterFile, AdapterSpec, merge
+from fedlora.adapters.module_names import saved_modules
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from support.peft_cases import randomise, seeded, without_card
 
@@ -302,6 +303,14 @@ class Nested(nn.Module):
             at.add_module(name, nn.Sequential())
             at = at.get_submodule(name)
         at.add_module("d", nn.Linear(3, 2))
+
+
+def test_a_module_is_saved_by_its_whole_name() -> None:
+    """peft compares whole paths of modules: `classifier2` is no `classifier`, and neither is its first half."""
+    assert saved_modules("model.classifier2.weight", ["classifier"]) == []
+    assert saved_modules("model.classifier.dense.weight", ["classifier", "dense"]) == [
+        "model.classifier", "model.classifier.dense",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("saved", [["a"], ["a", "a.b"], ["b.c", "a.b"], ["d", "c"], ["a", "b.c"], ["a", "d"], ["d"]])

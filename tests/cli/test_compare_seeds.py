@@ -289,10 +289,14 @@ def test_a_run_of_another_configuration_is_not_taken_for_the_one_that_is_asked(
 
 
 def workers(parent: int) -> list[int]:
-    """The processes that `parent` started to work."""
-    found = Path(f"/proc/{parent}/task/{parent}/children")
-    children = [int(child) for child in found.read_text().split()] if found.exists() else []
-    return [child for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    """The processes that work for `parent`: children of the server that it has them forked from."""
+    servers = [child for child in children(parent) if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    return [worker for server in servers for worker in children(server)]
+
+
+def children(process: int) -> list[int]:
+    found = Path(f"/proc/{process}/task/{process}/children")
+    return [int(child) for child in found.read_text().split()] if found.exists() else []
 
 
 def until(child: subprocess.Popen[str], ready: Callable[[], bool]) -> None:

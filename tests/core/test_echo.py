@@ -48,11 +48,18 @@ def test_a_small_value_is_quoted_as_python_writes_it(value: Any) -> None:
     assert quoted(value) == repr(value)
 
 
+class Bytes(bytes):
+    """That nobody may write whole."""
+
+    __repr__ = None  # type: ignore[assignment]
+
+
 def test_what_is_large_or_deep_costs_little() -> None:
     deep: Any = []
     for _ in range(100_000):
         deep = [deep]
-    for value in (deep, [0] * 10**7, {"a" * 10**7: "b" * 10**7}, 10**100_000, [[[[[1] * 1000] * 1000] * 1000]] * 1000):
+    for value in (deep, [0] * 10**7, {"a" * 10**7: "b" * 10**7}, 10**100_000, [[[[[1] * 1000] * 1000] * 1000]] * 1000,
+                  Bytes(10**7)):  # fmt: skip
         assert len(quoted(value)) <= 200
 
 

@@ -19,7 +19,9 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -579,6 +581,97 @@ def test_a_disk_that_refuses_to_flush(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="Input/output error"):
         put(tmp_path / "out", force=True, kind=NOTES)
     assert tree(tmp_path) == {"out/note.txt": b"old"} and os.listdir(tmp_path) == ["out"]
+
+
+def test_names_as_long_as_they_may_be_where_nobody_says_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """255 bytes, as Linux takes them; the place for what is not finished has as many at most."""
+
+    def refuse(*_: object) -> int:
+        raise ValueError("unrecognized configuration name")
+
+    monkeypatch.setattr(os, "pathconf", refuse)
+    for length in range(225, 256):
+        files.write(tmp_path / ("x" * length), "new")
+    assert {len(name) for name in os.listdir(tmp_path)} == {*range(225, 256)}
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_that_cannot_flush_a_folder_is_not_a_disk_that_fails(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="Input/output") if number == errno.EIO else nullcontext():
+        files.sync_folder(tmp_path)
+
+
+def test_a_file_system_without_an_exchange_of_two_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux answers EINVAL: the old folder is moved away and the new one put in its place. Any other error is one."""
+    put(tmp_path / "out", "old")
+    numbers = iter([errno.EINVAL, errno.EIO])
+
+    class Library:
+        @staticmethod
+        def renameat2(*_: object) -> int:
+            folders.ctypes.set_errno(next(numbers))
+            return -1
+
+    monkeypatch.setattr(folders.ctypes, "CDLL", lambda *_, **__: Library)
+    put(tmp_path / "out", "new", force=True, kind=NOTES)
+    assert tree(tmp_path) == {"out/note.txt": b"new"}
+    with pytest.raises(ConfigError, match="Input/output error"):
+        put(tmp_path / "out", "newer", force=True, kind=NOTES)
+    assert tree(tmp_path) == {"out/note.txt": b"new"}
+
+
+def test_a_lock_that_leads_elsewhere_makes_no_folder_ours(tmp_path: Path) -> None:
+    """Somebody sends a folder of such a name, whose lock is a link to a file that bears the folder's own mark."""
+    left = tmp_path / ".out.0123456789ab.part"
+    (left / "made").mkdir(parents=True)
+    (tmp_path / "mark").write_bytes(folders._mark(left))
+    (left / "lock").symlink_to(tmp_path / "mark")
+    recover(tmp_path / "out")
+    assert (left / "made").is_dir()
+    (left / "lock").unlink()
+    (left / "lock").write_bytes(folders._mark(left))
+    recover(tmp_path / "out")
+    assert not left.exists(), "with a lock of its own it is what a writer left"
+
+
+def test_a_folder_that_is_replaced_while_it_is_looked_at_is_looked_at_again(tmp_path: Path) -> None:
+    """What was said of the old one does not hold for the new one."""
+    place = tmp_path / "out"
+    place.mkdir()
+
+    def stranger(folder: Path) -> str | None:
+        if (tmp_path / "old").exists():
+            return None
+        folder.rename(tmp_path / "old")
+        folder.mkdir()
+        return "holds 'x'"
+
+    assert folders._looked_at(place, SimpleNamespace(stranger=stranger)) is None  # type: ignore[arg-type]
+
+
+def test_an_error_of_another_file_keeps_that_file_s_name(tmp_path: Path) -> None:
+    """Only the name of the place for what is not finished yet tells nobody anything."""
+    with pytest.raises(OSError, match="theirs") as caught, files.replacing(tmp_path / "mine"):
+        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), "theirs")
+    assert caught.value.filename == "theirs" and os.listdir(tmp_path) == []
+
+
+def test_a_scratch_folder_that_another_process_has_locked_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another place is taken, and no descriptor stays open."""
+    hold, answers, before = beside.hold, iter([False, False]), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(beside, "hold", lambda descriptor: next(answers, None) is None and hold(descriptor))
+    put(tmp_path / "out")
+    assert (tmp_path / "out" / "note.txt").read_text() == "new" and len(os.listdir("/proc/self/fd")) == before
 
 
 # ---- adapters --------------------------------------------------------------------------------------------------------

@@ -57,6 +57,17 @@ def test_what_clients_were_sent_is_one_update_of_each_column_once() -> None:
     assert (rest.client, rest.weight, rest.rank) == (NOBODY, 1.0, 5)
 
 
+def test_factors_count_m_times_also_where_fewer_columns_came() -> None:
+    """Each factor by itself, R + m (D - R), where columns that did not come are zero; with m = 1 the update itself."""
+    one, other = update("a", readout(0, 1), 0.5), update("b", readout(3, 4), 0.5)
+    (B, A), (was_B, was_A) = one.lora.factors, readout(5, 6, 7).factors
+    moved, same = multiplied("factors", [one, other], [LoRA(was_B, was_A), readout(3, 4)], (0.25, 1.0))
+    for got, sent, was, dim in ((moved.lora.B, B, was_B, 1), (moved.lora.A, A, was_A, 0)):
+        want = 0.75 * was + 0.25 * torch.cat([sent, torch.zeros_like(was).narrow(dim, 0, 1)], dim=dim)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-15)
+    assert same is other
+
+
 def test_columns_whose_weights_cancel_are_none() -> None:
     """Column 0 went to all, and 0.1 (1 - 1.2) + 0.2 (1 - 0.9) is rounding."""
     begun, m = [readout(0, 1), readout(0, 2)], (1.2, 0.9)
@@ -73,7 +84,8 @@ def replace_B(lora: LoRA) -> LoRA:
 
 def test_columns_that_only_look_alike_are_two() -> None:
     """Of 1000 rows some are looked at first: one that differs elsewhere stays, and so does one that is the same B
-    beside another A."""
+    beside another A. Some entries of both sides are looked at: columns that begin alike are still found when they come
+    again."""
     left, right = noise((1000, 3), "l"), noise((3, 1000), "r")
     near, other = left.clone(), right.clone()
     near[7, 0] += 1e-15
@@ -81,6 +93,9 @@ def test_columns_that_only_look_alike_are_two() -> None:
     at, place = distinct(torch.cat([left, near], dim=1), torch.cat([right, other]))
     assert at.tolist() == [0, 1, 2, 3, 4] and place.tolist() == [0, 1, 2, 3, 4, 2]
     assert [t.tolist() for t in distinct(left[:, :0], right[:0])] == [[], []]
+    alike = torch.cat([right[:1, :1].expand(2, 1), right[:2, 1:]], dim=1)
+    again = distinct(left[:, [0, 0, 0, 0]], torch.cat([alike, alike]))
+    assert [t.tolist() for t in again] == [[0, 1], [0, 1, 0, 1]]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -19,7 +19,10 @@ from fedlora.experiments.pool import run_in_processes
 from support.pool_tasks import die_so_often, lives, nothing, sleep_long, square
 
 TESTS = Path(__file__).parents[1]
-pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks at processes in /proc"),
+    pytest.mark.usefixtures("forked"),  # the code under test would start such a server with less in it
+]
 
 
 def played(function: Callable[[Any], Any], tasks: list[Any], **options: Any) -> Generator[Any, None, None]:

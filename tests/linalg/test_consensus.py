@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build
+from fedlora.errors import LostUpdate
 from fedlora.linalg import (
     Budget,
     ConsensusMean,
@@ -32,6 +33,7 @@ from fedlora.linalg.fast import _Batch
 from fedlora.methods import glora as glora_module
 from fedlora.methods._spectral import whole
 from support import families
+from support.federations import noise
 
 U32 = rank_tolerance(torch.float32)
 SOUND = ("generic", "near_equal_1e-1", "gauge_1e1", "column_scales", "dominant_rank", "orthogonal_equal", "one_client")
@@ -171,6 +173,33 @@ def test_what_is_not_ordinary_is_left_to_the_reference(name: str) -> None:
     if name in {"zero_B", "zero_column", "duplicated_column", "deficient_A", "zero_padded"}:
         what = sent(families.family(name, d_out=96, d_in=80))
         assert all(fast(what, R) is None for R in budgets(what))
+
+
+def test_the_unit_of_an_update_decides_nothing() -> None:
+    """Powers of two round no number: the batched route answers with the same mean in another unit, and leaves what it
+    is not sure of (a direction of 3e-7 of the largest) to the reference in each."""
+    plain = sent(families.family("generic", d_out=96, d_in=80))
+    B, A = torch.linalg.qr(noise((96, 2), "B"))[0], torch.linalg.qr(noise((80, 2), "A"))[0].T
+    for unit in (2.0**-40, 1.0, 2.0**40):
+        moved = replace(plain, pairs=[(B, A * unit) for B, A in plain.pairs])
+        for R in budgets(plain):
+            got, want = fast(moved, R), fast(plain, R)
+            assert got is not None and want is not None
+            assert apart(dense(got) / unit, dense(want), float(torch.linalg.matrix_norm(dense(want)))) < 1e-6
+        for size, sure in ((2e-6, True), (3e-7, False)):
+            pair = B.float(), (torch.tensor([[1.0], [size]]) * A * unit).float()
+            weak = replace(plain, pairs=[pair, *plain.pairs[1:]])
+            assert (fast(weak, sum(weak.ranks)) is not None) == sure
+
+
+def test_what_float32_stores_as_zero_is_lost_on_each_route() -> None:
+    """2^-160 of an update is below the least number of float32: no mean of zeros is handed out in its place."""
+    plain = sent(families.family("generic", d_out=96, d_in=80))
+    tiny = replace(plain, pairs=[(B * 2.0**-80, A * 2.0**-80) for B, A in plain.pairs])
+    assert fast(tiny, 3) is None
+    for mean in (lambda: consensus_mean(tiny, Budget(3)), lambda: consensus_means([tiny], [Budget(3)])):
+        with pytest.raises(LostUpdate):
+            mean()
 
 
 def test_of_many_matrices_each_gets_its_own() -> None:

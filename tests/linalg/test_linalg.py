@@ -20,6 +20,7 @@ from fedlora.linalg import (
     svd_of_product,
     unit_roundoff,
 )
+from fedlora.linalg.spectrum import cut_by_rounding
 from support import families
 
 
@@ -184,6 +185,23 @@ def test_svd_of_product_sees_cancellation_as_zero() -> None:
     """[B, -B] @ [A; A] is zero up to rounding of its terms: rank 0, not noise of full rank."""
     B, A = randn(30, 4).float(), randn(4, 20, seed=1).float()
     assert svd_of_product(torch.cat([B, -B], 1), torch.cat([A, A]), tolerance=rank_tolerance(torch.float32)).rank == 0
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-200, 1e150])
+def test_where_rounding_cuts_a_spectrum(size: float) -> None:
+    """By hand, with u = 2^-53: terms of 1e6 leave 4 u 1e6 = 4.4e-10 invisible and doubt 64 u 1e6 = 7.1e-9; of 1e3 a
+    thousandth, and then it is the factors, rounded to 1e-8, that say where the doubt begins: at the third component."""
+
+    def cut(s: list[float], terms: float, stored: float) -> tuple[int, float, float]:
+        keep, level, share = cut_by_rounding(
+            [x * size for x in s], terms=terms * size, stored=stored * size, worked_in=torch.float64,
+            stored_in=torch.float64,
+        )  # fmt: skip
+        return keep, level / size, share
+
+    assert cut([3, 2, 1e-9, 3e-10], 1e6, 0.0) == (3, pytest.approx(64 * 2**-53 * 1e6), 0.0)
+    assert cut([3, 2, 1e-9, 3e-13], 1e3, 1e-8) == (3, pytest.approx(1e-9), pytest.approx(1e-18 / 13))
+    assert cut([1e-3, 1e-4], 1e13, 0.0) == (0, 0.0, 0.0), "64 u 1e13 is 0.07: rounding from end to end"
 
 
 def test_unit_roundoff_is_half_the_spacing_at_one() -> None:

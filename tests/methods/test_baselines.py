@@ -24,6 +24,7 @@ from fedlora import Adapter, Client, LoRA, Server, ServerState, Update, Upload, 
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from fedlora.core.method import TailPenalty
 from fedlora.errors import HyperparameterError, RankMismatch
+from fedlora.methods.rolora import _alive
 
 Matrix = np.ndarray
 Pairs = Sequence[tuple[float, Matrix, Matrix]]  # (p_i, B_i, A_i), in the order of client ids
@@ -374,14 +375,22 @@ def test_fedrot_undoes_orthogonal_gauges_and_no_others(part: float, stretch: flo
         assert drift > 1e-2 if moves else drift < 1e-10
 
 
+def test_a_slot_that_nobody_held_stays_as_it_was_and_no_other_does() -> None:
+    """Slots of which both factors are zero, the mean alone is, or the frozen factor alone: only the first can be given
+    back without a change of the product."""
+    mean, frozen, before = (torch.tensor(x)[:, None] for x in ([0.0, 0.0, 1.0], [0.0, 2.0, 0.0], [7.0, 8.0, 9.0]))
+    assert _alive(mean, before, frozen)[:, 0].tolist() == [7.0, 0.0, 1.0]
+
+
 @pytest.mark.parametrize("stored", [torch.float64, torch.bfloat16])
 def test_rank_partition_by_hand_and_as_the_mean(stored: torch.dtype) -> None:
-    """Weights 1/4, 1/4, 1/2, 0 of ranks 1, 2, 4, 3: component 1 gets p_i, 2 gets p_i / (3/4), 3 and 4 p_i / (1/2).
+    """Weights 1/4, 1/4, 1/2, 0 of ranks 1, 2, 8, 3: component 1 gets p_i, 2 gets p_i / (3/4), 3 to 8 p_i / (1/2).
     With equal ranks: the mean of the stored factors, small components and all."""
     method, small = build("flexlora", preset="raflora"), np.array([[1.0], [0.1], [0.005]])
-    given = ((0.25, 1, [8, 0, 0, 0]), (0.25, 2, [6, 3, 0, 0]), (0.5, 4, [4, 3, 2, 1]), (0.0, 3, [9, 9, 9, 0]))
-    pairs = [(p, np.diag(d)[:, :r], np.eye(4)[:r]) for p, r, d in given]
-    assert_close(method.effective(state_of(method, pairs, stored)).delta(), np.diag([2 + 1.5 + 2, 1 + 2, 2, 1]), 1e-5)
+    given = ((0.25, 1, [8]), (0.25, 2, [6, 3]), (0.5, 8, [4, 3, 2, 1, 0.5, 0.25, 0.125, 0.0625]), (0.0, 3, [9, 9, 9]))
+    pairs = [(p, np.diag(d + [0] * (8 - r))[:, :r], np.eye(8)[:r]) for p, r, d in given]
+    want = np.diag([2 + 1.5 + 2, 1 + 2, 2, 1, 0.5, 0.25, 0.125, 0.0625])
+    assert_close(method.effective(state_of(method, pairs, stored)).delta(), want, 1e-5)
     pairs = [(p, *(np64(torch.from_numpy(f).to(stored)) for f in (B, small * A))) for p, B, A in drawn(3, 3, 3)]
     assert_close(method.effective(state_of(method, pairs, stored)).delta(), mean(pairs), 1e-5)
 

@@ -200,7 +200,7 @@ def test_a_plugin_that_cannot_be_used_is_a_row_that_says_why(site: Path, wide: N
     assert listed["needy"]["hyper-parameters"] == {"step": 1.0, "must": None, "other": "frozenset({1})"}
     said = " ".join(invoke("methods").stdout.split())
     assert "gone (broken-package)" in said and "SystemExit: 3" in said
-    assert build("fedit") == METHODS["fedit"]()
+    assert build("fedit") == METHODS["fedit"]() and "package" not in listed["fedit"]
 
 
 def test_a_name_that_two_packages_offer_is_nobodys(site: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from fedlora.errors import HyperparameterError
 from fedlora.privacy import Mechanism, Spending, accounting, epsilon, epsilon_of, extras, noise_multiplier_for
 from fedlora.privacy.accounting import discrete_noise
+from fedlora.privacy.mechanism import COARSEST_NOISE
 
 PLD = pytest.mark.skipif(importlib.util.find_spec("dp_accounting") is None, reason="dp-accounting is not installed")
 
@@ -95,6 +96,15 @@ def test_what_the_discrete_noise_adds_is_small_and_counted() -> None:
     """Expected: below 1e-9 a round at the coarsest grid that `check_room` admits; growing with rounds."""
     assert 0 < discrete_noise(10.0, 1, 1e-5) < 1e-9
     assert discrete_noise(10.0, 1000, 1e-5) > 500 * discrete_noise(10.0, 1, 1e-5)
+    for eps, rounds, delta in (
+        (0.1, 1, 1e-3),
+        (10.0, 1000, 1e-5),
+        (90.0, 7, 1e-10),
+    ):  # as the docstring bounds it, d = 1
+        s = COARSEST_NOISE
+        t = math.sqrt(2 * math.log(rounds * math.exp(eps) * 2**21 / delta))  # rounds e^eps exp(-t^2 / 2) = 2^-21 delta
+        bound = rounds * (1 / (24 * s**2) + (s * (1 + t) + 1 / 2) ** 2 / (8 * s**4))
+        assert bound <= discrete_noise(eps, rounds, delta) <= 1.2 * bound
     size = 10
     with pytest.raises(HyperparameterError, match="too coarse"):
         Mechanism(1.0, 1.0, 2.0**-20).check_room(size, clients=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -19,6 +20,7 @@ import torch
 import support
 from fedlora.errors import BudgetSpent, LedgerError, ShapeError
 from fedlora.privacy import Budget, Event, Journal, Ledger, Mechanism
+from fedlora.privacy.journal import _little
 from support.processes import Program
 
 ROUNDS = Path(support.__file__).parent / "privacy_rounds.py"
@@ -209,6 +211,23 @@ def test_what_is_no_sum_of_the_event_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LedgerError, match="round 2"):
         journal.store(1, TOTAL, an_event(2))
     assert not journal.folder.exists() and journal.ledger.events() == ()
+
+
+def test_what_a_killed_writer_left_half_written_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    journal = a_journal(tmp_path)
+    left = journal.store(1, TOTAL, an_event())
+    half = journal.folder / f".{the_file(tmp_path).name}.0123456789ab.part"
+    half.write_bytes(the_file(tmp_path).read_bytes()[:40])
+    (journal.folder / "notes.part").write_text("mine")
+    again = journal.stored(1)
+    assert again is not None and torch.equal(again, left)
+    assert {path.name for path in journal.folder.iterdir()} == {the_file(tmp_path).name, "notes.part"}
+
+
+def test_a_machine_of_the_other_order_of_bytes_writes_the_same_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each integer's eight bytes turned round, by hand."""
+    monkeypatch.setattr(sys, "byteorder", "big")
+    assert _little(bytes(range(16))) == bytes([*range(8)][::-1] + [*range(8, 16)][::-1])
 
 
 def test_a_disk_that_refuses_releases_nothing(tmp_path: Path) -> None:

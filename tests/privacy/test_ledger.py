@@ -65,6 +65,14 @@ def test_each_charge_is_a_line_that_follows_from_the_one_before(path: Path) -> N
             "round"} <= set(events[0])  # fmt: skip
 
 
+def test_an_event_has_all_its_fields_and_no_other() -> None:
+    plain = an_event(1).plain()
+    assert Event.from_plain(plain) == an_event(1)
+    for found in [{name: plain[name] for name in plain if name != left} for left in plain] + [plain | {"more": 1}]:
+        with pytest.raises(LedgerError, match="fields"):
+            Event.from_plain(found)
+
+
 def test_the_same_release_is_charged_once_and_any_other_again(path: Path) -> None:
     first = of(path).charge(an_event(1))
     assert of(path).charge(an_event(1)) == first
@@ -102,7 +110,8 @@ def test_an_outsider_recomputes_epsilon_from_the_lines(path: Path) -> None:
 
 @PLD
 def test_a_second_draw_of_a_round_is_beyond_the_plan(path: Path) -> None:
-    """Two events of round 1 of 20: 21 releases."""
+    """Two events of round 1 of 20: 21 releases. Before the first event nothing is planned."""
+    assert of(path).planned(1e-3) == of(path).spent(1e-3) == 0.0
     of(path).charge(an_event(1))
     of(path).charge(an_event(1, digest="f" * 64))
     other = of(path.with_name("other.jsonl"))
@@ -234,8 +243,10 @@ def test_a_copy_is_refused_until_somebody_says_that_it_is_the_one(path: Path, tm
     assert [line.get("reason") for line in lines(copied)] == [None, None, "a new disk", None]
     with pytest.raises(LedgerError, match="stays in the ledger"):
         of(copied).adopt(" ")
-    with pytest.raises(LedgerError, match="nothing to adopt"):
-        of(tmp_path / "none.jsonl").adopt("why not")
+    (tmp_path / "empty.jsonl").touch()
+    for name in ("none", "empty"):
+        with pytest.raises(LedgerError, match="nothing to adopt"):
+            of(tmp_path / f"{name}.jsonl").adopt("why not")
 
 
 def test_adopting_mends_no_ledger_that_was_cut_off(path: Path) -> None:

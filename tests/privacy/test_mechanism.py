@@ -113,6 +113,26 @@ def test_the_clip_keeps_direction_and_length() -> None:
     assert untouched.factor == 1.0 and (untouched.integers.double() * mechanism.grid).tolist() == [0.25, -0.5, 1.0]
 
 
+@pytest.mark.parametrize("vector", [[-3.0, -4.0, 0.0], [-1e-300, -1e300, 0.0], [-1e-3, -1e-2, -1e-1]])
+def test_the_opposite_vector_gives_the_opposite_integers(vector: list[float]) -> None:
+    """Sizes count, not signs: where no entry is positive, too."""
+    mechanism, one = Mechanism.of(1.0, 1.0, size=3), torch.tensor(vector, dtype=torch.float64)
+    down, up = mechanism.clipped(one), mechanism.clipped(-one)
+    assert down.integers.any() and torch.equal(down.integers, -up.integers)
+    assert (down.norm, down.factor, down.usable) == (up.norm, up.factor, up.usable) and down.norm > 0
+
+
+def test_what_exact_sums_carry_is_allowed_to_the_last_step() -> None:
+    """By hand: K of one entry is the clip in steps of the grid, and one more for rounding."""
+    grid = 2.0**-41
+    Mechanism(LARGEST * grid, 1.0, grid)
+    Mechanism((LARGEST - 1) * grid, 1.0, grid).check_room(1, 1)
+    for refused in (lambda: Mechanism((LARGEST + 1) * grid, 1.0, grid),
+                    lambda: Mechanism(LARGEST * grid, 1.0, grid).check_room(1, 1)):  # fmt: skip
+        with pytest.raises(HyperparameterError, match="grid"):
+            refused()
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_values_that_are_no_numbers_count_as_zero(bad: float, caplog: pytest.LogCaptureFixture) -> None:
     mechanism = Mechanism.of(1.0, 1.0, size=5)

@@ -74,6 +74,7 @@ def test_without_noise_and_clip_the_state_is_the_dense_oracle(name: str, rounds:
         server = replace(server, method=build("svd", energy=1.0))
     state, uploads = played(server, rounds)
     after = server.aggregate(state, uploads)
+    assert {module.round for module in after.modules.values()} == {rounds + 1}
     for module in SHAPES:
         wanted = whole(server, state, module) + dense_changes(server, state, uploads, module) / 4
         assert float(wanted.norm()) > 0.1
@@ -92,6 +93,8 @@ def test_the_state_is_cut_to_its_public_rank(name: str) -> None:
     for module in SHAPES:
         U, s, Vh = torch.linalg.svd(whole(server, state, module) + dense_changes(server, state, uploads, module) / 4)
         wanted = (U[:, :3] * s[:3]) @ Vh[:3]
+        if name == "glora":
+            assert after.modules[module].cut.error == pytest.approx(float(s[3:].norm() / s.norm()), abs=1e-6)
         got = whole(server, after, module)
         if name == "svd":  # which keeps 99 % of the energy of these by its own default
             assert torch.linalg.matrix_rank(got) <= 3
@@ -343,6 +346,19 @@ def test_nothing_is_added_once_the_sum_is_made() -> None:
 def test_the_population_is_named(clients: Any) -> None:
     with pytest.raises(HyperparameterError, match="Privacy: "):
         private(clients=clients)
+
+
+def test_a_grid_that_is_too_fine_for_so_many_clients_is_refused_before_the_round() -> None:
+    privacy = private(grid=FINE, clients=tuple(f"c{k:05}" for k in range(20_000)), noise_multiplier=1e5).privacy
+    assert privacy is not None
+    with pytest.raises(HyperparameterError, match="grid"):
+        privacy.mechanism(1000)
+
+
+@pytest.mark.parametrize("most", [0, -1.0, float("nan"), float("inf")])
+def test_the_most_that_a_client_counts_is_a_number(most: float) -> None:
+    with pytest.raises(HyperparameterError, match="most_examples"):
+        private(most_examples=most)
 
 
 # ---- once ------------------------------------------------------------------------------------------------------------

@@ -209,6 +209,8 @@ def test_what_each_rule_needs() -> None:
     """Krum's bound is its paper's n >= 2 f + 3; mixing and the others need an honest majority."""
     table = {Krum(2): 7, MultiKrum(0.2): 7, Clip(): 1, GeometricMedian(liars=0.25): 7, Mixing(Clip(), 3): 7}
     assert {rule: rule.least(10) for rule in table} == table
+    said = GeometricMedian().too_few(0)
+    assert said is not None and "needs 1" in said and "liar" not in said, "nobody said that somebody may lie"
     state, uploads = a_round(Server(build("glora")), clients=4)
     with pytest.raises(QuorumNotMet, match=r"krum with 1 liar among 4 .*needs 5 .*unchanged"):
         Server(build("glora"), rule=Krum(liars=1)).aggregate(state, uploads)
@@ -260,13 +262,14 @@ def test_the_geometric_median_of_a_triangle(angle: float, weights: tuple[float, 
         assert math.degrees(math.acos(float(sides[a] @ sides[b]))) == pytest.approx(120, abs=1e-3)
 
 
-def of_points(rule: Rule, X: Tensor) -> tuple[Tensor, float]:
-    """The robust change of the points X (n, d), which count alike, and what the rule says that it left."""
+def of_points(rule: Rule, X: Tensor, p: Tensor | None = None) -> tuple[Tensor, float]:
+    """The robust change of the points X (n, d) of weights p, or which count alike, and what the rule says that it
+    left."""
     top = X.abs().amax(dim=1)
     size = torch.linalg.vector_norm(X / top[:, None], dim=1)
     U = X / top[:, None] / size[:, None]
     cosines = (U @ U.mT).fill_diagonal_(1.0).clamp(-1, 1)
-    p = torch.full((len(X),), 1 / len(X), dtype=torch.float64)
+    p = torch.full((len(X),), 1 / len(X), dtype=torch.float64) if p is None else p
     names = [str(k) for k in range(len(X))]
     m, judged = weigh(rule, Changes(size * top, cosines, 1e-15 * size * top), p, names)
     c = p * torch.tensor([m[name] for name in names], dtype=torch.float64)
@@ -295,6 +298,26 @@ def test_twins_at_the_median_share_its_weight() -> None:
     state, uploads, _ = played(server, wanted)
     found = weights(server, state, in_other_coordinates(uploads, 1e6, seed=5))
     assert list(found.values()) == pytest.approx([7 / 4] * 4 + [0.0] * 3, abs=1e-6)
+
+
+def test_who_is_not_at_the_median_is_told_why() -> None:
+    X, p = torch.tensor([[0.0], [0.0], [0.0], [5.0]], dtype=torch.float64), torch.full((4,), 0.25, dtype=torch.float64)
+    judged = GeometricMedian().weigh(Geometry(X @ X.T, torch.zeros(4, dtype=torch.float64), 2.0), p)
+    assert set(judged.why) == {3} and "10 away" in judged.why[3], "5 in units of 2"
+
+
+def test_a_bound_of_the_configuration_s_own_bears_any_number_of_liars() -> None:
+    """One of three may lie, who has half of the weight; the median of the round's norms would be his to set."""
+    assert CentredClipping(tau=1.0, liars=1).liars_hold([0.2, 0.3, 0.5]) == 0.0
+    assert CentredClipping(liars=1).liars_hold([0.2, 0.3, 0.5]) > 0.0
+
+
+def test_the_median_on_a_line_where_the_sums_of_distances_are_alike() -> None:
+    """By hand: sorted, the weights 0.2, 0.01, 0.22, 0.24, 0.33 pass a half at 1.4. Beside what far ones add to each sum
+    of distances rounding hides which one is the least, and the search begins elsewhere."""
+    X = torch.tensor([[1e76], [-1e46], [1.0], [1.4], [1.1]], dtype=torch.float64)
+    median, left = of_points(GeometricMedian(), X, torch.tensor([0.33, 0.2, 0.01, 0.24, 0.22], dtype=torch.float64))
+    assert float(median) == pytest.approx(1.4, rel=1e-12) and left == 0.0
 
 
 # ---- hostile input ---------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 
 from fedlora import METHODS, Adapter, Client, LoRA, Server, Upload, build
 from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.server.intake import take_in
 from fedlora.testing.federations import rounds
 
 RANKS = dict.fromkeys("abcd", 3)
@@ -79,3 +80,13 @@ def test_a_lora_of_numpy_names_its_client() -> None:
     pair: Any = LoRA(torch.ones(4, 2).numpy(), torch.ones(2, 3).numpy())  # type: ignore[arg-type]
     with pytest.raises(UploadRefused, match=r"'acme' refused: .*'m' is a ndarray"):
         server.aggregate(state, [Upload(Client("acme", 2), 1, Adapter({"m": pair}))])
+
+
+def test_bytes_are_counted_of_uploads_alone() -> None:
+    """A refused upload travelled, too; of what is none nobody knows how much."""
+    server = Server(build("glora"))
+    pair = LoRA(torch.zeros(5, 2), torch.ones(2, 3))
+    opened = server.open(server.init(Adapter({"q": pair})))
+    found = list(take_in(opened, ["nonsense", Upload(Client("a", 2), -1, Adapter({"q": pair}))]))  # type: ignore[list-item]
+    assert all(taken.refusal is not None for taken in found)
+    assert [(taken.up_modules, taken.up_heads) for taken in found] == [(0, 0), (4 * (10 + 6), 0)]

@@ -10,10 +10,8 @@ import errno
 import gc
 import os
 import signal
-import subprocess
-import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +25,7 @@ from fedlora.core.method import Roles
 from fedlora.core.summing import FromMeans, FromSums
 from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, RankTie, UploadRefused
 from support.federations import noise
+from support.processes import Program
 
 D_OUT, D_IN, RANK = 64, 48, 4
 ONE = 4 * 2 * RANK * (D_OUT + D_IN)  # bytes of one upload's two modules
@@ -109,6 +108,7 @@ def test_the_result_is_that_of_uploads_that_are_kept(case: str, dtype: torch.dty
         us = uploads(20 + turn, dtype=dtype)
         got, want = limited.aggregate(got, us), free.aggregate(want, us[::-1])
         for module in MODULES:
+            assert got.modules[module].round == want.modules[module].round == turn + 1
             assert apart(update(limited, got, module), update(free, want, module)) < 1e-6
             same(limited.diagnostics(got)[module], free.diagnostics(want)[module])
         assert got.tally is not None and want.tally is not None and got.tally.weights == want.tally.weights
@@ -128,7 +128,7 @@ def test_averages_of_factors_are_those_of_uploads_that_are_kept(method: str, mis
     limited = Server(build(method), missing=missing, memory=6 * ONE / 2**20)
     free = replace(limited, memory=None)
     got, want = start(limited), start(free)
-    for _ in range(3):
+    for turn in range(3):
         opened: Any = limited.open(got)
         roles = limited.roles(got)
         us = [sent(u, roles, one_rank=method in ("fedit", "fedsa-lora")) for u in uploads(40)]
@@ -137,6 +137,7 @@ def test_averages_of_factors_are_those_of_uploads_that_are_kept(method: str, mis
         assert 0 < opened.summed <= 3 * 2 * ONE  # float64, of ranks 2, 3 and 4
         got, want = opened.close(), free.aggregate(want, us)
         assert got.tally == want.tally
+        assert {state.round for x in (got, want) for state in x.modules.values()} == {turn + 1}
         client = Client("anybody", RANK)
         ours, theirs = limited.download(got, client), free.download(want, client)
         for module in MODULES:
@@ -245,11 +246,15 @@ def test_uploads_are_forgotten_before_the_round_is_over_and_nothing_is_left_on_t
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
-def test_a_kill_in_the_middle_of_a_round_leaves_nothing_and_the_round_is_played_again(tmp_path: Path) -> None:
+def test_a_kill_in_the_middle_of_a_round_leaves_nothing_and_the_round_is_played_again(
+    tmp_path: Path, program: Callable[..., Program]
+) -> None:
     """SIGKILL while a file of sums is being made, which is when it could have a name; the state before is a value, so
     the next process makes of it what an unharmed one does."""
-    child = (
-        "import os, signal\n"
+    (tmp_path / "there").mkdir()
+    (tmp_path / "child.py").write_text(
+        "import os, signal, sys, tempfile\n"
+        "tempfile.tempdir = sys.argv[1]\n"
         "from server.test_summed_uploads import pair, start, uploads\n"
         "s, _ = pair('glora, cut')\n"
         "opened, made = s.open(start(s)), os.posix_fallocate\n"
@@ -261,11 +266,9 @@ def test_a_kill_in_the_middle_of_a_round_leaves_nothing_and_the_round_is_played_
         "for upload in uploads(20):\n"
         "    opened.add(upload)\n"
     )
-    tests = str(Path(__file__).parents[1])
-    env = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join([tests, *sys.path])}
-    killed = subprocess.run([sys.executable, "-c", child], env=env, capture_output=True, text=True, check=False)
+    killed = program(tmp_path / "child.py", tmp_path / "there").ended()
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert not list(tmp_path.iterdir())
+    assert not list((tmp_path / "there").iterdir())
     limited, free = pair("glora, cut")
     after, want = (s.aggregate(start(s), uploads(20)) for s in (limited, free))
     assert apart(update(limited, after, "a"), update(free, want, "a")) < 1e-6

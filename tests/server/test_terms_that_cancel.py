@@ -210,6 +210,19 @@ def test_the_shortest_pair_is_the_sum_and_no_longer(scale: float) -> None:
     assert not shortest([(0.0, B, A)])[0].any()
 
 
+def test_columns_of_zeros_and_of_any_size_change_no_sum() -> None:
+    """A zero column beside a row of 1e300, with terms of 1e-400: alone, by hand, they are one outer product. Where all
+    columns of B are zero, one column says so. Numbers below 2^-1022 have no inverse: their squares are not computed."""
+    b, a = noise((9,), "b"), noise((7,), "a")
+    B, A = torch.stack([0 * b, 1e-200 * b], dim=1), torch.stack([1e300 * a, 1e-200 * a])
+    left, right = shortest([(1.0, B, A)])
+    torch.testing.assert_close(1e200 * left @ (1e200 * right), torch.outer(b, a), rtol=1e-12, atol=1e-12)
+    assert [t.tolist() for t in shortest([(1.0, 0 * B, A)])] == [[[0.0]] * 9, [[0.0] * 7]]
+    B, A = torch.stack([b, 1e-3 * a[0] * b - b], dim=1), torch.stack([a, a])
+    for of_B, of_A in ((1e-310, 1.0), (1.0, 1e-310), (1e300, 1e300), (1e-310, 1e300)):
+        assert cancels(of_B * B, of_A * A, 100.0) and not cancels(of_B * B[:, :1], of_A * A[:1], 2.0), (of_B, of_A)
+
+
 def test_changes_of_terms_that_cancel_in_one_module_only() -> None:
     """The noise is over all modules: a quiet one does not hide a loud one."""
     bad = liar(30, 10.0).adapter.modules["q"]

@@ -29,6 +29,16 @@ def test_who_is_raised_is_told_where_others_are_not() -> None:
     assert told(line("krum (liars = 1)", a=1.0, b=0.0, c=0.0, d=0.0)) == "krum leaves out b, c, d (3 of 4)"
 
 
+def test_where_most_are_left_out_those_who_stay_are_told() -> None:
+    said = told(line("krum (liars = 1)", **{f"c{k:02}": float(k == 7) for k in range(30)}))
+    assert said == "krum keeps c07 alone (1 of 30)"
+
+
+def test_who_is_raised_most_is_told_first() -> None:
+    said = told(line("geometric-median", a=0.25, b=0.35, c=0.16, d=0.16, e=0.08, f=0.0))
+    assert 0 < said.index("b to 210%") < said.index("a to 150%")
+
+
 def test_somebody_should_look_at_who_always_loses() -> None:
     """Left out in every round, or below 60 % of its weight; a rank that is the largest is named as a likely cause."""
     rounds = [{"defence": line("multi-krum (liars = 1)", a=0.0, b=0.375, c=0.1, d=0.525)} for _ in range(3)]

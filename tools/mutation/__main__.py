@@ -1,6 +1,7 @@
 """`make mutants`: python -m mutation COMMAND, in the project's folder, with tools/ on PYTHONPATH.
 
-note        run a tier's tests once and note which places they pass; as long as these tests take, alone on the machine
+note        put others in place of changes whose code is gone, run a tier's tests once and note which places they pass;
+            as long as these tests take, alone on the machine
 try         what was not tried yet, or, with the exhaustive tier, what nothing quick has found; --part 1/4: a quarter of
             it; stops after each batch without loss
 check       only the cases that are stored: does each change that was killed still die? minutes
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mutation import killing, stored
-from mutation.sites import SHARES, SOURCE, possible
+from mutation.sites import SHARES, there
 from mutation.stored import Tried
 
 BATCH = 40  # changes that one process tries; what it found is stored after each
@@ -29,32 +30,33 @@ def main() -> int:
     parser.add_argument("command", choices=["note", "try", "check", "table"])
     parser.add_argument("tests", nargs="*", help="of note: only these files and folders")
     parser.add_argument("--tier", choices=list(killing.TIERS), default="quick", help="of note and try")
+    parser.add_argument("--again", action="store_true", help="of try: also what no quick test had killed")
     parser.add_argument("--part", default="1/1", help="of try: i/n")
     parser.add_argument("--seconds", type=float, default=60.0, help="for the tests of one change")
     parser.add_argument("--workers", type=int, default=2)
-    said = parser.parse_args()
+    said = parser.parse_intermixed_args()
     if said.command == "note":
+        stored.renew()
         killing.note(said.tier, said.tests)
     elif said.command == "try":
         part, parts = map(int, said.part.split("/"))
-        _try(said.tier, part, parts, said.seconds, said.workers)
+        _try(said.tier, (part, parts), said.seconds, said.workers, again=said.again)
     elif said.command == "check":
         return _check(said.seconds, said.workers)
     print(table(stored.read()))
     return 0
 
 
-def _try(tier: str, part: int, parts: int, seconds: float, workers: int) -> None:
+def _try(tier: str, part: tuple[int, int], seconds: float, workers: int, *, again: bool) -> None:
     reached = killing.noted()
     everything = stored.read()
-    left_by = {"quick": [k for k, each in enumerate(everything) if not each.verdict]}
-    left_by["exhaustive"] = [
-        k for k, each in enumerate(everything) if each.tier == "quick" and each.verdict != "killed" and k in reached
-    ]
-    todo = [k for k in left_by[tier] if k % parts == part - 1]
+    alive = [k for k, each in enumerate(everything) if each.verdict not in ("killed", "equivalent")]
+    left_by = {"quick": [k for k in alive if again or not everything[k].verdict]}
+    left_by["exhaustive"] = [k for k in alive if everything[k].tier == "quick" and k in reached]
+    todo = [k for k in left_by[tier] if k % part[1] == part[0] - 1]
     for begin in range(0, len(todo), BATCH):
         began, batch = time.monotonic(), todo[begin : begin + BATCH]
-        orders = {k: killing.in_order(reached[k]) for k in batch if k in reached}
+        orders = {k: killing.in_order(reached[k], everything[k].change.package) for k in batch if k in reached}
         found = killing.tried(orders, seconds, workers, killing.TIERS[tier])
         everything = stored.read()
         for k in batch:
@@ -74,9 +76,8 @@ def _check(seconds: float, workers: int) -> int:
     """Names each change whose stored cases do not find it any more. 1 where there is one."""
     everything = stored.read()
     killed = {k: each.by for k, each in enumerate(everything) if each.verdict == "killed"}
-    files = {each.change.file for each in everything if (SOURCE / each.change.file).exists()}
-    there = {change.id for file in files for change in possible(file)}
-    gone = [k for k in killed if everything[k].change.id not in there]
+    known = there()
+    gone = [k for k in killed if everything[k].change.id not in known]
     found = killing.tried({k: by for k, by in killed.items() if k not in gone}, seconds, workers)
     lost = [k for k, (verdict, *_) in found.items() if verdict != "killed"]
     print(
@@ -91,10 +92,11 @@ def _check(seconds: float, workers: int) -> int:
 
 def table(everything: Sequence[Tried]) -> str:
     """Package, changes, what all tests find and what `make test` finds, and the others."""
-    words = ("survived", "time", "not reached", "")
+    words = ("equivalent", "survived", "time", "not reached", "")
     rows = [
-        "| package | changes | killed by any test | by `make test` | survived | time over | not reached | not tried |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
+        "| package | changes | killed by any test | by `make test` | equivalent | survived | time over | not reached "
+        "| not tried |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name in (*SHARES, ""):
         those = [each for each in everything if each.change.file.startswith(f"fedlora/{name}")]

@@ -17,6 +17,7 @@ from mutation.stored import function_of
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "mutants"
 NOTES = FOLDER / "passed"
+ALONE = FOLDER / "alone.json"  # what is known of cases in forks by themselves
 # No import hook but ours (shape annotations are off), and no order of workers
 OPTIONS = ("-q", "--import-mode=importlib", "-p", "mutation.plugin", "-p", "no:cacheprovider", "-o", "timeout=300")
 ENOUGH = 3  # functions that find a change: those that did not run by then are left out
@@ -25,30 +26,37 @@ TIERS = {"quick": f"{BOTH} and not exhaustive", "exhaustive": f"{BOTH} and exhau
 
 
 def note(tier: str, tests: Sequence[str] = ()) -> None:
-    """Runs all tests of a tier once, unchanged, and notes what each passes."""
-    shutil.rmtree(NOTES / tier, ignore_errors=True)
-    (NOTES / tier).mkdir(parents=True)
+    """Runs all tests of a tier once, unchanged, and notes what each passes. tests: only these, beside what is noted."""
+    if not tests:
+        shutil.rmtree(NOTES / tier, ignore_errors=True)
+        ALONE.unlink(missing_ok=True)
+    (NOTES / tier).mkdir(parents=True, exist_ok=True)
     _pytest(["-n", "2", "--dist", "worksteal", "-m", TIERS[tier], *tests], MUTATION_NOTES=str(NOTES / tier))
 
 
 def noted() -> dict[int, list[tuple[str, float]]]:
     """Number of a change -> the cases that reach it, with their seconds. Of both tiers: a case may have moved."""
-    found: dict[int, list[tuple[str, float]]] = defaultdict(list)
+    found: dict[int, dict[str, float]] = defaultdict(dict)
     for path in sorted(NOTES.glob("*/*.jsonl")):
         for line in path.read_text().splitlines():
             case, seconds, numbers = json.loads(line)
             for number in numbers:
-                found[number].append((case, seconds))
-    return found
+                found[number][case] = seconds
+    return {number: list(cases.items()) for number, cases in found.items()}
 
 
-def in_order(cases: Sequence[tuple[str, float]]) -> list[str]:
-    """The cheapest case of each function, the cheapest function first; then the second of each, and so on."""
+def in_order(cases: Sequence[tuple[str, float]], package: str) -> list[str]:
+    """The cheapest case of each function, the cheapest function first; then the second of each, and so on. All tests of
+    the package itself are before the others."""
     by_function: dict[str, list[tuple[float, str]]] = defaultdict(list)
     for case, seconds in cases:
         by_function[function_of(case)].append((seconds, case))
-    ranked = [(k, each) for those in by_function.values() for k, each in enumerate(sorted(those))]
-    return [case for _, (_, case) in sorted(ranked)]
+    ranked = [
+        (package not in function.partition("::")[0], k, each)
+        for function, those in by_function.items()
+        for k, each in enumerate(sorted(those))
+    ]
+    return [case for *_, (_, case) in sorted(ranked)]
 
 
 def tried(
@@ -57,27 +65,25 @@ def tried(
     """Number -> verdict, cases that fail, how many ran, seconds. numbers: with the cases to run, in this order, as far
     as pytest selects them by -m `which`.
 
-    A case that fails without the change, too, when it runs in a fork by itself, counts for nothing: changes that it
-    seemed to find are tried again without it.
+    A case that fails without the change, too, when it runs in a fork by itself, counts for nothing, and no other of its
+    function does: changes that they seemed to find are tried again without them.
     """
     out = FOLDER / "outcomes"
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    false: set[str] = set()
-    sound: set[str] = set()
+    alone: dict[str, bool] = json.loads(ALONE.read_text()) if ALONE.exists() else {}  # case -> does it fail by itself?
     done: dict[int, tuple[str, list[str], int, float]] = {}
-    while left := {number: [case for case in cases if case not in false] for number, cases in numbers.items()
-                   if number not in done}:  # fmt: skip
+    while left := {number: cases for number, cases in numbers.items() if number not in done}:
+        useless = {function_of(case) for case, fails in alone.items() if fails}
+        left = {k: [case for case in cases if function_of(case) not in useless] for k, cases in left.items()}
         _forks([_task(number, cases, seconds, ENOUGH, out) for number, cases in left.items()], workers, which)
         found = {number: _outcome(out / f"{number}.jsonl") for number in left}
-        suspects = sorted({case for _, by, _, _ in found.values() for case in by} - sound)
+        suspects = sorted({case for _, by, _, _ in found.values() for case in by} - alone.keys())
         controls = {case: f"control-{k}" for k, case in enumerate(suspects)}
         _forks([_task(name, [case], seconds, 1, out) for case, name in controls.items()], workers, which)
-        for case, name in controls.items():
-            (false if _outcome(out / f"{name}.jsonl")[1] else sound).add(case)
-        done |= {number: outcome for number, outcome in found.items() if not false.intersection(outcome[1])}
-    if false:
-        print("fail by themselves in a fork, and are not counted:", *sorted(false), sep="\n  ")
+        alone |= {case: bool(_outcome(out / f"{name}.jsonl")[1]) for case, name in controls.items()}
+        ALONE.write_text(json.dumps(alone))
+        done |= {number: outcome for number, outcome in found.items() if not any(alone[case] for case in outcome[1])}
     return done
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from _pytest.runner import runtestprotocol
 
 from mutation import stored, switch
 
@@ -60,7 +59,7 @@ def pytest_runtest_protocol(item: Any) -> Iterator[None]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: Any, call: Any) -> Iterator[Any]:
     report = yield
-    item.failed_here = getattr(item, "failed_here", False) or not report.passed
+    item.failed_here = getattr(item, "failed_here", False) or report.failed
     return report
 
 
@@ -115,8 +114,9 @@ def _try(task: Mapping[str, Any], cases: Sequence[Any], out: Any) -> None:
         if stored.function_of(item.nodeid) in found:
             continue
         out.write(json.dumps(["began", item.nodeid, _work() - began]) + "\n")
-        reports = runtestprotocol(item, log=False, nextitem=cases[k + 1] if k + 1 < len(cases) else None)
-        failed = any(report.failed for report in reports)
+        item.failed_here = False
+        item.ihook.pytest_runtest_protocol(item=item, nextitem=cases[k + 1] if k + 1 < len(cases) else None)
+        failed = item.failed_here
         out.write(json.dumps(["failed" if failed else "passed", item.nodeid, _work() - began]) + "\n")
         if failed:
             found.add(stored.function_of(item.nodeid))

@@ -6,7 +6,7 @@ import ast
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,11 @@ class Change:
     before: str
     after: str
     nth: int
+
+    @property
+    def package(self) -> str:
+        """Of SHARES."""
+        return next(name for name in SHARES if self.file.startswith(f"fedlora/{name}"))
 
     @property
     def id(self) -> str:
@@ -73,6 +78,19 @@ def chosen() -> list[Change]:
                 taken[change.file, change.function] += 1
                 found.append(change)
     return found
+
+
+def there() -> set[str]:
+    """The ids of all changes that can be made now."""
+    return {change.id for file in files() for change in possible(file)}
+
+
+def instead_of(gone: Change, taken: Collection[Change]) -> Change:
+    """Another change of the same package, for one whose code is gone."""
+    known, functions = {change.id for change in taken}, Counter((each.file, each.function) for each in taken)
+    those = [change for file in files() if file.startswith(f"fedlora/{gone.package}") for change in possible(file)]
+    free = (one for one in those if one.id not in known and functions[one.file, one.function] < _EVERY)
+    return min(free, key=lambda change: change.id)
 
 
 def switched(file: str, changes: Mapping[str, int]) -> ast.Module:

@@ -1,4 +1,4 @@
-"""The changes that are tried, and which tests find them: tests/mutants.json, a line each."""
+"""The changes that are tried, and which tests find them: tests/mutants.jsonl, a line each."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from mutation.sites import Change, chosen
+from mutation.sites import Change, chosen, instead_of, there
 
 PATH = Path(__file__).parents[2] / "tests" / "mutants.jsonl"
 
@@ -15,12 +15,14 @@ PATH = Path(__file__).parents[2] / "tests" / "mutants.jsonl"
 @dataclass(frozen=True)
 class Tried:
     """What became of a change. verdict: 'killed', 'survived' all tests that reach it, 'time' ran out before they all
-    had run, 'not reached' by any test, or '' where it was not tried yet. tier: the last one that tried it: 'quick', or
+    had run, 'not reached' by any test, 'equivalent' where no test can find it, for which `why` says the reason, or ''
+    where it was not tried yet. tier: the last one that tried it: 'quick', or
     'exhaustive' after nothing quick had found it. by: cases that fail with it, of several functions. reached:
     functions of tests that pass the place. ran: cases that did run. seconds: of all those."""
 
     change: Change
     verdict: str = ""
+    why: str = ""
     tier: str = ""
     by: Sequence[str] = ()
     reached: int = 0
@@ -39,6 +41,17 @@ def read() -> list[Tried]:
         change = Change(**{key: said.pop(key) for key in keys})
         found.append(Tried(change, **{**said, "by": tuple(said["by"])}))
     return found
+
+
+def renew() -> None:
+    """Changes whose code is gone make room for others of the package."""
+    known = there()
+    everything = read()
+    gone = [k for k, each in enumerate(everything) if each.change.id not in known]
+    for k in gone:
+        everything[k] = Tried(instead_of(everything[k].change, [each.change for each in everything]))
+    if gone:  # else another process may have stored what it found meanwhile
+        write(everything)
 
 
 def write(all_of_them: Iterable[Tried]) -> None:

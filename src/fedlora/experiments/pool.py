@@ -7,15 +7,16 @@ reach the parent alone, which ends them; they end with it, also in the middle of
 
 from __future__ import annotations
 
-import multiprocessing
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 from fedlora.workers.lifeline import held_by, interrupts_held
+from fedlora.workers.processes import clean_context
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -95,7 +96,8 @@ class _Slot(Generic[R]):
     def start(self, function: Callable[[T], R], task: T) -> Future[R]:
         self.idle = False
         if self._executor is None:
-            context = multiprocessing.get_context("spawn")
+            context = clean_context(["fedlora.runs.execution", "fedlora.runs.preparation", "peft"])
+            forkserver.ensure_running()  # outside of what follows: all that others fork from it would keep that, too
             reader, self._lifeline = context.Pipe(duplex=False)
             self._executor = ProcessPoolExecutor(1, context, initializer=_started, initargs=(reader, self._begin))
         with interrupts_held():

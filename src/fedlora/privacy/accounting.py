@@ -229,16 +229,15 @@ def _exact_noise(epsilon: float, rounds: int, delta: float) -> float:
     """z for which unsampled Gaussian releases have this epsilon: in closed form (Balle and Wang 2018, theorem 8), where
     to begin."""
 
-    def log_tail(x: float) -> float:
-        tail = math.erfc(x / math.sqrt(2)) / 2
-        return math.log(tail) if tail > 0 else -x * x / 2 - math.log(x * math.sqrt(2 * math.pi))
+    def tail(x: float) -> float:
+        return math.erfc(x / math.sqrt(2)) / 2  # x is at most 18 for an epsilon up to 100
 
     high = _rough_noise(epsilon, rounds, delta)  # enough: the zCDP bound
     low = high / 4
     while high > low * (1 + 1e-6):
         middle = math.sqrt(low * high)
         mu = math.sqrt(rounds) / middle
-        there = math.exp(log_tail(epsilon / mu - mu / 2)) - math.exp(epsilon + log_tail(epsilon / mu + mu / 2))
+        there = tail(epsilon / mu - mu / 2) - math.exp(epsilon) * tail(epsilon / mu + mu / 2)
         low, high = (middle, high) if there > delta else (low, middle)
     return high
 

@@ -105,7 +105,7 @@ class Processes(Generic[R]):
         _share(self._shared)
         self._packed = _pickled((resident, begin), self._shared)
         self._threads = threads
-        self._context = _context(preload)
+        self._context = clean_context(preload)
         self._executor: ProcessPoolExecutor | None = None
         self._lifeline: Connection | None = None
         self._proved = False  # some work came back
@@ -251,9 +251,9 @@ class _Raised:
     error: Exception
 
 
-def _context(preload: Sequence[str]) -> Any:
-    """Processes are forked from a clean server process that has imported torch once: fast to start, and the code is in
-    memory once. A fork of this process itself would copy its threads' locks."""
+def clean_context(preload: Sequence[str]) -> Any:
+    """Of multiprocessing. Processes are forked from a clean server process that has imported torch once: fast to start,
+    and the code is in memory once. A fork of this process itself would copy its threads' locks."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*preload, __name__])
     return context
