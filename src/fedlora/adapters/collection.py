@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from fedlora.errors import AdapterFormatError, ConfigError
 
 # Fields that say what else is in the file or which base it is of: all adapters must agree on them.
 _AGREED = ("layer_replication", "target_parameters", "fan_in_fan_out", "trainable_token_indices")
+TIED = ("base", "tokens")  # kinds of tensors that peft stores once for each name that the base ties
 _NOTHING: tuple[Any, ...] = (None, False, "", "none", [], {}, ())
 
 
@@ -95,6 +97,26 @@ class Collection:
                         f"{found[path]}."
                     )
         return ReadOnly(found)
+
+    @cached_property
+    def same(self) -> Mapping[str, Sequence[str]]:
+        """Name of a tensor beside the pairs -> its other names: of one tensor, for one of the adapters holds the same
+        numbers under both, and trained neither by itself."""
+        found: dict[str, list[str]] = {}
+        for file in self.files if len({file.heads for file in self.files}) > 1 else ():
+            heads = [h for h in file.heads if file.kind(h) in TIED and len(file.stored_head(h).shape) == 2]
+            for one, other in permutations(heads, 2):
+                if (
+                    file.kind(one) == file.kind(other)
+                    and other not in found.get(one, ())
+                    and file.same_heads(one, other)
+                ):
+                    found.setdefault(one, []).append(other)
+        return ReadOnly(found)
+
+    def outputs(self, module: str) -> int:
+        """d_out of a module that one of them has."""
+        return next(file.pair(module)[0].shape[0] for file in self.files if module in file.ranks)
 
     def check_common(self) -> None:
         """Raises `AdapterFormatError` where some of the adapters share no module with the others."""
