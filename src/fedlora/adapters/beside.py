@@ -4,13 +4,8 @@ Added biases (lora_bias) are part of the update, and count as their module does.
 updates: one of several rules (`--heads`) says whose are taken.
 
 What a base model ties is one tensor, and peft stores it under one name or several, by what else an adapter has there.
-Nothing in a file says so but equal numbers: where one adapter holds the same under two names, each of the others
-counts, for a name that it lacks, by what it holds under the other one.
-
-    average   the weighted mean of what all of them have
-    holders   the weighted mean over those that trained it
-    first     the first adapter's
-    drop      none
+Nothing in a file says so but its numbers (`Collection.same`); an adapter counts, for a name that it lacks, by what it
+holds of the same tensor under another.
 """
 
 from __future__ import annotations

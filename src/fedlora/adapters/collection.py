@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
-from itertools import permutations
 from typing import Any
 
 import torch
@@ -100,19 +99,16 @@ class Collection:
 
     @cached_property
     def same(self) -> Mapping[str, Sequence[str]]:
-        """Name of a tensor beside the pairs -> its other names: of one tensor, for one of the adapters holds the same
-        numbers under both, and trained neither by itself."""
-        found: dict[str, list[str]] = {}
-        for file in self.files if len({file.heads for file in self.files}) > 1 else ():
-            heads = [h for h in file.heads if file.kind(h) in TIED and len(file.stored_head(h).shape) == 2]
-            for one, other in permutations(heads, 2):
-                if (
-                    file.kind(one) == file.kind(other)
-                    and other not in found.get(one, ())
-                    and file.same_heads(one, other)
-                ):
-                    found.setdefault(one, []).append(other)
-        return ReadOnly(found)
+        """Name of a tensor beside the pairs that may be tied -> its other names, as one row in the middle tells: what
+        each adapter adds to a grown vocabulary stands at the end, and nobody trained the copies."""
+        by_row: dict[tuple[Any, ...], dict[str, None]] = {}
+        for file in self.files:
+            for head in file.heads:
+                if file.kind(head) in TIED and len(shape := file.stored_head(head).shape) == 2 and all(shape):
+                    row = file.row(head, shape[0] // 2).tolist()
+                    if any(row):
+                        by_row.setdefault((file.kind(head), shape, *row), {})[head] = None
+        return ReadOnly({head: [*names] for names in by_row.values() for head in names})
 
     def outputs(self, module: str) -> int:
         """d_out of a module that one of them has."""

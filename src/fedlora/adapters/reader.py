@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -261,9 +262,12 @@ class AdapterFile:
         """Whether two stored tensors are of one type and shape, and have the same bytes."""
         return same_bytes(self._weights, self.stored[key], self.stored[other])
 
-    def same_heads(self, head: str, other: str) -> bool:
-        """As `same`, of tensors beside the pairs."""
-        return self.same(self._parsed.beside[head][0], self._parsed.beside[other][0])
+    def row(self, head: str, number: int) -> Tensor:
+        """One row of a tensor beside the pairs, in float64."""
+        stored = self.stored_head(head)
+        size = stored.size // stored.shape[0]
+        begin = stored.begin + number * size
+        return tensor_of(self._weights, replace(stored, shape=stored.shape[1:], begin=begin, size=size)).double()
 
     def _check_copies(self) -> None:
         """Raises `AdapterFormatError` where the file has one tensor under two names, with other numbers."""
@@ -277,10 +281,10 @@ class AdapterFile:
 
     def _heads_by_tie(self) -> Iterator[str]:
         beside = self._parsed.beside if self._parsed.config.get("ensure_weight_tying") else {}
-        heads = [head for head, (_, kind) in beside.items() if kind == "head"]
-        for name, (_, kind) in beside.items():
+        heads = [key for key, kind in beside.values() if kind == "head"]
+        for name, (key, kind) in beside.items():
             if kind == "base" and name.endswith(".weight") and ".original_module." not in name:
-                yield from [name] if any(self.same_heads(name, head) for head in heads) else []
+                yield from [name] if any(self.same(key, head) for head in heads) else []
 
     def _foretell(self, keys: Collection[str], name: str) -> None:
         needed = allocation.bytes_to_read(self.stored[key] for key in keys)

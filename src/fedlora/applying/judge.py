@@ -162,9 +162,9 @@ def _check_targets(file: AdapterFile, found: Built, layers: Mapping[str, Any]) -
 
 
 def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
-    """Raises `AdapterFormatError` where peft would ask for other tensors than the file has, or for other shapes, or load
-    several of the file's that differ into one of its own. Not asked for is what it saves and need not read: a trained
-    bias, of which it keeps the base model's, and what its wrapper of a saved module holds."""
+    """Raises `AdapterFormatError` where peft would ask for other tensors than the file has, or for other shapes, or
+    load several of the file's that differ into one of its own. Not asked for is what it saves and need not read: a
+    trained bias, of which it keeps the base model's, and what its wrapper of a saved module holds."""
     with quiet():
         try:
             state = beside.state_dict(keep_vars=True)
@@ -174,7 +174,7 @@ def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
     for key, tensor in sorted(peft.items()):
         path, stored = key.removeprefix(PREFIX), file.stored.get(key)
         name, kind = quoted(path), extra_kind(path, file.config)
-        if stored is None and kind in ("bias", "base", "copy"):
+        if stored is None and (kind in ("bias", "copy") or ".original_module." in path):
             continue
         if stored is None:
             raise AdapterFormatError(f"the file lacks {name}, which peft asks for beside {found}")
@@ -192,8 +192,9 @@ def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
         first = loaded.setdefault(id(places[key]), key)
         if not file.same(key, first):
             raise AdapterFormatError(
-                f"{quoted(first.removeprefix(PREFIX))} and {name} are one tensor in {found}, which ties them, and their "
-                f"numbers differ: peft keeps one of the two for both. Save the adapter again with peft, beside that model"
+                f"{quoted(first.removeprefix(PREFIX))} and {name} are one tensor in {found}, which ties them, and "
+                f"their numbers differ: peft keeps one of the two for both. Save the adapter again with peft, beside "
+                f"that model"
             )
 
 
