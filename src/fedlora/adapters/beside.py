@@ -1,11 +1,16 @@
 """The tensors beside the pairs of several adapters: whose each is in a merge, and their mean.
 
 Added biases (lora_bias) are part of the update, and count as their module does. The others are whole weights, no
-updates: one of several rules (`--heads`) says whose are taken.
+updates: one of several rules (`--heads`, below) says whose are taken.
 
 What a base model ties is one tensor, and peft stores it under one name or several, by what else an adapter has there.
 Nothing in a file says so but its numbers (`Collection.same`); an adapter counts, for a name that it lacks, by what it
 holds of the same tensor under another.
+
+    average   the weighted mean of what all of them have
+    holders   the weighted mean over those that trained it
+    first     the first adapter's
+    drop      none
 """
 
 from __future__ import annotations
@@ -130,13 +135,12 @@ def _held(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
     modules or none: where one adapter has it, those that others alone have get an added bias of zeros."""
     found: dict[str, tuple[str, Held]] = {}
     for path in dict.fromkeys(path for file in given.files for path in file.heads):
-        own = [file for file in given.files if file.has_head(path)]
         all_of_it = [(file, w, name) for file, w in zip(given.files, given.weights, strict=True)
                      if (name := _name_in(given, file, path)) is not None]  # fmt: skip
         trained = [(file, w, name) for file, w, name in all_of_it if file.kind(name) != "base"]
         held = all_of_it if rule != "holders" else trained or all_of_it
         if rule == "first":
-            held = [(file, 1.0, path) for file in own if file is given.files[0]]
+            held = [(file, 1.0, path) for file in given.files[:1] if file.has_head(path)]
         kinds = {file.kind(name) for file, _, name in held or all_of_it}
         kind = next(kind for kind in _KINDS if kind in kinds)
         found[path] = (kind, all_of_it if kind == "added" else [] if rule == "drop" else held)
