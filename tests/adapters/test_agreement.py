@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -119,6 +120,21 @@ def test_equal_digests_of_the_weights_are_one_base_under_two_names(
         assert "different base models" in main("merge", a, c, *how, "-o", "n").error()
     named = [upload(tmp_path / "named", name, base_model_sha256=same) for name in "ab"]
     assert "one base model" not in main("merge", *named, "-o", "p").err  # one name: nothing to say
+
+
+@pytest.mark.parametrize("content", [b"junk", b"{}", b"[]", b"\xff", None], ids=repr)
+@pytest.mark.parametrize("name", ["upload.json", "labels.json"])
+def test_what_lies_beside_an_adapter_is_validated_too(
+    name: str, content: bytes | None, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """What a command that uses the folder refuses, validate refuses. None: a pipe, which nobody waits for."""
+    folder = saved(tmp_path, "a", 2)
+    if content is None:
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).write_bytes(content)
+    for command in (["validate", folder], ["resize", folder, "--rank", 1, "-o", tmp_path / "out"]):
+        assert name in main(*command).complaint(), command
 
 
 def test_a_state_knows_its_base_under_the_names_of_every_round(tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -1,7 +1,11 @@
 """The tensors beside the pairs of several adapters: whose each is in a merge, and their mean.
 
 Added biases (lora_bias) are part of the update, and count as their module does. The others are whole weights, no
-updates: one of several rules (`--heads`) says whose are taken.
+updates: one of several rules (`--heads`, below) says whose are taken.
+
+What a base model ties is one tensor, and peft stores it under one name or several, by what else an adapter has there.
+Nothing in a file says so but its numbers (`Collection.same`); an adapter counts, for a name that it lacks, by what it
+holds of the same tensor under another.
 
     average   the weighted mean of what all of them have
     holders   the weighted mean over those that trained it
@@ -20,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedlora.adapters import allocation
-from fedlora.adapters.collection import Collection
+from fedlora.adapters.collection import TIED, Collection
 from fedlora.adapters.module_names import plain
 from fedlora.adapters.narrowing import common_type, narrowed
 from fedlora.adapters.reader import AdapterFile
@@ -30,7 +34,7 @@ from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.weighted_mean import weighted_mean
 
 HeadRule = Literal["average", "holders", "first", "drop"]
-Held = list[tuple[AdapterFile, float]]
+Held = list[tuple[AdapterFile, float, str]]  # an adapter, its weight, and the name by which it has the tensor
 _KINDS = ("added", "head", "bias", "tokens", "base")  # the first of those that adapters call a tensor counts
 _WAYS: Mapping[HeadRule, str] = {
     "holders": "--heads holders averages over the adapters that trained it",
@@ -96,22 +100,25 @@ def averaged(
     found, used, left, rounding = {}, {}, {}, {}
     wide = torch.promote_types(dtype or added or torch.float32, torch.float32)
     for path, (kind, held) in sorted(kept(given, rule).items()):
-        needed = allocation.bytes_to_average([file.stored_head(path) for file, _ in held])
+        own, _ = common_type(file.stored_head(name).dtype for file, _, name in held)
+        needed = allocation.bytes_to_average([file.stored_head(name) for file, _, name in held])
         allocation.check(needed, f"averaging {quoted(path)}", given.files[0].limits)
-        if kind == "added":  # one that lacks it adds zero
+        if kind == "added":  # one that lacks it adds zero, and so does every one where none has it
             module = path.removesuffix(".lora_B.bias")
-            held = [(file, w) for file, w in given.holders(module, missing) if file.has_head(path)]
-            mean = weighted_mean([_widened(t, wide) for t in _alike(path, held)], [w for _, w in held])
+            held = [(file, w, path) for file, w in given.holders(module, missing) if file.has_head(path)]
+            if held:
+                mean = weighted_mean([_widened(t, wide) for t in _alike(path, held)], [w for _, w, _ in held])
+            else:
+                mean = torch.zeros(given.outputs(module), dtype=wide)
         elif not held:
             left[path] = kind
             continue
         else:
             mean = _mean(path, held, wide, signed=given.sum and kind != "base")
-            total = math.fsum(w for _, w in held)
-            held = [(file, w / total) for file, w in held] if total else []  # else they are all the same tensor
+            total = math.fsum(w for _, w, _ in held)
+            held = [(f, w / total, name) for f, w, name in held] if total else []  # else they are all the same tensor
         if held:
-            used[path] = given.effective(held)
-        own, _ = common_type(file.stored_head(path).dtype for file in given.files if file.has_head(path))
+            used[path] = given.effective([(file, w) for file, w, _ in held])
         own = added if kind == "added" and added is not None else own
         found[path] = narrowed(mean, dtype or own, f"tensor {quoted(path)}")
         moved = _moved(mean, found[path])
@@ -124,21 +131,30 @@ def averaged(
 
 
 def _held(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
-    """A copy of a base weight has a part in the mean of all, and where nobody trained that weight."""
-    every: dict[str, Held] = {}
-    for file, weight in zip(given.files, given.weights, strict=True):
-        for path in file.heads:
-            every.setdefault(path, []).append((file, weight))
-    found = {}
-    for path, all_of_it in every.items():
-        trained = [(file, w) for file, w in all_of_it if file.kind(path) != "base"]
+    """A copy of a base weight has a part in the mean of all, and where nobody trained that weight. lora_bias is for all
+    modules or none: where one adapter has it, those that others alone have get an added bias of zeros."""
+    found: dict[str, tuple[str, Held]] = {}
+    for path in dict.fromkeys(path for file in given.files for path in file.heads):
+        all_of_it = [(file, w, name) for file, w in zip(given.files, given.weights, strict=True)
+                     if (name := _name_in(given, file, path)) is not None]  # fmt: skip
+        trained = [(file, w, name) for file, w, name in all_of_it if file.kind(name) != "base"]
         held = all_of_it if rule != "holders" else trained or all_of_it
         if rule == "first":
-            held = [(file, 1.0) for file, _ in all_of_it if file is given.files[0]]
-        kinds = {file.kind(path) for file, _ in held or all_of_it}
+            held = [(file, 1.0, path) for file in given.files[:1] if file.has_head(path)]
+        kinds = {file.kind(name) for file, _, name in held or all_of_it}
         kind = next(kind for kind in _KINDS if kind in kinds)
         found[path] = (kind, all_of_it if kind == "added" else [] if rule == "drop" else held)
+    if any(kind == "added" for kind, _ in found.values()):
+        for module in given.layouts:
+            found.setdefault(f"{module}.lora_B.bias", ("added", []))
     return found
+
+
+def _name_in(given: Collection, file: AdapterFile, path: str) -> str | None:
+    """The name by which an adapter has a tensor beside the pairs: its own, or one of the same tensor."""
+    if file.has_head(path):
+        return path
+    return next((name for name in given.same.get(path, ()) if file.has_head(name) and file.kind(name) in TIED), None)
 
 
 def _obstacle(given: Collection, found: Mapping[str, tuple[str, Held]], rule: HeadRule) -> str | None:
@@ -153,33 +169,22 @@ def _obstacle(given: Collection, found: Mapping[str, tuple[str, Held]], rule: He
     for path, (kind, held) in sorted(found.items()):
         if kind in ("added", "tokens") or not held:
             continue
-        whole = [file for file, _ in held]
+        whole = {file: file.kind(name) for file, _, name in held}
         around = [path[:k] for k, letter in enumerate(path) if letter == "."] if kind == "head" else [path]
         for name, file in [(layer, file) for layer in around for file in updated.get(layer, ())]:
             if kind == "head" or (kind == "bias" and file not in whole):
-                trained = next(other for other in whole if other.kind(path) == kind)
+                trained = next(other for other, its in whole.items() if its == kind)
                 return (
                     f"{file.directory} has an update of {quoted(name)}, which {trained.directory} trained whole. "
                     f"Without the base model nobody knows what that changed, so no adapter can hold the sum of the two."
                 )
         lacks = next((file for file in given.files if file not in whole), None)
-        trained_here = kind != "base" or any(_copies_a_trained_one(file, path) for file in whole)
-        if rule == "average" and trained_here and lacks is not None:
+        if rule == "average" and kind != "base" and lacks is not None:
             return (
                 f"{lacks.directory} has no {quoted(path)}, which others trained whole, and its value in the base "
                 f"model is not known here."
             )
     return None
-
-
-def _copies_a_trained_one(file: AdapterFile, path: str) -> bool:
-    """Whether what looks like a copy of a base weight is one of a tensor that the adapter trained, and tied to it: peft
-    stores both, and calls one by name."""
-    if not (file.config.get("ensure_weight_tying") and file.has_head(path) and file.kind(path) == "base"):
-        return False
-    shape = file.stored_head(path).shape
-    alike = [other for other in file.heads if file.kind(other) == "head" and file.stored_head(other).shape == shape]
-    return any(torch.equal(file.head(path), file.head(other)) for other in alike)
 
 
 def _saved_names(given: Collection, rule: HeadRule, found: Mapping[str, Tensor]) -> list[str]:
@@ -202,7 +207,7 @@ def _saved_names(given: Collection, rule: HeadRule, found: Mapping[str, Tensor])
 def _mean(path: str, held: Held, wide: torch.dtype, *, signed: bool) -> Tensor:
     """The weighted mean of a tensor over its holders, computed in `wide` or wider. signed: the weights are of a sum and
     the tensor was trained, so they must add up to 1, also where all hold the same."""
-    tensors, weights = _alike(path, held), [w for _, w in held]
+    tensors, weights = _alike(path, held), [w for _, w, _ in held]
     total = math.fsum(weights)
     if signed and abs(total - 1) > 1e-9:
         raise AdapterFormatError(
@@ -229,8 +234,8 @@ def _moved(before: Tensor, after: Tensor) -> float:
 
 
 def _alike(path: str, held: Held) -> list[Tensor]:
-    tensors = [file.head(path) for file, _ in held]
-    shapes = {str(file.directory): tuple(t.shape) for (file, _), t in zip(held, tensors, strict=True)}
+    tensors = [file.head(name) for file, _, name in held]
+    shapes = {str(file.directory): tuple(t.shape) for (file, _, _), t in zip(held, tensors, strict=True)}
     if len(set(shapes.values())) > 1:
         raise AdapterFormatError(f"{quoted(path)} has different shapes, so there is no mean: {str(shapes)[:400]}.")
     return tensors

@@ -29,6 +29,7 @@ from fedlora.errors import AdapterFormatError, ConfigError
 
 # Fields that say what else is in the file or which base it is of: all adapters must agree on them.
 _AGREED = ("layer_replication", "target_parameters", "fan_in_fan_out", "trainable_token_indices")
+TIED = ("base", "tokens")  # kinds of tensors that peft stores once for each name that the base ties
 _NOTHING: tuple[Any, ...] = (None, False, "", "none", [], {}, ())
 
 
@@ -95,6 +96,23 @@ class Collection:
                         f"{found[path]}."
                     )
         return ReadOnly(found)
+
+    @cached_property
+    def same(self) -> Mapping[str, Sequence[str]]:
+        """Name of a tensor beside the pairs that may be tied -> its other names, as one row in the middle tells: what
+        each adapter adds to a grown vocabulary stands at the end, and nobody trained the copies."""
+        by_row: dict[tuple[Any, ...], dict[str, None]] = {}
+        for file in self.files:
+            for head in file.heads:
+                if file.kind(head) in TIED and len(shape := file.stored_head(head).shape) == 2 and all(shape):
+                    row = file.row(head, shape[0] // 2).tolist()
+                    if any(row):
+                        by_row.setdefault((file.kind(head), shape, *row), {})[head] = None
+        return ReadOnly({head: [*names] for names in by_row.values() for head in names})
+
+    def outputs(self, module: str) -> int:
+        """d_out of a module that one of them has."""
+        return next(file.pair(module)[0].shape[0] for file in self.files if module in file.ranks)
 
     def check_common(self) -> None:
         """Raises `AdapterFormatError` where some of the adapters share no module with the others."""

@@ -13,13 +13,14 @@ reader is told.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
 from fedlora.adapters.config_fields import is_adalora
-from fedlora.adapters.module_names import may_be_embedding, plain, saved_modules
+from fedlora.adapters.module_names import may_be_embedding, saved_modules
 from fedlora.adapters.patterns import Question, matches
 from fedlora.core.echo import quoted
 from fedlora.core.read_only import ReadOnly
@@ -27,15 +28,13 @@ from fedlora.errors import AdapterFormatError
 
 ALL_LINEAR = "all-linear"
 TOKENS = ".token_adapter.trainable_tokens_delta"
-CLASSIFIERS = ("classifier", "score")
 # Of which modules peft saves those that the model has for a task, whatever modules_to_save says.
 SAVED_FOR: Mapping[str | None, tuple[str, ...]] = {
-    "SEQ_CLS": CLASSIFIERS, "TOKEN_CLS": CLASSIFIERS, "QUESTION_ANS": ("qa_outputs",),
+    "SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",),
 }  # fmt: skip
 _TIED = ("embed_tokens", "lm_head")  # by which peft knows that an embedding is targeted
 _OUTPUTS = ("lm_head", "embed_out", "generator_lm_head")  # heads of language models, which "all-linear" leaves out
-_EMBEDDINGS = ("embed_tokens.weight", "lm_head.weight")  # of which peft stores a copy where a vocabulary may have grown
-_IN_WRAPPER = ("original_module.", "modules_to_save.")  # what peft's wrapper of a saved module holds
+_IN_WRAPPER = re.compile(r"(.+?)\.(original_module|modules_to_save)\.")  # what peft's wrapper of a saved module holds
 
 
 @dataclass(frozen=True)
@@ -241,20 +240,19 @@ def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
     """What a tensor beside the LoRA pairs is, by the rules by which peft saves it; None for one that it never saves.
 
     "head": of modules_to_save. "bias": a trained bias of the base (bias = all, lora_only). "added": lora_bias, part of
-    the update and scaled like it. "base": what peft stores of a layer because its vocabulary may have been resized.
-    "tokens": the rows of an embedding that were trained (trainable_token_indices). "idle": what peft's wrapper of a
-    saved module holds, stored under the wrapper's own names (bias = all, an embedding): the original, which takes no
-    part, or the saved one a second time, which peft does not read; and the rows of an output that is tied to the
-    embedding, a second time.
+    the update and scaled like it. "base": what peft stores of an embedding or an output, whatever its model calls it,
+    because the vocabulary may have been resized; also of the original of a saved module, which takes no part unless
+    the base ties it to one that does. "tokens": the rows of an embedding that were trained (trainable_token_indices).
+    "copy": a saved module a second time, under a name that peft does not read.
     """
     if path.endswith(".lora_B.bias"):
         return "added" if config.get("lora_bias") else None
     if path.endswith(TOKENS):
-        return _kind_of_rows(plain(path.removesuffix(TOKENS)), config.get("trainable_token_indices"))
+        return "tokens" if config.get("trainable_token_indices") else None
     names = config.get("modules_to_save") or ()
-    around = saved_modules(path, (*names, *_TIED) if ties_saved(config) else names)
-    if any(path[len(module) + 1 :].startswith(_IN_WRAPPER) for module in around):
-        return "idle"
+    held = _IN_WRAPPER.match(path)
+    if held and (saved_modules(f"{held[1]}.", names) or (config.get("ensure_weight_tying") and names)):
+        return "base" if held[2] == "original_module" else "copy"
     # peft's rule for a saved module: a path that ends with its name (not: equals).
     saved = any(f"{module}." in path for module in names)
     if saved and "lora_" not in path and "base_layer" not in path:
@@ -265,16 +263,13 @@ def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
         return "bias"
     if path.endswith((".base_layer.weight", ".base_layer.bias")):
         return "base"
-    return ("head" if ties_saved(config) else "base") if path.endswith(_EMBEDDINGS) else None
+    module, _, last = path.rpartition(".")
+    return "base" if last in ("weight", "bias") and may_be_embedding(module) and "lora_" not in path else None
 
 
-def _kind_of_rows(module: str, tokens: Any) -> str | None:
-    """Of the trained rows of a module. A list means the input's embedding."""
-    if not tokens:
-        return None
-    named = tokens if isinstance(tokens, Mapping) else ()
-    output = module.rpartition(".")[2] in _OUTPUTS
-    return "idle" if output and not any(f".{module}".endswith(f".{name}") for name in named) else "tokens"
+def names_rows(said: Collection[str], module: str) -> list[str]:
+    """Of the names in trainable_token_indices, those that mean a module."""
+    return [name for name in said if module == name or module.endswith(f".{name}")]
 
 
 # --------------------------------------------------------------------------------------------------- nested parameters

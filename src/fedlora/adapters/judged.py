@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedlora.adapters.config_fields import LARGEST_SCALE
-from fedlora.adapters.config_meaning import CLASSIFIERS, TOKENS, check_left_to_base, ties_saved
+from fedlora.adapters.config_meaning import SAVED_FOR, TOKENS, check_left_to_base, names_rows, ties_saved
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.module_names import may_be_embedding, plain, saved_modules
 from fedlora.adapters.parsed import Meaning, Parsed
@@ -53,7 +53,13 @@ def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, w
                 f"module {quoted(path)} has alpha / r = {scale:.3g}, and nobody trains an adapter with that scale."
             )
     _check_added(parsed)
-    _check_saved(config, [path for path, (_, kind) in parsed.beside.items() if kind == "head"])
+    lacking = _check_saved(config, [path for path, (_, kind) in parsed.beside.items() if kind == "head"])
+    if lacking and not with_base:
+        notes += (
+            f"the file has no tensor of {' or '.join(map(quoted, lacking))}, where peft expects a head for task_type = "
+            f"{quoted(config.get('task_type'))}: it loads beside a model whose head has another name, and was not "
+            f"trained. fedlora validate --base checks with a base model.",
+        )
     rows = {plain(path.removesuffix(TOKENS)): parsed.tensors[key].shape
             for path, (key, kind) in parsed.beside.items() if kind == "tokens"}  # fmt: skip
     _check_tokens(config, rows)
@@ -124,8 +130,12 @@ def _check_added(parsed: Parsed) -> None:
             )
 
 
-def _check_saved(config: Mapping[str, Any], given: list[str]) -> None:
-    """Every module that modules_to_save names has tensors: peft asks the file for each. given: the heads' paths."""
+def _check_saved(config: Mapping[str, Any], given: list[str]) -> list[str]:
+    """Every module that modules_to_save names has tensors: peft asks the file for each. given: the heads' paths.
+
+    Not so the names that peft itself adds for a task: a model has one of them, or a head of another name. Returned are
+    those, where the file has none of them.
+    """
     names: list[str] = list(config.get("modules_to_save") or ())
     lacking = [name for name in names if not any(f"{name}." in path for path in given)]
     for path in given:  # the wrapper of the outer one has no such child
@@ -135,13 +145,16 @@ def _check_saved(config: Mapping[str, Any], given: list[str]) -> None:
                 f"modules_to_save means {quoted(around[0])} and {quoted(around[1])} in it: peft loads no saved "
                 f"module within another. Name only the outer one."
             )
-    some_classifier = any(name in CLASSIFIERS and name not in lacking for name in names)
+    added = {name for adds in SAVED_FOR.values() for name in adds}
+    some = bool(added.intersection(names).difference(lacking))
+    by_peft = [name for name in lacking if name in (added if some else SAVED_FOR.get(config.get("task_type"), ()))]
     for name in lacking:
-        if name in CLASSIFIERS and some_classifier:  # peft names both, and a model has one
+        if name in by_peft:
             continue
         if ties_saved(config) and given and may_be_embedding(name):  # one copy is stored for all that are tied
             continue
         raise AdapterFormatError(f"modules_to_save names {quoted(name)}, but the file has no tensor of it.")
+    return [] if some else by_peft
 
 
 def _check_tokens(config: Mapping[str, Any], rows: Mapping[str, tuple[int, ...]]) -> None:
@@ -154,15 +167,17 @@ def _check_tokens(config: Mapping[str, Any], rows: Mapping[str, tuple[int, ...]]
             raise AdapterFormatError("trainable_token_indices names tokens, but the file has no rows of them.")
         wanted = dict.fromkeys(rows, said)
     else:
-        wanted = {path: said[name] for path in rows for name in said if path == name or path.endswith(f".{name}")}
-        stored = [indices for path, indices in wanted.items()]
+        wanted = {path: said[name] for path in rows for name in names_rows(said, path)}
+        stored = list(wanted.values())
         for name, indices in said.items():
-            there = any(path == name or path.endswith(f".{name}") for path in rows)
+            there = any(name in names_rows(said, path) for path in rows)
             if not there and indices not in stored:  # of tied layers with the same tokens, one is stored
                 raise AdapterFormatError(
                     f"trainable_token_indices names {quoted(name)}, and the file has no rows of it."
                 )
     for path, shape in rows.items():
+        if path not in wanted and may_be_embedding(path) and (shape[0] if shape else 0) in map(len, stored):
+            continue  # a tied copy, if `copies_in` finds the same numbers
         if path not in wanted:
             raise AdapterFormatError(
                 f"the file has rows for {quoted(path)}, which trainable_token_indices does not name."

@@ -13,9 +13,11 @@ from typing import Any
 
 from fedlora.adapters.config_fields import is_adalora
 from fedlora.adapters.config_meaning import (
+    TOKENS,
     Resolved,
     adalora_ranks,
     extra_kind,
+    names_rows,
     parameter_names,
     resolve,
 )
@@ -92,7 +94,7 @@ def parse(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Parsed:
                 f"{quoted(config.get('modules_to_save') or [])}, bias = "
                 f"{quoted(config.get('bias', 'none'))}, lora_bias = {bool(config.get('lora_bias'))})."
             )
-        if kind == "idle":
+        if kind == "copy":
             continue
         name = path if kind in ("added", "tokens") else plain(path)
         if name in beside:
@@ -139,6 +141,25 @@ def understand(parsed: Parsed, seconds: float) -> Meaning:
     targeted = {path: said.targeted[name] for path, name in asked.items() if path not in bare}
     twice = tuple(module for module in layers if {"weight", "bias"} & set(parameters.of(module)))
     return Meaning(ReadOnly(asked), ReadOnly(layouts), ReadOnly(ranks), said, ReadOnly(targeted), twice)
+
+
+def copies_in(parsed: Parsed) -> dict[str, list[str]]:
+    """Key of each tensor that the file must have a second time -> the keys of which one must hold the same numbers.
+
+    peft stores a saved module again under its wrapper's name, and the trained rows of an embedding again for each
+    output that is tied to it: a list of tokens means the rows of one embedding, and of several named modules those that
+    have no name of their own are one's of the named.
+    """
+    found = {}
+    for key in parsed.tensors:
+        first = key.replace(".modules_to_save.", ".", 1)
+        if first != key and first in parsed.tensors:
+            found[key] = [first]
+    said = parsed.config.get("trainable_token_indices")
+    rows = {plain(path.removesuffix(TOKENS)): key for path, (key, kind) in parsed.beside.items() if kind == "tokens"}
+    named = [key for path, key in rows.items() if not isinstance(said, Mapping) or names_rows(said, path)]
+    own = named if isinstance(said, Mapping) else named[:1]
+    return found | {key: own for key in rows.values() if key not in own and own}
 
 
 # -------------------------------------------------------------------------------------------------------------- inside

@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.module_names import may_be_embedding, plain
 from fedlora.adapters.narrowing import common_type
-from fedlora.adapters.parsed import PREFIX, Meaning, Parsed, parse, understand
+from fedlora.adapters.parsed import PREFIX, Meaning, Parsed, copies_in, parse, understand
 from fedlora.adapters.tied_pairs import check_tied
 from fedlora.adapters.untrusted_files import (
     FLOATS,
@@ -60,12 +61,12 @@ class AdapterFile:
         with_base: a base model is going to be asked (`apply`), so what depends on it is left open.
         names: key of a tensor -> the one to take it for.
 
-    `notes` are lines for a reader, on what could not be told without the base model, and on copies that peft does not
-    read; `left_to_base` the modules in question, by path, each with the name by which peft asks for it.
+    `notes` are lines for a reader, on what could not be told without the base model; `left_to_base` the modules in
+    question, by path, each with the name by which peft asks for it.
 
     Raises:
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that do
-            not fit the config.
+            not fit the config; copies of one tensor that differ.
 
     Example:
         >>> file = AdapterFile("adapter", scaling=2.0)  # nothing but names and shapes is read yet
@@ -90,7 +91,8 @@ class AdapterFile:
         try:
             self._weights, self._parsed, self._meaning = _opened(self.directory, self.limits, allow_unknown, names)
             self.notes = judge(self._parsed, self._meaning, self.limits, scaling, with_base=with_base)
-            self.notes += tuple(_contrary(self._weights, self._parsed))
+            self._check_copies()
+            self._tied_heads = frozenset(self._heads_by_tie())
         except AdapterFormatError as error:
             raise self._named(error) from error
         self.config: Mapping[str, Any] = self._parsed.config
@@ -141,8 +143,9 @@ class AdapterFile:
         return name in self._parsed.beside
 
     def kind(self, head: str) -> str:
-        """What a tensor beside the pairs is: `config_meaning.extra_kind`."""
-        return self._parsed.beside[head][1]
+        """What a tensor beside the pairs is: `config_meaning.extra_kind`. A copy of a saved module that
+        ensure_weight_tying made, under a name that modules_to_save need not have, is a head like that."""
+        return "head" if head in self._tied_heads else self._parsed.beside[head][1]
 
     def stored_head(self, path: str) -> Stored:
         """A tensor beside the pairs, by the header."""
@@ -255,6 +258,34 @@ class AdapterFile:
                 except AdapterFormatError as error:
                     raise self._named(error) from error
 
+    def same(self, key: str, other: str) -> bool:
+        """Whether two stored tensors are of one type and shape, and have the same bytes."""
+        return same_bytes(self._weights, self.stored[key], self.stored[other])
+
+    def row(self, head: str, number: int) -> Tensor:
+        """One row of a tensor beside the pairs, in float64."""
+        stored = self.stored_head(head)
+        size = stored.size // stored.shape[0]
+        begin = stored.begin + number * size
+        return tensor_of(self._weights, replace(stored, shape=stored.shape[1:], begin=begin, size=size)).double()
+
+    def _check_copies(self) -> None:
+        """Raises `AdapterFormatError` where the file has one tensor under two names, with other numbers."""
+        for key, others in copies_in(self._parsed).items():
+            if not any(self.same(key, other) for other in others):
+                raise AdapterFormatError(
+                    f"{quoted(key, 120)} and {quoted(others[0], 120)} are one tensor to peft, which keeps one of the "
+                    f"two, and their numbers differ: the file is damaged, or was changed after peft wrote it. Save the "
+                    f"adapter again with peft."
+                )
+
+    def _heads_by_tie(self) -> Iterator[str]:
+        beside = self._parsed.beside if self._parsed.config.get("ensure_weight_tying") else {}
+        heads = [key for key, kind in beside.values() if kind == "head"]
+        for name, (key, kind) in beside.items():
+            if kind == "base" and name.endswith(".weight") and ".original_module." not in name:
+                yield from [name] if any(self.same(key, head) for head in heads) else []
+
     def _foretell(self, keys: Collection[str], name: str) -> None:
         needed = allocation.bytes_to_read(self.stored[key] for key in keys)
         allocation.check(needed, f"{self.directory}: reading module {quoted(name)}", self.limits)
@@ -311,14 +342,3 @@ def _opened(
     meaning = understand(parsed, limits.pattern_seconds)
     config_file.unchanged()  # the two belong together
     return weights, parsed, meaning
-
-
-def _contrary(weights: StrangersFile, parsed: Parsed) -> Iterator[str]:
-    """A line for each saved module that the file has twice, with other numbers: peft reads the one in its own name."""
-    for key, second in parsed.tensors.items():
-        first = key.replace(".modules_to_save.", ".", 1)
-        if first != key and first in parsed.tensors and not same_bytes(weights, parsed.tensors[first], second):
-            yield (
-                f"{quoted(key, 120)} is another tensor than {quoted(first, 120)}, and peft reads only the latter: "
-                f"the former is left out."
-            )

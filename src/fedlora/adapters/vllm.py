@@ -46,11 +46,11 @@ def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str
             whole = False
     if refused:
         what = "; ".join(f"{what}, such as {quoted(name)}" for what, name in refused.items())
-        less = " --heads drop leaves that out, but the result is then another model." if whole else ""
+        less = " fedlora merge --heads drop leaves that out, but the result is then another model." if whole else ""
         raise ConfigError(f"vLLM does not take {what}.{less} To serve the whole: {way}")
     notes = []
     if any(kind == "head" for _, kind in beside):
-        notes.append("vLLM accepts saved score and classifier modules since August 2026; older ones need --heads drop")
+        notes.append("vLLM takes saved score and classifier modules since August 2026; else fedlora merge --heads drop")
     if any(kind == "base" for _, kind in beside):
         notes.append(
             "vLLM ignores the copies of base weights beside an embedding or lm_head: this is right only if "

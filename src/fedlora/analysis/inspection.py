@@ -21,6 +21,8 @@ from fedlora.core.lora import LoRA, stack
 from fedlora.errors import AdapterFormatError, ShapeError
 from fedlora.linalg import gauge_fix, norm, rank_tolerance, svd_of_product
 
+_SAME = 1e-5  # which is what storing in float32 leaves
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -92,9 +94,9 @@ class ModuleDifference:
 
     @property
     def verdict(self) -> str:
-        """In words; "same" is up to 1e-5, which is what storing in float32 leaves."""
-        if self.update <= 1e-5:
-            same = self.B is not None and self.A is not None and max(self.B, self.A) <= 1e-5
+        """In words; "same" is up to 1e-5."""
+        if self.update <= _SAME:
+            same = self.B is not None and self.A is not None and max(self.B, self.A) <= _SAME
             return "the same factors" if same else "the same update in another gauge"
         return "another update"
 
@@ -168,6 +170,22 @@ def comparable(files: Sequence[AdapterFile]) -> list[AdapterFile]:
     largest = sorted(largest, key=allocation.bytes_to_read)[-2:]
     allocation.check(allocation.bytes_to_merge(largest), "comparing the largest modules", files[0].limits)
     return files
+
+
+def heads_apart(one: AdapterFile, other: AdapterFile) -> dict[str, float]:
+    """Name of each tensor beside the pairs in which two adapters differ -> ||X - Y|| / ||X||; infinite where one lacks
+    it, or has another shape. Equal is up to 1e-5, as of `ModuleDifference`."""
+    found = {}
+    for name in sorted({*one.heads, *other.heads}):
+        apart = math.inf
+        if one.has_head(name) and other.has_head(name):
+            needed = allocation.bytes_to_average([one.stored_head(name), other.stored_head(name)])
+            allocation.check(needed, f"comparing {quoted(name)}", one.limits)
+            gap = _relative(one.head(name).double(), other.head(name).double())
+            apart = math.inf if gap is None else gap
+        if apart > _SAME:
+            found[name] = apart
+    return found
 
 
 def mean_overlap(one: AdapterFile, other: AdapterFile) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -38,6 +39,9 @@ _NEUTRAL = frozenset((
     "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "lora_dropout", "inference_mode",
     "megatron_config", "megatron_core", "peft_type",
 ))  # fmt: skip
+
+
+_ADAPTER = re.compile(rf"\.{NAME}(?=\.|$)")  # what peft leaves out of a file's names
 
 
 @dataclass(frozen=True)
@@ -158,17 +162,19 @@ def _check_targets(file: AdapterFile, found: Built, layers: Mapping[str, Any]) -
 
 
 def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
-    """Raises `AdapterFormatError` where peft would ask for other tensors than the file has, or for other shapes. What
-    it saves and does not read ("idle") is not asked for, nor is a trained bias, of which it keeps the base model's."""
+    """Raises `AdapterFormatError` where peft would ask for other tensors than the file has, or for other shapes, or
+    load several of the file's that differ into one of its own. Not asked for is what it saves and need not read: a
+    trained bias, of which it keeps the base model's, and what its wrapper of a saved module holds."""
     with quiet():
         try:
-            peft = get_peft_model_state_dict(beside, save_embedding_layers=False)
+            state = beside.state_dict(keep_vars=True)
+            peft = get_peft_model_state_dict(beside, state_dict=state, save_embedding_layers=False)
         except Exception as error:
             raise AdapterFormatError(f"peft does not tell its tensors beside {found}: {said(error)}") from error
     for key, tensor in sorted(peft.items()):
         path, stored = key.removeprefix(PREFIX), file.stored.get(key)
         name, kind = quoted(path), extra_kind(path, file.config)
-        if kind == "idle" or (stored is None and kind == "bias"):
+        if stored is None and (kind in ("bias", "copy") or ".original_module." in path):
             continue
         if stored is None:
             raise AdapterFormatError(f"the file lacks {name}, which peft asks for beside {found}")
@@ -177,11 +183,19 @@ def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
                 f"{name} has shape {stored.shape}, and beside {found} peft needs {tuple(tensor.shape)}: the adapter is "
                 f"of another model, or its vocabulary or labels were changed. Save the base model so, and apply to that"
             )
-    for key in sorted(set(file.stored) - set(peft)):
-        name = key.removeprefix(PREFIX)
-        head = name if name in file.heads else plain(name)
-        if head in file.heads and file.kind(head) in ("head", "added", "tokens"):
-            raise AdapterFormatError(f"{quoted(name)} is in the file, and peft would leave it out beside {found}")
+    places = {_ADAPTER.sub("", key): tensor for key, tensor in state.items()} | peft
+    loaded: dict[int, str] = {}  # a tensor of peft's -> the first of the file's that it loads there
+    for key in sorted(file.stored):
+        name = quoted(key.removeprefix(PREFIX))
+        if key not in places:
+            raise AdapterFormatError(f"{name} is in the file, and peft would leave it out beside {found}")
+        first = loaded.setdefault(id(places[key]), key)
+        if not file.same(key, first):
+            raise AdapterFormatError(
+                f"{quoted(first.removeprefix(PREFIX))} and {name} are one tensor in {found}, which ties them, and "
+                f"their numbers differ: peft keeps one of the two for both. Save the adapter again with peft, beside "
+                f"that model"
+            )
 
 
 # ----------------------------------------------------------------------------------------------------- beside the pairs
@@ -193,16 +207,21 @@ def _heads(file: AdapterFile, found: Built, ties: Mapping[str, Sequence[str]]) -
     for head in file.heads:
         kind, shape = file.kind(head), file.stored_head(head).shape
         if kind == "added":
-            yield f"{plain(head.removesuffix('.lora_B.bias'))}.bias", Change("bias", head)
+            name = f"{plain(head.removesuffix('.lora_B.bias'))}.bias"
+            if name in state:
+                yield name, Change("bias", head)
+            elif file.head(head).any():  # zeros are what a merge writes for adapters that had none
+                raise AdapterFormatError(f"it adds to {quoted(name)}, and {found} has no such bias")
         elif kind != "tokens":
-            wanted = tuple(state[head].shape) if head in state else None
+            place = head.replace(".original_module.", ".")
+            wanted = tuple(state[place].shape) if place in state else None
             if shape != wanted:
                 raise AdapterFormatError(
                     f"{quoted(head)} has shape {shape}, and {found} has {wanted or 'no such tensor'}: the vocabulary "
                     f"or the labels were changed. Save the base model so, and apply to that"
                 )
             # peft copies a bias or a base weight into the parameter itself; a saved module is a copy beside it.
-            for name in (head,) if kind == "head" else ties.get(head, (head,)):
+            for name in (place,) if kind == "head" else ties.get(place, (place,)):
                 yield name, Change("value", head)
 
 

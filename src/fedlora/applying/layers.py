@@ -53,8 +53,6 @@ def parameter_of(found: Built, path: str, layer: Any) -> str:
         raise AdapterFormatError(f"{quoted(module)} is adapted in two ways that exclude each other")
     else:
         _check_forward(found, module, layer, base)
-    if layer.lora_bias.get(NAME) and getattr(base, "bias", None) is None:
-        raise AdapterFormatError(f"it adds to {quoted(module + '.bias')}, and {found} has no such bias")
     if parameter not in base._parameters:
         raise AdapterFormatError(
             f"{quoted(f'{module}.{parameter}')} of {found} is computed from other parameters. {WAY_OUT}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from math import isinf
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,9 +79,10 @@ def diff(
     limit: Limit = None,
     json: AsJson = False,
 ) -> None:
-    """Is it the same update in another gauge? Distances of updates, of factors, and angles, module by module."""
+    """Is it the same update in another gauge? Distances of updates, of factors, and angles, module by module; and of
+    the tensors beside the pairs (trained heads, copies of the base model's), where they differ."""
     from fedlora.adapters.merging import open_adapters
-    from fedlora.analysis.inspection import comparable, difference
+    from fedlora.analysis.inspection import comparable, difference, heads_apart
 
     files, said = open_adapters([one, other], (), limits_of(limit))
     tell_remarks(said)
@@ -89,16 +91,22 @@ def diff(
     found = {module: difference(a.lora(module), b.lora(module)) for module in common}
     lone = {str(f.directory): sorted(set(f.modules) - set(common)) for f in (a, b)}
     verdicts = {d.verdict for d in found.values()}
-    verdict = verdicts.pop() if len(verdicts) == 1 and not any(lone.values()) else "another update"
+    beside = heads_apart(a, b)
+    verdict = verdicts.pop() if len(verdicts) == 1 and not any(lone.values()) and not beside else "another update"
     if json:
         each: dict[str, Any] = {m: asdict(d) | {"verdict": d.verdict} for m, d in found.items()}
-        print_json(plain({"verdict": verdict, "modules": each, "only_in": lone}))
+        print_json(plain({"verdict": verdict, "modules": each, "beside": beside, "only_in": lone}))
         return
     table = Table("module", "update", "B", "A", "largest angle", "", title="Relative distances")
     for module, d in found.items():
         factors = ["other rank" if x is None else f"{x:.1e}" for x in (d.B, d.A)]
         table.add_row(cell(module), f"{d.update:.1e}", *factors, f"{d.angle:.2g} deg", d.verdict)
     console.print(table)
+    for name, apart in beside.items():
+        how = (
+            "is in one of the two only, or of another shape" if isinf(apart) else f"differs by {apart:.1e} of its size"
+        )
+        console.print(f"beside the pairs: {shown(name)} {how}")
     for where, only in lone.items():
         if only:
             console.print(f"only in {where}: {', '.join(map(shown, only[:3]))} ({len(only)} in all)")

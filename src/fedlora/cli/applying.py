@@ -32,7 +32,9 @@ def validate(
     json: AsJson = False,
 ) -> None:
     """Check adapters without using them. Exit code 0: all are sound; 2: at least one is refused."""
+    from fedlora.adapters.labels import labels_of
     from fedlora.adapters.merging import open_adapters
+    from fedlora.adapters.uploads import read_facts
 
     found: dict[str, str | None] = {}
     limits = limits_of(limit, max_bytes, max_tensors)
@@ -45,6 +47,7 @@ def validate(
         try:
             (file,), said = open_adapters([directory], allow_unknown or (), limits, with_base=model is not None)
             file.check()
+            labels_of(file.directory, limits), read_facts(file.directory, limits)
             remarks[str(directory)] = said
             if model is not None:
                 fits[str(directory)] = check_adapter(file, model)
