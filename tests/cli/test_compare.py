@@ -106,6 +106,23 @@ def test_compare_without_resume_leaves_old_runs_alone(
     assert contents(out) == before
 
 
+def test_compare_shows_nothing_of_data_that_changed_while_its_runs_were_made(
+    project: Path, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each seed deals its data by itself, so the runs' own digests cannot tell."""
+    data = tmp_path / "train.jsonl"
+    data.write_bytes((project / "train.jsonl").read_bytes())
+
+    def changed_meanwhile(*_: Any, **__: Any) -> list[Any]:
+        data.write_bytes(data.read_bytes() * 2)
+        return []
+
+    monkeypatch.setattr("fedlora.cli.compare_runs.run_stages", changed_meanwhile)
+    args = ("--methods", "glora,svd", "--seeds", "0:2", "--set", f"data.train={data}", "--out", tmp_path / "out")
+    said = main("compare", project / "config.toml", *args)
+    assert said.code == 2 and "data.train changed" in said.err and "--resume" in said.err and not said.out
+
+
 def test_compare_writes_into_no_folder_of_other_files(project: Path, tmp_path: Path, main: Callable[..., Said]) -> None:
     """Its picture would be written over; what a comparison leaves that was killed at its start is no other file."""
     theirs = tmp_path / "figures"

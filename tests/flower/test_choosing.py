@@ -66,6 +66,19 @@ def test_a_site_that_is_away_makes_a_round_neither_better_nor_worse() -> None:
     assert best(Choosing("accuracy", "sites"), by_sites({}, {"b": (0.9, 5)})) == 2
 
 
+def test_the_metric_may_change_between_rounds() -> None:
+    """Rounds before have no number of it, and a site may lack one that the other has: only what both measured twice is
+    compared, and any number is better than none."""
+    lines = by_sites({"a": (0.9, 10), "b": (0.9, 10)}, {"a": (0.2, 10), "b": (0.2, 10)}, {"a": (0.4, 10)})
+    for site, line, f1 in (("a", 1, 0.3), ("b", 1, 0.7), ("a", 2, 0.4)):
+        lines[line]["site_metrics"][site]["macro_f1"] = f1
+    for line, mean in ((1, 0.5), (2, 0.4)):
+        lines[line]["site_mean"]["macro_f1"] = mean
+    del lines[1]["site_metrics"]["b"]["macro_f1"]  # NaN there
+    assert best(Choosing("macro_f1", "sites"), lines[:2]) == 2
+    assert best(Choosing("macro_f1", "sites"), lines) == 3, "0.4 is better than 0.3 at a, which alone measured both"
+
+
 def test_the_weights_are_the_examples() -> None:
     """0.9 and 0.1 of 10 and 30 examples: 0.3; 0.1 and 0.9: 0.7."""
     lines = by_sites({"a": (0.9, 10), "b": (0.1, 30)}, {"a": (0.1, 10), "b": (0.9, 30)})

@@ -38,6 +38,7 @@ from fedlora.experiments.spec import Experiment, Tune
 from fedlora.experiments.table_source import Source
 from fedlora.experiments.tables import CellScore, placings, score_cells
 from fedlora.runs.config import RunConfig, load_config, overridden
+from fedlora.runs.inputs import contents
 from fedlora.runs.sections import MethodSection
 
 _BESIDE = ("validation, best", "test, best", "test, last")  # numbers that stand beside the compared one
@@ -75,7 +76,13 @@ def compare_all(
         tell_gone(check_read([*searches(experiment, PROFILE), *mains(experiment, PROFILE, done)], kept))
     if planned:
         _say_before(base, compared, seeds is None, workers)
+    before = contents(base) if planned else {}
     failed = run_stages(experiment, PROFILE, kept, workers, given_up=_given_up, wanted=lambda _: True)
+    if changed := [key for key, content in (contents(base) if planned else {}).items() if content != before[key]]:
+        what = f"{' and '.join(changed)} changed while these runs were made, so some read other files than the others"
+        raise typer.Exit(
+            complain(f"{what}. --resume names a run that did: delete its folder, and go on with --resume.")
+        )
     by_machine = {o.run.digest: str(o.error) for o in failed if o.by_machine}
     _show(Grid(experiment, PROFILE, kept.finished(), _given_up(failed), by_machine), kept, refused, form)
 

@@ -52,11 +52,11 @@ class Choosing:
         if best is None or self.by == "server":
             return self.score(line), None if best is None else self.score(best)
         new, old = line["site_metrics"], best["site_metrics"]
-        counts = {
-            site: n for site, n in (line.get("site_counts") or {}).items() if n > 0 and site in new and site in old
-        }
-        if not counts:
-            return None
+        both = {site for site in new if all(of.get(site, {}).get(self.metric) is not None for of in (new, old))}
+        counts = {site: n for site, n in (line.get("site_counts") or {}).items() if n > 0 and site in both}
+        if not counts:  # the best one may have been measured by another metric, and any number is better than none
+            before = self.score(best)
+            return (self.score(line), before) if before is None or math.isnan(before) else None
         weights = held_to_share(counts, line["site_share"])
         total = math.fsum(weights.values())
         after, before = (
