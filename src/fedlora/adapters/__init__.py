@@ -1,4 +1,4 @@
-"""PEFT adapters as files: read without trust, written all or nothing, merged, cut, written into a base model.
+"""PEFT adapters as files: read without trust, written all or nothing, merged, cut (`applying` has the base model).
 
 alpha / r ends here: inside fedlora an update is B A. Strangers' files are opened by `untrusted_files` only.
 """

@@ -18,18 +18,15 @@ from fedlora.errors import AdapterFormatError
 
 Refuse = Callable[[str, str], AdapterFormatError]  # (field, why) -> the error
 Test = Callable[[Any], bool]
-# Fields that leave the update alone, whatever their value. Those of an initialisation stay after peft has converted the
-# adapter to the original base; init_lora_weights says whether it has.
+# Fields that are read (by `config_meaning`), or that say how the adapter was trained, whatever their value. Those of an
+# initialisation stay after peft has converted the adapter to the original base; init_lora_weights says whether it has.
 # fmt: off
-_HARMLESS = frozenset((
+_TAKEN = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "lora_ga_config", "loftq_config",
     "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision", "target_modules", "task_type",
     "fan_in_fan_out", "runtime_config",
     "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr",  # of ms-swift 2: how it trained
-))
-# Fields that we apply ourselves.
-_APPLIED = frozenset((
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",
 ))
 # Fields of AdaLoRA: how it was trained, and (init_r) the divisor of its scaling.
@@ -97,7 +94,7 @@ def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = Fals
                 raise refuse(field, what)
     _check_ranks(config, refuse, ada)
     _check_together(config, refuse, in_model)
-    known = _HARMLESS | _APPLIED | set(_REFUSED) | set(_FILES_ONLY) | (ADALORA_FIELDS if ada else frozenset())
+    known = _TAKEN | set(_REFUSED) | set(_FILES_ONLY) | (ADALORA_FIELDS if ada else frozenset())
     _check_unknown(config, sorted(set(config) - known - set(allow)), refuse, where)
 
 

@@ -2,9 +2,16 @@
 
 Reading module by module keeps memory at one module, however many adapters are merged. (Pairs that the config ties to
 each other are the exception: they are compared when the file is opened.) Everything that would change the
-update, or that does not fit the config, is refused by name before a number is read:
+update, or that does not fit the config, is refused by name before a number is read. In this order:
 
-    config_fields -> parsed (with config_meaning, patterns) -> judged -> this face, which reads tensors when asked
+    which format is it?                               foreign_formats
+    which fields may a config have?                   config_fields
+    what is each key of the file?                     parsed.parse, by config_meaning.extra_kind
+    which modules, ranks, alphas do patterns name?    parsed.understand, by config_meaning.resolve and patterns
+    does the file hold what its config says?          judged.judge
+    do copies of one tensor agree?                    here, by parsed.copies_in; tied_pairs
+    beside a base model (`apply`, validate --base):
+    would peft load and compute just that there?      applying.judge; with_base leaves to it what a base decides
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ from torch import Tensor
 from fedlora.adapters import allocation, foreign_formats
 from fedlora.adapters.config_fields import check_config, check_scaling
 from fedlora.adapters.config_meaning import ties_targets
-from fedlora.adapters.judged import check_size, check_update, judge, left_to_base
+from fedlora.adapters.judged import check_size, check_update, judge
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.module_names import may_be_embedding, plain
@@ -61,8 +68,7 @@ class AdapterFile:
         with_base: a base model is going to be asked (`apply`), so what depends on it is left open.
         names: key of a tensor -> the one to take it for.
 
-    `notes` are lines for a reader, on what could not be told without the base model; `left_to_base` the modules in
-    question, by path, each with the name by which peft asks for it.
+    `notes` are lines for a reader, on what could not be told without the base model.
 
     Raises:
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that do
@@ -97,7 +103,6 @@ class AdapterFile:
             raise self._named(error) from error
         self.config: Mapping[str, Any] = self._parsed.config
         self.layouts: Mapping[str, Layout] = self._meaning.layouts
-        self.left_to_base: Mapping[str, str] = ReadOnly(left_to_base(self._meaning))
         self.ranks: Mapping[str, int] = ReadOnly(
             {
                 name: max(self._meaning.ranks[path], 1)
