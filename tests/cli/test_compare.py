@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import fedlora
 import fedlora.runs.execution
 import fedlora.training.local
 from fedlora import build
 from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import ComparedRuns
+from fedlora.experiments.store import as_lines, read_results
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, cells, invoke, options
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
@@ -94,6 +97,20 @@ def test_compare_as_json(compared: tuple[Path, Any], project: Path) -> None:
         assert found["runs"] == {"0": summary}
         assert found["mean"] == summary["test"]["best"]["accuracy"] and (found["n"], found["sd"]) == (1, None)
     assert list(said["refused"]) == ["fedit"] and "need one rank" in said["refused"]["fedit"]
+
+
+def test_the_frame_is_of_the_runs_that_are_there(compared: tuple[Path, Any], project: Path, tmp_path: Path) -> None:
+    """Killed as the last run ended, damaged, or of runs that were extended since: expected are the folders."""
+    out = tmp_path / "runs"
+    shutil.copytree(compared[0], out)
+    path, whole = out / "results.jsonl", read_results(compared[0])
+    shorter = next(iter(whole.values())).model_copy(update={"digest": "0" * 16, "rounds": 1})
+    lines = path.read_text().splitlines()
+    for left in ("", "{", "\n".join([*lines[:2], ""]), as_lines({**whole, shorter.digest: shorter})):
+        path.write_text(left)
+        args = ("compare", project / "config.toml", "--methods", "glora,padded-average", "--out", out)
+        invoke(*args, "--set", "run.rounds=2", "--resume")
+        assert sorted(fedlora.results(out).digest) == sorted(whole), left[:40]
 
 
 def test_compare_without_resume_leaves_old_runs_alone(

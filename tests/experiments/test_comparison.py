@@ -47,6 +47,17 @@ def test_the_runs_are_the_configuration_with_method_seed_and_one_thread() -> Non
         assert list(run.config.data.clients) == ["b", "a"]
 
 
+def test_a_search_asks_no_label_that_says_a_value_itself() -> None:
+    """Else the row "svd energy=0.9" would be of the value that was found. The configuration's own value is only where
+    the search begins."""
+    with pytest.raises(ConfigError, match=r"svd energy=0.9.* sets method\.energy"):
+        compared(tune=Tune(key="method.energy", values=[0.5, 0.7]))
+    glora = {"glora": METHODS["glora"]}
+    tune = Tune(key="method.rho", values=[0.5, 1.0])
+    found = searches(comparison(BASE, glora, (0,), name="c", metric="test, last", tune=tune), PROFILE)
+    assert {run.config.method.model_dump()["rho"] for run in found} == {0.5, 1.0}
+
+
 def test_runs_are_named_for_people_and_found_by_digest(tmp_path: Path) -> None:
     kept = ComparedRuns.at(tmp_path, tuned_key="train.lr")
     tune = Tune(values=[0.001, 0.02], seeds=[1000])

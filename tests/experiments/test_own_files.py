@@ -222,6 +222,8 @@ def test_what_the_machine_failed_is_no_worst_value(
         patched.setattr("fedlora.runs.preparation.prepare", prepare)
         said = main("experiment", "run", folder / "mine.toml", *where(tmp_path))
     assert "No space left on device" in said.err and said.code == 1 and "1 run failed" in said.err
+    again = main("experiment", "run", folder / "mine.toml", *where(tmp_path))
+    assert (again.code, "1 run failed" in again.err) == (1, True), "also where it is asked for once more"
     assert [found.settings.train.lr for found in kept(tmp_path).values()] == [1e-2], "the search alone"
     invoke("experiment", "retry", "--work", tmp_path / "work")
     invoke("experiment", "run", folder / "mine.toml", *where(tmp_path))

@@ -123,6 +123,23 @@ def test_a_line_that_is_no_result_is_named(tmp_path: Path, line: bytes) -> None:
     assert "git" in str(refused.value)
 
 
+def test_numbers_that_nobody_wrote_and_files_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    """Of a run that two files have alike the frame has one row."""
+    told = bare("x", test={"best": {"accuracy": 0.5}, "last": {"accuracy": 0.25}})
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.jsonl").write_text(as_lines({"x": told}))
+    assert len(fedlora.results(tmp_path)) == 1
+    (tmp_path / "b.jsonl").write_text(as_lines({"x": told.model_copy(update={"wall_seconds": 7.0})}))
+    for ask in (read_results, fedlora.results):
+        with pytest.raises(CheckpointError, match=r"the run x .*b\.jsonl .*other numbers"):
+            ask(tmp_path)
+    first, line = as_lines({"x": told, "y": bare("y")}).splitlines()[:2]
+    assert "0.25" in line
+    (tmp_path / "b.jsonl").write_text("\n".join([first, line.replace("0.25", "1e999"), ""]))
+    with pytest.raises(CheckpointError, match=r"b\.jsonl, line 2.*1e999"):
+        read_results(tmp_path)
+
+
 def test_two_versions_of_a_file_joined_line_by_line_are_refused(tmp_path: Path) -> None:
     """An attacker let git join two clones' files: a run was read under the other's first line, which had its seed and
     its scores. So is an edited first line; a line that is taken out is a run that is missing."""

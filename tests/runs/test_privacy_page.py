@@ -77,7 +77,7 @@ def test_what_six_clients_can_expect_follows_from_z() -> None:
     clip, rounds = file["axes"]["epsilon"]["8"]["privacy.clip"], file["run"]["run"]["rounds"]
     delta, (rank,) = file["axes"]["clients"]["6"]["privacy.delta"], file["run"]["clients"]["ranks"]
     parts = len(file["run"]["lora"]["targets"]) + 2  # and the head's weight and bias
-    said = re.search(r"a signal of ([\d.]+) .*?below ([\d.]+) .*?below ([\d.]+) at epsilon 3", PAGE, re.S)
+    said = re.search(r"a\s+signal of ([\d.]+) .*?below ([\d.]+) .*?below ([\d.]+) at epsilon 3", PAGE, re.S)
     assert said is not None
     signal, *drowns = (float(x) for x in said.groups())
     assert signal == pytest.approx(clip / math.sqrt(parts), abs=5e-4)

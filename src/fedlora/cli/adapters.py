@@ -79,8 +79,9 @@ def diff(
     limit: Limit = None,
     json: AsJson = False,
 ) -> None:
-    """Is it the same update in another gauge? Distances of updates, of factors, and angles, module by module; and of
-    the tensors beside the pairs (trained heads, copies of the base model's), where they differ."""
+    """Is it the same update in another gauge? Distances and angles, module by module, and what differs beside them.
+
+    Beside the pairs are trained heads and copies of the base model's tensors."""
     from fedlora.adapters.merging import open_adapters
     from fedlora.analysis.inspection import comparable, difference, heads_apart
 

@@ -74,6 +74,7 @@ def compare_all(
     if resume:
         done = kept.finished()
         tell_gone(check_read([*searches(experiment, PROFILE), *mains(experiment, PROFILE, done)], kept))
+        kept.restore()
     if planned:
         _say_before(base, compared, seeds is None, workers)
     before = contents(base) if planned else {}
@@ -83,6 +84,7 @@ def compare_all(
         raise typer.Exit(
             complain(f"{what}. --resume names a run that did: delete its folder, and go on with --resume.")
         )
+    kept.restore()
     by_machine = {o.run.digest: str(o.error) for o in failed if o.by_machine}
     _show(Grid(experiment, PROFILE, kept.finished(), _given_up(failed), by_machine), kept, refused, form)
 

@@ -14,10 +14,10 @@ from fedlora.cli.experiment_project import Project, tell
 from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError, counted
-from fedlora.experiments.lost import lost_lines
-from fedlora.experiments.plan import chosen_value, mains, searches
+from fedlora.experiments.lost import dead_ends, lost_lines, lost_of
+from fedlora.experiments.plan import mains, searches
 from fedlora.experiments.runnable import check_number, check_runnable, missing_files, other_files
-from fedlora.experiments.runner import Outcome, missing
+from fedlora.experiments.runner import missing
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import forget_failed
 
@@ -41,17 +41,19 @@ def run_missing(
         if gone := missing_files(todo):
             raise ConfigError(f"experiment {experiment.name}: {' '.join(gone)}")
         tell(other_files(todo, places.finished(unclean=True)))
-    failed: list[Outcome] = []
     for experiment in loaded:
-        failed += run_stages(
+        run_stages(
             experiment, profile, places, workers, only=only, given_up=lambda _: places.given_up(),
             wanted=lambda run: not places.failure(run).exists(),
         )  # fmt: skip
     project.tell_left_out([(experiment, profile) for experiment in loaded])
+    broken = 0
     for experiment in loaded:
-        tell(lost_lines(project.grid(experiment, profile, unclean=True)))
-    if lost := _lost(project, loaded, profile, failed):
-        said = f"{counted(len(lost), 'run')} failed; see {places.work / 'failures'}. Mend the cause, then: fedlora "
+        grid = project.grid(experiment, profile, unclean=True)
+        tell(lost_lines(grid))
+        broken += sum(len(one.seeds) for one in lost_of(grid) if one.why) + len(dead_ends(grid))
+    if broken:
+        said = f"{counted(broken, 'run')} failed; see {places.work / 'failures'}. Mend the cause, then: fedlora "
         complain(f"{said}experiment retry --work {places.work}, and run again.")
         raise typer.Exit(NOT_WHOLE)
 
@@ -67,17 +69,6 @@ def _check(project: Project, loaded: Sequence[Experiment], profile: str, only: l
             )
         check_number(experiment, profile, experiment.compared(profile))
         check_runnable(missing(experiment, profile, project.places, only, project.given_up))
-
-
-def _lost(project: Project, loaded: Sequence[Experiment], profile: str, failed: Sequence[Outcome]) -> list[Outcome]:
-    """What failed, without the runs of searches that chose all the same."""
-    gone_without: set[str] = set()
-    for experiment in loaded:
-        grid = project.grid(experiment, profile, unclean=True)
-        for run in searches(experiment, profile):
-            if run.digest in grid.failed and chosen_value(experiment, profile, run.cell, grid.results, grid.failed):
-                gone_without.add(run.digest)
-    return [outcome for outcome in failed if outcome.run.digest not in gone_without]
 
 
 def forget_failures(results: Path, work: Path) -> None:

@@ -26,8 +26,8 @@ from fedlora.experiments.places import Places, failure_report
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import check_number
-from fedlora.experiments.spec import Experiment, Profile, Tune
-from fedlora.experiments.store import gather, summarise
+from fedlora.experiments.spec import Experiment, Profile, Tune, check_set_once
+from fedlora.experiments.store import gather, rewrite, summarise
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.inputs import differing
@@ -93,10 +93,13 @@ def comparison(
         label: {"method": {"name": section.name, **section.model_dump(mode="json", exclude_defaults=True)}}
         for label, section in methods.items()
     }
+    if tune is not None and base.method.name in axis:  # the configuration's own value is where a search begins
+        axis[base.method.name]["method"].pop(tune.key.removeprefix("method."), None)
     found = Experiment(
         name=name, title=name, question="", metric=metric, reference=reference, run=run,
         axes={AXIS: axis}, tune=tune, profiles={PROFILE: Profile(seeds=list(seeds))},
     )  # fmt: skip
+    check_set_once(found)
     check_number(found, PROFILE, metric)
     return found
 
@@ -184,6 +187,12 @@ class ComparedRuns(Places):
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
         gather(self.results, RESULTS, self.summary(run, wall_seconds))
         self.failure(run).unlink(missing_ok=True)
+
+    def restore(self) -> None:
+        """Make the results' file of the finished runs that are there: of one that was killed as it ended, or damaged;
+        without those of runs that are others now, or are gone."""
+        if found := self.finished():
+            rewrite(self.results, RESULTS, found)
 
     def failed(self, run: PlannedRun, error: Exception) -> None:
         """A failure that is no refusal of ours is kept with its traceback; that of a refusal helps nobody."""

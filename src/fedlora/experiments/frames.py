@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
-from fedlora.experiments.store import read_results_of
+from fedlora.experiments.store import read_results, read_results_of
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -63,7 +63,9 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
     files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
     if not files:
         raise FileNotFoundError(f"{place} has no results (NAME.jsonl).")
-    found = [(file.stem, result) for file in files for result in read_results_of(file).values()]
+    if place.is_dir():
+        read_results(place)  # refuses two files that say different things of one run
+    found = [*{d: (file.stem, result) for file in files for d, result in read_results_of(file).items()}.values()]
     if by_round:
         return DataFrame([row for _, result in found for row in rounds_of(result)])
     settings = [_flat(result.settings.model_dump(mode="json")) for _, result in found]

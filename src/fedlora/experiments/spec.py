@@ -240,3 +240,29 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
         look("tune.at", axis, label)
     if tune is not None and tune.key in NOT_TO_SEARCH:
         refuse(f"tune.key = {tune.key!r}: that is no setting to search.")
+    check_set_once(experiment, f"{path}: ")
+
+
+def check_set_once(experiment: Experiment, where: str = "") -> None:
+    """Raises `ConfigError` for a label or profile that sets what the search or the seeds set: its runs would be others
+    than its name says."""
+    changes = {
+        f"{axis} = {label!r}": of
+        for axis, labels in experiment.axes.items() if axis != experiment.merged
+        for label, of in labels.items()
+    } | {f"profile {name}": profile.set for name, profile in experiment.profiles.items()}  # fmt: skip
+    tune = experiment.tune
+    for key, whose in {"run.seed": "the seeds of the profile", **({tune.key: "the search"} if tune else {})}.items():
+        for name, of in changes.items():
+            if _sets(of, key):
+                raise ConfigError(
+                    f"{where}{name} sets {key}, and so do {whose}: which of the two counts? Leave one of them out."
+                )
+
+
+def _sets(changes: Changes, key: str) -> bool:
+    """Whether these changes say a value for a key, as "train.lr" or within a table."""
+    return any(
+        own == key or (key.startswith(f"{own}.") and isinstance(value, dict) and _sets(value, key[len(own) + 1 :]))
+        for own, value in changes.items()
+    )

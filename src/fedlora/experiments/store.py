@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -34,10 +35,16 @@ _LOCK = ".lock"
 
 def read_results(folder: Path) -> dict[str, Result]:
     """Digest -> result, of all files there. A file is read again only when it has changed. Raises `CheckpointError` for
-    one that holds no results."""
+    one that holds no results, and where two say different things of one run."""
     found: dict[str, Result] = {}
     for path in sorted(folder.glob("*.jsonl")):
-        found |= read_results_of(path)
+        own = read_results_of(path)
+        if other := next((digest for digest in own if found.get(digest, own[digest]) != own[digest]), None):
+            raise CheckpointError(
+                f"the run {other} stands in {path} and in another file there, with other numbers: two versions of the "
+                f"folder were joined. Take its line out of one of the two."
+            )
+        found |= own
     return found
 
 
@@ -50,6 +57,17 @@ def gather(folder: Path, name: str, result: Result) -> None:
         path = folder / f"{name}.jsonl"
         found = read_results_of(path) if path.is_file() else {}
         files.write(path, as_lines({**found, result.digest: result}))
+
+
+def rewrite(folder: Path, name: str, results: Mapping[str, Result]) -> None:
+    """NAME.jsonl of these runs alone: as they stand there, where they do, for only there is the time that they took."""
+    path = folder / f"{name}.jsonl"
+    with _locked(folder):
+        before: Mapping[str, Result] = {}
+        with suppress(CheckpointError, FileNotFoundError):
+            before = read_results_of(path)
+        if before.keys() != results.keys():
+            files.write(path, as_lines({digest: before.get(digest, one) for digest, one in results.items()}))
 
 
 def read_results_of(path: Path) -> Mapping[str, Result]:
@@ -179,7 +197,7 @@ def _read(path: Path, seen: tuple[int, int, int]) -> dict[str, Result]:
         first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
         shared = json.loads(first)["shared"]
         for number, line in enumerate(lines, start=2):
-            own = json.loads(line)
+            own = json.loads(line, parse_float=_finite)
             if own.pop("of", None) != _mark(first):
                 raise CheckpointError(
                     f"{path}, line {number}, belongs to another first line than the file has: two versions of the file "
@@ -202,6 +220,13 @@ def _read(path: Path, seen: tuple[int, int, int]) -> dict[str, Result]:
             f"{path}, line {number}, is no result ({' '.join(why[:3])}). Restore the file (git){way}."
         ) from error
     return found
+
+
+def _finite(text: str) -> float:
+    """1e999 is no number that we wrote."""
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text} is beyond every number")
+    return value
 
 
 def _shortest(result: Result) -> dict[str, Any]:
