@@ -47,7 +47,7 @@ lint: $(VENV)/.ready
 
 # The site, in build/site. Needs no network. Every page with code is executed; a warning, a broken link or anchor fails.
 docs: $(VENV)/.ready
-	$(BIN)/sphinx-build -b html -W --keep-going -E docs build/site
+	$(BIN)/sphinx-build -j auto -b html -W --keep-going -E docs build/site
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/aggregation.py --compare benchmarks/results/aggregation.json

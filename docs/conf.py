@@ -54,6 +54,15 @@ html_show_copyright = False
 html_copy_source = False
 
 
+def spread(app, env, docnames):
+    """Pages whose cells run take minutes: apart from each other, so that processes of `-j` divide them."""
+    slow = [name for name in docnames if "{code-cell}" in Path(env.doc2path(name)).read_text()]
+    fast = [name for name in docnames if name not in slow]
+    each = -(-len(fast) // max(1, len(slow)))
+    docnames[:] = [name for k in range(len(slow)) for name in (slow[k], *fast[k * each : (k + 1) * each])] or fast
+
+
 def setup(app):
+    app.connect("env-before-read-docs", spread)
     app.connect("autodoc-process-docstring", as_rst, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", short_signature)
