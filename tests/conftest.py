@@ -105,6 +105,15 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     widen(monkeypatch)
 
 
+@pytest.fixture
+def drawn() -> Iterator[None]:
+    """The pictures of runs and comparisons, which other tests go without."""
+    from support.command_line import drawing
+
+    with drawing():
+        yield
+
+
 @pytest.fixture(scope="session")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a user has: a model, some text, a config. Read-only: a test that changes a file makes its own."""

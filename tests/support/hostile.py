@@ -186,7 +186,8 @@ KINDS: dict[str, Kind] = {
     "Conv1D": Kind(
         {"transformer.h.0.c_attn": ("Conv1D", 9, 5), "transformer.h.0.c_proj": ("Conv1D", 5, 5)},
         CONFIG | {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
-        {**pair("transformer.h.0.c_attn", 9, 5), **pair("transformer.h.0.c_proj", 5, 5)}, {"model_type": "gpt2", "n_layer": 1}),
+        {**pair("transformer.h.0.c_attn", 9, 5), **pair("transformer.h.0.c_proj", 5, 5)},
+        {"model_type": "gpt2", "n_layer": 1}),
     "layers repeated": Kind(
         {Q0: ("linear", 5, 5), Q1: ("linear", 5, 5), V0: ("linear", 4, 5)},
         CONFIG | {"layer_replication": [[0, 1], [0, 2]]},
