@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from support.stand_in_hub import Hub
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # transformers starts threads for the dozen tensors of a model
 os.environ["FEDLORA_STATE_DIR"] = _STATE = tempfile.mkdtemp(prefix="fedlora-state-")  # nothing into this user's home
+os.environ["HF_HOME"] = f"{_STATE}/hub"  # nor a model out of this user's cache
 atexit.register(shutil.rmtree, _STATE, ignore_errors=True)
 pytest.register_assert_rewrite("support")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of what a shell starts in the background; tests interrupt
@@ -53,8 +55,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 def pytest_collection_finish() -> None:
     """What the tests imported stays until they end; without this every full collection of garbage looks at it again.
-    The little that is garbage stays, too: to look for it takes longer than it is worth."""
+    The little that is garbage stays, too: to look for it takes longer than it is worth. What tests make goes by its
+    counts of references, nearly all of it: Python's 700 new objects are passed some fifty times in a test."""
     gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -99,6 +103,15 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     from support.command_line import widen
 
     widen(monkeypatch)
+
+
+@pytest.fixture
+def drawn() -> Iterator[None]:
+    """The pictures of runs and comparisons, which other tests go without."""
+    from support.command_line import drawing
+
+    with drawing():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,7 @@ from fedlora.core.trainer import Trained
 from fedlora.errors import FactorNotShared
 from fedlora.runs.folder import RunFolder
 from fedlora.simulation import RoundRecord, Traffic
-from support.command_line import Said, invoke, undraw
+from support.command_line import Said, invoke
 from support.federations import EQUAL, MIXED, SHAPES
 from support.known_warnings import FUTURE_NAMES
 from support.projects import configured, ran, same_run
@@ -265,9 +265,7 @@ def stress(request: pytest.FixtureRequest, project: Path, tmp_path_factory: pyte
         own = () if condition is None else (f"server.gauge_stress={condition}",)
         sets = [a for s in (*SGD, f"method.name={request.param}", *own) for a in ("--set", s)]
         runs[condition] = RunFolder(out / str(condition))
-        with pytest.MonkeyPatch.context() as patched:
-            undraw(patched)
-            invoke("run", project / "config.toml", "--out", runs[condition].path, *sets)
+        invoke("run", project / "config.toml", "--out", runs[condition].path, *sets)
     return runs
 
 

@@ -8,9 +8,9 @@ model than peft; two honest sites stored other names, and we wrote a file that w
 from __future__ import annotations
 
 import copy
-import itertools
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,19 @@ KINDS: Mapping[str, dict[str, Any]] = {
 }
 
 
+@functools.cache
+def _grown(base: str, seed: int) -> Any:
+    model = MODELS[base]()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model.resize_token_embeddings(GROWN, mean_resizing=False)
+    return model
+
+
 def grown(base: str, seed: int) -> Any:
     """The model with two words more, whose rows each site draws anew; where nothing is tied the rows of all are alike,
     for peft does not store those of an output beside an embedding with LoRA."""
-    model = MODELS[base]()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed if base == "tied" else 0)
-        model.resize_token_embeddings(GROWN, mean_resizing=False)
-    return model
+    return copy.deepcopy(_grown(base, seed if base == "tied" else 0))
 
 
 def trained(base: str, kind: str, seed: int, folder: Path) -> Path:
@@ -100,6 +105,7 @@ def apply_says(base: Path, adapter: Path, folder: Path) -> dict[str, Tensor]:
     return found | {"embed_tokens": full.model.embed_tokens.weight.detach()}
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("base", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_tensor_of_a_file_counts_as_peft_loads_it_or_is_refused(base: str, kind: str, tmp_path: Path) -> None:
@@ -137,22 +143,37 @@ def test_each_tensor_of_a_file_counts_as_peft_loads_it_or_is_refused(base: str, 
     assert accepted >= 2
 
 
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str, int], tuple[Path, dict[str, Tensor]]]:
+    """(base, kind, seed) -> what a site trained, and peft's model of it, made once: sixteen means read each."""
+    home = tmp_path_factory.mktemp("sites")
+
+    @functools.cache
+    def made(base: str, kind: str, seed: int) -> tuple[Path, dict[str, Tensor]]:
+        folder = trained(base, kind, seed, home / f"{base}-{kind}-{seed}")
+        return folder, dense(base, folder)
+
+    return made
+
+
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("base", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_mean_of_sites_that_grew_the_vocabulary_by_themselves(base: str, kind: str, tmp_path: Path) -> None:
+def test_a_mean_of_sites_that_grew_the_vocabulary_by_themselves(
+    base: str, kind: str, site: Callable[[str, str, int], tuple[Path, dict[str, Tensor]]], tmp_path: Path
+) -> None:
     """peft's model of the mean is the mean of peft's models, whatever names each site stored; and the result passes
-    what `validate --base` and `apply` ask of it."""
+    what `validate --base` and `apply` ask of it. Each two kinds meet twice, in either order."""
     grown(base, 0).save_pretrained(tmp_path / "base")
-    for number, (other, turned) in enumerate(itertools.product(KINDS, (False, True))):
-        pair = [trained(base, k, seed, tmp_path / f"{number}-{seed}") for seed, k in ((1, kind), (2, other))]
-        views = [dense(base, folder) for folder in pair]
+    for number, other in enumerate(KINDS):
+        (one, view), (two, another) = site(base, kind, 1), site(base, other, 2)
         out = tmp_path / f"m{number}"
         try:
-            merge(pair[::-1] if turned else pair, out)
+            merge([one, two], out)
         except FedLoRAError as error:
             assert "--heads" in str(error) and not out.exists()
             continue
-        want = {name: (views[0][name] + views[1][name]) / 2 for name in views[0]}
+        want = {name: (view[name] + another[name]) / 2 for name in view}
         assert off(dense(base, out), want) < 1e-9, (kind, other)
         check_adapter(AdapterFile(out, with_base=True), BaseFiles(tmp_path / "base"))
         assert off(apply_says(tmp_path / "base", out, tmp_path / f"f{number}"), want) < 1e-9, (kind, other)

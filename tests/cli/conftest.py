@@ -8,6 +8,6 @@ import pytest
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pictures cost more than audits: most tests go without."""
-    from support.command_line import undraw
+    import fedlora.cli.audit
 
-    undraw(monkeypatch)
+    monkeypatch.setattr(fedlora.cli.audit, "plotted", lambda draw: None)

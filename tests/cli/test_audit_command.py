@@ -31,7 +31,7 @@ from fedlora.adapters.uploads import write_upload
 from fedlora.analysis.audit import regauge
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from fedlora.runs.folder import RunFolder
-from support.command_line import Said, cells, invoke, options, undraw
+from support.command_line import Said, cells, invoke, options
 from support.federations import SHAPES, noise
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.local_training import bits
@@ -81,9 +81,7 @@ def run(request: pytest.FixtureRequest, project: Path, tmp_path_factory: pytest.
     """keep_uploads = "all"; ranks 2, 4, 4 where the method serves them. Tests read it and change nothing."""
     ranks = EQUAL if request.param == "fedex-lora" else ()
     sets = (f"method.name={request.param}", "run.keep_uploads=all", *ranks)
-    with pytest.MonkeyPatch.context() as patched:
-        undraw(patched)
-        return kept(project, tmp_path_factory.mktemp("kept") / "run", *sets)
+    return kept(project, tmp_path_factory.mktemp("kept") / "run", *sets)
 
 
 def test_a_kept_upload_is_what_the_client_trained_bit_for_bit(run: Kept) -> None:

@@ -22,7 +22,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import ComparedRuns
 from fedlora.experiments.store import as_lines, read_results
 from fedlora.runs.folder import RunFolder
-from support.command_line import Said, cells, invoke, options
+from support.command_line import Said, cells, drawing, invoke, options
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import contents, pixels
 
@@ -34,7 +34,8 @@ def compared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     """Three methods on ranks 2, 4, 4; FedIT cannot serve them."""
     out = tmp_path_factory.mktemp("compared") / "runs"
     args = ("compare", project / "config.toml", "--methods", "glora, fedit,padded-average", "--out", out)
-    return out, invoke(*args, "--set", "run.rounds=2")
+    with drawing():
+        return out, invoke(*args, "--set", "run.rounds=2")
 
 
 def test_compare_runs_all_that_can_and_names_those_that_cannot(compared: tuple[Path, Any]) -> None:
@@ -210,7 +211,7 @@ def test_each_entry_runs_what_its_label_says(with_settings: tuple[Path, dict[str
 
 
 def test_the_comparison_names_labels_in_full_and_resumes(
-    with_settings: tuple[Path, dict[str, Any]], project: Path, undrawn: None
+    with_settings: tuple[Path, dict[str, Any]], project: Path
 ) -> None:
     """What is finished is not run again; a row for each label, with its own drift."""
     out, said = with_settings

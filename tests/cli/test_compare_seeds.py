@@ -25,7 +25,7 @@ import fedlora.runs.preparation
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.folder import RunFolder
-from support.command_line import Said, cells, invoke
+from support.command_line import Said, cells, drawing, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import contents, pixels, without_seconds, written
 
@@ -44,7 +44,8 @@ def compare(
 def compared(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """Three methods on three seeds, with one worker; and FedIT, which cannot serve ranks 2, 4, 4."""
     out = tmp_path_factory.mktemp("compared") / "runs"
-    return out, compare(project, out, "--seeds", "0:3", methods="glora,fedit,svd,padded-average")
+    with drawing():
+        return out, compare(project, out, "--seeds", "0:3", methods="glora,fedit,svd,padded-average")
 
 
 def stored(out: Path, method: str, seeds: Any, where: str = "test", which: str = "best") -> list[float]:
@@ -52,7 +53,7 @@ def stored(out: Path, method: str, seeds: Any, where: str = "test", which: str =
     return [s[where][which]["accuracy"] for s in summaries]
 
 
-def test_means_and_paired_intervals_are_scipys(compared: tuple[Path, Any], project: Path, undrawn: None) -> None:
+def test_means_and_paired_intervals_are_scipys(compared: tuple[Path, Any], project: Path) -> None:
     """Of the runs' own summary.json; p of the paired t test; the reference is the first, or the one that is named."""
     out, _ = compared
     for reference in ("glora", "svd"):
@@ -92,7 +93,7 @@ def test_what_people_see(compared: tuple[Path, Any]) -> None:
     assert sorted(path.name for path in (out / "svd").iterdir()) == ["seed-0", "seed-1", "seed-2"]
 
 
-def test_csv_parses_and_markdown_is_whole(compared: tuple[Path, Any], project: Path, undrawn: None) -> None:
+def test_csv_parses_and_markdown_is_whole(compared: tuple[Path, Any], project: Path) -> None:
     out, _ = compared
     again = ("--seeds", "0:3", "--resume", "--format")
     value = json.loads(compare(project, out, *again, "json").stdout)
@@ -109,7 +110,7 @@ def test_csv_parses_and_markdown_is_whole(compared: tuple[Path, Any], project: P
     assert "| :--- | ---: |" in markdown and "against glora" in markdown
 
 
-def test_more_seeds_extend_a_comparison(compared: tuple[Path, Any], project: Path, undrawn: None) -> None:
+def test_more_seeds_extend_a_comparison(compared: tuple[Path, Any], project: Path) -> None:
     """Only seed 3 is run; without --resume nothing is."""
     out, _ = compared
     before = contents(out)
@@ -121,7 +122,7 @@ def test_more_seeds_extend_a_comparison(compared: tuple[Path, Any], project: Pat
     assert said["seeds"] == [0, 1, 2, 3] and said["methods"]["svd"]["n"] == 4
 
 
-def test_a_search_chooses_on_validation_and_on_seeds_of_its_own(project: Path, tmp_path: Path, undrawn: None) -> None:
+def test_a_search_chooses_on_validation_and_on_seeds_of_its_own(project: Path, tmp_path: Path) -> None:
     """By the search's own summaries; the best at an end of the grid is said, and where both are level that."""
     out = tmp_path / "runs"
     result = compare(project, out, "--tune", "train.lr=1e-5,2e-2", "--seeds", "0,1", methods="glora,svd", rounds=1)
@@ -140,7 +141,7 @@ def test_a_search_chooses_on_validation_and_on_seeds_of_its_own(project: Path, t
 
 
 def test_a_failing_run_is_named_and_the_others_go_on(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A refusal of ours in one line; anything else kept with its traceback. No mean is taken of what is left, and the
     exit code says that a run is missing. --resume tries again."""
@@ -171,7 +172,7 @@ def test_a_failing_run_is_named_and_the_others_go_on(
 
 
 def test_a_value_of_a_search_that_fails_is_dropped_and_the_method_goes_on(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """train.lr = 1e30 diverges by itself: its uploads are refused. svd's others fail too, so that svd has nothing;
     glora goes on with the values that ran. Two values that agree to six digits have folders of their own."""
@@ -196,7 +197,7 @@ def test_a_value_of_a_search_that_fails_is_dropped_and_the_method_goes_on(
 
 
 def test_a_value_that_the_machine_failed_is_waited_for(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk under one value of glora's search: nothing is chosen without it, svd goes on; --resume mends it."""
     real = fedlora.runs.preparation.prepare
@@ -218,7 +219,7 @@ def test_a_value_that_the_machine_failed_is_waited_for(
     assert list(again["methods"]) == ["glora", "svd"] and again["failed"] == []
 
 
-def test_by_loss_it_is_said_that_smaller_is_better(project: Path, tmp_path: Path, undrawn: None) -> None:
+def test_by_loss_it_is_said_that_smaller_is_better(project: Path, tmp_path: Path) -> None:
     """The same method by two names is level on every seed: both first, the difference is equal, and ties are told."""
     more = ("--seeds", "0,1", "--set", "evaluate.metric=loss")
     said = compare(project, tmp_path / "runs", *more, methods="glora,glora rho=1.0", rounds=1).stdout
@@ -259,7 +260,7 @@ def test_runs_of_other_data_are_not_compared(project: Path, tmp_path: Path, main
     assert "svd failed on seed 0: " in said and "manifest.json" in said
 
 
-def test_a_result_without_its_digests_is_made_again(project: Path, tmp_path: Path, undrawn: None) -> None:
+def test_a_result_without_its_digests_is_made_again(project: Path, tmp_path: Path) -> None:
     """Another seed's summary in its place was believed where SHA256SUMS was gone, too. Reference: the runs before."""
     out = tmp_path / "runs"
     words = ("--seeds", "0,1", "--set", "run.rounds=1", "--out", out)
@@ -273,7 +274,7 @@ def test_a_result_without_its_digests_is_made_again(project: Path, tmp_path: Pat
 
 
 def test_a_run_of_another_configuration_is_not_taken_for_the_one_that_is_asked(
-    project: Path, tmp_path: Path, main: Callable[..., Said], undrawn: None
+    project: Path, tmp_path: Path, main: Callable[..., Said]
 ) -> None:
     """With data files of one's own: more rounds are played, for a run may be extended; another rate is named."""
     words = ["compare", project / "config.toml", "--methods", "svd", "--out", tmp_path / "runs", "--json"]
@@ -391,7 +392,7 @@ def test_what_contradicts_itself_is_one_line_and_runs_nothing(
 
 
 def test_on_a_terminal_of_80_columns_no_number_is_cut(
-    compared: tuple[Path, Any], project: Path, monkeypatch: pytest.MonkeyPatch, undrawn: None
+    compared: tuple[Path, Any], project: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A table that is too wide goes on in a second one, with the names again."""
     out, whole = compared

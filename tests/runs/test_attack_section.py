@@ -17,7 +17,7 @@ from fedlora.experiments.store import read_results
 from fedlora.runs.config import parse_config
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
-from support.command_line import Said, invoke, undraw
+from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, ran, same_run
 
@@ -33,9 +33,7 @@ def attacked(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
     """`fedlora run` under attack: its folder, and what it printed."""
     out = tmp_path_factory.mktemp("attacked") / "run"
     sets = [a for s in (*FLIP, "run.keep_uploads=last", "run.readouts=true") for a in ("--set", s)]
-    with pytest.MonkeyPatch.context() as patched:
-        undraw(patched)
-        result = invoke("run", project / "config.toml", "--out", out, *sets)
+    result = invoke("run", project / "config.toml", "--out", out, *sets)
     return RunFolder(out), result.stdout, result.stderr
 
 
@@ -46,10 +44,7 @@ def test_the_screen_says_so_before_and_after(attacked: tuple[RunFolder, str, str
     assert "under attack" in out and WORDS in out
 
 
-def test_a_finished_run_that_is_shown_again_says_so_too(
-    attacked: tuple[RunFolder, str, str], project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    undraw(monkeypatch)
+def test_a_finished_run_that_is_shown_again_says_so_too(attacked: tuple[RunFolder, str, str], project: Path) -> None:
     sets = [a for s in (*FLIP, "run.keep_uploads=last", "run.readouts=true") for a in ("--set", s)]
     again = invoke("run", project / "config.toml", "--out", attacked[0].path, "--resume", *sets)
     assert again.stderr.count("UNDER ATTACK") == 1 and WORDS in again.stdout
@@ -210,8 +205,7 @@ def test_a_federation_refuses_it() -> None:
         from_tables({"attack": {"share": 0.4}, "model": {}, "data": {}}, ["a", "b"])
 
 
-def test_a_comparison_under_attack_says_so(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    undraw(monkeypatch)
+def test_a_comparison_under_attack_says_so(project: Path, tmp_path: Path) -> None:
     sets = [a for s in ("attack.kind=sign-flip", "attack.share=0.4", "run.rounds=1") for a in ("--set", s)]
     said = invoke("compare", project / "config.toml", "--methods", "glora", "--out", tmp_path / "c", *sets)
     assert "UNDER ATTACK, on purpose: sign-flip by 40% " in said.stdout + said.stderr

@@ -17,7 +17,7 @@ from fedlora.runs.defence import _RULES, DefenceSection, RuleName
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.robust_rules import CentredClipping, Clip, GeometricMedian, Krum, Mixing, MultiKrum
-from support.command_line import Said, invoke, undraw
+from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, ran, same_run
 
@@ -102,9 +102,7 @@ def test_what_cannot_be_kept_is_refused_before_the_first_round(project: Path, se
 def defended(project: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, str, str]:
     """`fedlora run` with Krum: its folder, and what it printed."""
     out = tmp_path_factory.mktemp("defended") / "run"
-    with pytest.MonkeyPatch.context() as patched:
-        undraw(patched)
-        result = invoke("run", project / "config.toml", "--out", out, *(a for s in KRUM for a in ("--set", s)))
+    result = invoke("run", project / "config.toml", "--out", out, *(a for s in KRUM for a in ("--set", s)))
     assert result.exit_code == 0, result.stderr
     return RunFolder(out), result.stdout, result.stderr
 

@@ -60,15 +60,15 @@ def test_an_extended_run_is_the_longer_run_to_the_bit(
 
 
 def test_by_the_command_line_and_the_result_is_shown_and_drawn_again(
-    project: Path, tmp_path: Path, main: Callable[..., Said]
+    project: Path, tmp_path: Path, main: Callable[..., Said], drawn: None
 ) -> None:
     arguments = ("run", project / "config.toml", "--out", tmp_path / "run")
     main(*arguments, "--set", "run.rounds=1")
-    drawn = (tmp_path / "run" / "plots" / "bytes.png").read_bytes()
+    before = (tmp_path / "run" / "plots" / "bytes.png").read_bytes()
     said = main(*arguments, "--resume", "--set", "run.rounds=2")
     assert "2 rounds, 3 clients" in said.out
     assert RunFolder(tmp_path / "run").read_json("summary.json")["rounds"] == 2
-    assert (tmp_path / "run" / "plots" / "bytes.png").read_bytes() != drawn
+    assert (tmp_path / "run" / "plots" / "bytes.png").read_bytes() != before
 
 
 RESULT = ("adapter", "best", "plots", "clients")

@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from support.command_line import Said, options, undraw
+from support.command_line import Said, options
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.projects import configured, make_project, ran, without_seconds
 from support.training_data import classification, rows
@@ -167,11 +167,10 @@ def wrong(kind: str, name: str, said: Said, told: str, folder: Path, whole: Mapp
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kind", ["stopped", "finished"])
 def test_each_file_and_each_accident(
-    made: Path, kind: str, every: int, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch,
+    made: Path, kind: str, every: int, tmp_path: Path, main: Callable[..., Said],
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     """every: of the table of files and accidents, each so many-th; each file meets two accidents in `make test`."""
-    undraw(monkeypatch)
     caplog.set_level(logging.INFO)
     whole, failures, asked = end_state(made / "finished"), [], 0
     for row, name in enumerate([None, *files_of(made / kind)]):

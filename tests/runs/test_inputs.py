@@ -9,18 +9,15 @@ a manifest is asked below.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file, save_file
 
 from fedlora.experiments.places import Places
@@ -266,58 +263,31 @@ def test_a_search_on_another_model_chooses_nothing(restored: Path, main: Callabl
     assert [place.name for place in (restored / "compared" / "svd").iterdir()] == ["search"]
 
 
-HUB = """
-import json, os, sys, logging
-from support.command_line import CliRunner, fedlora
-import sklearn.metrics, transformers.models.auto.modeling_auto, transformers.models.bert.modeling_bert, peft
-import support.projects, fedlora.runs.plots, fedlora.runs.preparation, fedlora.training.models
-import fedlora.experiments.runner
-for line in sys.stdin:
-    if (child := os.fork()) == 0:  # a fresh process for each line, without the seconds of another import
-        for words in json.loads(line):
-            said = CliRunner().invoke(fedlora.cli.app, words)
-            print(json.dumps([said.exit_code, f"{said.stderr} {said.exception}"]), file=sys.__stdout__)
-        sys.__stdout__.flush()
-        os._exit(0)
-    if os.waitpid(child, 0)[1]:
-        sys.exit(1)
-    print("ended", file=sys.__stdout__, flush=True)
-"""
-
-
-def test_a_model_of_the_hub_is_its_snapshot(tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """The cache's `main` moves to other weights. Processes of their own, since the cache's place is read once."""
+def test_a_model_of_the_hub_is_its_snapshot(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """The cache's `main` moves to other weights. The cache is that of all tests (conftest.py)."""
     root = make(tmp_path / "project", "org/tiny", "svd")
-    cache = tmp_path / "hf" / "hub" / "models--org--tiny"
-    environment = {
-        **os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path]),
-    }  # fmt: skip
+    monkeypatch.chdir(root)
+    cache = Path(HF_HUB_CACHE) / "models--org--tiny"
+    request.addfinalizer(lambda: shutil.rmtree(cache))
 
     def at(commit: str) -> None:
         shutil.copytree(root / "model", cache / "snapshots" / commit)
         (cache / "refs").mkdir(exist_ok=True)
         (cache / "refs" / "main").write_text(commit)
 
-    python = subprocess.Popen([sys.executable, "-c", HUB], cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                              text=True, env=environment)  # fmt: skip
-    request.addfinalizer(python.communicate)
-
-    def said(*calls: list[object]) -> list[list[Any]]:
-        assert python.stdin is not None and python.stdout is not None
-        print(json.dumps([list(map(str, words)) for words in calls]), file=python.stdin, flush=True)
-        told = list(itertools.takewhile(lambda line: line != "ended\n", python.stdout))
-        return [json.loads(line) for line in told if line.startswith("[")]
-
     at("a" * 40)
     places = ["--results", "results", "--work", "work"]
     shutil.move(root / "model", tmp_path / "model")
     (tmp_path / "model").rename(root / "other")
     (root / "mine.toml").write_text((root / "mine.toml").read_text())
-    begun = said(
-        ["run", "config.toml", "--out", "finished"], compare("svd"), ["experiment", "run", "mine.toml", *places]
-    )
-    assert [code for code, _ in begun] == [0, 0, 0], begun
+    for words in (
+        ["run", "config.toml", "--out", "finished"],
+        compare("svd"),
+        ["experiment", "run", "mine.toml", *places],
+    ):
+        assert main(*words).code == 0, words
     scaled(root / "other" / "weights" / "part-1.safetensors")
     (root / "other").rename(root / "model")
     at("b" * 40)
@@ -328,8 +298,8 @@ def test_a_model_of_the_hub_is_its_snapshot(tmp_path: Path, request: pytest.Fixt
         compare("svd", "--resume"),
         compare("svd, glora", "--resume"),
     ]
-    for words, (code, told) in zip(calls, said(*calls), strict=True):
-        assert code != 0 and "weights/part-1.safetensors" in told, (words, told)
+    for words in calls:
+        assert "weights/part-1.safetensors" in main(*words).error(), words
     (root / "mine.toml").write_text((root / "mine.toml").read_text().replace("seeds = [0]", "seeds = [0, 1]"))
-    ((code, told),) = said(["experiment", "run", "mine.toml", *places])
-    assert code != 0 and "org/tiny" in told
+    again = main("experiment", "run", "mine.toml", *places)
+    assert again.code != 0 and "org/tiny" in again.err

@@ -194,7 +194,7 @@ def test_flexloras_readouts_are_the_best_approximations_of_each_modules_rank(typ
             )
 
 
-def test_the_command_line_runs_types_and_resumes_them(project: Path, tmp_path: Path) -> None:
+def test_the_command_line_runs_types_and_resumes_them(project: Path, tmp_path: Path, drawn: None) -> None:
     """`fedlora run` with the types, its pictures (the legend says "rank 2/3"), and the same bits after a stop."""
     sets = (ALL_LINEAR, TYPES, "run.rounds=2")
     args = [a for s in sets for a in ("--set", s)]

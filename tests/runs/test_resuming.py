@@ -158,7 +158,7 @@ def test_with_no_sound_checkpoint_left_it_says_so(
 
 
 def test_a_run_that_was_killed_while_its_plots_were_drawn_gets_them_when_resumed(
-    uninterrupted: RunFolder, project: Path, tmp_path: Path
+    uninterrupted: RunFolder, project: Path, tmp_path: Path, drawn: None
 ) -> None:
     """The summary is there, the plots are not; they need the result files only, and no other command draws them."""
     shutil.copytree(uninterrupted.path, tmp_path / "run")

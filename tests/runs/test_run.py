@@ -35,7 +35,7 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.server.state import RunState
 from fedlora.training.encoding import encode
-from support.command_line import Said, invoke, undraw
+from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.local_training import dense, logits
 from support.projects import (
@@ -464,7 +464,7 @@ def test_every_method_runs_from_a_config(project: Path, tmp_path: Path, method: 
         assert (s["gauge_drift"][method] < 1e-3) == (method not in FACTOR_AVERAGES)
 
 
-def test_a_diverged_client_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diverged_client_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: None) -> None:
     """With a quorum the run goes on; the log has null for its loss, for JSON has no NaN, and the pictures are drawn."""
     project = make_project(tmp_path / "project")
     train = fedlora.training.local.LocalTrainer.train
@@ -488,7 +488,7 @@ def test_a_diverged_client_is_left_out_and_said(tmp_path: Path, monkeypatch: pyt
 
 
 def test_without_matplotlib_there_are_no_plots_and_a_hint(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: None
 ) -> None:
     monkeypatch.setitem(sys.modules, "fedlora.runs.plots", None)
     monkeypatch.delattr(fedlora.runs, "plots", raising=False)
@@ -501,7 +501,6 @@ def test_the_run_folder_is_named_after_the_config(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    undraw(monkeypatch)
     invoke("run", project / "config.toml", "--set", "run.rounds=1")
     assert RunFolder(tmp_path / "runs" / "config").finished()
 

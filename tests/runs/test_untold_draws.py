@@ -117,7 +117,7 @@ def reads(values: list[float]) -> bool:
 
 
 def test_nothing_that_is_published_tells_where_the_slow_client_was(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drawn: None
 ) -> None:
     draws, real = iter(THERE), LocalTrainer.train
 

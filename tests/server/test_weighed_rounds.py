@@ -15,12 +15,13 @@ from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
 from fedlora.core import checkpoint
-from fedlora.core.method import Method
+from fedlora.core.method import Method, Roles
 from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.methods.rolora import RoLoRA
 from fedlora.server.judged import told
 from fedlora.server.robust_rules import Clip, GeometricMedian, Krum, MultiKrum, Rule, Weighed
 from fedlora.server.state import ServerState
-from support.federations import EQUAL, EXAMPLES, MIXED, SHAPES, rounds
+from support.federations import EQUAL, EXAMPLES, MIXED, SHAPES, rounds, seed_adapter
 
 ANY_RANK = {"glora": {}, "glora energy": {"basis": "energy"}, "svd": {"energy": 1.0}, "flexlora": {}, "flora": {}}
 ONE_FACTOR = {"ffa-lora": {}, "rolora": {}, "fedsvd": {}}
@@ -211,6 +212,22 @@ def test_an_average_of_factors_is_refused_under_a_rule_but_by_name(name: str) ->
     with pytest.raises(HyperparameterError, match="averages the factors B and A" if refused else "has no effect"):
         Server(method(name), rule=Clip(factor_averages=not refused))
     Server(method(name), rule=Clip(factor_averages=refused))
+
+
+@dataclass(frozen=True)
+class Turning(RoLoRA):
+    """Both factors travel from its second round on."""
+
+    def roles(self, round: int) -> Roles:
+        return Roles() if round else super().roles(round)
+
+
+def test_a_round_whose_roles_make_it_an_average_of_factors_is_refused_when_it_begins() -> None:
+    server = Server(Turning(), rule=Clip())
+    state = server.init(seed_adapter(4))
+    server.terms(state)
+    with pytest.raises(HyperparameterError, match="factor_averages = true"):
+        server.terms(replace(state, round=1))
 
 
 def test_where_uploads_are_not_there_together_there_is_no_rule() -> None:

@@ -6,7 +6,8 @@ import functools
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,12 @@ with warnings.catch_warnings():
     import fedlora.cli.methods
     import fedlora.cli.run_words
     import fedlora.cli.runs
+    import fedlora.cli.screen
+
+
+DRAWING = (fedlora.cli.compare_runs, fedlora.cli.runs)
+for _module in DRAWING:  # pictures cost more than most runs of tiny models: they are drawn where a test asks for them
+    _module.plotted = lambda draw: None
 
 
 def invoke(*args: object, code: int = 0) -> Any:
@@ -90,10 +97,13 @@ def process(*args: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
 
-def undraw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures cost more than most runs of tiny models: none are drawn."""
-    for module in (fedlora.cli.audit, fedlora.cli.compare_runs, fedlora.cli.runs):
-        monkeypatch.setattr(module, "plotted", lambda draw: None)
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Runs and comparisons draw again. The fixture `drawn`."""
+    with pytest.MonkeyPatch.context() as patched:
+        for module in DRAWING:
+            patched.setattr(module, "plotted", fedlora.cli.screen.plotted)
+        yield
 
 
 def options(sets: Sequence[str]) -> list[str]:

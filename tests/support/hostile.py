@@ -151,15 +151,16 @@ _LINEAR = {
     "score": ("linear", 3, 4),
 }  # fmt: skip
 _PLAIN = {**pair(Q0, 6, 5), **pair(V0, 4, 5), **pair(Q1, 5, 5)}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 3}  # by itself transformers builds 32, four times a case
 KINDS: dict[str, Kind] = {
-    "linear": Kind(_LINEAR, CONFIG, _PLAIN, {"model_type": "llama"}),
+    "linear": Kind(_LINEAR, CONFIG, _PLAIN, LLAMA),
     "heads": Kind(
         _LINEAR, CONFIG | {"modules_to_save": ["score"]},
-        {**_PLAIN, f"{PREFIX}score.weight": (3, 4), f"{PREFIX}score.bias": (3,)}, {"model_type": "llama"}),
+        {**_PLAIN, f"{PREFIX}score.weight": (3, 4), f"{PREFIX}score.bias": (3,)}, LLAMA),
     "added bias": Kind(
         _LINEAR, CONFIG | {"lora_bias": True, "bias": "lora_only"},
         {**_PLAIN, **{f"{PREFIX}{p}.lora_B.bias": (n,) for p, n in ((Q0, 6), (V0, 4), (Q1, 5))},
-         **{f"{PREFIX}{p}.base_layer.bias": (n,) for p, n in ((Q0, 6), (V0, 4), (Q1, 5))}}, {"model_type": "llama"}),
+         **{f"{PREFIX}{p}.base_layer.bias": (n,) for p, n in ((Q0, 6), (V0, 4), (Q1, 5))}}, LLAMA),
     "convolutions": Kind(
         {"net.one": ("conv", 6, 3, 3), "net.two": ("conv", 5, 3, 3, 2), "net.fc": ("linear", 7, 6)},
         CONFIG | {"target_modules": ["one", "two", "fc"]},
@@ -170,33 +171,34 @@ KINDS: dict[str, Kind] = {
         {"model.words": ("embedding", 9, 5), Q0: ("linear", 6, 5)},
         CONFIG | {"target_modules": ["words", "q_proj"]},
         {f"{PREFIX}model.words.lora_embedding_A": (2, 9), f"{PREFIX}model.words.lora_embedding_B": (5, 2),
-         **pair(Q0, 6, 5)}, {"model_type": "llama"}),
+         **pair(Q0, 6, 5)}, LLAMA),
     "tokens": Kind(
         {"model.embed_tokens": ("embedding", 9, 5), Q0: ("linear", 6, 5)},
         CONFIG | {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [1, 7]}},
         {**pair(Q0, 6, 5), f"{PREFIX}model.embed_tokens.token_adapter.trainable_tokens_delta": (2, 5)},
-        {"model_type": "llama"}),
+        LLAMA),
     "experts": Kind(
         {"model.layers.0.experts": ("experts", {"up": (3, 6, 5), "down": (3, 4, 6)}), Q0: ("linear", 6, 5)},
         CONFIG | {"target_modules": ["q_proj"], "target_parameters": ["experts.up", "experts.down"],
                   "lora_dropout": 0.0},
         {**pair(Q0, 6, 5), **pair("model.layers.0.experts.base_layer", 6, 5, 6),
-         **pair("model.layers.0.experts", 4, 6, 6)}, {"model_type": "mixtral"}),
+         **pair("model.layers.0.experts", 4, 6, 6)}, {"model_type": "mixtral", "num_hidden_layers": 1}),
     "Conv1D": Kind(
         {"transformer.h.0.c_attn": ("Conv1D", 9, 5), "transformer.h.0.c_proj": ("Conv1D", 5, 5)},
         CONFIG | {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
-        {**pair("transformer.h.0.c_attn", 9, 5), **pair("transformer.h.0.c_proj", 5, 5)}, {"model_type": "gpt2"}),
+        {**pair("transformer.h.0.c_attn", 9, 5), **pair("transformer.h.0.c_proj", 5, 5)},
+        {"model_type": "gpt2", "n_layer": 1}),
     "layers repeated": Kind(
         {Q0: ("linear", 5, 5), Q1: ("linear", 5, 5), V0: ("linear", 4, 5)},
         CONFIG | {"layer_replication": [[0, 1], [0, 2]]},
         {**pair(Q0, 5, 5), **pair(Q1, 5, 5), **pair("model.layers.2.q_proj", 5, 5), **pair(V0, 4, 5),
-         **pair("model.layers.1.v_proj", 4, 5)}, {"model_type": "llama"}),
+         **pair("model.layers.1.v_proj", 4, 5)}, LLAMA),
     "AdaLoRA": Kind(
         _LINEAR, CONFIG | {"peft_type": "ADALORA", "init_r": 2, "target_r": 2, "total_step": 9, "tinit": 0,
                            "tfinal": 0, "deltaT": 1, "beta1": 0.85, "beta2": 0.85, "orth_reg_weight": 0.5,
                            "rank_pattern": None},
         {f"{PREFIX}{p}.lora_{f}": s for p, o in ((Q0, 6), (V0, 4), (Q1, 5))
-         for f, s in (("A", (2, 5)), ("B", (o, 2)), ("E", (2, 1)))}, {"model_type": "llama"}),
+         for f, s in (("A", (2, 5)), ("B", (o, 2)), ("E", (2, 1)))}, LLAMA),
 }  # fmt: skip
 
 

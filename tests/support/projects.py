@@ -16,7 +16,7 @@ from fedlora.runs.execution import execute
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
 from fedlora.training.encoding import encode
-from support.command_line import invoke
+from support.command_line import drawing, invoke
 from support.local_training import logits
 from support.training_data import classification, rows, save_encoder, tokenizer
 
@@ -143,5 +143,6 @@ def pixels(path: Path) -> Any:
 def finished_run(project: Path, out: Path) -> Finished:
     """`fedlora run config.toml --out ...`, GLoRA on ranks 2, 4, 4. The fixture `finished`."""
     sets = ["run.readouts=true", "evaluate.clients_at_end=true"]
-    result = invoke("run", project / "config.toml", "--out", out, *(a for s in sets for a in ("--set", s)))
+    with drawing():
+        result = invoke("run", project / "config.toml", "--out", out, *(a for s in sets for a in ("--set", s)))
     return Finished(configured(project, *sets), RunFolder(out), result.stdout, result.stderr)

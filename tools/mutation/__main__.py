@@ -4,7 +4,8 @@ note        put others in place of changes whose code is gone, run a tier's test
             as long as these tests take, alone on the machine
 try         what was not tried yet, or, with the exhaustive tier, what nothing quick has found; --part 1/4: a quarter of
             it; stops after each batch without loss
-check       only the cases that are stored: does each change that was killed still die? minutes
+check       only the cases that are stored, as far as they are in the tier that found it: does each change that was
+            killed still die? minutes
 table       what CONTRIBUTING.md shows
 """
 
@@ -78,7 +79,10 @@ def _check(seconds: float, workers: int) -> int:
     killed = {k: each.by for k, each in enumerate(everything) if each.verdict == "killed"}
     known = there()
     gone = [k for k in killed if everything[k].change.id not in known]
-    found = killing.tried({k: by for k, by in killed.items() if k not in gone}, seconds, workers)
+    found = {}
+    for tier, which in killing.TIERS.items():  # a case that moved to the other tier finds nothing here
+        cases = {k: by for k, by in killed.items() if k not in gone and everything[k].tier == tier}
+        found |= killing.tried(cases, seconds, workers, which)
     lost = [k for k, (verdict, *_) in found.items() if verdict != "killed"]
     print(
         f"{len(killed)} were killed; the code of {len(gone)} is gone, {len(lost)} are not killed by the stored cases:"

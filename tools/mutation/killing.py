@@ -60,7 +60,7 @@ def in_order(cases: Sequence[tuple[str, float]], package: str) -> list[str]:
 
 
 def tried(
-    numbers: Mapping[int, Sequence[str]], seconds: float, workers: int, which: str = BOTH
+    numbers: Mapping[int, Sequence[str]], seconds: float, workers: int, which: str
 ) -> dict[int, tuple[str, list[str], int, float]]:
     """Number -> verdict, cases that fail, how many ran, seconds. numbers: with the cases to run, in this order, as far
     as pytest selects them by -m `which`.
@@ -98,8 +98,9 @@ def _task(name: int | str, cases: Sequence[str], seconds: float, enough: int, ou
 def _forks(tasks: Sequence[Mapping[str, object]], workers: int, which: str) -> None:
     listed = FOLDER / "tasks.json"
     listed.write_text(json.dumps(tasks))
-    wanted = sorted({str(case).partition("::")[0] for task in tasks for case in task["cases"]})  # type: ignore[attr-defined]
-    if tasks:
+    named = {str(case).partition("::")[0] for task in tasks for case in task["cases"]}  # type: ignore[attr-defined]
+    wanted = sorted(name for name in named if (ROOT / name).exists())
+    if wanted:
         _pytest(["-s", "-m", which, *wanted], MUTATION_TASKS=str(listed), MUTATION_WORKERS=str(workers))
 
 
