@@ -29,7 +29,7 @@ from fedlora.linalg.own_modes import own_modes
 from fedlora.seeds import derive_seed
 from fedlora.server.intake import Intake, take_in
 from fedlora.server.judging import require_products
-from fedlora.server.kept_uploads import KeptUploads, promoted
+from fedlora.server.kept_uploads import promoted
 from fedlora.server.method_faults import (
     blamed_on,
     checked_diagnostics,
@@ -42,8 +42,8 @@ from fedlora.server.private_options import Privacy, require_private
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.robust_rules.rule import Rule
 from fedlora.server.state import RunState, ServerState
-from fedlora.server.summed_uploads import SummedUploads, summing
 from fedlora.server.terms import Terms, Weighting, ranks_of, weighs_by
+from fedlora.server.uploads import Uploads, summing
 
 Heads = Literal["average", "local", "frozen"]
 
@@ -68,7 +68,7 @@ class Server:
             others count as a "zero" update.
         seed: of the method's own random draws.
         memory: megabytes that one round's uploads may take here; None: as many as there are. Once uploads fill half
-            of it they are added up in float64 and forgotten (`summed_uploads`): the same result up to rounding, for any
+            of it they are added up in float64 and forgotten (`uploads`): the same result up to rounding, for any
             number of clients. Of methods that need sums alone (`core.summing`).
         privacy: rounds of one clipped and noised sum (`private_round`), so that what is released says little about any
             one client. Needs missing = "zero", and no quorum: bad uploads count as zero, and no round is left out.
@@ -274,9 +274,7 @@ class Server:
         terms = self.terms(state)
         if self.privacy is not None:
             return PrivateRound(terms, self._accumulating(self.privacy), self.privacy)
-        if self.memory is not None:
-            return SummedUploads(terms, self.memory * 2**20)
-        return KeptUploads(terms)
+        return Uploads(terms, None if self.memory is None else self.memory * 2**20)
 
     @own_modes()
     def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:
