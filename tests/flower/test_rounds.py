@@ -594,7 +594,12 @@ def test_with_a_memory_limit_uploads_are_added_up_as_they_come(tmp_path: Path, m
     ranks = {f"c{k}": 2 + k % 3 for k in range(8)}
     updates, held = [], list[int]()
     add = Uploads.add
-    monkeypatch.setattr(Uploads, "add", lambda intake, up: (add(intake, up), held.append(intake.nbytes))[0])
+
+    def watched(intake: Uploads, upload: Upload) -> None:
+        add(intake, upload)
+        held.extend([] if intake.keeps else [intake.nbytes])
+
+    monkeypatch.setattr(Uploads, "add", watched)
     for memory in (None, 0.0029):
         server = Server(build("glora", history_limit=0), quorum=1, memory=memory)
         policy = Policy(ranks, max_weight_share=1.0, retries=0)
