@@ -33,10 +33,10 @@ from fedlora.server.kept_uploads import promoted
 from fedlora.server.method_faults import (
     blamed_on,
     checked_diagnostics,
-    checked_readout,
     checked_roles,
     checked_state,
     checked_update,
+    readouts,
 )
 from fedlora.server.private_options import Privacy, require_private
 from fedlora.server.private_round import PrivateRound
@@ -222,10 +222,8 @@ class Server:
         """
         roles, ranks = self.roles(state), ranks_of(client, state)
         modules, start, base = {}, {}, {}
-        for name, rank in ranks.items():
-            with blamed_on(self.method, "readout"):
-                made = self.method.readout(state.modules[name], client.id, rank)
-            readout = checked_readout(self.method, made, state.start.modules[name], rank, roles)
+        for name, readout in readouts(self.method, state.modules, state.start, client.id, ranks, roles).items():
+            rank = ranks[name]
             # The client's own: training in place must not reach the state.
             modules[name] = readout.lora if readout.fresh else readout.lora.map(Tensor.clone)
             if readout.base is not None:
