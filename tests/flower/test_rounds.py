@@ -37,8 +37,8 @@ from fedlora.flower.rounds.norms import far_ones, update_norm
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start
-from fedlora.server.summed_uploads import SummedUploads
 from fedlora.server.terms import Terms
+from fedlora.server.uploads import Uploads
 from support.federations import noise
 from support.flower_grid import RANKS, FastClock, LocalGrid, bits, changed, federation, nan, seed_adapter
 from support.processes import Program
@@ -593,8 +593,13 @@ def test_with_a_memory_limit_uploads_are_added_up_as_they_come(tmp_path: Path, m
     up to the rounding of float32."""
     ranks = {f"c{k}": 2 + k % 3 for k in range(8)}
     updates, held = [], list[int]()
-    add = SummedUploads.add
-    monkeypatch.setattr(SummedUploads, "add", lambda intake, up: (add(intake, up), held.append(intake.nbytes))[0])
+    add = Uploads.add
+
+    def watched(intake: Uploads, upload: Upload) -> None:
+        add(intake, upload)
+        held.extend([] if intake.keeps else [intake.nbytes])
+
+    monkeypatch.setattr(Uploads, "add", watched)
     for memory in (None, 0.0029):
         server = Server(build("glora", history_limit=0), quorum=1, memory=memory)
         policy = Policy(ranks, max_weight_share=1.0, retries=0)

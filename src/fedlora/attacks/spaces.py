@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fedlora.core.lora import Adapter, LoRA, stack
+from fedlora.core.lora import Adapter, LoRA, change_of, stack
 from fedlora.core.messages import Upload
 from fedlora.core.sent import Sent
 from fedlora.linalg import svd_of_product
@@ -132,7 +132,7 @@ class Products(ChangeSpace):
 
     def change(self, sent: Sent) -> Change:
         parts = {
-            ("module", name): stack([lora.map(_double), sent.begun.modules[name].map(_double)], [1.0, -1.0])
+            ("module", name): change_of(lora, sent.begun.modules[name])
             for name, lora in sent.upload.adapter.modules.items()
         }
         return Change({**parts, **_heads(sent)})

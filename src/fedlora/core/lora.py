@@ -180,6 +180,18 @@ def stack(loras: list[LoRA], weights: list[float]) -> LoRA:
     )
 
 
+def change_of(sent: LoRA, begun: LoRA) -> LoRA:
+    """B A as sent - B_0 A_0 as it began, both factors there, as one pair in float64. A factor that did not travel is
+    the one that it began with."""
+    B_0, A_0 = (t.detach().double() for t in begun.factors)
+    B, A = (old if t is None else t.detach().to(old) for t, old in ((sent.B, B_0), (sent.A, A_0)))
+    if sent.A is None:
+        return LoRA(B - B_0, A_0)
+    if sent.B is None:
+        return LoRA(B_0, A - A_0)
+    return LoRA(torch.cat([B, -B_0], dim=1), torch.cat([A, A_0]))
+
+
 def fresh_rows(count: int, d_in: int, *seed: str | int, like: Tensor) -> Tensor:
     """(count, d_in) rows of A as LoRA starts them: uniform on +-1/sqrt(d_in) (PEFT's kaiming_uniform with a = sqrt 5).
 

@@ -1,22 +1,19 @@
 """Tasks in processes of their own: one that dies costs its task a second try and the other tasks nothing.
 
-Each process is a `ProcessPoolExecutor` of one worker, so that a dead one says whose task it was, and takes no other's
-hours with it: a death among `workers.Processes`, which share their work, has all unfinished work done again. Interrupts
-reach the parent alone, which ends them; they end with it, also in the middle of a task (`workers.lifeline`).
+Each process is an `Executor` of one worker, so that a dead one says whose task it was, and takes no other's hours with
+it: a death among `workers.Processes`, which share their work, has all unfinished work done again. Interrupts reach the
+parent alone, which ends them; they end with it, also in the middle of a task (`workers.lifeline`).
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
-from fedlora.workers.lifeline import held_by, interrupts_held
-from fedlora.workers.processes import clean_context
+from fedlora.workers.lifeline import Executor
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -89,31 +86,17 @@ class _Slot(Generic[R]):
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
-        self._executor: ProcessPoolExecutor | None = None
-        self._lifeline: Connection | None = None
+        self._executor: Executor | None = None
         self.idle = True
 
     def start(self, function: Callable[[T], R], task: T) -> Future[R]:
         self.idle = False
         if self._executor is None:
-            context = clean_context(["fedlora.runs.execution", "fedlora.runs.preparation", "peft"])
-            forkserver.ensure_running()  # outside of what follows: all that others fork from it would keep that, too
-            reader, self._lifeline = context.Pipe(duplex=False)
-            self._executor = ProcessPoolExecutor(1, context, initializer=_started, initargs=(reader, self._begin))
-        with interrupts_held():
-            return self._executor.submit(function, task)
+            self._executor = Executor(1, ["fedlora.runs.execution", "fedlora.runs.preparation", "peft"], self._begin)
+        return self._executor.submit(function, task)
 
     def end(self) -> None:
         """At once where a task still runs. It starts anew with the next one."""
-        if self._lifeline is not None and not self.idle:
-            self._lifeline.close()
         if self._executor is not None:
-            self._executor.shutdown(wait=True, cancel_futures=True)
-        if self._lifeline is not None:
-            self._lifeline.close()
-        self._executor = self._lifeline = None
-
-
-def _started(lifeline: Connection, begin: Callable[[], None]) -> None:
-    held_by(lifeline)  # what was finished is stored, whole
-    begin()
+            self._executor.end(at_once=not self.idle)  # what was finished is stored, whole
+        self._executor = None

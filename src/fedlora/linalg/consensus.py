@@ -138,14 +138,15 @@ def consensus_mean(sent: Contributions, budget: Budget) -> ConsensusMean:
         gauge_split(B, A, tolerance=tolerance, canonical=budget.canonical).U
         for (B, A), tolerance in zip(blocks, sent.tolerances, strict=False)  # the rest has no vote
     ]
-    votes = torch.cat([core.left[:, :0], *(U * math.sqrt(w) for U, w in zip(own, sent.weights, strict=True))], dim=1)
+    columns = torch.cat([core.left[:, :0], *(U * math.sqrt(w) for U, w in zip(own, sent.weights, strict=True))], dim=1)
     owners = [k for k, U in enumerate(own) for _ in range(U.shape[1])]
-    roundoffs, noise = (
-        torch.tensor([x[k] for k in owners], dtype=torch.float64, device=votes.device)
-        for x in (sent.roundoffs, [t * t * w for t, w in zip(sent.tolerances, sent.weights, strict=True)])
+    noise, roundoffs = (
+        torch.tensor([x[k] for k in owners], dtype=torch.float64, device=columns.device)
+        for x in ([t * t * w for t, w in zip(sent.tolerances, sent.weights, strict=True)], sent.roundoffs)
     )
+    votes = _Votes(columns, noise, roundoffs)
     stored = float(torch.linalg.vector_norm(core.terms * sent.per_column(sent.every_tolerance)))
-    made = _projected(core, votes, noise, roundoffs, stored, budget, sent.dtype)
+    made = _projected(core, votes, stored, budget, sent.dtype)
     bases = tuple(_lift(core.Q, U).to(sent.dtype) for U in own)
     alignments = tuple((U.mH @ made.directions).square().sum(dim=0) for U in own)
     return made.result(bases, alignments)
@@ -184,7 +185,7 @@ def consensus_of_sums(
         root, noise = X * values.sqrt(), (X * (doubts @ X)).sum(dim=0) / values
         roundoffs = roundoffs.expand(len(values))
     core = _Core(None, None, empty, empty, mean, empty[0], mean.new_tensor([terms]))
-    return _projected(core, root, noise, roundoffs, floor, budget, dtype).result((), ())
+    return _projected(core, _Votes(root, noise, roundoffs), floor, budget, dtype).result((), ())
 
 
 # ------------------------------------------------------------------------------------------------------- coordinates
@@ -206,6 +207,16 @@ class _Core:
     C: Tensor
     scale: Tensor
     terms: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _Votes:
+    """K = columns columns^T, in coordinates. columns (m, S_v): sqrt(p_i) U_i. noise, roundoffs (S_v,): of each column's
+    client p_i tolerance_i^2, and the unit roundoff of the dtype in which it came."""
+
+    columns: Tensor
+    noise: Tensor
+    roundoffs: Tensor
 
 
 def _core(B: Tensor, A: Tensor, p: Tensor) -> _Core:
@@ -240,9 +251,9 @@ class _Chosen:
     dropped: float
 
 
-def _chosen(votes: Tensor, noise: Tensor, roundoffs: Tensor, C: Tensor, floor: float, budget: Budget) -> _Chosen:
-    """U_ref in coordinates. noise (S_v,): p_i tolerance_i^2 of each vote; floor: of the mean in one direction."""
-    X, s = _every_direction(votes)
+def _chosen(votes: _Votes, C: Tensor, floor: float, budget: Budget) -> _Chosen:
+    """U_ref in coordinates. floor: how large rounding can be in one direction of the mean."""
+    X, s = _every_direction(votes.columns)
     voted = count_above(s, _RESOLVED * float(s[0])) if len(s) and s[0] > 0 else 0
     rest = X[:, voted:]
     if rest.shape[1]:
@@ -251,8 +262,8 @@ def _chosen(votes: Tensor, noise: Tensor, roundoffs: Tensor, C: Tensor, floor: f
     loud = energy.sqrt() > floor
     certain = torch.zeros(X.shape[1], dtype=torch.bool, device=X.device)
     # Rounding makes directions of the differences between clients that share one, so their own noise counts there.
-    shares = (votes.mH @ X[:, :voted]).square() / s[:voted].square()
-    certain[:voted] = s[:voted].square() > noise @ shares
+    shares = (votes.columns.mH @ X[:, :voted]).square() / s[:voted].square()
+    certain[:voted] = s[:voted].square() > votes.noise @ shares
     sound = certain | loud
     by_vote = sound.clone()
     by_vote[voted:] = False
@@ -266,7 +277,8 @@ def _chosen(votes: Tensor, noise: Tensor, roundoffs: Tensor, C: Tensor, floor: f
     if keep < len(first):
         values = s[first].square()
         gap = float((values[keep - 1] - values[keep]) / values[keep - 1])
-        tolerance = tie_tolerance(votes, X[:, keep - 1 : keep + 1], values[keep - 1 : keep + 1], roundoffs)
+        at = slice(keep - 1, keep + 1)
+        tolerance = tie_tolerance(votes.columns, X[:, at], values[at], votes.roundoffs)
         tied = gap <= tolerance
         X, energy = _untied(X, energy, values, keep, tolerance, C, budget) if tied else (X, energy)
     elif keep < union:
@@ -351,17 +363,16 @@ class _Projected:
         )  # fmt: skip
 
 
-def _projected(
-    core: _Core, votes: Tensor, noise: Tensor, roundoffs: Tensor, stored: float, budget: Budget, dtype: torch.dtype
-) -> _Projected:
+def _projected(core: _Core, votes: _Votes, stored: float, budget: Budget, dtype: torch.dtype) -> _Projected:
+    """stored: how large rounding of the stored factors can be in one direction of the mean."""
     largest = float(core.C.abs().max()) if core.C.numel() else 0.0
     unit = 2.0 ** math.floor(math.log2(largest)) if largest else 1.0  # squares of tiny numbers are zero
     C, terms, stored = core.C / unit, float(torch.linalg.vector_norm(core.terms / unit)), stored / unit
     energy = float(C.square().sum())
     if budget.basis == "energy":
-        chosen = _strongest(C, budget, stored, roundoffs)
+        chosen = _strongest(C, budget, stored, votes.roundoffs)
     else:
-        chosen = _chosen(votes, noise, roundoffs, C, stored, budget)
+        chosen = _chosen(votes, C, stored, budget)
     whole = chosen.basis.shape[1] == C.shape[0]  # then no basis is needed, and none rounds
     O, s, Wh = torch.linalg.svd(C if whole else chosen.basis.mH @ C, full_matrices=False)
     kept, level, rounding = cut_by_rounding(

@@ -1,7 +1,7 @@
 """The server: one method lifted over all modules. It opens a round, takes uploads in, and closes it to a new state.
 
 It knows no method by name, no engine and no network. How uploads are taken in is the round's own affair: kept until
-the end (`kept_uploads`), added up (`summed_uploads`), or one clipped and noised sum (`private_round`).
+the end or added up (`uploads`), or one clipped and noised sum (`private_round`).
 """
 
 from typing import TYPE_CHECKING

@@ -4,8 +4,8 @@
     intake.add(upload)             each client's, in any order
     state = intake.close()
 
-An engine never asks which intake it got: whether uploads are kept (`kept_uploads`), added up (`summed_uploads`) or one
-clipped and noised sum (`private_round`) is the server's affair.
+An engine never asks which intake it got: whether uploads are kept or added up (`uploads`) or one clipped and noised
+sum (`private_round`) is the server's affair.
 """
 
 from __future__ import annotations

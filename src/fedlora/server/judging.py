@@ -25,7 +25,6 @@ from fedlora.server.changes import Changes, Sent, changes
 from fedlora.server.closing import shares
 from fedlora.server.intake import Attendance
 from fedlora.server.judged import Judged, Standing
-from fedlora.server.method_faults import blamed_on, checked_readout
 from fedlora.server.robust_rules import Geometry, Rule, Weighed, geometry_of
 from fedlora.server.terms import Terms
 
@@ -113,7 +112,7 @@ class Look:
 
 def look(terms: Terms, uploads: Sequence[Upload], each: Each) -> Look:
     """Every client's change from what it was sent."""
-    begun = {u.client.id: _begun(terms, u) for u in uploads}
+    begun = {u.client.id: terms.begun(u.client) for u in uploads}
     sent = [
         [Sent(u.adapter.modules[m], begun[u.client.id][m]) if m in u.adapter.modules else None for u in uploads]
         for m in terms.state.modules
@@ -212,16 +211,6 @@ def weigh(rule: Rule, found: Changes, p: Tensor, names: Sequence[str]) -> tuple[
 
 
 # ------------------------------------------------------------------------------------------------------------- inside
-
-
-def _begun(terms: Terms, upload: Upload) -> dict[str, LoRA]:
-    """What the client was sent, at the ranks that it has now."""
-    found = {}
-    for name, rank in upload.client.ranks(terms.state.modules).items():
-        with blamed_on(terms.method, "readout"):
-            made = terms.method.readout(terms.state.modules[name], upload.client.id, rank)
-        found[name] = checked_readout(terms.method, made, terms.state.start.modules[name], rank, terms.roles).lora
-    return found
 
 
 def _with_heads(adapter: Adapter, before: Mapping[str, Tensor], m: float) -> Adapter:

@@ -1,4 +1,4 @@
-"""The plain intake: every upload is kept until the round is closed, and then aggregated in the order of client ids."""
+"""Closing a round whose uploads are all there: judged, weighed, and aggregated in the order of client ids."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from functools import reduce
 
 import torch
 
-from fedlora.core.lora import LoRA, compute_dtype, named_tensors
+from fedlora.core.lora import LoRA, compute_dtype
 from fedlora.core.messages import Upload
 from fedlora.core.method import Update, aggregate_all
-from fedlora.errors import HyperparameterError, UploadRefused
-from fedlora.linalg.own_modes import own_modes
+from fedlora.errors import UploadRefused
 from fedlora.linalg.parallel import workers
 from fedlora.server.cancelling import Cancelling, cancelling
 from fedlora.server.closing import closed, held_to_share, shares
@@ -23,58 +22,8 @@ from fedlora.server.intake import Attendance
 from fedlora.server.judging import far_counts, judge, look, require_enough
 from fedlora.server.method_faults import blamed_on
 from fedlora.server.state import ServerState
-from fedlora.server.terms import Terms
 
 log = logging.getLogger("fedlora.server")
-
-
-class KeptUploads:
-    """An `Intake` of whole uploads, which may come in any order: the next state has the same bits."""
-
-    asked = None
-    keeps = True
-
-    def __init__(self, terms: Terms) -> None:
-        self._attendance = Attendance(terms)
-        self._held: dict[str, Upload] = {}
-        self._versions: dict[str, list[int]] = {}
-
-    @own_modes()
-    def add(self, upload: Upload) -> None:
-        """Accept one upload, or record and raise why not. Nothing of a refused upload reaches the state.
-
-        Raises:
-            UploadRefused: with the client id and the reason.
-        """
-        if self._attendance.take(upload):
-            self._held[upload.client.id] = upload
-            self._versions[upload.client.id] = _versions(upload)
-
-    def refuse(self, refusal: UploadRefused) -> None:
-        """As `Intake.refuse`."""
-        self._attendance.refuse(refusal)
-
-    @own_modes()
-    def close(self) -> ServerState:
-        """The next state.
-
-        Raises:
-            QuorumNotMet: too few good uploads. RankMismatch, RankTie: as the method says.
-            HyperparameterError: an upload was written to after it was added.
-        """
-        for client, upload in self._held.items():
-            if _versions(upload) != self._versions[client]:
-                raise HyperparameterError(
-                    f"the upload of client {client!r} was written to after it was added: its numbers are no longer "
-                    f"those that the server checked. The server keeps an upload's own tensors until the round closes. "
-                    f"Do not change them before, or add a copy: `upload.adapter.map(torch.Tensor.clone)`."
-                )
-        return close_whole(self._held, self._attendance)
-
-
-def _versions(upload: Upload) -> list[int]:
-    """How often each tensor was written to in place, as torch counts; what shares numpy's memory is not seen."""
-    return [0 if t.is_inference() else t._version for _, t in named_tensors(upload.adapter)]
 
 
 def close_whole(held: Mapping[str, Upload], attendance: Attendance) -> ServerState:

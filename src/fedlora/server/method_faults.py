@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedlora.core.base_change import BaseChange
-from fedlora.core.lora import LoRA
+from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import Method, Readout, Role, Roles
 from fedlora.errors import FedLoRAError, MethodFault
 
@@ -107,6 +107,22 @@ def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, role
             for tensor in moved.factors:
                 _require_finite(f"{what} a change of the base weight that", tensor)
     return made
+
+
+def readouts(
+    method: Method[Any], states: Mapping[str, Any], start: Adapter, client: str, ranks: Mapping[str, int], roles: Roles
+) -> dict[str, Readout]:
+    """Module -> what the client is sent of it, at these ranks. states: of each module; start: gives their shapes.
+
+    Raises:
+        MethodFault: it is nothing that a client can start from. RankMismatch: the method cannot serve that rank.
+    """
+    found = {}
+    for name, rank in ranks.items():
+        with blamed_on(method, "readout"):
+            made = method.readout(states[name], client, rank)
+        found[name] = checked_readout(method, made, start.modules[name], rank, roles)
+    return found
 
 
 def checked_roles(method: Method[Any], made: Any) -> Roles:

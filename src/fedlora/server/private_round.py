@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fedlora.core.accumulating import Accumulating
-from fedlora.core.lora import LoRA
+from fedlora.core.lora import LoRA, change_of
 from fedlora.core.messages import Upload
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.linalg.own_modes import own_modes
@@ -28,7 +28,7 @@ from fedlora.privacy.geometry import Bases, Layout
 from fedlora.privacy.sampling import poisson_sample
 from fedlora.server.checks import check_types
 from fedlora.server.closing import closed
-from fedlora.server.method_faults import blamed_on, checked_readout, checked_update
+from fedlora.server.method_faults import blamed_on, checked_update
 from fedlora.server.private_options import Privacy
 from fedlora.server.state import ServerState, Tally
 from fedlora.server.terms import Terms
@@ -202,26 +202,12 @@ class PrivateRound:
 
     def _change(self, upload: Upload) -> Tensor:
         """What the client changed of what it was sent, in the round's coordinates: (d,), float64."""
-        terms, modules = self._terms, {}
-        for name, rank in upload.client.ranks(terms.state.modules).items():
-            with blamed_on(terms.method, "readout"):
-                made = terms.method.readout(terms.state.modules[name], upload.client.id, rank)
-            before = checked_readout(terms.method, made, terms.state.start.modules[name], rank, terms.roles)
-            modules[name] = change_of(upload.adapter.modules[name], before.lora)
+        modules = {
+            name: change_of(upload.adapter.modules[name], begun).map(Tensor.cpu)
+            for name, begun in self._terms.begun(upload.client).items()
+        }
         heads = {
-            name: upload.adapter.heads[name].detach().double().cpu() - terms.state.heads[name].double().cpu()
+            name: upload.adapter.heads[name].detach().double().cpu() - self._terms.state.heads[name].double().cpu()
             for name in self.layout.heads
         }
         return self.layout.vector(modules, heads)
-
-
-def change_of(sent: LoRA, received: LoRA) -> LoRA:
-    """B A as sent - B_0 A_0 as received, as one pair in float64. A factor that did not travel is the received one."""
-    B_0, A_0 = (t.detach().double().cpu() for t in received.factors)
-    B = B_0 if sent.B is None else sent.B.detach().double().cpu()
-    A = A_0 if sent.A is None else sent.A.detach().double().cpu()
-    if sent.A is None:
-        return LoRA(B - B_0, A_0)
-    if sent.B is None:
-        return LoRA(B_0, A - A_0)
-    return LoRA(torch.cat([B, -B_0], dim=1), torch.cat([A, A_0]))

@@ -29,21 +29,21 @@ from fedlora.linalg.own_modes import own_modes
 from fedlora.seeds import derive_seed
 from fedlora.server.intake import Intake, take_in
 from fedlora.server.judging import require_products
-from fedlora.server.kept_uploads import KeptUploads, promoted
+from fedlora.server.kept_uploads import promoted
 from fedlora.server.method_faults import (
     blamed_on,
     checked_diagnostics,
-    checked_readout,
     checked_roles,
     checked_state,
     checked_update,
+    readouts,
 )
 from fedlora.server.private_options import Privacy, require_private
 from fedlora.server.private_round import PrivateRound
 from fedlora.server.robust_rules.rule import Rule
 from fedlora.server.state import RunState, ServerState
-from fedlora.server.summed_uploads import SummedUploads, summing
 from fedlora.server.terms import Terms, Weighting, ranks_of, weighs_by
+from fedlora.server.uploads import Uploads, summing
 
 Heads = Literal["average", "local", "frozen"]
 
@@ -68,7 +68,7 @@ class Server:
             others count as a "zero" update.
         seed: of the method's own random draws.
         memory: megabytes that one round's uploads may take here; None: as many as there are. Once uploads fill half
-            of it they are added up in float64 and forgotten (`summed_uploads`): the same result up to rounding, for any
+            of it they are added up in float64 and forgotten (`uploads`): the same result up to rounding, for any
             number of clients. Of methods that need sums alone (`core.summing`).
         privacy: rounds of one clipped and noised sum (`private_round`), so that what is released says little about any
             one client. Needs missing = "zero", and no quorum: bad uploads count as zero, and no round is left out.
@@ -222,10 +222,8 @@ class Server:
         """
         roles, ranks = self.roles(state), ranks_of(client, state)
         modules, start, base = {}, {}, {}
-        for name, rank in ranks.items():
-            with blamed_on(self.method, "readout"):
-                made = self.method.readout(state.modules[name], client.id, rank)
-            readout = checked_readout(self.method, made, state.start.modules[name], rank, roles)
+        for name, readout in readouts(self.method, state.modules, state.start, client.id, ranks, roles).items():
+            rank = ranks[name]
             # The client's own: training in place must not reach the state.
             modules[name] = readout.lora if readout.fresh else readout.lora.map(Tensor.clone)
             if readout.base is not None:
@@ -274,9 +272,7 @@ class Server:
         terms = self.terms(state)
         if self.privacy is not None:
             return PrivateRound(terms, self._accumulating(self.privacy), self.privacy)
-        if self.memory is not None:
-            return SummedUploads(terms, self.memory * 2**20)
-        return KeptUploads(terms)
+        return Uploads(terms, None if self.memory is None else self.memory * 2**20)
 
     @own_modes()
     def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fedlora.core.lora import LoRA
 from fedlora.core.messages import Client, Missing, Upload, checked_examples
 from fedlora.core.method import Method, Roles
 from fedlora.core.multiplied import TakesMultipliers, multiplied_how
 from fedlora.errors import HyperparameterError, UploadRefused
 from fedlora.server.checks import check_adapter
+from fedlora.server.method_faults import readouts
 from fedlora.server.robust_rules.rule import Rule
 from fedlora.server.state import ServerState
 
@@ -73,6 +75,12 @@ class Terms:
                 f"and the subspace form has coordinates of its own: send factors.",
             )
         return True
+
+    def begun(self, client: Client) -> dict[str, LoRA]:
+        """Module -> what the client was sent, at the ranks that it has now."""
+        ranks = client.ranks(self.state.modules)
+        made = readouts(self.method, self.state.modules, self.state.start, client.id, ranks, self.roles)
+        return {name: readout.lora for name, readout in made.items()}
 
     def require_multipliers(self, columns: int | None = None) -> None:
         """Raises `HyperparameterError` where the method's options undo what a robust rule says."""

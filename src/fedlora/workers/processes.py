@@ -1,9 +1,9 @@
 """Processes that each hold a copy of one object, the resident, and do pieces of work on it; their tensors, if it says
 so, lie in memory once.
 
-The pool itself is `concurrent.futures.ProcessPoolExecutor`. What stands here is what it leaves open: how big tensors
-are shared, what becomes of work whose process died, and that nothing is left running when this process ends, however it
-ends. It knows nothing of federation.
+The pool itself is `lifeline.Executor`, which leaves nothing running when this process ends, however it ends. What
+stands here is what it leaves open: how big tensors are shared, and what becomes of work whose process died. It knows
+nothing of federation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import pickle
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import pairwise
-from multiprocessing import forkserver
-from multiprocessing.connection import Connection
 from pathlib import Path
 from traceback import format_exception
 from typing import Any, Generic, TypeVar
@@ -32,7 +30,7 @@ import torch.multiprocessing  # its reductions put a tensor that is handed to a 
 from torch import Tensor
 
 from fedlora.errors import FedLoRAError, HyperparameterError
-from fedlora.workers.lifeline import held_by, interrupts_held
+from fedlora.workers.lifeline import Executor
 
 log = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -105,9 +103,8 @@ class Processes(Generic[R]):
         _share(self._shared)
         self._packed = _pickled((resident, begin), self._shared)
         self._threads = threads
-        self._context = clean_context(preload)
-        self._executor: ProcessPoolExecutor | None = None
-        self._lifeline: Connection | None = None
+        self._preload = [*preload, __name__]
+        self._executor: Executor | None = None
         self._proved = False  # some work came back
 
     def __enter__(self) -> Processes[R]:
@@ -149,13 +146,8 @@ class Processes(Generic[R]):
     def close(self, *, at_once: bool = False) -> None:
         """End the processes, when their work is done or at once. They start again with the next work."""
         executor, self._executor = self._executor, None
-        lifeline, self._lifeline = self._lifeline, None
-        if lifeline is not None and at_once:
-            lifeline.close()
         if executor is not None:
-            executor.shutdown(wait=True, cancel_futures=True)
-        if lifeline is not None:
-            lifeline.close()
+            executor.end(at_once=at_once)
 
     def _draw(self, rest: Iterator[T], work: Callable[[R, T], U], tasks: deque[_Task]) -> None:
         """Keep every process busy, and a little ahead; but while some work is suspected to kill, `map` goes on with one
@@ -175,28 +167,18 @@ class Processes(Generic[R]):
 
     def _submit(self, task: _Task) -> None:
         if self._executor is None:
-            forkserver.ensure_running()  # outside of what follows: all that others fork from it would keep that, too
-        with interrupts_held():
-            if self._executor is None:
-                self._start()
-            assert self._executor is not None
-            try:
-                task.future = self._executor.submit(_do, task.packed)
-            except BrokenPipeError as error:  # a process ended before it had heard what to do
-                if not self._proved:
-                    raise self._dead_at_start(error) from error
-                raise BrokenProcessPool("a process ended as it started") from error
-
-    def _start(self) -> None:
-        reader, self._lifeline = self._context.Pipe(duplex=False)
+            self._executor = self._started()
         try:
-            number = self._context.Value("i", 0)
-            self._executor = ProcessPoolExecutor(
-                self.size,
-                mp_context=self._context,
-                initializer=_begin,
-                initargs=(self._packed, self._shared, self._threads, number, reader),
-            )
+            task.future = self._executor.submit(_do, task.packed)
+        except BrokenPipeError as error:  # a process ended before it had heard what to do
+            if not self._proved:
+                raise self._dead_at_start(error) from error
+            raise BrokenProcessPool("a process ended as it started") from error
+
+    def _started(self) -> Executor:
+        try:
+            number = multiprocessing.get_context("forkserver").Value("i", 0)
+            return Executor(self.size, self._preload, _begin, self._packed, self._shared, self._threads, number)
         except OSError as error:  # semaphores lie in shared memory, too
             free = f", of which {_SHARED_MEMORY} has {shutil.disk_usage(_SHARED_MEMORY).free / 1e6:.3g} MB left"
             raise HyperparameterError(
@@ -249,14 +231,6 @@ class _Raised:
     """What work raised, on its way back."""
 
     error: Exception
-
-
-def clean_context(preload: Sequence[str]) -> Any:
-    """Of multiprocessing. Processes are forked from a clean server process that has imported torch once: fast to start,
-    and the code is in memory once. A fork of this process itself would copy its threads' locks."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*preload, __name__])
-    return context
 
 
 # ------------------------------------------------------------------------------------------- what travels, and how
@@ -349,10 +323,9 @@ _resident: Any = None
 _failed: Exception | None = None
 
 
-def _begin(packed: bytes, shared: list[Tensor], threads: int, number: Any, lifeline: Connection) -> None:
+def _begin(packed: bytes, shared: list[Tensor], threads: int, number: Any) -> None:
     """A process's start. What goes wrong is told with the first work: an initialiser that raises would only kill."""
     global _resident, _failed
-    held_by(lifeline)
     with number.get_lock():
         mine, number.value = number.value, number.value + 1
     try:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fedlora.core.lora import LoRA
+from fedlora.core.lora import LoRA, change_of
 from fedlora.core.messages import Download, Upload
 
 FAR = 10.0  # times the median
@@ -50,13 +50,11 @@ def far_ones(norms: Mapping[str, float], times: float = FAR) -> dict[str, float]
 def _moved(lora: LoRA, began: LoRA | None) -> float:
     mine = lora.tensors()
     theirs = {} if began is None else began.tensors()
+    if began is not None and len(theirs) == 2:
+        return change_of(lora, began).norm()
     B, A = (mine.get(factor, theirs.get(factor)) for factor in ("B", "A"))
     if B is not None and A is not None:
-        if len(theirs) < 2:
-            return LoRA(B, A).norm()
-        return LoRA(
-            torch.cat([B.double(), -theirs["B"].double()], 1), torch.cat([A.double(), theirs["A"].double()], 0)
-        ).norm()
+        return LoRA(B, A).norm()
     (factor, moved), *_ = mine.items()
     before = theirs.get(factor)
     alike = before is not None and before.shape == moved.shape

@@ -1,9 +1,10 @@
-"""An intake for more uploads than fit in memory: what came is added up in float64, exactly, and forgotten.
+"""The one intake of whole uploads: kept until the round is closed, or, beyond a memory limit, added up and forgotten.
 
-While a round's uploads fit in half of the memory they are kept as they came, and the round is the plain one, bit for
-bit. Beyond that they are added up, as many at a time as that half holds: for each matrix the mean update itself and
-what else the method asks for (`product_sums`), or the mean factors (`factor_sums`). These sums are of fixed size,
-however many clients there are. Where the other half of the memory does not hold them they lie on disk.
+Without a limit, and while a round's uploads fit in half of it, they are kept as they came, and the round is the plain
+one, bit for bit, whatever their order. Beyond that they are added up in float64, as many at a time as that half holds:
+for each matrix the mean update itself and what else the method asks for (`product_sums`), or the mean factors
+(`factor_sums`). These sums are of fixed size, however many clients there are. Where the other half of the memory does
+not hold them they lie on disk.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from fedlora.core.lora import Adapter
+from fedlora.core.lora import Adapter, named_tensors
 from fedlora.core.messages import Upload
 from fedlora.core.method import Method
 from fedlora.core.summing import FromMeans, FromSums, Summing
@@ -52,13 +53,13 @@ def summing(method: Method[Any], memory: float) -> Summing | None:
     return None
 
 
-class SummedUploads:
-    """An `Intake` of whole uploads in so much memory.
+class Uploads:
+    """An `Intake` of whole uploads, which may come in any order.
 
     Args:
         memory: bytes, half of it for the uploads that are held, half for sums; what does not fit there is on disk, but
             for sums of factors, twice what a client of each rank sends in float32. Closing takes a few copies of the
-            largest matrix in float64 on top, for each of the server's workers.
+            largest matrix in float64 on top, for each of the server's workers. None: all uploads are held.
 
     Raises:
         HyperparameterError: the memory has no room for one client, the disk none for the sums, or the method or its
@@ -66,37 +67,43 @@ class SummedUploads:
     """
 
     asked = None
-    keeps = False
 
-    def __init__(self, terms: Terms, memory: float) -> None:
-        self._wanted = summing(terms.method, memory / 2**20)
-        self._terms, self._room = terms, memory / 2
-        _require_room(terms.state.start, memory)
-        sizes = product_sizes(terms.state.start, self._wanted) if self._wanted is not None else {}
-        self._on_disk = sum(sizes.values()) > self._room
-        if self._on_disk:
-            require_disk(sizes)
+    def __init__(self, terms: Terms, memory: float | None = None) -> None:
+        self._terms, self._room, self.keeps = terms, math.inf, memory is None
+        self._wanted: Summing | None = None
+        self._on_disk = False
+        if memory is not None:
+            self._wanted, self._room = summing(terms.method, memory / 2**20), memory / 2
+            _require_room(terms.state.start, memory)
+            sizes = product_sizes(terms.state.start, self._wanted) if self._wanted is not None else {}
+            self._on_disk = sum(sizes.values()) > self._room
+            if self._on_disk:
+                require_disk(sizes)
         self._attendance = Attendance(terms)
         self._held: dict[str, Upload] = {}
+        self._versions: dict[str, list[int]] = {}
         self._size = 0
         self._sums: dict[str, ProductSums | FactorSums] = {}
         self._heads: HeadSums | None = None
 
     @own_modes()
     def add(self, upload: Upload) -> None:
-        """Accept one upload, or record and raise why not.
+        """Accept one upload, or record and raise why not. Nothing of a refused upload reaches the state.
 
         Raises:
             UploadRefused: with the client id and the reason; also numbers of examples that running sums cannot carry.
+            HyperparameterError: an upload that is held was written to since.
         """
         if not self._attendance.take(upload):
             return
-        try:
-            check_count(upload)
-        except UploadRefused as refusal:
-            self._attendance.refuse(refusal)
-            raise
-        self._held[upload.client.id] = upload
+        client = upload.client.id
+        if not self.keeps:
+            try:
+                check_count(upload)
+            except UploadRefused as refusal:
+                self._attendance.refuse(refusal)
+                raise
+        self._held[client], self._versions[client] = upload, _versions(upload)
         self._size += upload.nbytes_modules + upload.nbytes_heads
         if self._size > self._room:
             self._add_up()
@@ -120,9 +127,11 @@ class SummedUploads:
         """The next state; where uploads were added up, the same whatever order they came in up to rounding of float64.
 
         Raises:
-            QuorumNotMet: too few good uploads. RankTie: as the method says.
+            QuorumNotMet: too few good uploads. RankMismatch, RankTie: as the method says.
+            HyperparameterError: an upload was written to after it was added.
         """
         if not self._sums:
+            self._require_unwritten()
             return close_whole(self._held, self._attendance)
         self._add_up()
         self._attendance.require_quorum()
@@ -144,10 +153,21 @@ class SummedUploads:
         heads = self._heads.mean(terms.state.heads) if self._heads is not None else {}
         return closed(terms, modules, heads, self._attendance.tally(shares(dict(sorted(counts.items())))))
 
+    def _require_unwritten(self) -> None:
+        for client, upload in self._held.items():
+            if _versions(upload) != self._versions[client]:
+                raise HyperparameterError(
+                    f"the upload of client {client!r} was written to after it was added: its numbers are no longer "
+                    f"those that the server checked. The server keeps an upload's own tensors until the round closes, "
+                    f"or until they are added up. Do not change them before, or add a copy: "
+                    f"`upload.adapter.map(torch.Tensor.clone)`."
+                )
+
     def _add_up(self) -> None:
         """Add the uploads that are held to the sums, and drop them."""
+        self._require_unwritten()
         uploads, counts = [self._held[c] for c in sorted(self._held)], self._attendance.counts
-        self._held, self._size = {}, 0
+        self._held, self._versions, self._size = {}, {}, 0
         with workers(self._terms.workers) as each:
             found = cancelling(self._terms, uploads, each)
         for client, reason in found.refused.items():
@@ -173,6 +193,11 @@ class SummedUploads:
         if self._wanted is None:
             return FactorSums()
         return ProductSums.empty(self._terms.state.start.modules[name], self._wanted, on_disk=self._on_disk)
+
+
+def _versions(upload: Upload) -> list[int]:
+    """How often each tensor was written to in place, as torch counts; what shares numpy's memory is not seen."""
+    return [0 if t.is_inference() else t._version for _, t in named_tensors(upload.adapter)]
 
 
 def _require_room(start: Adapter, memory: float) -> None:
