@@ -9,10 +9,8 @@ import math
 import statistics
 from collections.abc import Mapping
 
-import torch
-
-from fedlora.core.lora import LoRA
 from fedlora.core.messages import Download, Upload
+from fedlora.server.changes import Sent, changes
 
 FAR = 10.0  # times the median
 
@@ -20,15 +18,12 @@ FAR = 10.0  # times the median
 def update_norm(upload: Upload, download: Download) -> float:
     """sqrt of the sum over modules of ||B A - B_0 A_0||_F^2: how far the client moved from its readout (B_0, A_0).
 
-    The same for every gauge (B Q, Q^-1 A), whatever the rank, and without a dense product. A frozen factor is the
-    download's. Where a factor stays at the client it is the norm of the other one's own change, which has no such
-    meaning, but is alike for all clients of the round.
+    Heads do not count. A frozen factor is the download's. Where a factor stays at the client it is the norm of the
+    other one's own change, which depends on coordinates, but is alike for all clients of the round.
     """
-    total = 0.0
-    for name, lora in upload.adapter.modules.items():
-        began = download.adapter.modules.get(name)
-        total += _moved(lora, began) ** 2
-    return math.sqrt(total)
+    begun = download.adapter.modules
+    sent = [[Sent(lora, begun[name])] for name, lora in upload.adapter.modules.items()]
+    return float(changes(sent, [upload], {}).norms[0])
 
 
 def far_ones(norms: Mapping[str, float], times: float = FAR) -> dict[str, float]:
@@ -45,23 +40,6 @@ def far_ones(norms: Mapping[str, float], times: float = FAR) -> dict[str, float]
     middle = statistics.median_low(norms.values())
     found = {name: norm / middle if middle else (math.inf if norm else 0.0) for name, norm in norms.items()}
     return {name: ratio for name, ratio in found.items() if ratio > times}
-
-
-def _moved(lora: LoRA, began: LoRA | None) -> float:
-    mine = lora.tensors()
-    theirs = {} if began is None else began.tensors()
-    B, A = (mine.get(factor, theirs.get(factor)) for factor in ("B", "A"))
-    if B is not None and A is not None:
-        if len(theirs) < 2:
-            return LoRA(B, A).norm()
-        return LoRA(
-            torch.cat([B.double(), -theirs["B"].double()], 1), torch.cat([A.double(), theirs["A"].double()], 0)
-        ).norm()
-    (factor, moved), *_ = mine.items()
-    before = theirs.get(factor)
-    alike = before is not None and before.shape == moved.shape
-    change = moved.double() - before.double() if before is not None and alike else moved.double()
-    return float(torch.linalg.vector_norm(change))
 
 
 __all__ = ["FAR", "far_ones", "update_norm"]
