@@ -9,8 +9,11 @@ import math
 import statistics
 from collections.abc import Mapping
 
+import torch
+from torch import Tensor
+
+from fedlora.core.lora import LoRA, stack
 from fedlora.core.messages import Download, Upload
-from fedlora.server.changes import Sent, changes
 
 FAR = 10.0  # times the median
 
@@ -22,8 +25,19 @@ def update_norm(upload: Upload, download: Download) -> float:
     other one's own change, which depends on coordinates, but is alike for all clients of the round.
     """
     begun = download.adapter.modules
-    sent = [[Sent(lora, begun[name])] for name, lora in upload.adapter.modules.items()]
-    return float(changes(sent, [upload], {}).norms[0])
+    return math.hypot(*(_moved(lora, begun.get(name)) for name, lora in upload.adapter.modules.items()))
+
+
+def _moved(lora: LoRA, begun: LoRA | None) -> float:
+    sent = lora.map(Tensor.double).tensors()
+    before = begun.map(Tensor.double).tensors() if begun is not None else {}
+    if len(before) == 2:
+        return stack([LoRA(**(before | sent)), LoRA(**before)], [1.0, -1.0]).norm()
+    if len(sent) == 2:
+        return lora.norm()
+    ((factor, tensor),) = sent.items()
+    was = before.get(factor)
+    return float(torch.linalg.vector_norm(tensor if was is None or was.shape != tensor.shape else tensor - was))
 
 
 def far_ones(norms: Mapping[str, float], times: float = FAR) -> dict[str, float]:
