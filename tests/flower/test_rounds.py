@@ -30,10 +30,10 @@ from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
 from fedlora.flower import rounds as rounds_package
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.messages.records import to_array, to_tensor
-from fedlora.flower.rounds import server_lock
 from fedlora.flower.rounds.attempt import reply_limit
 from fedlora.flower.rounds.events import Again, Began, Done, Ended, Fated, PolicyChanged, read_events
 from fedlora.flower.rounds.norms import far_ones, update_norm
+from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start
@@ -634,29 +634,29 @@ def test_two_runs_of_one_federation_are_refused_by_the_others_process(tmp_path: 
     code = f"""
 import sys, time
 from pathlib import Path
-from fedlora.flower.rounds import server_lock
-with server_lock.held(Path({str(tmp_path)!r}) / "server"):
+from fedlora.flower.rounds.playing import played_by_one
+with played_by_one(Path({str(tmp_path)!r}) / "server"):
     print("held", flush=True); time.sleep(60)
 """
     other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         said = rf"by process {other.pid}\."
-        with pytest.raises(ConfigError, match=said), server_lock.held(tmp_path / "server"):
+        with pytest.raises(ConfigError, match=said), played_by_one(tmp_path / "server"):
             pytest.fail("both have it")
     finally:
         other.kill()
         other.communicate()
-    with server_lock.held(tmp_path / "server"):
+    with played_by_one(tmp_path / "server"):
         assert str(os.getpid()) in (tmp_path / "server" / ".lock").read_text()
-    with server_lock.held(tmp_path / "server"):
+    with played_by_one(tmp_path / "server"):
         pass
 
 
 def test_a_folder_that_cannot_be_locked_says_so(tmp_path: Path) -> None:
     """An error of the system, which may pass: not one of the folder's own files, which is exit code 2."""
     (tmp_path / "server").write_text("a file")
-    with pytest.raises(OSError, match="server"), server_lock.held(tmp_path / "server"):
+    with pytest.raises(OSError, match="server"), played_by_one(tmp_path / "server"):
         pass
 
 

@@ -18,8 +18,8 @@ pytest.importorskip("flwr")
 from fedlora.errors import ConfigError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder, SiteFolder
-from fedlora.flower.rounds import server_lock
 from fedlora.flower.rounds.events import Ended, EventWriter
+from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.private_words import append_secret
 from fedlora.flower.serving.serve_lock import serving
 from fedlora.flower.site import node_process, work_log
@@ -85,7 +85,7 @@ def serve(fed: FederationFolder, site: SiteFolder) -> None:
 
 
 def rounds(fed: FederationFolder, site: SiteFolder) -> None:
-    with server_lock.held(fed.server):
+    with played_by_one(fed.server):
         pass
 
 

@@ -172,7 +172,7 @@ def test_a_federation_s_lines_are_on_the_list() -> None:
     sites = pytest.importorskip("fedlora.flower.rounds.site_evaluation")
     listed = {place: {item.name.split(".")[0] for item in items(place)} for place in places()}
     assert keys_of(attempt, "capped") | keys_of(sites, "site_mean") <= listed["rounds.jsonl"]
-    assert keys_of(finishing.finish, "stopped_early") <= listed["federation summary.json"]
+    assert keys_of(finishing._summary, "stopped_early") <= listed["federation summary.json"]
     for kind in get_args(events.Event):  # each kind as a whole, or field by field
         facts = {kind.NAME: {field.name: 0 for field in fields(kind)}}
         assert unlisted("events.jsonl", facts) == [] or fate_of("events.jsonl", kind.NAME) is not None, kind

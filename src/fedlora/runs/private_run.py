@@ -25,7 +25,7 @@ from fedlora.privacy.ledger import Ledger
 from fedlora.privacy.mechanism import Mechanism
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.privacy_section import SIMULATED
+from fedlora.runs.privacy_section import SIMULATED, PrivacySection
 from fedlora.runs.private_releases import OnDisk, private_folder, read_private
 from fedlora.server.private_options import Privacy
 from fedlora.server.private_round import PrivateRound
@@ -86,19 +86,25 @@ class PrivacyPlan:
 
 
 def plan(prepared: Prepared) -> PrivacyPlan:
-    """Of a run that is prepared. Nothing of the clients' data counts but how many clients there are.
+    """Of a run that is prepared. Raises as `planned`."""
+    config, server = prepared.config, prepared.server
+    state = server.init(prepared.seed_adapter)
+    return planned(config.privacy, server, state, config.run.rounds, config.run.participation)
+
+
+def planned(
+    section: PrivacySection | None, server: Server, state: ServerState, rounds: int, participation: float
+) -> PrivacyPlan:
+    """Of a private server before its first round. Nothing of the clients' data counts but how many clients there are.
 
     Raises:
         ConfigError: no [privacy]. HyperparameterError: as `Server.open`.
     """
-    config, server = prepared.config, prepared.server
-    if config.privacy is None or server.privacy is None:
+    opened = server.open(state)
+    if section is None or server.privacy is None or not isinstance(opened, PrivateRound):
         raise ConfigError("this configuration has no table [privacy], so there is nothing to plan.")
-    opened = server.open(server.init(prepared.seed_adapter))
-    if not isinstance(opened, PrivateRound):
-        raise ConfigError("this configuration has no table [privacy], so there is nothing to plan.")
-    cost = config.privacy.cost(config.run.rounds, config.run.participation)
-    return plan_of(server.privacy, opened.layout, opened.mechanism, config.run.rounds, cost, config.privacy.delta)
+    cost = section.cost(rounds, participation)
+    return plan_of(server.privacy, opened.layout, opened.mechanism, rounds, cost, section.delta)
 
 
 def plan_of(
@@ -143,19 +149,21 @@ class PrivateRun:
 
 
 def check_affordable(prepared: Prepared) -> None:
-    """Before a fresh run has a folder. Nothing for a run that is not private.
+    """Before a fresh run has a folder. Nothing for a run that is not private. Raises as `check_plan`."""
+    privacy = prepared.server.privacy
+    if prepared.config.privacy is not None and privacy is not None:
+        check_plan(plan(prepared), privacy, _releases(prepared, Path(), "planned"))
+
+
+def check_plan(plan: PrivacyPlan, privacy: Privacy, releases: OnDisk) -> None:
+    """Before anything is released.
 
     Raises:
-        ConfigError: its noise would leave nothing. BudgetSpent: its rounds would pass the population's budget; nothing
+        ConfigError: the noise would leave nothing. BudgetSpent: all rounds would pass the population's budget; nothing
             was charged.
     """
-    if prepared.config.privacy is None or prepared.server.privacy is None:
-        return
-    planned = plan(prepared)
-    planned.require_signal()
-    releases = _releases(prepared, Path(), "planned")
-    privacy = prepared.server.privacy
-    releases.check_budget(privacy.mechanism(planned.size), planned.size, privacy.sampling)
+    plan.require_signal()
+    releases.check_budget(privacy.mechanism(plan.size), plan.size, privacy.sampling)
 
 
 def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) -> PrivateRun | None:
@@ -169,19 +177,29 @@ def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) ->
         return None
     run = str(read_private(folder, "run.json")["run"])
     releases = _releases(prepared, private_folder(folder), run)
-    releases.check_charged(state.round)
-    private = replace(privacy, releases=releases, diary=releases.note)
-    return PrivateRun(replace(prepared.server, privacy=private), releases, plan(prepared))
+    return going_on(prepared.server, privacy, releases, plan(prepared), state.round)
+
+
+def going_on(server: Server, privacy: Privacy, releases: OnDisk, plan: PrivacyPlan, done: int) -> PrivateRun:
+    """The server, which releases from now on. done: rounds so far. Raises `CheckpointError` where the ledger lacks
+    one."""
+    releases.check_charged(done)
+    return PrivateRun(replace(server, privacy=replace(privacy, releases=releases, diary=releases.note)), releases, plan)
 
 
 def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:
-    section, rounds, share = prepared.config.privacy, prepared.config.run.rounds, prepared.config.run.participation
-    if section is None:
+    config = prepared.config
+    if config.privacy is None:
         raise ConfigError("this configuration has no table [privacy].")
+    return releases_of(config.privacy, folder, run, config.run.rounds, config.run.participation)
+
+
+def releases_of(section: PrivacySection, folder: Path, run: str, rounds: int, participation: float) -> OnDisk:
+    """What a private server releases, kept in `folder` and charged as `run`."""
     # a simulation spends nobody's budget: what is known of its ledger lies with the run
     state = folder / "state" if section.population == SIMULATED else None
     ledger = Ledger(Path(section.ledger), section.population, state=state)
-    return OnDisk(folder, run, ledger, section.limit(ledger, rounds, share), rounds, section.delta)
+    return OnDisk(folder, run, ledger, section.limit(ledger, rounds, participation), rounds, section.delta)
 
 
 def told(spent: Mapping[str, Any]) -> str:

@@ -2,25 +2,27 @@
 
 A tensor travels as its little-endian bytes (stype "fedlora.salted"), so that bfloat16 needs no detour and nothing has
 a header that could be forged. They are salted (`salt`): no site can tell what Flower will call another's tensors.
-Stock PEFT clients send numpy arrays (stype "numpy.ndarray"): their header is read by hand, under a size limit, and must
+Stock PEFT clients send numpy arrays (stype "numpy.ndarray"): their header alone is read, under a size limit, and must
 say what was expected. Declared type and shape are held against the expected ones and against the bytes that are there
 before a tensor is made.
 """
 
 from __future__ import annotations
 
-import ast
+import io
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import numpy.lib.format as npy
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedlora.core.echo import shown
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, Form, Held, Upload
 from fedlora.core.method import Roles, TailPenalty
@@ -72,22 +74,17 @@ def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
 
 def _numpy_data(array: Array, declared: tuple[int, ...], what: str) -> int:
     """Where the data of a .npy begin, once its header says what the record says. Nothing is allocated by its word."""
-    start = bytes(array.data[:12])
-    if start[:6] != b"\x93NUMPY" or start[6] not in (1, 2):
-        raise RecordError(f"{what} is no numpy array.")
-    width = 2 if start[6] == 1 else 4
-    length = int.from_bytes(start[8 : 8 + width], "little")
-    begin = 8 + width + length
-    if length > _HEADER or begin > len(array.data):
-        raise RecordError(f"{what} has a numpy header of {length:,} bytes.")
+    file = io.BytesIO(array.data[: _HEADER + 12])
     try:
-        header = ast.literal_eval(bytes(array.data[8 + width : begin]).decode("latin1").strip())
-        said = (_NUMPY_TYPES[header["descr"]], tuple(header["shape"]), header["fortran_order"])
-    except (ValueError, SyntaxError, KeyError, TypeError, MemoryError, RecursionError) as error:
-        raise RecordError(f"{what} has a numpy header that is not read.") from error
+        version = npy.read_magic(file)
+        read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
+        shape, fortran, dtype = read(file, max_header_size=_HEADER)
+    except Exception as error:  # whatever a forged header brings about is its sender's
+        raise RecordError(f"{what} has a numpy header that is not read: {shown(error, 200)}.") from error
+    said = (_NUMPY_TYPES.get(dtype.str, dtype.str), shape, fortran)
     if said != (array.dtype, declared, False):
         raise RecordError(f"{what} is declared as {array.dtype} {declared}, and its header says {said[0]} {said[1]}.")
-    return begin
+    return file.tell()
 
 
 def _shown(shape: Sequence[int | None]) -> str:
@@ -233,9 +230,30 @@ def record_upload(
     if said.get("form") != form:
         raise RecordError(f"it has the form {str(said.get('form'))[:20]!r}; {form!r} was asked for.")
     declared = client.ranks(shapes)
-    ranks: dict[str, int | None] = dict(declared)
-    if roles.penalty is not None or form == "subspace":  # these may be smaller, and nothing else may
-        ranks = dict.fromkeys(declared)
+    smaller = roles.penalty is not None or form == "subspace"  # ranks may be, and nothing else may
+    expected = _expected(shapes, dict.fromkeys(declared) if smaller else declared, roles, heads)
+    arrays = record.array_records.get("arrays") or ArrayRecord()
+    lacks, extra = sorted(set(expected) - set(arrays)), sorted(set(arrays) - set(expected))
+    if lacks or extra:
+        raise RecordError(f"{len(lacks)} tensors are missing {lacks[:2]}, {len(extra)} were not asked for {extra[:2]}.")
+    found = {name: to_tensor(arrays[name], shape, name) for name, shape in expected.items()}
+    modules = {}
+    for module in shapes if {"shared"} & {roles.B, roles.A} else ():
+        modules[module] = lora = LoRA(found.get(f"B/{module}"), found.get(f"A/{module}"))
+        if lora.rank > declared[module]:
+            raise RecordError(f"module {module!r} has rank {lora.rank}; at most {declared[module]} was asked for.")
+    adapter = Adapter(modules, {name: found[f"heads/{name}"] for name in heads if f"heads/{name}" in found})
+    if roles.penalty is not None:
+        client = Client(client.id, {**declared, **adapter.ranks})
+    upload = Upload(client, _number(record, "num-examples"), adapter, form)
+    local = {*shapes, *heads} if "local" in (roles.B, roles.A, roles.heads) else set[str]()
+    return upload, _number(record, "loss"), _kept(said.get("kept"), local)
+
+
+def _expected(
+    shapes: Mapping[str, tuple[int, int]], ranks: Mapping[str, int | None], roles: Roles, heads: Mapping[str, Tensor]
+) -> dict[str, tuple[int | None, ...]]:
+    """Name -> shape of the tensors that such clients send."""
     expected: dict[str, tuple[int | None, ...]] = {}
     for module, (d_out, d_in) in shapes.items():
         if roles.B == "shared":
@@ -244,31 +262,16 @@ def record_upload(
             expected[f"A/{module}"] = (ranks[module], d_in)
     if roles.heads == "shared":
         expected |= {f"heads/{name}": tuple(head.shape) for name, head in heads.items()}
-    arrays = record.array_records.get("arrays") or ArrayRecord()
-    lacks, extra = sorted(set(expected) - set(arrays)), sorted(set(arrays) - set(expected))
-    if lacks or extra:
-        raise RecordError(f"{len(lacks)} tensors are missing {lacks[:2]}, {len(extra)} were not asked for {extra[:2]}.")
-    found = {name: to_tensor(arrays[name], shape, name) for name, shape in expected.items()}
-    modules = {}
-    for module in shapes:
-        pair = {factor: found.get(f"{factor}/{module}") for factor in ("B", "A")}
-        if any(t is not None for t in pair.values()):
-            lora = LoRA(pair["B"], pair["A"])
-            if lora.rank > declared[module]:
-                raise RecordError(f"module {module!r} has rank {lora.rank}; at most {declared[module]} was asked for.")
-            modules[module] = lora
-    adapter = Adapter(modules, {name: found[f"heads/{name}"] for name in heads if f"heads/{name}" in found})
-    if roles.penalty is not None:
-        client = Client(client.id, {**declared, **adapter.ranks})
-    examples, loss = _number(record, "num-examples"), _number(record, "loss")
-    kept = said.get("kept")
-    local = "local" in (roles.B, roles.A, roles.heads)
-    known = {*shapes, *heads} if local else set()
-    if not isinstance(kept, list) or not all(isinstance(name, str) and name in known for name in kept):
+    return expected
+
+
+def _kept(said: Any, local: Collection[str]) -> list[str]:
+    """What a client says that it keeps: some of the local parts, each once."""
+    if not isinstance(said, list) or not all(isinstance(name, str) and name in local for name in said):
         raise RecordError("what it keeps is no list of names of this round's local parts.")
-    if len(set(kept)) < len(kept):
+    if len(set(said)) < len(said):
         raise RecordError("what it keeps names a part twice.")
-    return Upload(client, examples, adapter, form), loss, kept
+    return said
 
 
 def stock_key(key: str) -> tuple[str, str] | None:

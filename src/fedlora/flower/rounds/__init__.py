@@ -13,6 +13,7 @@ messages/records.py        what it says it is (protocol, facts, run, round, form
 ../server/kept_uploads.py  the close: cancelling terms, the robust rule, weights and caps
 ../core/method.py          the method's next state, module by module
 rounds/round_lines.py      the round's line, before the checkpoint; rounds/events.py what is told
+rounds/recording.py        the stored round: the server's scores, the best state, trackers, whether it is enough
 
 Names and shapes alone are seen by two: `records` needs them to read bytes, and `checks` serves Python users, too.
 """

@@ -19,14 +19,14 @@ from fedlora.core.echo import shown
 from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import round_loss
-from fedlora.errors import ConfigError, HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
+from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
 from fedlora.flower.messages.codecs import Codec, Reply
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.collecting import Answer, Question
-from fedlora.flower.rounds.drawing import Drawn
 from fedlora.flower.rounds.events import Fate, Fated
+from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.norms import far_ones, update_norm
 from fedlora.flower.terms.policy import Policy, shares_lost
@@ -67,7 +67,7 @@ class Attempt:
     """One attempt. Mutable, used up by `close`.
 
     number: of the round, from 1. attempt: from 1. online: name -> node id. group: of its messages. intake: of the
-    round; None: it is opened here. told: client -> what became of its last work, where that did not count.
+    round, open. told: client -> what became of its last work, where that did not count.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class Attempt:
         memory: FlowerState,
         drawn: Drawn,
         online: Mapping[str, int],
+        intake: Intake,
         *,
         attempt: int,
         deadline: float,
-        intake: Intake | None = None,
         told: Mapping[str, str] = ReadOnly({}),
     ) -> None:
         self.server, self.policy, self.codec, self.memory, self.drawn = server, policy, codec, memory, drawn
@@ -93,15 +93,14 @@ class Attempt:
         self._fates: dict[str, Fated] = {}
         self._refusals = dict(memory.refusals)
         self.private = server.privacy is not None
-        self._intake = intake or capped(server, policy).open(memory.state.server)
+        self._intake = intake
 
     def questions(self) -> Iterator[Question]:
         """A message for each one who is asked, at its own rank, made when it is drawn."""
         state = self.memory.state
         for name in self.drawn.asked:
             memory = state.clients.get(name, ClientMemory())
-            rank = self.policy.clients[name]
-            client = as_pruned(Client(name, rank if isinstance(rank, int) else dict(rank)), memory)
+            client = as_pruned(self.policy.client(name), memory)
             try:
                 download = self.server.download(state.server, client)
             except (RankMismatch, HyperparameterError) as error:
@@ -299,24 +298,6 @@ class Attempt:
         self._refusals[name] = self._refusals.get(name, 0) + 1
 
 
-def capped(server: Server, policy: Policy) -> Server:
-    """The server, with the policy's largest share. A private one has none: its clients are bounded by clipping.
-
-    Raises:
-        ConfigError: it cannot keep that.
-    """
-    if server.privacy is not None or (server.memory is not None and server.weighs_by == "uniform"):
-        return server
-    if server.memory is not None and policy.share < 1:
-        raise ConfigError(
-            f"server.memory = {server.memory:g} adds uploads up as they come, and the policy's max_weight_share = "
-            f"{policy.share:g} weighs them beside each other when all are in. Write max_weight_share = 1 into the "
-            f'policy (max_examples bounds what one client can claim), set server.weighting = "uniform", or leave '
-            f"server.memory out."
-        )
-    return replace(server, max_weight_share=policy.share)
-
-
 def reply_limit(client: Client, state: ServerState, policy: Policy) -> Limit:
     """What this client's reply may take: twice what its own upload can have and 1 MB, or the policy's word."""
     total = tensors = 0
@@ -330,4 +311,4 @@ def reply_limit(client: Client, state: ServerState, policy: Policy) -> Limit:
     return Limit(most, 64 + 4 * tensors + most // (_MB // 4), 2 * _MB + 2048 * tensors)
 
 
-__all__ = ["Attempt", "Closed", "capped", "reply_limit"]
+__all__ = ["Attempt", "Closed", "reply_limit"]

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol, TypeVar
 
 import httpx
@@ -83,63 +82,69 @@ def collect(
             message out once: one that a broken line swallowed is never answered, and nothing else says so.
     """
     inbox = inbox or inbox_of(grid)
-    asked: dict[str, tuple[Question, float]] = {}  # id of the message -> without its content, and when
+    asked: dict[str, _Asked] = {}  # by the id of the message
     patience = clock.monotonic() + min(_PATIENCE, deadline)
     for question in questions:
-        began, node = clock.monotonic(), question.message.metadata.dst_node_id
-        kept = _Sent(node, question.message.metadata.group_id)
-        try:
-            sent = list(patiently(partial(grid.push_messages, [question.message]), until=patience, clock=clock))
-        except Exception as error:
-            log.debug("a message could not be sent", exc_info=True)
-            yield Answer(question.client, 0.0, fate="failed", why=f"it could not be sent its message: {_brief(error)}")
-            continue
-        if not sent or not sent[0]:
-            yield Answer(question.client, 0.0, fate="offline", why=f"the SuperLink takes no message for node {node}")
-            continue
-        asked[sent[0]] = (Question(question.client, kept, question.limit), began)  # type: ignore[arg-type]
+        sent = _send(grid, question, patience, clock)
         del question
+        if isinstance(sent, Answer):
+            yield sent
+        else:
+            asked[sent.id] = sent
     answered, strays, told = dict[str, str](), dict[str, str](), False
     while asked:
-        for arrival in inbox.look({i: question.limit for i, (question, _) in asked.items()}):
-            found = asked.get(arrival.reply_to)
+        for arrival in inbox.look({id: one.limit for id, one in asked.items()}):
             if arrival.reply_to in answered:
                 log.warning("%s: a second reply in one round; the first one stands", answered[arrival.reply_to])
-                continue
-            if found is None:
-                _stray(arrival, asked, strays)
-                continue
-            question, began = found
-            del asked[arrival.reply_to]
-            answered[arrival.reply_to] = question.client
-            yield _answer(question, arrival, clock.monotonic() - began, deadline)
+            elif arrival.reply_to not in asked:
+                _stray(arrival, asked.values(), strays)
+            else:
+                one = asked.pop(arrival.reply_to)
+                answered[one.id] = one.client
+                yield _answer(one, arrival, clock.monotonic() - one.began, deadline)
         now = clock.monotonic()
-        for message_id, (question, began) in list(asked.items()):
-            if now - began >= deadline:
-                del asked[message_id]
-                detail = inbox.half(message_id) or strays.get(question.client, "")
-                why = f"no answer within {deadline:g} s{f' ({detail})' if detail else ''}"
-                yield Answer(question.client, now - began, fate="late", why=why)
+        for one in [one for one in asked.values() if now - one.began >= deadline]:
+            del asked[one.id]
+            detail = inbox.half(one.id) or strays.get(one.client, "")
+            why = f"no answer within {deadline:g} s{f' ({detail})' if detail else ''}"
+            yield Answer(one.client, now - one.began, fate="late", why=why)
         if asked:
-            first = min(began for _, began in asked.values())
+            first = min(one.began for one in asked.values())
+            left = first + deadline - now
             if not told and now - first >= LONG:
                 told = True
-                awaiting([question.client for question, _ in asked.values()], now - first, first + deadline - now)
-            left = first + deadline - now
+                awaiting([one.client for one in asked.values()], now - first, left)
             clock.sleep(max(0.01, min(inbox.pause, left)))
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """All that is kept of a message that was sent."""
+class _Asked:
+    """A question that was sent: all that is kept of it. began: when it was sent."""
 
+    id: str
+    client: str
     node: int
     group: str
+    limit: Limit | None
+    began: float
 
 
-def _answer(question: Question, arrival: Arrival, seconds: float, deadline: float) -> Answer:
-    client, message, sent = question.client, arrival.message, question.message
-    assert isinstance(sent, _Sent)
+def _send(grid: Grid, question: Question, patience: float, clock: Clock) -> _Asked | Answer:
+    """patience: a time of the clock, until which the SuperLink may fail."""
+    began, client, about = clock.monotonic(), question.client, question.message.metadata
+    try:
+        ids = list(patiently(lambda: grid.push_messages([question.message]), until=patience, clock=clock))
+    except Exception as error:
+        log.debug("a message could not be sent", exc_info=True)
+        return Answer(client, 0.0, fate="failed", why=f"it could not be sent its message: {_brief(error)}")
+    if not ids or not ids[0]:
+        why = f"the SuperLink takes no message for node {about.dst_node_id}"
+        return Answer(client, 0.0, fate="offline", why=why)
+    return _Asked(ids[0], client, about.dst_node_id, about.group_id, question.limit, began)
+
+
+def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) -> Answer:
+    client, message = asked.client, arrival.message
     if message is None:
         return Answer(client, seconds, fate="refused", why=arrival.why, bytes=arrival.bytes)
     if message.has_error():  # before all else: the SuperLink's own errors have neither group nor node
@@ -149,22 +154,21 @@ def _answer(question: Question, arrival: Arrival, seconds: float, deadline: floa
         if code in _UNAVAILABLE and seconds >= deadline - 2:
             return Answer(client, seconds, fate="late", why=f"no answer within {deadline:g} s")
         return Answer(client, seconds, fate="failed", why=f"it failed: {reason}")
-    if message.metadata.group_id != sent.group:
-        why = f"it answers {quoted(message.metadata.group_id, 60)}, and this is {sent.group!r}: late or replayed"
+    if message.metadata.group_id != asked.group:
+        why = f"it answers {quoted(message.metadata.group_id, 60)}, and this is {asked.group!r}: late or replayed"
         return Answer(client, seconds, fate="refused", why=why, bytes=arrival.bytes)
-    if message.metadata.src_node_id != sent.node:
-        why = f"node {message.metadata.src_node_id} answered in its place, and node {sent.node} was asked"
+    if message.metadata.src_node_id != asked.node:
+        why = f"node {message.metadata.src_node_id} answered in its place, and node {asked.node} was asked"
         return Answer(client, seconds, fate="refused", why=why, bytes=arrival.bytes)
     if not message.has_content():
         return Answer(client, seconds, fate="refused", why="its reply is empty", bytes=arrival.bytes)
     return Answer(client, seconds, message, bytes=arrival.bytes)
 
 
-def _stray(arrival: Arrival, asked: Mapping[str, tuple[Question, float]], strays: dict[str, str]) -> None:
+def _stray(arrival: Arrival, asked: Iterable[_Asked], strays: dict[str, str]) -> None:
     """A reply to a message that nobody waits for: told, and no more."""
     node = arrival.message.metadata.src_node_id if arrival.message is not None else 0
-    names = [q.client for q, _ in asked.values() if isinstance(q.message, _Sent) and q.message.node == node]
-    who = names[0] if names else f"node {node}"
+    who = next((one.client for one in asked if one.node == node), f"node {node}")
     log.warning("%s: a reply to a message that is not waited for, late or replayed; it does not count", who)
     strays[who] = "what came from it answers another message: late or replayed"
 

@@ -1,14 +1,12 @@
-"""A federation's folder, and the rounds that a ServerApp plays with it: to the end of its settings, from where it is.
+"""What the rounds of a federation's folder begin with, read and checked in one place, before a site is asked.
 
-What is measured after each round, which round is the best, when it is enough, and what is left behind when it is over.
 No base model is needed at the server for any of it; where [at_server] names one, the server measures too.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,82 +17,33 @@ from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError
-from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.attempt import capped
 from fedlora.flower.rounds.choosing import Choosing
-from fedlora.flower.rounds.collecting import Clock
-from fedlora.flower.rounds.measured_where import check, choosing_of, due, sites_measure
-from fedlora.flower.rounds.private_federation import opened_private, planned
-from fedlora.flower.rounds.private_strategy import PrivateFedLoRA
+from fedlora.flower.rounds.measured_where import check, choosing_of
+from fedlora.flower.rounds.membership import capped
+from fedlora.flower.rounds.private_federation import planned
 from fedlora.flower.rounds.results import check_readouts
-from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
 from fedlora.flower.rounds.settings_history import History, held_out_digest
-from fedlora.flower.rounds.site_evaluation import Asking
-from fedlora.flower.rounds.strategy import FedLoRA, Identify, registered_names
 from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.runs.private_run import PrivacyPlan, PrivateRun
+from fedlora.runs.private_run import PrivacyPlan
 from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
-from fedlora.training.metrics import score_name
 
 log = logging.getLogger(__name__)
 Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
-class Federation:
-    """A federation's folder, opened: where it stands, and what it measures with."""
-
-    folder: FederationFolder
-    settings: FederationSettings
-    strategy: FedLoRA
-    spec: AdapterSpec
-    base_digest: str
-    at_server: AtServer
-    choosing: Choosing | None
-    history: History
-    private: PrivateRun | None = None
-
-    @property
-    def best_checkpoint(self) -> Path:
-        """Where the best round's state is kept."""
-        return self.folder.checkpoints / "best"
-
-    def lines(self) -> list[Line]:
-        """The finished rounds, as rounds.jsonl has them."""
-        lines = RoundLines(self.folder.rounds, upto=self.strategy.round)
-        return [line for line in lines.all() if "metrics" in line]
-
-    @property
-    def server_measures(self) -> bool:
-        """Whether rounds are measured at the server."""
-        has_model = self.strategy.server.has_global_model(self.strategy.memory.state.server)
-        return has_model and self.settings.evaluate.target != "clients" and self.at_server.validation is not None
-
-    def best(self, lines: Sequence[Line]) -> Line | None:
-        """The best of these rounds, if any was measured."""
-        return None if self.choosing is None else self.choosing.best(self._comparable(lines))
-
-    def stopped(self, lines: Sequence[Line]) -> dict[str, Any] | None:
-        """Whether it ends early after these rounds, and why."""
-        if self.choosing is None:
-            return None
-        patience, rounds = self.settings.evaluate.stopping(), self.settings.run.rounds
-        return self.choosing.stop(self._comparable(lines), rounds, patience)
-
-    def _comparable(self, lines: Sequence[Line]) -> list[Line]:
-        since = self.history.comparable_since()
-        return [line for line in lines if line["round"] > since]
-
-
-@dataclass(frozen=True, eq=False)
 class Begun:
-    """What the rounds begin with, checked: nothing of it is refused."""
+    """What the rounds begin with, checked: nothing of it is refused.
+
+    server: without releases, where it is private; then `plan` is there too. seed_adapter, spec: of the common start.
+    state: before the first round. rounds: how many are stored.
+    """
 
     home: FederationFolder
     settings: FederationSettings
@@ -155,50 +104,6 @@ def begun(folder: Path, *, measure: bool = True) -> Begun:
                  rounds, history)  # fmt: skip
 
 
-def open_federation(
-    folder: Path, *, identify: Identify = registered_names, clock: Clock = time, measure: bool = True
-) -> Federation:
-    """A federation at its last checkpoint, checked against the settings of the rounds before. Nothing is written but,
-    the first time, a private one's id.
-
-    Raises:
-        ConfigError: as `begun`, which has `measure`, too.
-    """
-    b = begun(folder, measure=measure)
-    home, settings = b.home, b.settings
-    more: dict[str, Any] = {
-        "run": settings.id,
-        "folder": home.checkpoints,
-        "resume": True,
-        "seed": settings.run.seed,
-        "codec": OwnClients(
-            settings.server.upload,
-            settings.travelling(),
-            server_facts(settings, b.agreement, b.seed_adapter.modules),
-            known=lambda: Agreement.read(home.agreement).facts,
-        ),
-        "identify": identify,
-        "clock": clock,
-        "policy_file": home.policy,
-        "record": home.server,
-    }
-    private: PrivateRun | None = None
-    strategy: FedLoRA
-    if settings.privacy is not None and b.plan is not None:
-        private = opened_private(home, settings, b.server, b.plan, b.rounds)
-        strategy = PrivateFedLoRA(b.policy, b.state, private=private, terms=settings.privacy, **more)
-    else:
-        asking = Asking(
-            score_name(settings.evaluate.metric), lambda round: sites_measure(settings) and due(settings, round)
-        )
-        strategy = FedLoRA(
-            b.server, b.policy, b.state, participation=settings.run.participation, asking=asking, **more
-        )  # fmt: skip
-    return Federation(
-        home, settings, strategy, b.spec, b.agreement.facts.base, b.at_server, b.choosing, b.history, private
-    )
-
-
 def _check_base(settings: FederationSettings, agreement: Agreement, home: FederationFolder) -> None:
     """Raises `Disagreement` where the server would measure with another base model than the sites train."""
     mine = model_facts(str(settings.at_server.model), settings, home.base_cache)
@@ -206,4 +111,4 @@ def _check_base(settings: FederationSettings, agreement: Agreement, home: Federa
         log.info("%s", line)
 
 
-__all__ = ["Begun", "Federation", "begun", "open_federation"]
+__all__ = ["Begun", "begun"]

@@ -4,140 +4,139 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from flwr.serverapp import Grid
 
-from fedlora.core import checkpoint, files
-from fedlora.errors import CheckpointError
+from fedlora.core import files
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Fated, read_events
-from fedlora.flower.rounds.federation import Federation
+from fedlora.flower.rounds.federation import Begun
 from fedlora.flower.rounds.measured_where import sites_test
-from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.private_words import public_summary
+from fedlora.flower.rounds.recording import Line, Recorder
 from fedlora.flower.rounds.results import Results, taken_part
 from fedlora.flower.rounds.site_evaluation import SiteRound
-from fedlora.flower.terms.settings import FederationSettings
+from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.runs.finishing import MOST_CLASSES
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts
-from fedlora.runs.tracking import Tracker, numbers_of_test
+from fedlora.runs.private_run import PrivateRun
 from fedlora.server.judged import of_run, remarks
 from fedlora.server.state import RunState
+from fedlora.training.evaluation import Measured
 from fedlora.training.metrics import score_name
 
 log = logging.getLogger(__name__)
 
 
-def finish(grid: Grid, federation: Federation, trackers: Sequence[Tracker]) -> dict[str, Any]:
+@dataclass(frozen=True, eq=False)
+class _Ended:
+    """All that the summary is made of. best: the best round's line. tested: "adapter", the last state, and "best" ->
+    what each scores on the server's test file; of a method without a model at the server, nothing."""
+
+    begun: Begun
+    strategy: FedLoRA
+    lines: list[Line]
+    best: Line | None
+    at_sites: SiteRound
+    tested: Mapping[str, Measured]
+    judged: Mapping[str, Any] | None
+
+
+def finish(
+    grid: Grid, begun: Begun, strategy: FedLoRA, recorder: Recorder, private: PrivateRun | None
+) -> dict[str, Any]:
     """Adapters, what they score, and the summary. The summary comes last: where it is, all is there."""
-    strategy, settings, home = federation.strategy, federation.settings, federation.folder
-    server, state, lines = strategy.server, strategy.memory.state, federation.lines()
-    best_line = federation.best(lines)
-    chosen: dict[str, RunState] = {"adapter": state}
-    if best_line is not None and (found := _best_state(federation, best_line["round"])) is not None:
+    settings, home, server, state = begun.settings, begun.home, strategy.server, strategy.memory.state
+    lines = recorder.lines(state.round)
+    best = recorder.best(lines)
+    chosen = {"adapter": state}
+    if (found := recorder.best_state(best)) is not None:
         chosen["best"] = found
-    at_sites = SiteRound()
-    if sites_test(settings):
-        strategy.measure(grid, "test")
-        at_sites = strategy.at_sites
+    at_sites = strategy.measure(grid, "test") if sites_test(settings) else SiteRound()
     judged = of_run(lines) if server.rule is not None else None
     for remark in remarks(judged, strategy.policy.clients) if judged is not None else ():
         log.warning("%s", remark)
     results = Results(
-        settings,
-        strategy.policy,
-        server,
-        federation.spec,
-        federation.at_server,
-        federation.base_digest,
-        _examples(home),
-        judged,
-        None if federation.private is None else federation.private.spent(state.round),
-    )
-    scores: dict[str, dict[str, float]] = {}
-    confusion: dict[str, Any] = {}
-    for name, one in chosen.items():
-        if not server.has_global_model(one.server):
-            continue
-        if name == "best" and one.round == state.round:
-            scores[name], confusion[name] = scores["adapter"], confusion["adapter"]
-        elif federation.at_server.test is not None:
-            measured = federation.at_server.test.measure(server, one)
-            scores[name], confusion[name] = measured.scores, measured.confusion
-        else:
-            scores[name], confusion[name] = {}, None
-        said, by = scores[name], "server"
-        if not said and one.round == state.round:  # which is what the sites have measured
-            said, by = {k: v for k, v in at_sites.mean().items() if k != "examples"}, "the sites"
-        results.write_model(home.server / name, one, said, by if said else "server")
+        settings, strategy.policy, server, begun.spec, begun.at_server, begun.agreement.facts.base, _examples(home),
+        judged, None if private is None else private.spent(state.round),
+    )  # fmt: skip
+    tested = _tested(begun, strategy, chosen)
+    for name, measured in tested.items():
+        scores, by = measured.scores, "server"
+        if not scores and chosen[name].round == state.round:  # which is what the sites have measured
+            scores, by = {k: v for k, v in at_sites.mean().items() if k != "examples"}, "the sites"
+        results.write_model(home.server / name, chosen[name], scores, by if scores else "server")
     if settings.run.readouts:
         results.write_readouts(home.server / "clients", state, {n: s.scores for n, s in at_sites.measured.items()})
-    for tracker in trackers:
-        for name, one in chosen.items():
-            tracker.log(one.round, numbers_of_test(scores.get(name, {}), best=name == "best"))
-        tracker.close()
-    choosing = federation.choosing
-    key = "metrics" if choosing is None or choosing.by == "server" else "site_mean"
-    scored = [line for line in lines if line.get(key)]
-    summary = {
-        "federation": settings.id,
-        "finished": True,
-        "method": server.method.name,
-        "rounds": state.round,
-        "of": settings.run.rounds,
-        "metric": score_name(settings.evaluate.metric),
-        "measured_by": None if choosing is None else choosing.by,
-        "validation": {
-            "last": scored[-1][key] if scored else {},
-            "best": best_line[key] if best_line is not None else {},
-        },
-        "best_round": best_line["round"] if best_line is not None else None,
-        "stopped_early": federation.stopped(lines) or getattr(strategy, "out_of_budget", None),
-        "test": {"last": scores.get("adapter", {}), "best": scores.get("best", {})},
-        "confusion": _confusion(settings, confusion),
-        "site_test": {
-            "sites": at_sites.facts()["site_metrics"], "mean": at_sites.mean(), "capped": at_sites.capped(),
-            "unmeasured": dict(at_sites.unmeasured),
-        },
-        "sites": taken_part(strategy.policy, lines),
-        "refusals": dict(strategy.memory.refusals),
-        **({"defence": judged} if judged is not None else {}),
-        "seconds": sum(line["seconds"] or 0.0 for line in lines),
-        "adapter": "adapter" in scores,
-        "versions": code_facts()["versions"],
-        "settings": json.loads(settings.travelling()),
-        "diagnostics": server.diagnostics(state.server),
-    }  # fmt: skip
+    recorder.close({k: (one.round, tested[k].scores if k in tested else {}) for k, one in chosen.items()})
+    summary = _summary(_Ended(begun, strategy, lines, best, at_sites, tested, judged), recorder.stopped(lines))
     if results.spent is not None:
         summary = public_summary(summary, results.spent)
     files.write(home.summary, json.dumps(plain(summary), indent=2, sort_keys=True) + "\n")
     return dict(plain(summary))
 
 
-def _best_state(federation: Federation, round: int) -> RunState | None:
-    """The state of the best round, as it was stored then; None, and said, where it is lost."""
-    kind = federation.strategy.server.method.State
-    try:
-        found = checkpoint.load_newest(
-            federation.best_checkpoint, FlowerState, kind, of=federation.settings.id, upto=round, tell=log.warning
-        )
-    except CheckpointError as error:
-        found = None
-        log.warning("best/ is not written: %s", error)
-    if found is None or found[0] != round:
-        log.warning("best/ is not written: the state of round %d, the best one, is not there any more", round)
-        return None
-    return found[1].state
+def _tested(begun: Begun, strategy: FedLoRA, chosen: Mapping[str, RunState]) -> dict[str, Measured]:
+    """What the server's model scores in each state on the server's test file, where there is one."""
+    server, test = strategy.server, begun.at_server.test
+    tested: dict[str, Measured] = {}
+    for name, one in chosen.items():
+        if not server.has_global_model(one.server):
+            continue
+        if name == "best" and one.round == chosen["adapter"].round:
+            tested[name] = tested["adapter"]
+        else:
+            tested[name] = test.measure(server, one) if test is not None else Measured({}, None)
+    return tested
 
 
-def _confusion(settings: FederationSettings, found: Mapping[str, Any]) -> dict[str, Any] | None:
-    classes = settings.data.labels or []
-    if found.get("adapter") is None or len(classes) > MOST_CLASSES:
-        return None
-    return {"classes": classes, "last": found["adapter"], "best": found.get("best")}
+def _summary(e: _Ended, stopped: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Of any federation: of a private one `public_summary` lets out what may leave."""
+    settings, strategy, choosing, state = e.begun.settings, e.strategy, e.begun.choosing, e.strategy.memory.state
+    key = "metrics" if choosing is None or choosing.by == "server" else "site_mean"
+    scored = [line for line in e.lines if line.get(key)]
+    return {
+        "federation": settings.id,
+        "finished": True,
+        "method": strategy.server.method.name,
+        "rounds": state.round,
+        "of": settings.run.rounds,
+        "metric": score_name(settings.evaluate.metric),
+        "measured_by": None if choosing is None else choosing.by,
+        "validation": {
+            "last": scored[-1][key] if scored else {},
+            "best": e.best[key] if e.best is not None else {},
+        },
+        "best_round": e.best["round"] if e.best is not None else None,
+        "stopped_early": stopped or getattr(strategy, "out_of_budget", None),
+        "test": {place: e.tested[name].scores if name in e.tested else {} for place, name in _PLACES.items()},
+        "confusion": _confusion(e),
+        "site_test": {
+            "sites": e.at_sites.facts()["site_metrics"], "mean": e.at_sites.mean(), "capped": e.at_sites.capped(),
+            "unmeasured": dict(e.at_sites.unmeasured),
+        },
+        "sites": taken_part(strategy.policy, e.lines),
+        "refusals": dict(strategy.memory.refusals),
+        **({"defence": e.judged} if e.judged is not None else {}),
+        "seconds": sum(line["seconds"] or 0.0 for line in e.lines),
+        "adapter": "adapter" in e.tested,
+        "versions": code_facts()["versions"],
+        "settings": json.loads(settings.travelling()),
+        "diagnostics": strategy.server.diagnostics(state.server),
+    }  # fmt: skip
+
+
+_PLACES = {"last": "adapter", "best": "best"}
+
+
+def _confusion(e: _Ended) -> dict[str, Any] | None:
+    classes = e.begun.settings.data.labels or []
+    found = {place: e.tested[name].confusion if name in e.tested else None for place, name in _PLACES.items()}
+    return None if found["last"] is None or len(classes) > MOST_CLASSES else {"classes": classes, **found}
 
 
 def _examples(home: FederationFolder) -> dict[str, float]:

@@ -1,11 +1,13 @@
-"""All that the server remembers of a federation, in its checkpoints."""
+"""All that the server remembers of a federation, in its checkpoints; and what a changed policy makes it forget."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from fedlora.core.read_only import ReadOnly
+from fedlora.flower.rounds.events import PolicyChanged
 from fedlora.server.state import RunState
 
 
@@ -20,6 +22,17 @@ class FlowerState:
     state: RunState
     refusals: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, float] = field(default_factory=dict)
+
+    def after(self, change: PolicyChanged) -> FlowerState:
+        """Who was removed, or has another rank, begins as if it had never been here."""
+        gone = {*change.removed, *change.changed}
+        clients = {
+            name: replace(memory, ranks=None) if name in gone else memory for name, memory in self.state.clients.items()
+        }
+        refusals = {name: count for name, count in self.refusals.items() if name not in change.removed}
+        examples = {name: count for name, count in self.examples.items() if name not in change.removed}
+        state = replace(self.state, clients=ReadOnly(clients))
+        return FlowerState(self.run, state, ReadOnly(refusals), ReadOnly(examples))
 
 
 __all__ = ["FlowerState"]

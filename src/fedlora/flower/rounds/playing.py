@@ -5,31 +5,33 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from flwr.serverapp import Grid
 
-from fedlora.core import checkpoint
 from fedlora.errors import BudgetSpent, ConfigError, LedgerError
+from fedlora.flower.messages.codecs import OwnClients
+from fedlora.flower.ownership import locked
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.collecting import Clock
-from fedlora.flower.rounds.federation import Federation, open_federation
+from fedlora.flower.rounds.federation import Begun, begun
 from fedlora.flower.rounds.finishing import finish
-from fedlora.flower.rounds.measured_where import due
-from fedlora.flower.rounds.private_words import RELEASED, public_numbers
-from fedlora.flower.rounds.progress import numbers_of_round
-from fedlora.flower.rounds.server_lock import held
-from fedlora.flower.rounds.strategy import Identify, registered_names
+from fedlora.flower.rounds.measured_where import due, sites_measure
+from fedlora.flower.rounds.private_federation import opened_private
+from fedlora.flower.rounds.private_strategy import PrivateFedLoRA
+from fedlora.flower.rounds.recording import Recorder
+from fedlora.flower.rounds.site_evaluation import Asking
+from fedlora.flower.rounds.strategy import FedLoRA, Identify, registered_names
+from fedlora.flower.terms.facts import Agreement, server_facts
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import RECORDS, parse_json, read_given
-from fedlora.runs.folder import plain
-from fedlora.runs.tracking import Tracker, make_tracker
+from fedlora.runs.private_run import PrivateRun
+from fedlora.training.metrics import score_name
 
 log = logging.getLogger(__name__)
-Line = Mapping[str, Any]
 
 
 def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clock: Clock = time) -> dict[str, Any]:
@@ -39,27 +41,30 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
     what was raised while it played is played by the next call, and then there is no summary yet.
     """
     home = FederationFolder(folder.resolve())
-    with held(home.server):
-        federation = open_federation(folder, identify=identify, clock=clock)
-        strategy, settings = federation.strategy, federation.settings
-        finished = _finished(federation)
-        if finished is not None:
-            log.info("%s", told(finished))
-            return finished
-        federation.history.write(home.server / "settings.json")
+    with played_by_one(home.server):
+        b = begun(folder)
+        settings = b.settings
+        private = opened_private(home, settings, b.server, b.plan, b.rounds) if b.plan is not None else None
+        recorder = Recorder(b, b.server if private is None else private.server)
+        strategy = _strategy(b, private, recorder, identify, clock)
+        stopped = recorder.stopped(recorder.lines(strategy.round))
+        summary = _summary(b, strategy.round)
+        if summary is not None and (strategy.round == settings.run.rounds or stopped is not None):
+            log.info("%s", told(summary))
+            return summary
+        b.history.write(home.server / "settings.json")
         home.summary.unlink(missing_ok=True)
-        trackers = _trackers(federation)
-        strategy.after_round = _AfterRound(federation, trackers)
-        if federation.stopped(federation.lines()) is None:
+        recorder.track(strategy.round)
+        if stopped is None:
             try:
                 strategy.start(grid, num_rounds=settings.run.rounds)
             except (BudgetSpent, LedgerError) as error:  # it would come again
                 raise ConfigError(str(error)) from error
         asked = FederationSettings.load(home.settings).run.rounds  # it may have been raised since
-        if asked > settings.run.rounds and federation.stopped(federation.lines()) is None:
+        if asked > settings.run.rounds and recorder.stopped(recorder.lines(strategy.round)) is None:
             log.info("%d rounds are asked for by now: it goes on, with the settings of now", asked)
             return {"rounds": strategy.round, "of": asked, "finished": False}
-        return finish(grid, federation, trackers)
+        return finish(grid, b, strategy, recorder, private)
 
 
 def told(summary: Mapping[str, Any]) -> str:
@@ -89,65 +94,72 @@ def told(summary: Mapping[str, Any]) -> str:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _AfterRound:
-    """What follows each round whose state is stored: measuring at the server, the best state, trackers, early stop."""
+@contextmanager
+def played_by_one(server: Path) -> Iterator[None]:
+    """One ServerApp at a time plays the rounds in FED/server: two would write one checkpoint folder by turns.
 
-    federation: Federation
-    trackers: Sequence[Tracker]
+    Raises:
+        ConfigError: another process has it, and which. OSError: it cannot be made.
+    """
+    server.mkdir(parents=True, exist_ok=True)
+    with locked(server / ".lock", lambda who: (
+        f"the rounds in {server} are being played by process {who}. Two runs of one federation would undo each other: "
+        f"wait for that one, or end it (`fedlora flower status` shows how far it is)."
+    )):  # fmt: skip
+        yield
 
-    def __call__(self, line: Line) -> Mapping[str, Any]:
-        federation, strategy = self.federation, self.federation.strategy
-        state = strategy.memory.state
-        scores: Mapping[str, float] = {}
-        evaluator = federation.at_server.validation
-        if evaluator is not None and federation.server_measures and due(federation.settings, state.round):
-            scores = evaluator.evaluate(strategy.server, state)
-        facts = {"metrics": plain(dict(scores))}
-        whole = {**plain(dict(line)), **facts}
-        before = [old for old in federation.lines() if old["round"] < line["round"]]
-        choosing, best = federation.choosing, federation.best(before)
-        if choosing is not None and choosing.replaces(whole, best):
-            checkpoint.keep_also(federation.best_checkpoint, federation.folder.checkpoints, state.round, keep=2)
-        for tracker in self.trackers:
-            tracker.log(line["round"], numbers(federation, whole))
-        stopped = federation.stopped([*before, whole])
-        if stopped is not None:
-            log.info("round %d: %s", line["round"], stopped["why"], extra=RELEASED)  # by public examples, if private
+
+def _strategy(
+    b: Begun, private: PrivateRun | None, recorder: Recorder, identify: Identify, clock: Clock
+) -> FedLoRA:  # fmt: skip
+    """At its last checkpoint. Each round that is stored is the recorder's, which may say that it was the last one."""
+    settings = b.settings
+
+    def after_round(line: Mapping[str, Any]) -> dict[str, Any]:
+        facts, last = recorder.see(line, strategy.memory.state)
+        if last:
             strategy.stop("stopped early")
         return facts
 
+    more: dict[str, Any] = {
+        "run": settings.id,
+        "folder": b.home.checkpoints,
+        "resume": True,
+        "seed": settings.run.seed,
+        "codec": OwnClients(
+            settings.server.upload,
+            settings.travelling(),
+            server_facts(settings, b.agreement, b.seed_adapter.modules),
+            known=lambda: Agreement.read(b.home.agreement).facts,
+        ),
+        "identify": identify,
+        "clock": clock,
+        "policy_file": b.home.policy,
+        "record": b.home.server,
+        "after_round": after_round,
+    }
+    strategy: FedLoRA
+    if private is not None and settings.privacy is not None:
+        strategy = PrivateFedLoRA(b.policy, b.state, private=private, terms=settings.privacy, **more)
+    else:
+        asking = Asking(
+            score_name(settings.evaluate.metric), lambda round: sites_measure(settings) and due(settings, round)
+        )
+        strategy = FedLoRA(
+            b.server, b.policy, b.state, participation=settings.run.participation, asking=asking, **more
+        )  # fmt: skip
+    return strategy
 
-def _trackers(federation: Federation) -> list[Tracker]:
-    """Trackers that know all rounds before: after a restart they are told them again."""
-    lines, settings = federation.lines(), federation.settings
-    facts = {"federation": settings.id, **json.loads(settings.travelling())}
-    made = [
-        make_tracker(name, federation.folder.server, facts, anew=bool(lines), called=settings.id)
-        for name in settings.run.track
-    ]
-    for tracker in made:
-        for line in lines:
-            tracker.log(line["round"], numbers(federation, line))
-    return made
 
-
-def numbers(federation: Federation, line: Line) -> dict[str, float]:
-    """What trackers are told of a round; of a private one what may leave."""
-    found = numbers_of_round(line)
-    return found if federation.private is None else public_numbers(found, line)
-
-
-def _finished(federation: Federation) -> dict[str, Any] | None:
-    """The summary of a federation that has nothing left to do, with these settings."""
+def _summary(b: Begun, done: int) -> dict[str, Any] | None:
+    """The summary that is there, if it is of these settings and so many rounds."""
     try:
-        summary = parse_json(read_given(federation.folder.summary, RECORDS), nan_as_none=True)
-        rounds, settings = summary["rounds"], summary["settings"]
+        found = parse_json(read_given(b.home.summary, RECORDS), nan_as_none=True)
+        rounds, settings = found["rounds"], found["settings"]
     except (OSError, ValueError, TypeError, KeyError):
         return None
-    same = rounds == federation.strategy.round and settings == json.loads(federation.settings.travelling())
-    done = rounds == federation.settings.run.rounds or federation.stopped(federation.lines()) is not None
-    return dict(summary) if same and done else None
+    same = rounds == done and settings == json.loads(b.settings.travelling())
+    return dict(found) if same else None
 
 
-__all__ = ["play", "told"]
+__all__ = ["play", "played_by_one", "told"]

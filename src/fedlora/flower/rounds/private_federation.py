@@ -10,19 +10,18 @@ import json
 import secrets
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fedlora.core import files
 from fedlora.core.lora import Adapter
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError, LedgerError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.private_words import private_folder
+from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.privacy.ledger import Ledger
+from fedlora.runs import private_run
 from fedlora.runs.private_releases import OnDisk, Planned
-from fedlora.runs.private_run import PrivacyPlan, PrivateRun, plan_of
+from fedlora.runs.private_run import PrivacyPlan, PrivateRun
 from fedlora.server.private_options import Privacy
-from fedlora.server.private_round import PrivateRound
 from fedlora.server.server import Server
 
 
@@ -35,23 +34,16 @@ def planned(settings: FederationSettings, server: Server, start: Adapter) -> tup
     Raises:
         ConfigError: no [privacy], or a method, server or start that cannot be private: which, and why.
     """
-    section = settings.privacy
-    if section is None:
-        raise ConfigError("this federation has no table [privacy].")
-    rounds, largest = settings.run.rounds, max(start.ranks.values())
+    section, rounds = _section(settings), settings.run.rounds
     try:
         privacy = section.build(
-            Planned(), clients=section.named(), largest=largest, rounds=rounds, participation=1.0,
+            Planned(), clients=section.named(), largest=max(start.ranks.values()), rounds=rounds, participation=1.0,
             seed=settings.run.seed,
         )  # fmt: skip
         private = replace(server, privacy=privacy)
-        opened = private.open(private.init(start))
-        cost = section.cost(rounds, 1.0)
+        return private, private_run.planned(section, private, private.init(start), rounds, 1.0)
     except HyperparameterError as error:
         raise ConfigError(f"[privacy] cannot be kept: {error}") from error
-    if not isinstance(opened, PrivateRound):
-        raise ConfigError("this federation has no table [privacy].")
-    return private, plan_of(privacy, opened.layout, opened.mechanism, rounds, cost, section.delta)
 
 
 def check_affordable(settings: FederationSettings, private: Server, plan: PrivacyPlan) -> None:
@@ -61,10 +53,8 @@ def check_affordable(settings: FederationSettings, private: Server, plan: Privac
         ConfigError: the noise would leave nothing, or all rounds would pass the population's budget; nothing is
             charged.
     """
-    plan.require_signal()
-    privacy = _privacy(private)
     try:
-        _releases(settings, Path(), "planned").check_budget(privacy.mechanism(plan.size), plan.size, 1.0)
+        private_run.check_plan(plan, _privacy(private), _releases(settings, Path(), "planned"))
     except (BudgetSpent, LedgerError) as error:
         raise ConfigError(str(error)) from error
 
@@ -95,12 +85,15 @@ def opened_private(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); restore it from a backup.") from error
     try:
-        releases = _releases(settings, folder, run)
-        releases.check_charged(done)
+        return private_run.going_on(private, _privacy(private), _releases(settings, folder, run), plan, done)
     except (CheckpointError, LedgerError, BudgetSpent) as error:
         raise ConfigError(str(error)) from error
-    privacy = replace(_privacy(private), releases=releases, diary=releases.note)
-    return PrivateRun(replace(private, privacy=privacy), releases, plan)
+
+
+def _section(settings: FederationSettings) -> FederationPrivacy:
+    if settings.privacy is None:
+        raise ConfigError("this federation has no table [privacy].")
+    return settings.privacy
 
 
 def _privacy(private: Server) -> Privacy:
@@ -110,12 +103,7 @@ def _privacy(private: Server) -> Privacy:
 
 
 def _releases(settings: FederationSettings, folder: Path, run: str) -> OnDisk:
-    section, rounds = settings.privacy, settings.run.rounds
-    if section is None:
-        raise ConfigError("this federation has no table [privacy].")
-    ledger = Ledger(Path(section.ledger), section.population)
-    more: dict[str, Any] = {"rounds": rounds, "delta": section.delta}
-    return OnDisk(folder, run, ledger, section.limit(ledger, rounds, 1.0), **more)
+    return private_run.releases_of(_section(settings), folder, run, settings.run.rounds, 1.0)
 
 
 __all__ = ["check_affordable", "opened_private", "planned"]

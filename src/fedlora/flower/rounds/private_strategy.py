@@ -19,13 +19,14 @@ from flwr.serverapp.strategy import Result
 
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, FedLoRAError, LedgerError
 from fedlora.flower.rounds.attempt import Attempt, Closed
-from fedlora.flower.rounds.drawing import Drawn
 from fedlora.flower.rounds.events import Done, Ended, Event, Fate, Fated, PolicyChanged
+from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.private_words import RELEASED, logs_kept_secret, public_event, public_line
 from fedlora.flower.rounds.strategy import FedLoRA, listen
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy, check_policy
 from fedlora.runs.private_run import PrivateRun
+from fedlora.server.intake import Intake
 from fedlora.server.private_options import Privacy
 from fedlora.server.state import RunState
 
@@ -82,12 +83,12 @@ class PrivateFedLoRA(FedLoRA):
         self._read_policy(number)
         deadline = timeout or self.policy.deadline
         try:
-            self._opened = self.server.open(self.memory.state.server)
-            asked = bool(self._opened.asked)
+            intake = self.server.open(self.memory.state.server)
+            asked = bool(intake.asked)
             if asked:
                 self._require_room(number)  # before anybody trains for it
                 self._wait_for_members(grid, deadline)
-            trial = self._attempt(grid, 1, deadline)
+            trial = self._attempt(grid, intake, 1, deadline)
             if asked:
                 self._tell_lost(number, trial)
             closed = trial.close()  # written down and charged in there
@@ -104,12 +105,11 @@ class PrivateFedLoRA(FedLoRA):
         self._finish(grid, line)
         return replace(closed, trained=0, loss=math.nan, overturned=())
 
-    def _draw(self) -> Drawn:
+    def _draw(self, intake: Intake) -> Drawn:
         """All members; nobody, where the round's noised sum is there already."""
-        asked = self._opened.asked if self._opened is not None else None
         fates = dict[str, tuple[Fate, str]]()
         for name in self.policy.clients:
-            if name not in (asked or ()):
+            if name not in (intake.asked or ()):
                 fates[name] = ("not drawn", "")
             elif name not in self.online:
                 fates[name] = ("offline", "it is not online")
@@ -117,7 +117,7 @@ class PrivateFedLoRA(FedLoRA):
 
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> None:
         """What comes after a round that is stored: nobody else measures than the server, on public examples."""
-        more = self.after_round(line) if self.after_round is not None else None
+        more = self._after_round(line) if self._after_round is not None else None
         line = public_line({"metrics": {}, **line, **(more or {})}, line["privacy"])
         self.lines.put(line)
         self._event(Done(line["round"], line))

@@ -17,7 +17,7 @@ from fedlora.adapters.base_names import is_path
 from fedlora.adapters.io import AdapterSpec
 from fedlora.client import receive
 from fedlora.core.lora import Adapter
-from fedlora.core.messages import Client, ClientMemory, as_pruned
+from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.server_evaluation import AtServer
@@ -64,7 +64,7 @@ class Results:
         """Each client's readout in a folder of its name. scores: of those that were measured at their sites."""
         for name in self.policy.clients:
             memory = state.clients.get(name, ClientMemory())
-            download = self.server.download(state.server, as_pruned(client_of(self.policy, name), memory))
+            download = self.server.download(state.server, as_pruned(self.policy.client(name), memory))
             mine = receive(download, None).folded()
             self._export(place / name, mine, state.round, scores.get(name, {}), client=name)
 
@@ -146,12 +146,6 @@ class Results:
         }
 
 
-def client_of(policy: Policy, name: str) -> Client:
-    """A client of the policy, at its rank there."""
-    rank = policy.clients[name]
-    return Client(name, rank if isinstance(rank, int) else dict(rank))
-
-
 def check_readouts(settings: FederationSettings, server: Server, state: RunState) -> None:
     """Raises `ConfigError` where readouts are asked for that no server can complete."""
     roles = server.roles(state.server)
@@ -180,4 +174,4 @@ def _plain_rank(rank: int | Mapping[str, int] | None) -> int | dict[str, int] | 
     return dict(rank) if isinstance(rank, Mapping) else rank
 
 
-__all__ = ["Results", "check_readouts", "client_of", "taken_part"]
+__all__ = ["Results", "check_readouts", "taken_part"]

@@ -11,12 +11,12 @@ from typing import Any
 from flwr.app import Message, MessageType
 
 from fedlora.core.echo import shown
-from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
+from fedlora.core.messages import ClientMemory, Download, as_pruned
 from fedlora.flower.messages.codecs import Codec
 from fedlora.flower.messages.measuring import HeldOut, SiteScores, as_question, record_measured
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.collecting import Answer
-from fedlora.flower.rounds.drawing import is_quarantined
+from fedlora.flower.rounds.membership import is_quarantined
 from fedlora.flower.terms.policy import Policy, shares_lost
 from fedlora.server.closing import held_to_share
 from fedlora.server.server import Server
@@ -31,12 +31,14 @@ class SiteRound:
 
     measured: site -> its scores, of as many examples as it says. unmeasured: site -> why there are none. counts: site
     -> of how many examples its scores are believed to be. share: the most that one site's scores are of a mean.
+    seconds: how long it took; None where nobody was asked.
     """
 
     measured: Mapping[str, SiteScores] = field(default_factory=dict)
     unmeasured: Mapping[str, str] = field(default_factory=dict)
     counts: Mapping[str, float] = field(default_factory=dict)
     share: float = 1.0
+    seconds: float | None = None
 
     def weights(self) -> dict[str, float]:
         """What each one's scores weigh, in no unit."""
@@ -64,6 +66,7 @@ class SiteRound:
             "site_counts": dict(self.counts),
             "site_share": self.share,
             "site_capped": self.capped(),
+            **({"measure_seconds": self.seconds} if self.seconds is not None else {}),
         }
 
 
@@ -110,7 +113,7 @@ class SiteEvaluation:
                 it trains on, by the last upload that was taken: its scores count for no more.
         """
         asked, not_asked = {}, {}
-        for name, rank in policy.clients.items():
+        for name in policy.clients:
             if is_quarantined(policy, refusals, name):
                 not_asked[name] = f"it is in quarantine after {refusals[name]} refused uploads"
             elif refusals.get(name):
@@ -118,9 +121,8 @@ class SiteEvaluation:
             elif name not in online:
                 not_asked[name] = "it is not online"
             else:
-                client = Client(name, rank if isinstance(rank, int) else dict(rank))
                 memory = state.clients.get(name, ClientMemory())
-                asked[online[name]] = server.download(state.server, as_pruned(client, memory))
+                asked[online[name]] = server.download(state.server, as_pruned(policy.client(name), memory))
         most = {name: min(examples.get(name, 0.0), policy.max_examples) for name in policy.clients}
         return cls(part, run, state.round, asked, not_asked, most, policy.share)
 

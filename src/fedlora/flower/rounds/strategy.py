@@ -7,7 +7,7 @@ What Flower's own loop lacks is in `start`: a message for each node at its own r
 the messages, a named fate for everyone of the policy, a round that is played again when too few answer, a checkpoint
 inside the round, an error instead of a "successful" run without training, and going on from where a checkpoint stands.
 
-drawing.py      who is asked                      collecting.py   messages out, answers in, late ones by name
+membership.py   who is asked                      collecting.py   messages out, answers in, late ones by name
 attempt.py      what is made of the answers       events.py, lines.py, round_lines.py   what others get to know
 """
 
@@ -27,14 +27,12 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedlora.core import checkpoint
 from fedlora.core.echo import shown
-from fedlora.core.messages import Client
-from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError, QuorumNotMet
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.messages.records import to_array
 from fedlora.flower.rounds.arrivals import Limit
-from fedlora.flower.rounds.attempt import Attempt, Closed, capped
+from fedlora.flower.rounds.attempt import Attempt, Closed
 from fedlora.flower.rounds.collecting import (
     Awaiting,
     Clock,
@@ -44,21 +42,17 @@ from fedlora.flower.rounds.collecting import (
     registered_names,
     who_is_online,
 )
-from fedlora.flower.rounds.drawing import Drawn, draw
-from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter, Fated, PolicyChanged
+from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter, Fated
 from fedlora.flower.rounds.lines import lines_of
+from fedlora.flower.rounds.membership import Drawn, PolicyWatch, capped, check_playable, draw
 from fedlora.flower.rounds.memory import FlowerState
-from fedlora.flower.rounds.policy_watch import PolicyWatch
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.rounds.site_evaluation import Asking, SiteEvaluation, SiteRound
 from fedlora.flower.terms.policy import Policy
-from fedlora.runs.defence import check_rule
 from fedlora.server.intake import Intake
-from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
-from fedlora.server.terms import ranks_of
 
 log = logging.getLogger(__name__)
 _NUMBERS = Limit(2**20, 64, 2**20)  # a reply that is numbers
@@ -109,7 +103,7 @@ class FedLoRA(Strategy):
         self.server, self.policy, self.run = server, policy, run
         self._folder, self._record, self._participation, self._seed = folder, record, participation, seed
         self._identify, self._codec, self._clock = identify, codec, clock
-        self.after_round = after_round
+        self._after_round = after_round
         self._watch = PolicyWatch(policy_file, self._check) if policy_file is not None else None
         self._events = EventWriter(record / "events.jsonl" if record is not None else None)
         self.lines = RoundLines(None)
@@ -127,12 +121,10 @@ class FedLoRA(Strategy):
         self.fates: Mapping[str, Fated] = {}  # of the last attempt
         self._uncounted: dict[str, str] = {}  # client -> why its last work did not count: told with its next message
         self.online: Mapping[str, int] = {}  # as it was when it was last looked at
-        self.at_sites = SiteRound()  # what came of the last `measure`
         self._asking = asking
         self._stopped: str | None = None
         self._of: int | None = None  # how many rounds are asked for
         self._policy_told = ""
-        self._opened: Intake | None = None  # a round that says itself whom to ask
 
     # ------------------------------------------------------------------------------------------------------ the rounds
 
@@ -198,7 +190,8 @@ class FedLoRA(Strategy):
             attempt += 1
             self._read_policy(number)
             began = self._clock.monotonic()
-            trial = self._attempt(grid, attempt, timeout or self.policy.deadline)
+            intake = capped(self.server, self.policy).open(self.memory.state.server)
+            trial = self._attempt(grid, intake, attempt, timeout or self.policy.deadline)
             try:
                 closed = trial.close()
             except QuorumNotMet as error:
@@ -222,13 +215,13 @@ class FedLoRA(Strategy):
             self._finish(grid, line)
             return closed
 
-    def _attempt(self, grid: Grid, attempt: int, deadline: float) -> Attempt:
+    def _attempt(self, grid: Grid, intake: Intake, attempt: int, deadline: float) -> Attempt:
         """Ask, and take what comes until the deadline."""
         number, self.online = self.round + 1, self._online(grid)
-        drawn = self._draw()
+        drawn = self._draw(intake)
         trial = Attempt(
-            self.server, self.policy, self._codec, self.memory, drawn, self.online, attempt=attempt, deadline=deadline,
-            intake=self._opened, told=self._uncounted,
+            self.server, self.policy, self._codec, self.memory, drawn, self.online, intake, attempt=attempt,
+            deadline=deadline, told=self._uncounted,
         )  # fmt: skip
         others = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         self._event(Began(number, attempt, drawn.asked, others, deadline))
@@ -254,8 +247,8 @@ class FedLoRA(Strategy):
                 said = shown(f"round {trial.number}: the work of this site did not count: {why}", 600)
                 self._uncounted[name] = said
 
-    def _draw(self) -> Drawn:
-        """Who is asked now."""
+    def _draw(self, intake: Intake) -> Drawn:
+        """Who is asked now, in a round whose intake does not say so itself."""
         return draw(
             self.policy, self.memory.refusals, self.online,
             participation=self._participation, seed=self._seed, round=self.round,
@@ -263,23 +256,18 @@ class FedLoRA(Strategy):
 
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> None:
         """What comes after a round that is stored: evaluation, and its line as it will stay."""
-        began = self._clock.monotonic()
-        asked = self.measure(grid, "validation")
-        line = {**line, **self.at_sites.facts()}
-        if asked:
-            line["measure_seconds"] = round(self._clock.monotonic() - began, 3)
-        more = self.after_round(line) if self.after_round is not None else None
+        due = self._asking is not None and self._asking.due(self.round)
+        line = {**line, **(self.measure(grid, "validation") if due else SiteRound()).facts()}
+        more = self._after_round(line) if self._after_round is not None else None
         line = {"metrics": {}, **line, **(more or {})}
         self.lines.put(line)
         self._event(Done(line["round"], line))
 
-    def measure(self, grid: Grid, part: HeldOut) -> bool:
-        """Let the sites measure what they hold out, where that is due; what came of it is in `at_sites` then. Returns
-        whether anybody was asked."""
-        self.at_sites = SiteRound()
-        if self._asking is None or (part == "validation" and not self._asking.due(self.round)):
-            return False
-        self.online = self._online(grid)
+    def measure(self, grid: Grid, part: HeldOut) -> SiteRound:
+        """Let the sites measure what they hold out; nobody, where they are never asked."""
+        if self._asking is None:
+            return SiteRound()
+        began, self.online = self._clock.monotonic(), self._online(grid)
         evaluation = SiteEvaluation.of(
             self.server, self.memory.state, self.policy, self.memory.refusals, self.memory.examples, part, self.run,
             self.online,
@@ -293,8 +281,8 @@ class FedLoRA(Strategy):
             grid, questions, deadline=self.policy.deadline, clock=self._clock,
             awaiting=self._awaiting(self.round, "measuring"),
         )  # fmt: skip
-        self.at_sites = evaluation.read(answers, self._asking.metric)
-        return bool(questions)
+        found = evaluation.read(answers, self._asking.metric)
+        return replace(found, seconds=round(self._clock.monotonic() - began, 3)) if questions else found
 
     def _awaiting(self, number: int, doing: str) -> Awaiting:
         def told(clients: list[str], seconds: float, left: float) -> None:
@@ -317,28 +305,10 @@ class FedLoRA(Strategy):
 
     def _check(self, policy: Policy) -> None:
         """Raises `FedLoRAError` for a policy that this federation cannot play."""
-        state = self.memory.state.server
-        for name, rank in policy.clients.items():
-            ranks_of(Client(name, rank if isinstance(rank, int) else dict(rank)), state)
-        self._codec.require(self.server, state, policy)
-        capped(self.server, policy)
-        if self.server.rule is not None:
-            names = list(policy.clients)
-            ranks = [
-                ranks_of(Client(n, r if isinstance(r, int) else dict(r)), state) for n, r in policy.clients.items()
-            ]
-            drawn = len(sample_clients(names, self._participation, seed=0, round=0))
-            p = policy.largest_shares(self.server.weighs_by, drawn)
-            if near := check_rule(self.server.rule, self.server.method, ranks, p):
-                log.warning("%s", near)
-        if self.server.quorum is not None and self.server.quorum > len(policy.clients):
-            raise ConfigError(
-                f"the policy names {len(policy.clients)} clients, and the server's quorum is {self.server.quorum}: no "
-                f"round could ever count."
-            )
+        check_playable(policy, self.server, self.memory.state.server, self._codec, self._participation)
 
     def _read_policy(self, number: int) -> None:
-        """The policy's file anew. Who was removed, or has another rank, begins as if it had never been here."""
+        """The policy's file anew."""
         if self._watch is None:
             return
         self.policy, change = self._watch.read(self.policy, number)
@@ -347,17 +317,7 @@ class FedLoRA(Strategy):
             return
         self._policy_told = change.why
         self._event(change)
-        self._forget(change)
-
-    def _forget(self, change: PolicyChanged) -> None:
-        state, gone = self.memory.state, {*change.removed, *change.changed}
-        clients = {
-            name: replace(memory, ranks=None) if name in gone else memory for name, memory in state.clients.items()
-        }
-        refusals = {name: count for name, count in self.memory.refusals.items() if name not in change.removed}
-        examples = {name: count for name, count in self.memory.examples.items() if name not in change.removed}
-        state = replace(state, clients=ReadOnly(clients))
-        self.memory = replace(self.memory, state=state, refusals=ReadOnly(refusals), examples=ReadOnly(examples))
+        self.memory = self.memory.after(change)
 
     def _wait_for_nodes(self, grid: Grid, seconds: float = 30.0) -> None:
         """Before a round is tried again: until enough clients are online, or no longer than this."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from fedlora.core.echo import quoted
+from fedlora.core.messages import Client
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site
 from fedlora.given_files import read_toml
@@ -60,6 +61,11 @@ class Policy:
             raise ConfigError("the policy: retries and quarantine are whole numbers, deadline and shares finite ones.")
         if self.share > 1 or self.retries < 0 or self.quarantine < 0:
             raise ConfigError("the policy: max_weight_share <= 1, retries >= 0, quarantine >= 0.")
+
+    def client(self, name: str) -> Client:
+        """A client, at its rank or its ranks by module."""
+        rank = self.clients[name]
+        return Client(name, rank if isinstance(rank, int) else dict(rank))
 
     @property
     def share(self) -> float:

@@ -24,8 +24,7 @@ def from_run_config(
     config: RunConfig,
     labels: Sequence[str] | None = None,
     *,
-    id: str | None = None,
-    network: NetworkSection | Mapping[str, Any] | None = None,
+    network: NetworkSection | None = None,
     dealt: bool = False,
     at_server: Mapping[str, str] | None = None,
 ) -> FederationSettings:
@@ -42,7 +41,7 @@ def from_run_config(
     """
     raw = config.model_dump(mode="json", exclude_defaults=True)
     raw.setdefault("model", {})["path"] = config.model.path
-    return from_tables(raw, labels, id=id, network=network, dealt=dealt, at_server=at_server)
+    return from_tables(raw, labels, network=network, dealt=dealt, at_server=at_server)
 
 
 def read_run_file(
@@ -51,8 +50,7 @@ def read_run_file(
     labels: Sequence[str] | None = None,
     *,
     id: str | None = None,
-    network: NetworkSection | Mapping[str, Any] | None = None,
-    at_server: Mapping[str, str] | None = None,
+    network: NetworkSection | None = None,
 ) -> FederationSettings:
     """A federation's settings from a file like that of `fedlora run`, which need not name any data.
 
@@ -63,7 +61,7 @@ def read_run_file(
     for override in overrides:
         override_in(raw, override)
     try:
-        found = from_tables(raw, labels, id=id, network=network, at_server=at_server)
+        found = from_tables(raw, labels, id=id, network=network)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return found.located(path.parent)
@@ -74,7 +72,7 @@ def from_tables(
     labels: Sequence[str] | None = None,
     *,
     id: str | None = None,
-    network: NetworkSection | Mapping[str, Any] | None = None,
+    network: NetworkSection | None = None,
     dealt: bool = False,
     at_server: Mapping[str, str] | None = None,
 ) -> FederationSettings:
@@ -109,19 +107,9 @@ def from_tables(
             if isinstance(tables.get(table), dict):
                 tables[table].pop(name, None)
     refuse_elsewhere(tables)
-    return checked(
-        FederationSettings,
-        {
-            "id": id or new_id(),
-            **(
-                {"network": network.model_dump() if isinstance(network, NetworkSection) else dict(network)}
-                if network is not None
-                else {}
-            ),
-            **({"at_server": here} if here else {}),
-            **tables,
-        },
-    ).check()
+    own: dict[str, Any] = {"id": id or new_id(), "network": network, "at_server": here or None}
+    own = {name: value for name, value in own.items() if value is not None}
+    return checked(FederationSettings, {**own, **tables}).check()
 
 
 __all__ = ["from_run_config", "from_tables", "new_id", "read_run_file"]

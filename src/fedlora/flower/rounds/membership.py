@@ -1,0 +1,129 @@
+"""Who may take part: the policy as it is now, whom a round asks, and what becomes of everyone else.
+
+The policy's file is read anew at each round's begin: who is added, removed or of another rank takes effect there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.flower.messages.codecs import Codec
+from fedlora.flower.rounds.events import Fate, PolicyChanged
+from fedlora.flower.terms.policy import Policy
+from fedlora.runs.defence import check_rule
+from fedlora.server.sampling import sample_clients
+from fedlora.server.server import Server
+from fedlora.server.state import ServerState
+from fedlora.server.terms import ranks_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """asked: in the policy's order. not_asked: everyone else of the policy -> (fate, why)."""
+
+    asked: tuple[str, ...]
+    not_asked: Mapping[str, tuple[Fate, str]]
+
+
+def draw(
+    policy: Policy,
+    refusals: Mapping[str, int],
+    online: Collection[str],
+    *,
+    participation: float,
+    seed: int,
+    round: int,
+) -> Drawn:
+    """The clients of a round: a share of those who are not in quarantine, of which those that are online are asked.
+
+    Where some are in quarantine as many are drawn as before, of those that are left. Pure.
+    """
+    free = [name for name in policy.clients if not is_quarantined(policy, refusals, name)]
+    share = participation
+    if 0 < len(free) < len(policy.clients):
+        share = min(1.0, share * len(policy.clients) / len(free))
+    chosen = sample_clients(free, share, seed=seed, round=round) if free else []
+    fates: dict[str, tuple[Fate, str]] = {}
+    for name in policy.clients:
+        if name not in free:
+            fates[name] = ("quarantined", f"it is in quarantine after {refusals[name]} refused uploads")
+        elif name not in chosen:
+            fates[name] = ("not drawn", "")
+        elif name not in online:
+            fates[name] = ("offline", "it is not online")
+    return Drawn(tuple(name for name in policy.clients if name not in fates), fates)
+
+
+def is_quarantined(policy: Policy, refusals: Mapping[str, int], name: str) -> bool:
+    """Whether a client had so many uploads refused that it is not asked any more."""
+    return bool(policy.quarantine) and refusals.get(name, 0) >= policy.quarantine
+
+
+@dataclass(frozen=True)
+class PolicyWatch:
+    """A policy's file. check: raises `FedLoRAError` for a policy that this federation cannot play."""
+
+    path: Path
+    check: Callable[[Policy], None]
+
+    def read(self, now: Policy, round: int) -> tuple[Policy, PolicyChanged | None]:
+        """(the policy from now on, what changed about its clients). A file that cannot be used changes nothing, and
+        `why` says what is wrong with it."""
+        try:
+            found = Policy.read(self.path)
+            self.check(found)
+        except FedLoRAError as error:
+            return now, PolicyChanged(round, why=f"{error} The policy before it stays.")
+        if found == now:
+            return now, None
+        old, new = dict(now.clients), dict(found.clients)
+        return found, PolicyChanged(
+            round,
+            {name: rank for name, rank in new.items() if name not in old},
+            tuple(name for name in old if name not in new),
+            {name: (old[name], rank) for name, rank in new.items() if name in old and old[name] != rank},
+        )
+
+
+def check_playable(policy: Policy, server: Server, state: ServerState, codec: Codec, participation: float) -> None:
+    """Raises `FedLoRAError` for a policy that a federation cannot play."""
+    ranks = [ranks_of(policy.client(name), state) for name in policy.clients]
+    codec.require(server, state, policy)
+    capped(server, policy)
+    if server.rule is not None:
+        drawn = len(sample_clients(list(policy.clients), participation, seed=0, round=0))
+        shares = policy.largest_shares(server.weighs_by, drawn)
+        if near := check_rule(server.rule, server.method, ranks, shares):
+            log.warning("%s", near)
+    if server.quorum is not None and server.quorum > len(policy.clients):
+        raise ConfigError(
+            f"the policy names {len(policy.clients)} clients, and the server's quorum is {server.quorum}: no round "
+            f"could ever count."
+        )
+
+
+def capped(server: Server, policy: Policy) -> Server:
+    """The server, with the policy's largest share. A private one has none: its clients are bounded by clipping.
+
+    Raises:
+        ConfigError: it cannot keep that.
+    """
+    if server.privacy is not None or (server.memory is not None and server.weighs_by == "uniform"):
+        return server
+    if server.memory is not None and policy.share < 1:
+        raise ConfigError(
+            f"server.memory = {server.memory:g} adds uploads up as they come, and the policy's max_weight_share = "
+            f"{policy.share:g} weighs them beside each other when all are in. Write max_weight_share = 1 into the "
+            f'policy (max_examples bounds what one client can claim), set server.weighting = "uniform", or leave '
+            f"server.memory out."
+        )
+    return replace(server, max_weight_share=policy.share)
+
+
+__all__ = ["Drawn", "PolicyWatch", "capped", "check_playable", "draw", "is_quarantined"]

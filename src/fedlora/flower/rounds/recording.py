@@ -1,0 +1,126 @@
+"""What is looked at after each round whose state is stored: the server's own scores, the best state, trackers, and
+whether it is enough. It is read from the lines of rounds.jsonl alone, so that a federation that was killed goes on as
+if it had not been.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedlora.core import checkpoint
+from fedlora.errors import CheckpointError
+from fedlora.flower.rounds.federation import Begun
+from fedlora.flower.rounds.measured_where import due
+from fedlora.flower.rounds.memory import FlowerState
+from fedlora.flower.rounds.private_words import RELEASED, public_numbers
+from fedlora.flower.rounds.progress import numbers_of_round
+from fedlora.flower.rounds.round_lines import RoundLines
+from fedlora.runs.folder import plain
+from fedlora.runs.tracking import Tracker, make_tracker, numbers_of_test
+from fedlora.server.server import Server
+from fedlora.server.state import RunState
+
+log = logging.getLogger(__name__)
+Line = Mapping[str, Any]
+
+
+class Recorder:
+    """One federation's. server: as it plays, private or not. `see` each round; `close` when all are over."""
+
+    def __init__(self, begun: Begun, server: Server) -> None:
+        self._begun, self._server = begun, server
+        self._trackers: list[Tracker] = []
+
+    def lines(self, done: int) -> list[Line]:
+        """The finished rounds up to `done`, as rounds.jsonl has them."""
+        return [line for line in RoundLines(self._begun.home.rounds, upto=done).all() if "metrics" in line]
+
+    def best(self, lines: Sequence[Line]) -> Line | None:
+        """The best of these rounds, if any was measured."""
+        choosing = self._begun.choosing
+        return None if choosing is None else choosing.best(self._comparable(lines))
+
+    def stopped(self, lines: Sequence[Line]) -> dict[str, Any] | None:
+        """Whether it ends early after these rounds, and why."""
+        choosing, settings = self._begun.choosing, self._begun.settings
+        if choosing is None:
+            return None
+        return choosing.stop(self._comparable(lines), settings.run.rounds, settings.evaluate.stopping())
+
+    def best_state(self, line: Line | None) -> RunState | None:
+        """The state of that round, the best one, as it was stored then; None, and said, where it is lost."""
+        if line is None:
+            return None
+        round, why = line["round"], "it is not there any more"
+        kind, of = self._server.method.State, self._begun.settings.id
+        try:
+            found = checkpoint.load_newest(self._best, FlowerState, kind, of=of, upto=round, tell=log.warning)
+            if found is not None and found[0] == round:
+                return found[1].state
+        except CheckpointError as error:
+            why = str(error)
+        log.warning("best/ is not written: the state of round %d, the best one: %s", round, why)
+        return None
+
+    def track(self, done: int) -> None:
+        """Begin with trackers that know all rounds before: after a restart they are told them again."""
+        lines, settings = self.lines(done), self._begun.settings
+        facts = {"federation": settings.id, **json.loads(settings.travelling())}
+        for name in settings.run.track:
+            folder, anew = self._begun.home.server, bool(lines)
+            self._trackers.append(make_tracker(name, folder, facts, anew=anew, called=settings.id))
+        for line in lines:
+            self._tell_trackers(line)
+
+    def see(self, line: Line, state: RunState) -> tuple[dict[str, Any], bool]:
+        """(what is added to a round's line, whether it was the last one). state: after it, stored."""
+        scores = self._measured(state)
+        facts = {"metrics": plain(dict(scores))}
+        whole = {**plain(dict(line)), **facts}
+        before = [old for old in self.lines(state.round) if old["round"] < line["round"]]
+        choosing = self._begun.choosing
+        if choosing is not None and choosing.replaces(whole, self.best(before)):
+            checkpoint.keep_also(self._best, self._begun.home.checkpoints, state.round, keep=2)
+        self._tell_trackers(whole)
+        stopped = self.stopped([*before, whole])
+        if stopped is not None:
+            log.info("round %d: %s", line["round"], stopped["why"], extra=RELEASED)  # by public examples, if private
+        return facts, stopped is not None
+
+    def close(self, tests: Mapping[str, tuple[int, Mapping[str, float]]]) -> None:
+        """tests: of each state that is left, "adapter" or "best", its round and what it scores on the test set."""
+        for tracker in self._trackers:
+            for name, (round, scores) in tests.items():
+                tracker.log(round, numbers_of_test(scores, best=name == "best"))
+            tracker.close()
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    @property
+    def _best(self) -> Path:
+        return self._begun.home.checkpoints / "best"
+
+    def _measured(self, state: RunState) -> Mapping[str, float]:
+        """At the server, where it measures rounds and this one is due."""
+        settings, evaluator = self._begun.settings, self._begun.at_server.validation
+        if evaluator is None or settings.evaluate.target == "clients" or not due(settings, state.round):
+            return {}
+        return evaluator.evaluate(self._server, state) if self._server.has_global_model(state.server) else {}
+
+    def _tell_trackers(self, line: Line) -> None:
+        """Of a private round what may leave."""
+        found = numbers_of_round(line) if self._trackers else {}
+        told = found if self._server.privacy is None else public_numbers(found, line)
+        for tracker in self._trackers:
+            tracker.log(line["round"], told)
+
+    def _comparable(self, lines: Sequence[Line]) -> list[Line]:
+        since = self._begun.history.comparable_since()
+        return [line for line in lines if line["round"] > since]
+
+
+__all__ = ["Recorder"]
