@@ -196,10 +196,9 @@ def test_where_it_stands_is_read_from_files_that_a_crash_tore(tmp_path: Path) ->
 
 
 def loopback(home: Path) -> None:
-    (home / "flwr").mkdir()
-    (home / "flwr" / "config.toml").write_text(
-        '[superlink]\ndefault = "fedlora"\n[superlink.fedlora]\naddress = "127.0.0.1:1"\n'
-    )
+    """At a port where nobody is."""
+    path = home / "federation.toml"
+    path.write_text(path.read_text().replace("superlink_port = 18080", "superlink_port = 1"))
 
 
 def test_status_without_a_superlink(tmp_path: Path, main: Any) -> None:

@@ -25,15 +25,13 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving import database, superlink
 from fedlora.flower.serving.connection import public_key, superlink_command
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
-from fedlora.flower.setup.project import write_connection
 from fedlora.flower.terms import certificates
+from support.small_apps import settings_with_port
 
 
-def home(path: Path, address: str = "127.0.0.1:1") -> Path:
+def home(path: Path, port: int = 1) -> Path:
     path.mkdir()
-    write_connection(path / "flwr", path, 1)
-    file = path / "flwr" / "config.toml"
-    file.write_text(file.read_text().replace("127.0.0.1:1", address))
+    settings_with_port(path, port)
     certificates.write_loopback(path / "certs")
     return path
 
@@ -99,11 +97,11 @@ def test_its_list_becomes_that_of_the_keys(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_it_listens_on_loopback_and_knows_only_registered_nodes(tmp_path: Path) -> None:
-    link = SuperLink(home(tmp_path / "f", "127.0.0.1:18123"))
+    link = SuperLink(home(tmp_path / "f", 18123))
     command = superlink_command(link.folder, link.address)
     assert command[1:7] == ["-m", children.SUPERLINK, "--host", "127.0.0.1", "--port", "18123"]
     assert "--enable-supernode-auth" in command and "--insecure" not in command
-    with pytest.raises(ConfigError, match=r"no folder of `fedlora flower init`"):
+    with pytest.raises(ConfigError, match=r"federation\.toml cannot be read"):
         SuperLink(tmp_path)
 
 
@@ -130,8 +128,8 @@ def test_a_port_that_is_taken_and_a_program_that_ends_are_told(tmp_path: Path, m
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(SuperLinkError, match=rf"port {port} of 127.0.0.1 .*in use"):
-            SuperLink(home(tmp_path / "f", f"127.0.0.1:{port}")).start()
-    folder = home(tmp_path / "g", f"127.0.0.1:{port}")
+            SuperLink(home(tmp_path / "f", port)).start()
+    folder = home(tmp_path / "g", port)
     burning = program(tmp_path / "bin", "burning", "print('│ the disk is on fire │'); raise SystemExit(104)")
     link = SuperLink(folder)
     monkeypatch.setattr(superlink, "superlink_command", lambda folder, address: [str(burning)])
