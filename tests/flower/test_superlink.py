@@ -136,7 +136,7 @@ def test_a_port_that_is_taken_and_a_program_that_ends_are_told(tmp_path: Path, m
         link.start()
     assert stat.S_IMODE(link.log.stat().st_mode) == 0o600
     burning.unlink()
-    with pytest.raises(children.ChildFailed, match="burning is not installed"):
+    with pytest.raises(FileNotFoundError, match="burning"):
         link.start()
 
 

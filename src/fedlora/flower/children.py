@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -21,7 +20,6 @@ from pathlib import Path
 import psutil
 
 from fedlora.core.parent import killed_with
-from fedlora.errors import FedLoRAError
 from fedlora.flower.ownership import opened_here
 
 SWITCHES = {
@@ -35,10 +33,6 @@ _OF = "FEDLORA_PROCESS_OF"
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
-class ChildFailed(FedLoRAError, RuntimeError):
-    """A process did not start, or ended; its log's last words are in the message."""
-
-
 def environment(flower_home: Path) -> dict[str, str]:
     """Of Flower's processes: whose they are, no telemetry, no updates, nothing installed, and no proxy for loopback."""
     found = {**os.environ, **SWITCHES, "FLWR_HOME": str(flower_home), _OF: str(flower_home)}
@@ -50,19 +44,13 @@ def environment(flower_home: Path) -> dict[str, str]:
 
 def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """A process in a group of its own, its output appended to `log`; whatever it makes is for this user only. It ends
-    with the thread that calls this.
-
-    Raises:
-        ChildFailed: the program is not installed.
+    with the thread that calls this. Raises `OSError` where there is no such program.
     """
-    program = shutil.which(command[0], path=env.get("PATH"))
-    if program is None:
-        raise ChildFailed(f"{command[0]} is not installed: pip install 'fedlora[flower]'.")
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = opened_here(log, os.O_WRONLY | os.O_APPEND)
     with os.fdopen(descriptor, "ab") as file:
         return subprocess.Popen(
-            [program, *command[1:]], env=dict(env), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            command, env=dict(env), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True, umask=0o077, preexec_fn=partial(killed_with, os.getpid()),
         )  # fmt: skip
 
@@ -123,6 +111,6 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 __all__ = [
-    "SUPERLINK", "SWITCHES", "ChildFailed", "end", "end_all", "environment", "last_words", "started", "started_for",
+    "SUPERLINK", "SWITCHES", "end", "end_all", "environment", "last_words", "started", "started_for",
     "tail", "trim",
 ]  # fmt: skip

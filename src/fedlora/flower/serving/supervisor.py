@@ -86,7 +86,7 @@ class Supervisor:
 
         Raises:
             ConfigError: the folder cannot be served as it is, or another process serves it. Lost, SuperLinkError,
-                ChildFailed, OSError: what may be gone when it is started again.
+                OSError: what may be gone when it is started again.
         """
         with serving(self.folder.lock):
             if standing(self.folder).finished:
