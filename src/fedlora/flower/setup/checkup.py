@@ -203,18 +203,16 @@ def _private(there: FederationFolder) -> list[Row]:
 
 def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
     port = int(connection(there).rpartition(":")[2])
-    here = doors.own_addresses()
-    open_ = [a for a in doors.listening(port) if not doors.is_loopback(a)]
-    open_ += [a for a in here if a not in open_ and doors.answers(a, port)]
+    found = doors.listening(port)
+    open_ = [address for address in found if not doors.is_loopback(address)]
     if open_:
         why = "whoever reaches it can run Python on this machine. Start it by fedlora flower serve, which does not"
         return [("SuperLink", f"port {port} answers on {', '.join(open_)}, not on loopback alone: {why}", False)]
-    running = doors.answers("127.0.0.1", port)
-    said = "answers, on loopback only" if running else "not running"
-    rows: list[Row] = [("SuperLink", f"127.0.0.1:{port}, {said}", running or None)]
+    said = "answers, on loopback only" if found else "not running"
+    rows: list[Row] = [("SuperLink", f"127.0.0.1:{port}, {said}", bool(found) or None)]
     if network.name is None:
         return rows
-    return [*rows, *_proxy(there, network, [*here, "127.0.0.1"])]
+    return [*rows, *_proxy(there, network, [*doors.own_addresses(), "127.0.0.1"])]
 
 
 def _proxy(there: FederationFolder, network: NetworkSection, addresses: list[str]) -> list[Row]:
