@@ -26,9 +26,9 @@ pytest.importorskip("flwr")
 from fedlora import read_adapter
 from fedlora.core import checkpoint
 from fedlora.flower import children
+from fedlora.flower.ownership import holder
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.strategy import FlowerState
-from fedlora.flower.serving.serve_lock import holder
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare

@@ -17,11 +17,11 @@ pytest.importorskip("flwr")
 
 from fedlora.errors import ConfigError
 from fedlora.flower import children
+from fedlora.flower.ownership import serving
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.rounds import server_lock
 from fedlora.flower.rounds.events import Ended, EventWriter
 from fedlora.flower.rounds.private_words import append_secret
-from fedlora.flower.serving.serve_lock import serving
 from fedlora.flower.site import node_process
 from support.command_line import Said
 from support.deployed_folders import federation_folder, site_folder
