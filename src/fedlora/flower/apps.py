@@ -26,6 +26,7 @@ from fedlora.flower import children
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.site.owner import end_with
 from fedlora.flower.site.resident import TrainerFailed, ask
 from fedlora.flower.site.site_work import Do
 from fedlora.flower.terms.agreement import Disagreement
@@ -39,10 +40,12 @@ client_app = ClientApp()
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """The federation of the run's folder, to its end."""
-    from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors
+    from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors, is_http
     from fedlora.flower.rounds.events import REFUSED
     from fedlora.flower.rounds.playing import play, told
 
+    if is_http(grid):  # Flower's own SIGINT does not reach a main thread that waits for its push to a dead SuperLink
+        end_with(os.getppid())
     folder = Path(str(context.run_config["folder"]))
     with _kept_log(FederationFolder(folder).logs / "serverapp.log"), heartbeats_outlive_errors(grid):
         try:

@@ -1,7 +1,7 @@
 """Flower's processes on this machine: what they write is for this user only, and they end with who started them.
 
 A child is killed by the kernel when its launcher is gone, also by kill -9; what it started itself, Flower's SuperExec
-and ServerApp, looks for it five times a second and ends then. Flower detaches its SuperExec from the SuperLink's group
+and ServerApp, looks for it and ends then. Flower detaches its SuperExec from the SuperLink's group
 of processes, so a group's end is not the end of all. What belongs to a federation is therefore told by a mark in its
 environment, which also finds a ServerApp that a killed `serve` left in a long computation.
 """

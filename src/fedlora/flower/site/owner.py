@@ -1,4 +1,5 @@
-"""Whose trainer this is: the process of the node that it works for, with which it ends."""
+"""Whose trainer this is: the process of the node that it works for, with which it ends. (A ServerApp ends with its
+SuperExec so.)"""
 
 from __future__ import annotations
 
