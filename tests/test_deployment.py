@@ -26,9 +26,9 @@ pytest.importorskip("flwr")
 from fedlora import read_adapter
 from fedlora.core import checkpoint
 from fedlora.flower import children
+from fedlora.flower.ownership import holder
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.strategy import FlowerState
-from fedlora.flower.serving.serve_lock import holder
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare
@@ -114,7 +114,13 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     assert done.code == 0, done.err
 
     def processes(*programs: str) -> list[int]:
-        return children.server_processes(folder.path, programs)
+        """Of the server, by the words of their command lines."""
+        found = [(one.pid, one.cmdline()) for one in children.started_for(folder.flower_home)]
+        return [pid for pid, words in found if any(Path(word).name in programs for word in words[:3])]
+
+    def running() -> list[psutil.Process]:
+        homes = (folder.flower_home, *(folder.site(name).state / "flwr" for name in "abc"))
+        return [one for home in homes for one in children.started_for(home)]
 
     def kill(program: str) -> None:
         until(lambda: bool(processes(program)), 60, log, up)
@@ -136,12 +142,12 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
         until(played(3), 600, log, up)
         kill(children.SUPERLINK)
         until(played(4), 600, log, up)
-        assert processes(children.SUPERLINK) and len(children.site_processes(folder.path)) >= 3
+        assert processes(children.SUPERLINK) and len(running()) >= 5
     finally:
         up.kill()
     end = time.monotonic() + 30
-    while left := children.server_processes(folder.path) + children.site_processes(folder.path):
-        assert time.monotonic() < end, [psutil.Process(pid).cmdline() for pid in left]
+    while left := running():
+        assert time.monotonic() < end, left
         time.sleep(0.2)
     said = log.read_text()
     assert up.codes == [1, 1, 1] and said.count("the SuperLink ended with code -9: ") == 2
@@ -157,7 +163,7 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     said = again.read_text()
     assert "processes of an earlier" not in said
     assert f"complete after {ROUNDS} rounds" in said and "raise [run] rounds" in said
-    assert not children.server_processes(folder.path) and not children.site_processes(folder.path)
+    assert not running()
 
     finished = main("flower", "up", folder.path)
     assert finished.code == 0 and f"complete after {ROUNDS} rounds" in finished.out

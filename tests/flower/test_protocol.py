@@ -23,7 +23,6 @@ from fedlora.flower import apps
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.messages.envelope import PROTOCOL, opened, with_versions
 from fedlora.flower.messages.records import RecordError
-from fedlora.flower.site import work_log
 from fedlora.flower.site.node import Node
 from fedlora.flower.site.resident import TrainerFailed
 from fedlora.flower.terms.agreement import Facts
@@ -85,7 +84,7 @@ def test_what_an_older_site_says_of_a_newer_message_names_both() -> None:
 
 
 def test_why_a_trainer_failed_is_the_sites_answer_word_for_word(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The full reason stands in the site's own log alone."""
 
@@ -93,11 +92,19 @@ def test_why_a_trainer_failed_is_the_sites_answer_word_for_word(
         raise TrainerFailed("Disagreement: it's 'no'.", f"in {tmp_path}: it's 'no'.")
 
     monkeypatch.setattr(apps, "ask", ask)
-    monkeypatch.setattr(work_log, "write", lambda site, work: logged.append(work.error))
-    logged: list[str] = []
     asked = Message(RecordDict({"config": ConfigRecord({"parcel": '{"round": 0}'})}), 1, "train")
     reply = apps.train(asked, SimpleNamespace(node_config={"site": str(tmp_path / "site.toml")}))  # type: ignore[arg-type]
-    assert reply.error.reason == "Disagreement: it's 'no'." and logged == [f"in {tmp_path}: it's 'no'."]
+    assert reply.error.reason == "Disagreement: it's 'no'."
+    said = capfd.readouterr().err  # of the node, whose stderr a ClientApp has
+    assert said.startswith("round 1: train failed after 0.0 s: ") and said.endswith(f"in {tmp_path}: it's 'no'.\n")
+
+
+def test_lines_for_a_screen_say_all_that_is_known() -> None:
+    trained = {"num-examples": 120, "loss": 0.412}
+    assert apps.work_line("train", 3, 14.21, trained) == "round 3: trained 120 examples in 14.2 s, loss 0.4120"
+    assert apps.work_line("train", 3, 1.0, {"num-examples": 1, "loss": float("nan")}).endswith("loss nan")
+    assert apps.work_line("evaluate", 3, 0.21, {"num-examples": 7}) == "round 3: measured 7 examples in 0.2 s"
+    assert apps.work_line("train", 4, 0.0, {}, "ValueError: no") == "round 4: train failed after 0.0 s: ValueError: no"
 
 
 # ---- what server and site agreed on, over Flower's wire --------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_a_server_that_says_no_time_and_one_without_tls(asked: Callable[..., Fou
     assert (found.fate, found.ahead) == ("refused", None)
     with answering(412, b'{"code": 2004}') as port:
         found = look(Server("127.0.0.1", port, tmp_path / "ca.crt"), tmp_path / "key")
-    assert found.fate == "plain" and "speaks http without TLS" in found.why
+    assert found.fate == "plain" and "but not TLS" in found.why
 
 
 def test_a_tls_port_that_is_too_busy_for_a_handshake_is_not_said_to_speak_http(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("flwr")
 from prometheus_client.parser import text_string_to_metric_families
 
 from fedlora.errors import ConfigError
+from fedlora.flower.ownership import serving
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import (
     Again,
@@ -32,7 +33,6 @@ from fedlora.flower.rounds.progress import Progress, progress_of
 from fedlora.flower.rounds.results import taken_part
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.serving.metrics import Exposed, exposing
-from fedlora.flower.serving.serve_lock import serving
 from fedlora.flower.serving.standing import standing
 from fedlora.flower.serving.status import status_of
 from fedlora.flower.serving.superlink import NodeFacts
@@ -196,10 +196,9 @@ def test_where_it_stands_is_read_from_files_that_a_crash_tore(tmp_path: Path) ->
 
 
 def loopback(home: Path) -> None:
-    (home / "flwr").mkdir()
-    (home / "flwr" / "config.toml").write_text(
-        '[superlink]\ndefault = "fedlora"\n[superlink.fedlora]\naddress = "127.0.0.1:1"\n'
-    )
+    """At a port where nobody is."""
+    path = home / "federation.toml"
+    path.write_text(path.read_text().replace("superlink_port = 18080", "superlink_port = 1"))
 
 
 def test_status_without_a_superlink(tmp_path: Path, main: Any) -> None:

@@ -21,19 +21,16 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key, lo
 
 from fedlora.errors import ConfigError
 from fedlora.flower import children
-from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving import database, superlink
 from fedlora.flower.serving.connection import public_key, superlink_command
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
-from fedlora.flower.setup.project import write_connection
 from fedlora.flower.terms import certificates
+from support.small_apps import settings_with_port
 
 
-def home(path: Path, address: str = "127.0.0.1:1") -> Path:
+def home(path: Path, port: int = 1) -> Path:
     path.mkdir()
-    write_connection(path / "flwr", path, 1)
-    file = path / "flwr" / "config.toml"
-    file.write_text(file.read_text().replace("127.0.0.1:1", address))
+    settings_with_port(path, port)
     certificates.write_loopback(path / "certs")
     return path
 
@@ -99,11 +96,11 @@ def test_its_list_becomes_that_of_the_keys(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_it_listens_on_loopback_and_knows_only_registered_nodes(tmp_path: Path) -> None:
-    link = SuperLink(home(tmp_path / "f", "127.0.0.1:18123"))
+    link = SuperLink(home(tmp_path / "f", 18123))
     command = superlink_command(link.folder, link.address)
     assert command[1:7] == ["-m", children.SUPERLINK, "--host", "127.0.0.1", "--port", "18123"]
     assert "--enable-supernode-auth" in command and "--insecure" not in command
-    with pytest.raises(ConfigError, match=r"no folder of `fedlora flower init`"):
+    with pytest.raises(ConfigError, match=r"federation\.toml cannot be read"):
         SuperLink(tmp_path)
 
 
@@ -130,8 +127,8 @@ def test_a_port_that_is_taken_and_a_program_that_ends_are_told(tmp_path: Path, m
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(SuperLinkError, match=rf"port {port} of 127.0.0.1 .*in use"):
-            SuperLink(home(tmp_path / "f", f"127.0.0.1:{port}")).start()
-    folder = home(tmp_path / "g", f"127.0.0.1:{port}")
+            SuperLink(home(tmp_path / "f", port)).start()
+    folder = home(tmp_path / "g", port)
     burning = program(tmp_path / "bin", "burning", "print('│ the disk is on fire │'); raise SystemExit(104)")
     link = SuperLink(folder)
     monkeypatch.setattr(superlink, "superlink_command", lambda folder, address: [str(burning)])
@@ -139,37 +136,37 @@ def test_a_port_that_is_taken_and_a_program_that_ends_are_told(tmp_path: Path, m
         link.start()
     assert stat.S_IMODE(link.log.stat().st_mode) == 0o600
     burning.unlink()
-    with pytest.raises(children.ChildFailed, match="burning is not installed"):
+    with pytest.raises(FileNotFoundError, match="burning"):
         link.start()
 
 
 def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path: Path) -> None:
-    """A detached grandchild, as Flower's SuperExec is one, is found by the folder it names, and ended."""
-    folder = home(tmp_path / "f")
+    """A detached grandchild, as Flower's SuperExec is one, is found by whose it is, and ended."""
     sleeper = program(tmp_path / "bin", "flower-superexec", "import time; time.sleep(60)")
     program(
         tmp_path / "bin", children.SUPERLINK,
         "import subprocess, sys, time\nopen(sys.argv[1], 'w')\n"
-        f"subprocess.Popen([{str(sleeper)!r}, '--root-certificates', sys.argv[2]], start_new_session=True)\n"
+        f"subprocess.Popen([{str(sleeper)!r}], start_new_session=True)\n"
         "time.sleep(60)",
     )  # fmt: skip
-    env = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
-    made = FederationFolder(folder).database
-    made.parent.mkdir(parents=True)
-    command = [children.SUPERLINK, str(made), f"{folder}/certs/ca.crt"]
-    process = children.started(command, tmp_path / "logs" / "log", env)
-    other = children.started(["flower-superexec", "--root-certificates", "/else/ca.crt"], tmp_path / "logs" / "o", env)
+    ours, another = tmp_path / "f" / "flwr", tmp_path / "g" / "flwr"
+    path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
+    made = tmp_path / "superlink.db"
+    command = [children.SUPERLINK, str(made)]
+    process = children.started(command, tmp_path / "logs" / "log", {**children.environment(ours), "PATH": path})
+    env = {**children.environment(another), "PATH": path}
+    other = children.started(["flower-superexec"], tmp_path / "logs" / "o", env)
     try:
         until = time.monotonic() + 20
-        while len(children.server_processes(folder)) < 2:
+        while len(children.started_for(ours)) < 2 or not made.exists():
             assert time.monotonic() < until
             time.sleep(0.05)
         assert stat.S_IMODE(made.stat().st_mode) == 0o600
         killed(process)
-        left = children.server_processes(folder)
-        assert len(left) == 1 and process.pid not in left and other.pid not in left
+        left = children.started_for(ours)
+        assert len(left) == 1 and left[0].pid not in (process.pid, other.pid)
         children.end_all(left)
-        assert children.server_processes(folder) == [] and other.poll() is None
+        assert children.started_for(ours) == [] and other.poll() is None
     finally:
         killed(process)
         killed(other)
@@ -219,7 +216,7 @@ def test_one_that_will_not_end_is_killed(tmp_path: Path) -> None:
     again = children.started(["stubborn"], tmp_path / "log2", env)
     while "up" not in children.tail(tmp_path / "log2"):
         time.sleep(0.02)
-    children.end_all([again.pid], 0.2)
+    children.end_all([psutil.Process(again.pid)], 0.2)
     assert again.poll() is not None
 
 

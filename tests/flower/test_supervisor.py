@@ -18,9 +18,9 @@ pytest.importorskip("flwr")
 
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from fedlora.flower import apps
+from fedlora.flower.ownership import holder, serving
 from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.serving import supervisor
-from fedlora.flower.serving.serve_lock import holder, serving
 from fedlora.flower.serving.standing import Standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
@@ -330,7 +330,7 @@ def test_two_cannot_serve_one_folder(tmp_path: Path) -> None:
     """The other one's process is named; however it ends, the folder is free again."""
     home = federation_folder(tmp_path / "f")
     words = f"import sys; sys.path[:0] = {sys.path!r}\nfrom pathlib import Path\nimport time\n"
-    words += "from fedlora.flower.serving.serve_lock import serving\n"
+    words += "from fedlora.flower.ownership import serving\n"
     words += f"with serving(Path({str(home / 'state' / 'serve.lock')!r})):\n"
     words += "    print('held', flush=True); time.sleep(60)"
     other = subprocess.Popen([sys.executable, "-c", words], stdout=subprocess.PIPE, text=True)

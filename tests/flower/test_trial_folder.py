@@ -110,7 +110,7 @@ def test_an_edited_port_is_refused_and_not_ignored(tmp_path: Path) -> None:
     text = fed.settings.read_text()
     assert "superlink_port = 18080" in text
     fed.settings.write_text(text.replace("superlink_port = 18080", "superlink_port = 28431"))
-    with pytest.raises(ConfigError, match=r"superlink_port = 28431, and .*config\.toml says 18080\. .*init"):
+    with pytest.raises(ConfigError, match=r"superlink_port = 28431, and .*join.*says 18080\. .*init"):
         Trial(fed.path)
     renew(fed.path)
     with pytest.raises(ConfigError, match=r"superlink_port = 28431, and .*sites.*join\.toml says 18080\. "):

@@ -3,9 +3,6 @@ gets that code for faults of the folder alone. Kind: *enumeration*, over faults 
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +15,12 @@ import fedlora.cli.flower.node
 import fedlora.cli.flower.serve
 import fedlora.flower.serving.trial  # noqa: F401
 from fedlora.errors import FedLoRAError
+from fedlora.flower.places import SiteFolder
 from fedlora.flower.rounds.federation import begun
 from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.supervisor import Stopped, Supervisor
 from fedlora.flower.setup import checkup
-from fedlora.flower.site import node_process
+from fedlora.flower.site import site_checks
 from fedlora.flower.terms.settings import FederationSettings
 from support.command_line import Said
 from support.deployed_folders import federation_folder, site_folder
@@ -87,14 +85,16 @@ def test_serve_ends_with_2_for_the_folder_alone(
     assert main("flower", "serve", fed.path).code == (1 if passes else 2)
 
 
-def test_a_node_whose_check_was_killed_is_started_again(
+def test_a_node_that_finds_no_memory_for_its_check_is_started_again(
     tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed for want of memory: code 1. That data which are not there are code 2 is asked in `test_site`."""
+    """Code 1. That data which are not there are code 2 is asked in `test_site`."""
+
+    def check(here: SiteFolder) -> None:
+        raise MemoryError
+
     fed = federation_folder(tmp_path / "fed")
     site = site_folder(tmp_path / "site", fed.join("one"))
-    real = subprocess.run
-    kill = [sys.executable, "-c", f"import os; os.kill(os.getpid(), {signal.SIGKILL:d})"]
-    monkeypatch.setattr(node_process.subprocess, "run", lambda command, **more: real(kill, **more))
+    monkeypatch.setattr(site_checks, "before_start", check)
     said = main("flower", "node", site.path)
-    assert said.code == 1 and "checked: code -9" in said.err
+    assert said.code == 1 and "MemoryError" in said.err

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedlora.flower.serving.superlink import SuperLink
-from fedlora.flower.setup.project import write_connection
 from fedlora.flower.site.node_process import free_port
 from fedlora.flower.terms import certificates
+from fedlora.flower.terms.settings import FederationSettings
 
 APP = {
     "pyproject.toml": """\
@@ -71,9 +71,15 @@ def packed(version: str) -> bytes:
     return build_fab_from_files(files)[0]
 
 
+def settings_with_port(home: Path, port: int) -> None:
+    """A server's settings, of which its SuperLink reads the port alone."""
+    settings = FederationSettings(id="f", data={"labels": ["a", "b"]}, network={"superlink_port": port})  # type: ignore[arg-type]
+    settings.write(home / "federation.toml")
+
+
 def small_link(home: Path) -> SuperLink:
     """A server's folder, as far as its SuperLink needs one."""
     home.mkdir()
-    write_connection(home / "flwr", home, free_port())
+    settings_with_port(home, free_port())
     certificates.write_loopback(home / "certs")
     return SuperLink(home)

@@ -9,9 +9,11 @@ import contextlib
 import json
 import logging
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -24,7 +26,7 @@ from fedlora.flower import children
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.site import work_log
+from fedlora.flower.site.owner import end_with
 from fedlora.flower.site.resident import TrainerFailed, ask
 from fedlora.flower.site.site_work import Do
 from fedlora.flower.terms.agreement import Disagreement
@@ -38,10 +40,12 @@ client_app = ClientApp()
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
     """The federation of the run's folder, to its end."""
-    from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors
+    from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors, is_http
     from fedlora.flower.rounds.events import REFUSED
     from fedlora.flower.rounds.playing import play, told
 
+    if is_http(grid):  # Flower's own SIGINT does not reach a main thread that waits for its push to a dead SuperLink
+        end_with(os.getppid())
     folder = Path(str(context.run_config["folder"]))
     with _kept_log(FederationFolder(folder).logs / "serverapp.log"), heartbeats_outlive_errors(grid):
         try:
@@ -95,33 +99,46 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
         )
     site_file = Path(str(said["site"]))
     began = time.monotonic()
-    _log_told(site_file, message.content)
+    _say_told(message.content)
     try:
         reply = ask(site_file, do, message.content)
     except TrainerFailed as error:
-        _log(site_file, do, message.content, None, time.monotonic() - began, error.full)
+        _say_work(do, message.content, None, time.monotonic() - began, error.full)
         return Message(Error(ErrorCode.CLIENT_APP_RAISED_EXCEPTION, str(error)), reply_to=message)
-    _log(site_file, do, message.content, reply, time.monotonic() - began)
+    _say_work(do, message.content, reply, time.monotonic() - began)
     return Message(reply, reply_to=message)
 
 
-def _log_told(site_file: Path, asked: RecordDict) -> None:
+def _say_told(asked: RecordDict) -> None:
     """That earlier work did not count, where the server says so with its next message."""
     with contextlib.suppress(Exception):
         if told := asked.config_records["config"].get(TOLD):
-            work_log.write(site_file.parent, work_log.Work("told", 0, error=shown(told, 1000)))
+            _say(f"the server says: {shown(told, 1000)}")
 
 
-def _log(site_file: Path, do: Do, asked: RecordDict, reply: RecordDict | None, seconds: float, error: str = "") -> None:
+def _say_work(do: Do, asked: RecordDict, reply: RecordDict | None, seconds: float, error: str = "") -> None:
     """What the site is told of its own work. Nothing that goes wrong here costs a round."""
     with contextlib.suppress(Exception):
-        round = json.loads(str(asked.config_records["config"]["parcel"]))["round"]
+        round = int(json.loads(str(asked.config_records["config"]["parcel"]))["round"]) + (do == "train")
         metrics = reply.metric_records["metrics"] if reply is not None else {}
-        loss = metrics.get("loss")
-        work_log.write(
-            site_file.parent,
-            work_log.Work(
-                do, int(round) + (do == "train"), int(float(str(metrics.get("num-examples", 0)))), seconds,
-                float(loss) if isinstance(loss, int | float) else None, error,
-            ),
-        )  # fmt: skip
+        _say(work_line(do, round, seconds, metrics, error))
+
+
+def work_line(do: Do, round: int, seconds: float, metrics: Mapping[str, Any], error: str = "") -> str:
+    """A message's work in words, for whoever looks at the site. error: "" where all went well.
+
+    Example:
+        >>> work_line("train", 3, 14.21, {"num-examples": 120, "loss": 0.412})
+        'round 3: trained 120 examples in 14.2 s, loss 0.4120'
+    """
+    if error:
+        return f"round {round}: {do} failed after {seconds:.1f} s: {error}"
+    loss = metrics.get("loss")
+    ending = f", loss {loss:.4f}" if isinstance(loss, int | float) else ""
+    did = {"train": "trained", "evaluate": "measured"}[do]
+    return f"round {round}: {did} {int(metrics.get('num-examples', 0))} examples in {seconds:.1f} s{ending}"
+
+
+def _say(line: str) -> None:
+    """On stderr, where the site's node has its lines too."""
+    print(line, file=sys.stderr, flush=True)

@@ -1,27 +1,25 @@
 """Flower's processes on this machine: what they write is for this user only, and they end with who started them.
 
 A child is killed by the kernel when its launcher is gone, also by kill -9; what it started itself, Flower's SuperExec
-and ServerApp, looks for it five times a second and ends then. Flower detaches its SuperExec from the SuperLink's group
-of processes, so a group's end is not the end of all. What belongs to a federation is therefore told by its command
-line, which also finds a ServerApp that a killed `serve` left in a long computation.
+and ServerApp, looks for it and ends then. Flower detaches its SuperExec from the SuperLink's group
+of processes, so a group's end is not the end of all. What belongs to a federation is therefore told by a mark in its
+environment, which also finds a ServerApp that a killed `serve` left in a long computation.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import psutil
 
 from fedlora.core.parent import killed_with
-from fedlora.errors import FedLoRAError
 from fedlora.flower.ownership import opened_here
 
 SWITCHES = {
@@ -31,17 +29,13 @@ SWITCHES = {
     "NO_COLOR": "1",
 }
 SUPERLINK = "fedlora.flower.serving.superlink_process"
-_SERVER_PROGRAMS = (SUPERLINK, "flower-superexec", "flwr-serverapp")
+_OF = "FEDLORA_PROCESS_OF"
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
-class ChildFailed(FedLoRAError, RuntimeError):
-    """A process did not start, or ended; its log's last words are in the message."""
-
-
 def environment(flower_home: Path) -> dict[str, str]:
-    """Of Flower's processes: no telemetry, no updates, nothing installed at run time, and no proxy for loopback."""
-    found = {**os.environ, **SWITCHES, "FLWR_HOME": str(flower_home)}
+    """Of Flower's processes: whose they are, no telemetry, no updates, nothing installed, and no proxy for loopback."""
+    found = {**os.environ, **SWITCHES, "FLWR_HOME": str(flower_home), _OF: str(flower_home)}
     found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found.get('PATH', '')}"
     for name in ("NO_PROXY", "no_proxy"):
         found[name] = ",".join(dict.fromkeys([*filter(None, found.get(name, "").split(",")), *_LOOPBACK]))
@@ -50,19 +44,13 @@ def environment(flower_home: Path) -> dict[str, str]:
 
 def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """A process in a group of its own, its output appended to `log`; whatever it makes is for this user only. It ends
-    with the thread that calls this.
-
-    Raises:
-        ChildFailed: the program is not installed.
+    with the thread that calls this. Raises `OSError` where there is no such program.
     """
-    program = shutil.which(command[0], path=env.get("PATH"))
-    if program is None:
-        raise ChildFailed(f"{command[0]} is not installed: pip install 'fedlora[flower]'.")
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = opened_here(log, os.O_WRONLY | os.O_APPEND)
     with os.fdopen(descriptor, "ab") as file:
         return subprocess.Popen(
-            [program, *command[1:]], env=dict(env), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+            command, env=dict(env), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True, umask=0o077, preexec_fn=partial(killed_with, os.getpid()),
         )  # fmt: skip
 
@@ -76,52 +64,16 @@ def end(process: subprocess.Popen[bytes], seconds: float = 8.0) -> None:
     process.wait()
 
 
-def server_processes(home: Path, programs: Sequence[str] = _SERVER_PROGRAMS) -> list[int]:
-    """The SuperLink of the folder `home`, its SuperExec and its ServerApps: process ids, also of an earlier `serve`.
-
-    They are told by the folder's files in their command lines, or by the process that started them.
-    """
-    found = {pid: words for pid, words in _commands() if any(Path(word).name in _SERVER_PROGRAMS for word in words[:3])}
-    marks = {f"{home}/state/superlink.db", f"{home}/certs/ca.crt"}
-    ours = {pid for pid, words in found.items() if marks & set(words)}
-    for _ in found:  # SuperLink, SuperExec, ServerApp: each names who started it
-        ours |= {pid for pid, words in found.items() if _parent(words) in ours}
-    return sorted(pid for pid in ours if any(Path(word).name in programs for word in found[pid][:3]))
+def started_for(flower_home: Path) -> list[psutil.Process]:
+    """All that runs with `environment(flower_home)`, also what an earlier launcher has left."""
+    found = psutil.process_iter(["environ"])
+    return [one for one in found if (one.info["environ"] or {}).get(_OF) == str(flower_home)]
 
 
-def site_processes(home: Path) -> list[int]:
-    """What a trial's nodes run in the folder `home`: SuperNodes, ClientApps, trainers."""
-    found, below = [], f"{home}/sites/"
-    for pid, words in _commands():
-        ours = any("fedlora" in word or Path(word).name.startswith(("flower-", "flwr-")) for word in words[:4])
-        if ours and any(below in word for word in words) and pid != os.getpid():
-            found.append(pid)
-    return found
-
-
-def _commands() -> Iterator[tuple[int, list[str]]]:
-    """The command lines of this user's processes; one that forbids dumps shows as root's."""
-    for process in psutil.process_iter(["cmdline", "uids"]):
-        said, uids = process.info["cmdline"], process.info["uids"]
-        if said and uids is not None and uids.effective in (os.geteuid(), 0):
-            yield process.pid, said
-
-
-def _parent(words: Sequence[str]) -> int | None:
-    """What a command line says after --parent-pid."""
-    if "--parent-pid" not in words[:-1]:
-        return None
-    said = words[words.index("--parent-pid") + 1]
-    return int(said) if said.isdigit() else None
-
-
-def end_all(pids: Iterable[int], seconds: float = 5.0) -> None:
+def end_all(left: Iterable[psutil.Process], seconds: float = 5.0) -> None:
     """Ask processes to end; kill those that have not after `seconds`."""
-    left = []
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            left.append(psutil.Process(pid))
     for ask in (psutil.Process.terminate, psutil.Process.kill):
+        left = list(left)
         for process in left:
             with contextlib.suppress(psutil.Error):
                 ask(process)
@@ -159,6 +111,6 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 __all__ = [
-    "SUPERLINK", "SWITCHES", "ChildFailed", "end", "end_all", "environment", "last_words", "server_processes",
-    "started", "tail", "trim",
+    "SUPERLINK", "SWITCHES", "end", "end_all", "environment", "last_words", "started", "started_for",
+    "tail", "trim",
 ]  # fmt: skip

@@ -1,4 +1,5 @@
-"""Whose a federation's folder is: what another user writes there, root included, its server could not read."""
+"""Whose a federation's folder is, and which process has it now: what another user writes there, root included, its
+server could not read; two servers at once would undo each other. A lock ends with its holder, however that ends."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ def locked(path: Path, refused: Callable[[str], str]) -> Iterator[int]:
     try:
         taken = beside.hold(descriptor)
         if taken is False:
-            raise ConfigError(refused(holder_said(descriptor)))
+            raise ConfigError(refused(_holder_said(descriptor)))
         if taken is None:
             log.warning("%s: this file system has no locks; make sure that nobody else does the same here", path)
         with contextlib.suppress(OSError):  # a full disk: then the number is not told, and the lock holds
@@ -83,9 +84,38 @@ def locked(path: Path, refused: Callable[[str], str]) -> Iterator[int]:
         os.close(descriptor)
 
 
-def holder_said(descriptor: int) -> str:
+@contextlib.contextmanager
+def serving(path: Path) -> Iterator[None]:
+    """One `fedlora flower serve` or `up` for a folder: hold the lock at `path`, FED/state/serve.lock.
+
+    Raises:
+        ConfigError: another process holds it; its id is named.
+    """
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    folder = path.parents[1]
+    with locked(path, lambda who: (
+        f"{folder} is served already, by process {who}: two at once would play each round twice. Look with `fedlora "
+        f"flower status {folder}`; end the other one first."
+    )):  # fmt: skip
+        yield
+
+
+def holder(path: Path) -> int | None:
+    """The id of the process that holds a lock; None where nobody does."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        said = _holder_said(descriptor)
+        return int(said) if beside.hold(descriptor) is False and said.isdigit() else None
+    finally:
+        os.close(descriptor)
+
+
+def _holder_said(descriptor: int) -> str:
     """The process that has a lock, by its own word."""
     return shown(os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip() or "unknown")
 
 
-__all__ = ["check_owner", "holder_said", "locked", "opened_here", "owner"]
+__all__ = ["check_owner", "holder", "locked", "opened_here", "owner", "serving"]

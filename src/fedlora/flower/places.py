@@ -26,7 +26,6 @@ class FederationFolder:
     policy = _place("policy.toml", "Who may take part, at which rank and with which weight.")
     agreement = _place("agreement.json", "What is known of the base model that all have, and from whom.")
     start = _place("start", "The common start, a PEFT directory.")
-    connection = _place("flwr/config.toml", "How `flwr` reaches the SuperLink, where somebody calls it by hand.")
     flower_home = _place("state/flwr", "$FLWR_HOME of the processes that are started here.")
     certificates = _place("certs", "Of the SuperLink, on loopback: ca.crt, server.crt, server.key.")
     public = _place("public", "Of the proxy, by the server's name: ca.crt, server.crt, server.key.")

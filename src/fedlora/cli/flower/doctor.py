@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from packaging.version import Version
 from rich.text import Text
 
 from fedlora.cli.flower.common import needed
@@ -54,13 +54,6 @@ def _versions() -> list[tuple[str, str, bool]]:
     rows = [("Python", sys.version.split()[0], sys.version_info >= (3, 11))]
     for name in _LIBRARIES:
         found = installed(name)
-        rows.append((name, found or "not installed", found is not None and _numbers(found) >= _numbers(least(name))))
-    for program in ("flwr", "flower-superlink", "flower-supernode"):
-        beside = Path(sys.executable).parent / program
-        where = str(beside) if beside.is_file() else shutil.which(program)
-        rows.append((f"the command {program}", "found" if where else "not on PATH", bool(where)))
+        sound = found is not None and Version(found) >= Version(least(name))
+        rows.append((name, found or "not installed", sound))
     return rows
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split("+")[0].split(".")[:3] if part.isdigit()]

@@ -15,9 +15,6 @@ from fedlora.errors import ConfigError
 
 def node(
     folder: Annotated[Path, typer.Argument(help="a site's folder, of `fedlora flower site`", show_default=False)],
-    check: Annotated[
-        bool, typer.Option(help="read data and base model first, and refuse them if no round could use them")
-    ] = True,
 ) -> None:
     """At a site: take part.
 
@@ -29,24 +26,25 @@ def node(
     """
     needed()
     from fedlora.flower.places import SiteFolder
-    from fedlora.flower.site import node_process
+    from fedlora.flower.site import node_process, site_checks
     from fedlora.flower.site.reach import Found, Server, look
     from fedlora.flower.site.rotation import asked
     from fedlora.flower.terms.joining import JoinFile
+    from fedlora.runs.quiet import quiet_libraries
 
     here = SiteFolder(folder.resolve())
     if not here.join.is_file():
         raise ConfigError(f"{folder} is no folder of `fedlora flower site`: it has no join.toml.")
     join = JoinFile.read(here.join)
-    if check:
-        say("reading data and base model ...")
-        with ending_for_systemd():
-            wrong, told = node_process.files_checked(here.path)
-        if wrong:
-            found = "; ".join(wrong).removesuffix(".")
-            raise ConfigError(f"{found}. Nothing was sent. Mend it, and see with: fedlora doctor {typed(folder)}")
-        for line in told:
-            say(line)
+    say("reading data and base model ...")
+    with ending_for_systemd():
+        quiet_libraries()
+        wrong, told = site_checks.before_start(here)
+    if wrong:
+        found = "; ".join(wrong).removesuffix(".")
+        raise ConfigError(f"{found}. Nothing was sent. Mend it, and see with: fedlora doctor {typed(folder)}")
+    for line in told:
+        say(line)
     server = Server(join.server, join.port, here.ca)
 
     key = here.key

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,7 +50,6 @@ def serve(
 def status(
     folder: Folder,
     json: AsJson = False,
-    watch: Annotated[bool, typer.Option("--watch", help="show it again every few seconds, until Ctrl-C")] = False,
     rounds: Annotated[int, typer.Option(min=0, help="how many of the last rounds to show")] = 5,
 ) -> None:
     """At the server: who is online and seen when, the round, losses and fates of the last rounds.
@@ -61,21 +59,11 @@ def status(
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.serving.status import status_of
 
-    place = FederationFolder(folder.resolve())
-    while True:
-        found = status_of(place)
-        if watch and console.is_terminal:
-            console.clear()
-        if json:
-            print_json(found.as_json(rounds))
-        else:
-            _show(found, rounds)
-        if not watch:
-            return
-        try:
-            time.sleep(3)
-        except KeyboardInterrupt:
-            return
+    found = status_of(FederationFolder(folder.resolve()))
+    if json:
+        print_json(found.as_json(rounds))
+    else:
+        _show(found, rounds)
 
 
 class Stop(threading.Event):

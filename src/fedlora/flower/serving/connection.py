@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 from pathlib import Path
 
 from cryptography.hazmat.primitives import serialization
@@ -16,15 +15,12 @@ from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 
+LOOPBACK = "127.0.0.1"
+
 
 def connection(folder: FederationFolder) -> str:
-    """The SuperLink's address, as $FLWR_HOME has it. Raises `ConfigError`."""
-    path = folder.connection
-    try:
-        known = tomllib.loads(path.read_text(encoding="utf-8"))["superlink"]
-        return str(known[known["default"]]["address"])
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{folder.path} is no folder of `fedlora flower init`: {path} says no address.") from error
+    """The SuperLink's address, on loopback. Raises `ConfigError`: no folder of a federation."""
+    return f"{LOOPBACK}:{FederationSettings.load(folder.settings).network.superlink_port}"
 
 
 def check_ports(folder: FederationFolder) -> None:
@@ -33,29 +29,25 @@ def check_ports(folder: FederationFolder) -> None:
     Raises:
         ConfigError: they differ; says which file, both ports and what to do. Or: settings that cannot be read.
     """
-    network = FederationSettings.load(folder.settings).network
-    there, key = int(connection(folder).rpartition(":")[2]), "network.superlink_port"
-    found, wanted = folder.connection, network.superlink_port
-    names = sorted(Policy.read(folder.policy).clients)
-    if there == wanted:
-        joins = [folder.join(name) for name in names]
-        if network.name is None:  # a trial: what its sites dial
-            joins += [folder.site(name).join for name in names]
-        else:
-            key, wanted = "network.port", network.port
-        others = [(path, port) for path in joins if (port := _port_of(path)) is not None and port != wanted]
-        found, there = others[0] if others else (found, wanted)
-    if there == wanted:
-        return
-    if network.name is None:
+    network, names = FederationSettings.load(folder.settings).network, sorted(Policy.read(folder.policy).clients)
+    joins, key, wanted = [folder.join(name) for name in names], "network.port", network.port
+    renew = f"`fedlora flower renew {folder.path}` writes all files that follow from it"
+    todo = f"{renew}; hand every site its new join file then. Or set it back."
+    if network.name is None:  # a trial: what its sites dial
+        joins += [folder.site(name).join for name in names]
+        key, wanted = "network.superlink_port", network.superlink_port
         todo = (
-            f"The ports of a trial are set when it is made: set {key} back to {there}, or make the trial anew with "
-            f"`fedlora flower init --superlink-port {wanted}`."
+            "The ports of a trial are set when it is made: set it back, or make the trial anew with `fedlora flower "
+            f"init --superlink-port {wanted}`."
         )
-    else:
-        hand = "; hand every site its new join file then" if key == "network.port" else ""
-        todo = f"`fedlora flower renew {folder.path}` writes all files that follow from it{hand}. Or set it back."
-    raise ConfigError(f"{folder.settings} says {key} = {wanted}, and {found} says {there}. {todo}")
+    elif f"server {connection(folder)} " not in folder.proxy.read_text(encoding="utf-8"):
+        raise ConfigError(
+            f"{folder.settings} says network.superlink_port = {network.superlink_port}, and {folder.proxy} passes "
+            f"requests on to another port. {renew}. Or set it back."
+        )
+    for path in joins:
+        if (port := _port_of(path)) not in (None, wanted):
+            raise ConfigError(f"{folder.settings} says {key} = {wanted}, and {path} says {port}. {todo}")
 
 
 def _port_of(join: Path) -> int | None:
@@ -86,4 +78,4 @@ def public_key(path: Path) -> bytes:
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
-__all__ = ["check_ports", "connection", "public_key", "superlink_command"]
+__all__ = ["LOOPBACK", "check_ports", "connection", "public_key", "superlink_command"]

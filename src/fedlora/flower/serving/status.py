@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fedlora.errors import counted
+from fedlora.flower.ownership import holder
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import read_events
 from fedlora.flower.rounds.lines import time_of
 from fedlora.flower.rounds.progress import Progress, fates_of, progress_of
 from fedlora.flower.serving import database
-from fedlora.flower.serving.serve_lock import holder
 from fedlora.flower.serving.standing import Standing, keys_of, room_of, standing
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
 from fedlora.flower.terms.privacy import promise

@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from fedlora.errors import FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.bundle import bundle, digest
@@ -125,9 +127,9 @@ class SuperLink:
             self._client.close()
             self._client = None
 
-    def left(self) -> list[int]:
+    def left(self) -> list[psutil.Process]:
         """The processes of this folder's SuperLink, also of an earlier one that was killed."""
-        return children.server_processes(self.home)
+        return children.started_for(self.folder.flower_home)
 
     # -------------------------------------------------------------------------------------------------- what it says
 

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import children
+from fedlora.flower.ownership import serving
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.rounds.lines import nodes_line, size_of
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving import database
-from fedlora.flower.serving.serve_lock import serving
 from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
@@ -86,7 +86,7 @@ class Supervisor:
 
         Raises:
             ConfigError: the folder cannot be served as it is, or another process serves it. Lost, SuperLinkError,
-                ChildFailed, OSError: what may be gone when it is started again.
+                OSError: what may be gone when it is started again.
         """
         with serving(self.folder.lock):
             if standing(self.folder).finished:

@@ -64,7 +64,8 @@ class Trial:
 
     def start_nodes(self) -> None:
         """A node for each site."""
-        if left := children.site_processes(self.folder.path):
+        homes = {name: self.folder.site(name).state / "flwr" for name in self.names}
+        if left := [one for home in homes.values() for one in children.started_for(home)]:
             self._say(f"{len(left)} processes of an earlier trial's nodes were still there: ended")
             children.end_all(left)
         if any(node.status == "online" for node in self.link.nodes()):
@@ -74,9 +75,7 @@ class Trial:
                     return
         for name in self.names:
             command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(self.folder.site(name).path)]
-            self.nodes[name] = children.started(
-                command, self._log(name), children.environment(self.folder.site(name).state / "flwr")
-            )
+            self.nodes[name] = children.started(command, self._log(name), children.environment(homes[name]))
         self._say(f"nodes started: {', '.join(self.names)} (their lines are in {self.folder.logs}/node-NAME.log)")
 
     def _look_after_nodes(self) -> None:

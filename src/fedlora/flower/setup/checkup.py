@@ -28,7 +28,6 @@ from fedlora.flower.terms.facts import Agreement, admitted
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
-from fedlora.given_files import read_given
 from fedlora.runs.defence import check_rule
 from fedlora.server.sampling import sample_clients
 
@@ -66,13 +65,10 @@ def checked_folder(folder: Path) -> list[Row]:
 
 
 def _place(there: FederationFolder) -> list[Row]:
-    """Absolute paths are in several files: a folder that was moved is found out."""
-    home = str(there.path)
-    text = read_given(there.connection).decode()
-    if f'"{there.certificates}/ca.crt"' not in text:
-        found = re.search(r'^root-certificates = "(.*)/certs/ca.crt"', text, re.MULTILINE)
-        return [("place", f"was made at {found[1] if found else '?'}: fedlora flower renew {home}", False)]
-    return [("place", home, True)]
+    """Absolute paths are in the proxy's file: a folder that was moved is found out."""
+    if there.proxy.is_file() and f"{there.public}/server.crt" not in there.proxy.read_text(encoding="utf-8"):
+        return [("place", f"{there.proxy} names another folder: fedlora flower renew {there.path}", False)]
+    return [("place", str(there.path), True)]
 
 
 def _begins(there: FederationFolder) -> list[Row]:
@@ -207,18 +203,16 @@ def _private(there: FederationFolder) -> list[Row]:
 
 def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
     port = int(connection(there).rpartition(":")[2])
-    here = doors.own_addresses()
-    open_ = [a for a in doors.listening(port) if not doors.is_loopback(a)]
-    open_ += [a for a in here if a not in open_ and doors.answers(a, port)]
+    found = doors.listening(port)
+    open_ = [address for address in found if not doors.is_loopback(address)]
     if open_:
         why = "whoever reaches it can run Python on this machine. Start it by fedlora flower serve, which does not"
         return [("SuperLink", f"port {port} answers on {', '.join(open_)}, not on loopback alone: {why}", False)]
-    running = doors.answers("127.0.0.1", port)
-    said = "answers, on loopback only" if running else "not running"
-    rows: list[Row] = [("SuperLink", f"127.0.0.1:{port}, {said}", running or None)]
+    said = "answers, on loopback only" if found else "not running"
+    rows: list[Row] = [("SuperLink", f"127.0.0.1:{port}, {said}", bool(found) or None)]
     if network.name is None:
         return rows
-    return [*rows, *_proxy(there, network, [*here, "127.0.0.1"])]
+    return [*rows, *_proxy(there, network, [*doors.own_addresses(), "127.0.0.1"])]
 
 
 def _proxy(there: FederationFolder, network: NetworkSection, addresses: list[str]) -> list[Row]:

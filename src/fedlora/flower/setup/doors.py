@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import socket
-import ssl
 
 import psutil
 
@@ -14,11 +12,9 @@ CONTROL = "/v1/control/list-runs"
 
 
 def listening(port: int) -> list[str]:
-    """The addresses on which something listens at a port, as far as this machine says."""
-    with contextlib.suppress(psutil.Error, OSError):
-        found = psutil.net_connections("tcp")
-        return [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
-    return []
+    """The addresses on which something listens at a port."""
+    found = psutil.net_connections("tcp")
+    return [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
 
 
 def own_addresses() -> list[str]:
@@ -35,33 +31,20 @@ def is_loopback(address: str) -> bool:
     return (mapped or found).is_loopback
 
 
-def answers(address: str, port: int, seconds: float = 1.0) -> bool:
-    """Whether something takes a connection there."""
-    try:
-        with socket.create_connection((address, port), seconds):
-            return True
-    except OSError:
-        return False
-
-
 def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> int | None:
     """The HTTP status that Flower's control part has behind an address, without looking at the certificate, with TLS
     and else without; None where nothing speaks HTTP there."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-    request = (
-        f"POST {CONTROL} HTTP/1.1\r\nHost: {name}\r\nContent-Type: application/x-protobuf\r\nContent-Length: 0\r\n"
-        f"Connection: close\r\n\r\n"
-    ).encode()
-    for tls in (True, False):
-        with contextlib.suppress(OSError, ValueError), contextlib.ExitStack() as open_:
-            plain = open_.enter_context(socket.create_connection((address, port), seconds))
-            line = open_.enter_context(context.wrap_socket(plain, server_hostname=name)) if tls else plain
-            line.sendall(request)
-            words = line.recv(64).split(b" ")
-            if words[0].startswith(b"HTTP/"):
-                return int(words[1])
+    import httpx
+
+    host = f"[{address}]" if ":" in address else address
+    with httpx.Client(verify=False, timeout=seconds, trust_env=False) as client:
+        for scheme in ("https", "http"):
+            with contextlib.suppress(httpx.HTTPError):
+                found = client.post(
+                    f"{scheme}://{host}:{port}{CONTROL}", headers={"Host": name}, extensions={"sni_hostname": name}
+                )
+                return found.status_code
     return None
 
 
-__all__ = ["CONTROL", "answers", "control_answer", "is_loopback", "listening", "own_addresses"]
+__all__ = ["CONTROL", "control_answer", "is_loopback", "listening", "own_addresses"]

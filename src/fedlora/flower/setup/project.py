@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from fedlora.adapters.io import write_adapter
 from fedlora.core.folders import replacing_folder
 from fedlora.errors import ConfigError
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving.connection import LOOPBACK
 from fedlora.flower.setup import containers
 from fedlora.flower.setup.policy_file import Rank, policy_text
 from fedlora.flower.setup.proxy import nginx_configuration
@@ -26,9 +25,6 @@ from fedlora.flower.terms.facts import Agreement, server_facts
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.server.sampling import sample_clients
-
-LOOPBACK = "127.0.0.1"
-CONNECTION = "fedlora"
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +70,7 @@ def write_federation(building: Path, home: Path, made: Federation) -> None:
 
 
 def write_derived(building: Path, home: Path, made: Federation, authority: FederationFolder) -> None:
-    """The files that follow from the others: connection, proxy, containers, join files.
+    """The files that follow from the others: proxy, containers, join files.
 
     Args:
         building: an empty folder. home: where they will lie. authority: has the certificates that sites are to trust.
@@ -83,7 +79,6 @@ def write_derived(building: Path, home: Path, made: Federation, authority: Feder
         ConfigError: a path that a container or the proxy's configuration cannot name.
     """
     there, network = FederationFolder(building), made.settings.network
-    write_connection(there.connection.parent, home, network.superlink_port)
     if network.name is not None:
         for place in (there.proxy.parent, there.proxy_state):
             place.mkdir(mode=0o700)
@@ -121,15 +116,4 @@ def join_file(
     return JoinFile(settings.id, name, largest, server, port, ca, agreed, dict(facts), digest(bundle()))
 
 
-def write_connection(folder: Path, home: Path, port: int) -> None:
-    """$FLWR_HOME of the federation in `home`: its SuperLink, on loopback."""
-    folder.mkdir(mode=0o700)
-    link = {"address": f"{LOOPBACK}:{port}", "root-certificates": f"{home}/certs/ca.crt"}
-    connection = {"default": CONNECTION, CONNECTION: link}
-    (folder / "config.toml").write_text(tomli_w.dumps({"superlink": connection}), encoding="utf-8")
-
-
-__all__ = [
-    "Federation", "check_quorum", "join_file", "make_federation", "write_connection", "write_derived",
-    "write_federation",
-]  # fmt: skip
+__all__ = ["Federation", "check_quorum", "join_file", "make_federation", "write_derived", "write_federation"]

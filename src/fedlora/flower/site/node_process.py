@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -89,20 +88,6 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def files_checked(site: Path) -> tuple[list[str], list[str]]:
-    """What is wrong with a site's data, base model and folder, and what is worth a line, found by a process of its own:
-    reading them takes libraries that this one does without, for as long as it lives. Raises `ChildFailed`."""
-    command = [sys.executable, "-m", "fedlora.flower.site.site_checks", str(site)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    try:
-        said = json.loads(done.stdout)
-        return [str(line) for line in said["wrong"]], [str(line) for line in said["told"]]
-    except (ValueError, KeyError, TypeError):
-        words = children.last_words(done.stderr)  # it was killed, or has found no memory: not the site's fault
-        raise children.ChildFailed(f"the site could not be checked: code {done.returncode}, {words}") from None
-
-
 __all__ = [
-    "AGAIN", "PAUSES", "become_supernode", "files_checked", "free_port", "held", "supernode_command",
-    "wait_until_admitted",
+    "AGAIN", "PAUSES", "become_supernode", "free_port", "held", "supernode_command", "wait_until_admitted",
 ]  # fmt: skip

@@ -1,11 +1,12 @@
-"""Whose trainer this is: the process of the node that it works for, with which it ends."""
+"""Whose trainer this is: the process of the node that it works for, with which it ends. (A ServerApp ends with its
+SuperExec so.)"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
-import time
 from pathlib import Path
 
 OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that its SuperNode starts
@@ -24,23 +25,9 @@ def end_with(owner: int) -> None:
 
 
 def _wait_for(owner: int) -> None:
-    try:
-        descriptor = os.pidfd_open(owner)  # no later process of the same number is taken for it
-    except ProcessLookupError:
-        os._exit(0)
-    except (AttributeError, OSError):
-        while _runs(owner):
-            time.sleep(1.0)
-        os._exit(0)
-    select.select([descriptor], [], [])
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(owner)], [], [])  # no later process of the same number is taken for it
     os._exit(0)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
-        return False
 
 
 __all__ = ["OWNER", "end_with", "owner_of_this"]

@@ -1,15 +1,11 @@
 """Is a site fit to take part? Its files, its data and its base model, read by the code of its rounds; its server and
 its clock. For `fedlora flower site`, `fedlora flower node` and `fedlora doctor SITE`.
-
-    python -m fedlora.flower.site.site_checks SITE      {"wrong": [...], "told": [...]} of its files, in sentences
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import stat
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -45,6 +41,19 @@ def checked_site(folder: Path) -> list[Row]:
     join, site = known
     work, _ = checked_work(join, site, here.base_cache)
     return [*rows, *work, *checked_server(join, here)]
+
+
+def before_start(here: SiteFolder) -> tuple[list[str], list[str]]:
+    """What is wrong with a site's data, base model and folder, and what is worth a line, in sentences. A full disk is
+    no fault here: it may have room again."""
+    rows, known = checked_files(here)
+    if known is not None:
+        rows += checked_work(*known, here.base_cache)[0]
+    wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
+    worth = ("nothing of", ": little")
+    told = [f"{what}: {found}" for what, found, _ in rows
+            if what in ("versions", "new key", "privacy") or any(words in found for words in worth)]  # fmt: skip
+    return wrong, told
 
 
 def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | None]:
@@ -214,23 +223,7 @@ def _own(here: SiteFolder) -> Row:
     return ("folder", f"{here.path}, for this user only", True)
 
 
-def main() -> None:
-    here = SiteFolder(Path(sys.argv[1]).resolve())
-    rows, known = checked_files(here)
-    if known is not None:
-        rows += checked_work(*known, here.base_cache)[0]
-    wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
-    worth = ("nothing of", ": little")
-    told = [f"{what}: {found}" for what, found, _ in rows
-            if what in ("versions", "new key", "privacy") or any(words in found for words in worth)]  # fmt: skip
-    print(json.dumps({"wrong": wrong, "told": told}))
-
-
-if __name__ == "__main__":
-    main()
-
-
 __all__ = [
-    "Row", "app_row", "checked_files", "checked_server", "checked_site", "checked_work", "clock_row", "is_site",
-    "server_of",
+    "Row", "app_row", "before_start", "checked_files", "checked_server", "checked_site", "checked_work", "clock_row",
+    "is_site", "server_of",
 ]  # fmt: skip

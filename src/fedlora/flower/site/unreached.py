@@ -103,12 +103,6 @@ def _greeted(server: Server, connection: socket.socket) -> Found | None:
     except ssl.SSLCertVerificationError as error:
         return Found("certificate", _distrusted(server, error))
     except (TimeoutError, OSError) as error:
-        if _speaks_plainly(server):
-            return Found(
-                "plain",
-                f"{server.address} speaks http without TLS. A site sends nothing there: the port is not that of the "
-                f"proxy, or the proxy was started without its certificate.",
-            )
         if isinstance(error, TimeoutError):
             return Found(
                 "silent",
@@ -118,7 +112,7 @@ def _greeted(server: Server, connection: socket.socket) -> Found | None:
         return Found(
             "plain",
             f"{server.address} takes the connection, but not TLS ({shown(getattr(error, 'reason', None) or error)}). "
-            f"Is it the port of the proxy?",
+            f"A site sends nothing there: is it the port of the proxy, and was the proxy started with its certificate?",
         )
 
 
@@ -160,15 +154,9 @@ def _distrusted(server: Server, error: ssl.SSLCertVerificationError) -> str:
 
 def _certificate_of(server: Server) -> x509.Certificate | None:
     """What stands there, believed or not."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with (
-            socket.create_connection((server.name, server.port), _PATIENCE) as connection,
-            context.wrap_socket(connection, server_hostname=server.name) as secured,
-        ):
-            raw = secured.getpeercert(binary_form=True)
-        return None if raw is None else x509.load_der_x509_certificate(raw)
+        shown_there = ssl.get_server_certificate((server.name, server.port), timeout=_PATIENCE)
+        return x509.load_pem_x509_certificate(shown_there.encode())
     except (OSError, ValueError):
         return None
 
@@ -187,19 +175,6 @@ def _names(certificate: x509.Certificate) -> list[str]:
     except (x509.ExtensionNotFound, ValueError):
         return []
     return [*said.get_values_for_type(x509.DNSName), *map(str, said.get_values_for_type(x509.IPAddress))]
-
-
-def _speaks_plainly(server: Server) -> bool:
-    """Whether http without TLS is spoken there. A port of TLS may answer plain words too, to say that it is one."""
-    try:
-        with socket.create_connection((server.name, server.port), _PATIENCE) as connection:
-            connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
-            said = connection.recv(4096)
-            while said.startswith(b"HTTP/") and (more := connection.recv(4096)) and len(said) < 2**16:
-                said += more
-            return said.startswith(b"HTTP/") and b"HTTPS" not in said and b"SSL" not in said
-    except OSError:
-        return False
 
 
 __all__ = ["Fate", "Found", "Server", "diagnosed"]
