@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_places_by_seed() -> None:
     assert [(p.label, p.counts) for p in found] == [("a", (2, 1, 0)), ("b", (2, 0, 1)), ("c", (1, 0, 2))]
     assert [p.mean for p in found] == pytest.approx([4 / 3, 5 / 3, 7 / 3])
     assert orders(CELLS) == (3, 3) and orders(CELLS[:1]) == (1, 3)
-    less = placings(CELLS, "method", smaller_is_better=True)
+    less = placings([replace(cell, less=True) for cell in CELLS], "method")
     assert [p.counts for p in less] == [(0, 3, 0), (1, 1, 1), (2, 1, 0)]
     assert placings([CELLS[0], CellScore({"method": "d"}, {9: 1.0}, 1, None)], "method") == []
 

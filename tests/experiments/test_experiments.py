@@ -198,6 +198,8 @@ def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
         ("values = [1e-3, 1e-2]", 'key = "run.seed"\nvalues = [1, 2]', "no setting to search"),
         ("seeds = [0, 1]", 'seeds = [0, 1]\nset = {{ "train.lr" = 0.1 }}', "profile mini sets train.lr.*the search"),
         ("seeds = [0, 1]", "seeds = [0, 1]\nset = {{ run = {{ seed = 3 }} }}", "profile mini sets run.seed"),
+        ("[run.run]", "[run.run]\nseed = 5", "profiles.NAME"),
+        ("[run.train]", "[run.train]\nlr = 0.1", "sets train.lr"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, old: str, new: str, said: str) -> None:

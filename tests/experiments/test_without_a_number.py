@@ -14,6 +14,7 @@ import pytest
 
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import table_of
+from fedlora.experiments.pictures import curves_of, dots_figure, dots_of
 from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import load_experiment
@@ -81,9 +82,9 @@ def test_no_mean_and_no_difference_where_a_run_has_no_number(tmp_path: Path, fif
     assert paired(cells, "method", "slow") == [] == table_of("differences", source).rows
     for said in (without_number(cells), table_of("scores", source).below, table_of("differences", source).below):
         assert any("fast: no number on seed 4: " in line for line in said)
-    [first, second] = placings(cells, "method", smaller_is_better=True)
+    [first, second] = placings(cells, "method")
     assert first.counts == (1, 4) and second.counts == (4, 1), "the one that never gets there is last on that seed"
-    assert orders(cells, smaller_is_better=True) == (2, 5)
+    assert orders(cells) == (2, 5)
 
 
 def test_a_median_is_there_while_it_has_a_number() -> None:
@@ -95,3 +96,51 @@ def test_a_median_is_there_while_it_has_a_number() -> None:
     up = CellScore({}, {0: 0.9, 1: 0.7, 2: 0.8}, 4, None, none=(3,))
     assert up.median == pytest.approx(0.75), "0.9, 0.8, 0.7 and a worse one"
     assert CellScore({}, {}, 2, None, none=(0, 1)).words() == "0 of 2 have a number"
+
+
+METRICS = """
+[axes.measure]
+share = {}
+nats = { "evaluate.metric" = "loss" }
+"""
+
+
+def of_two_metrics(tmp_path: Path, text: str) -> Grid:
+    """Two cells of accuracy 0.5 + method / 10 and two of loss, on five seeds; "fast" is better by both."""
+    (tmp_path / "e.toml").write_text(text)
+    experiment, results = load_experiment(tmp_path / "e.toml"), {}
+    for run in mains(experiment, "mini", {}):
+        metric = "loss" if run.cell["measure"] == "nats" else "accuracy"
+        gain = (0.1 if run.cell["method"] == "fast" else 0.0) + run.seed / 100 * (run.cell["method"] == "fast")
+        score = {"accuracy": 0.5 + gain, "loss": 0.9 - gain}
+        results[run.digest] = stored(whole(run, metric, score))
+    return Grid(experiment, "mini", results)
+
+
+def test_numbers_of_two_metrics_are_never_subtracted(tmp_path: Path) -> None:
+    """By hand: accuracy 0.5 against log-loss 0.9 would be a gap of 0.4, of no unit."""
+    last = EXPERIMENT.replace("rounds to 0.9", "test, last") + METRICS
+    by_metric = last.replace('reference = "slow"', 'rows = ["measure", "method"]\nreference = "share"')
+    measured = of_two_metrics(tmp_path, by_metric)
+    cells = score_cells(measured)
+    assert paired(cells, "measure", "share") == [] == placings(cells, "measure") == dots_of(measured)
+    for kind in ("scores", "differences"):
+        below = " ".join(table_of(kind, Source(measured)).below)
+        assert "share" in below and "accuracy" in below and "log-loss" in below and "evaluate.metric" in below
+    assert table_of("places", Source(measured)).rows == []
+    titles = {title: [*lines] for title, lines in curves_of(measured).items()}
+    assert sorted(titles.values()) == [["nats"], ["nats"], ["share"], ["share"]], "one panel has one metric"
+
+
+def test_beside_each_other_two_metrics_have_their_own_directions(tmp_path: Path) -> None:
+    """fast is better by both: right of zero in each panel, though its loss is lower and its accuracy higher."""
+    grid = of_two_metrics(tmp_path, EXPERIMENT.replace("rounds to 0.9", "test, last") + METRICS)
+    panels = dots_of(grid)
+    assert {panel.title: (panel.metric, panel.up) for panel in panels} == {
+        "share": ("accuracy", 1.0), "nats": ("loss", -1.0),
+    }  # fmt: skip
+    assert all(panel.up * d.mean > 0 for panel in panels for d in panel.rows) and dots_figure(grid) is not None
+    caption = table_of("differences", Source(grid)).caption
+    assert "ositive is better of accuracy" in caption and "negative is better of log-loss" in caption
+    scores = table_of("scores", Source(grid, "test, last; test, best"))
+    assert scores.columns.count("metric") == 1 and "Accuracy" in scores.caption and "log-loss" in scores.caption

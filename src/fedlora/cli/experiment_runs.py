@@ -77,7 +77,7 @@ def forget_failures(results: Path, work: Path) -> None:
     forget_failed(results, {path.stem for path in found})
     for path in found:
         path.unlink()
-    notes.print(f"{len(found)} failures forgotten")
+    notes.print(f"{counted(len(found), 'failure')} forgotten")
 
 
 def show_status(project: Project, names: Sequence[str], profile: str, as_json: bool) -> None:

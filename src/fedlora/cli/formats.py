@@ -131,7 +131,8 @@ def _latex(table: Table) -> str:
     """A tabular for booktabs."""
 
     def line(cells: Sequence[str]) -> str:
-        return " & ".join(cell.translate(_IN_LATEX) for cell in cells) + r" \\"
+        row = " & ".join(cell.translate(_IN_LATEX) for cell in cells)
+        return ("{}" if row.lstrip().startswith(("[", "*")) else "") + row + r" \\"  # else an argument of the \\ before
 
     columns = "l" * table.names + "r" * (len(table.columns) - table.names)
     body = [r"\toprule", line(table.columns), r"\midrule", *map(line, table.rows), r"\bottomrule"]

@@ -29,6 +29,7 @@ def show_scores(
             others. more: for JSON, beside what every table has.
     """
     which, cells = grid.which(number), score_cells(grid, number)
+    less = {cell.less for cell in cells if cell.metric is not None} or {False}
     reference = grid.experiment.reference
     differences = paired(cells, grid.rows, reference) if reference else []
     results = {run.digest: result for run, result in grid.used}.values()
@@ -40,7 +41,7 @@ def show_scores(
     below = [line for table in tables for line in table.below]
     remarks = dict.fromkeys([*loud, *missing, *below, *direction(which, cells), *beside, *unclean_lines(results)])
     value = {
-        "metric": which, "score": measured_by(cells), "smaller_is_better": any(cell.less for cell in cells),
+        "metric": which, "score": measured_by(cells), "smaller_is_better": less.pop() if len(less) == 1 else None,
         "reference": reference, "cells": [cell_value(cell) for cell in cells],
         "differences": [_difference(d) for d in differences], "attacks": attacks, "not_for_use": " ".join(loud),
         "missing": missing, "failed": [vars(one) for one in lost_of(grid) if one.why],

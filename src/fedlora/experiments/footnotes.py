@@ -13,7 +13,7 @@ from fedlora.experiments.merger_settings import ALONE
 from fedlora.experiments.plan import PlannedRun, at_the_edge, level_values
 from fedlora.experiments.result import Result
 from fedlora.experiments.scores import parse_number
-from fedlora.experiments.tables import CellScore, without_number
+from fedlora.experiments.tables import CellScore, of_two_units, without_number
 
 Used = Sequence[tuple[PlannedRun, Result]]
 _FIRST_GRID = (1e-3, 10.0)  # of C, in results that do not say what was tried
@@ -34,6 +34,7 @@ def notes(
     of_target = number is not None and parse_number(grid.which(number)).of_target
     return [
         *without_number(cells),
+        *of_two_units(cells, grid.rows),
         *(whose_models(grid.rows, of) if of_target else []),
         *mixtures(grid.rows, of),
         *(edges(grid, of) if searched else []),

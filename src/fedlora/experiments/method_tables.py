@@ -22,7 +22,7 @@ def places(source: Source) -> Table:
     grid = source.grid
     scored = [cell for cell in score_cells(grid, source.words) if cell.ranked()]
     seeds = grid.experiment.profile(grid.profile).seeds
-    found = placings(scored, grid.rows, smaller_is_better=scored[0].less) if len(scored) > 1 < len(seeds) else []
+    found = placings(scored, grid.rows) if len(scored) > 1 < len(seeds) else []
     if not found:
         return Table([], [], "")
     own = min(len(found), _PLACES)
@@ -31,7 +31,7 @@ def places(source: Source) -> Table:
     rows = [
         [p.label, *map(str, p.counts[:own]), *(str(sum(p.counts[own:])) for _ in lower), f"{p.mean:.2f}"] for p in found
     ]
-    different, on = orders(scored, smaller_is_better=scored[0].less)
+    different, on = orders(scored)
     changes = "the same order on every seed" if different == 1 else f"{different} different orders on {on} seeds"
     shared = any(sum(taken) != sum(found[0].counts) for taken in zip(*(p.counts for p in found), strict=True))
     caption = f"Places by seed, by {in_its_unit(grid.which(source.words), scored)}: {changes}."

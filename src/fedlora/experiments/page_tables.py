@@ -24,10 +24,11 @@ from fedlora.experiments.tables import (
     CellScore,
     Difference,
     in_its_unit,
-    measured_by,
     paired,
+    scales_of,
     score_categories,
     score_cells,
+    units_of,
 )
 
 _ONE = "Each interval is of one comparison; none is corrected for their number."
@@ -93,6 +94,8 @@ def _scores(source: Source) -> Table:
         for name, of in each.items()
         if name == which or any(cell.scores for cell in of)
     }
+    if len(units_of(cells)) > 1:
+        columns["metric"] = lambda k: cells[k].metric or ""
     columns["seeds"] = lambda k: _of_planned(cells[k])
     searched = ""
     if tune is not None and any(cell.tuned is not None for cell in cells):
@@ -101,7 +104,7 @@ def _scores(source: Source) -> Table:
         searched = f" *{tune.key}*: the value that the search chose on validation, on seed {seeds}, not compared here."
     rows = [[*grid.place(cells[k].cell), *(column(k) for column in columns.values())] for k in there]
     alone = "; of one seed its number" if any(len(cells[k].scores) == 1 for k in there) else ""
-    what = capital(in_its_unit(which, cells) if len(each) == 1 else scale(measured_by(cells) or "accuracy"))
+    what = capital(in_its_unit(which, cells) if len(each) == 1 else scales_of(cells) or scale("accuracy"))
     caption = f"{what}: mean ± standard deviation over seeds{alone}.{searched}"
     return Table([*grid.axes, *columns], rows, caption, notes(grid, which, cells=cells), len(grid.axes))
 
@@ -144,15 +147,22 @@ def _gap(d: Difference) -> list[str]:
 
 def _of_gaps(grid: Grid, number: str, cells: Sequence[CellScore], minus: str, count: int) -> str:
     """count: of intervals."""
-    less = any(cell.less for cell in cells)
     family = _ONE if count < 2 else (
         f"Each interval is of one comparison: with {count} of them the chance that at least one leaves out zero "
         f"without a real difference is up to {min(100, 5 * count)} %."
     )  # fmt: skip
     return (
         f"{capital(in_its_unit(grid.which(number), cells))}: {minus}, paired by seed (*pairs*: how many), mean and "
-        f"95 % interval (Student's t). {'Negative' if less else 'Positive'} is better. {family}"
+        f"95 % interval (Student's t). {_better(cells)} {family}"
     )
+
+
+def _better(cells: Sequence[CellScore]) -> str:
+    """Which sign is. Of several metrics it is said of each."""
+    signs = {unit: "Negative" if cell.less else "Positive" for cell in cells if (unit := cell.unit) is not None}
+    if len({*signs.values()}) < 2:
+        return f"{next(iter(signs.values()), 'Positive')} is better."
+    return "; ".join(f"{sign.lower()} is better of {unit}" for unit, sign in signs.items()).capitalize() + "."
 
 
 # Of mergers and of runs: column -> its number.

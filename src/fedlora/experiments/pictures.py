@@ -123,11 +123,13 @@ _BANDS = 5  # lines of one panel that are shaded: more pile up to a brown in whi
 
 
 def curves_of(grid: Grid) -> dict[str, dict[str, dict[int, Result]]]:
-    """The other labels -> lines, of what has been run and evaluated after several rounds."""
+    """The other labels -> lines, of what has been run and evaluated after several rounds; a panel has one metric."""
     found: dict[str, dict[str, dict[int, Result]]] = {}
+    mixed = len({result.metric for _, result in grid.used}) > 1
     for run, result in grid.used:
         if len(result.history.evaluated) > 1:
-            title = ", ".join(label for axis, label in run.cell.items() if axis != grid.rows)
+            where = [label for axis, label in run.cell.items() if axis != grid.rows]
+            title = ", ".join([*where, *([words(result.metric)] if mixed else [])])
             found.setdefault(title, {}).setdefault(run.cell[grid.rows], {})[run.seed] = result
     return found
 
@@ -266,18 +268,19 @@ def dots_of(grid: Grid, margins: Mapping[str, float] | None = None) -> list[Dots
     reference, cells = grid.experiment.reference, score_cells(grid)
     if reference is None or not grid.used:
         return []
-    result = grid.used[0][1]
-    margin = (margins or {}).get(result.metric, 0.0) if grid.which() == "test, last" else 0.0
-    up = -1.0 if any(cell.less for cell in cells) else 1.0
+    known = (margins or {}) if grid.which() == "test, last" else {}
     found: dict[str, list[Difference]] = {}
     for d in paired(cells, grid.rows, reference):
         found.setdefault(", ".join(d.where.values()), []).append(d)
-    means = {", ".join(label for name, label in cell.cell.items() if name != grid.rows): cell.mean
-             for cell in cells if cell.cell[grid.rows] == reference}  # fmt: skip
+    at = {", ".join(label for name, label in cell.cell.items() if name != grid.rows): cell
+          for cell in cells if cell.cell[grid.rows] == reference}  # fmt: skip
+    classes = grid.used[0][1]
     return [
-        Dots(title, rows, up, result.metric, reference, means[title] or 0.0, result.chance(), margin)
+        Dots(title, rows, -1.0 if at[title].less else 1.0, metric, reference, at[title].mean or 0.0,
+             classes.chance(metric), known.get(metric, 0.0))
         for title, rows in found.items()
-    ]
+        if (metric := at[title].metric) is not None
+    ]  # fmt: skip
 
 
 @drawn
@@ -285,18 +288,20 @@ def dots_figure(grid: Grid, margins: Mapping[str, float] | None = None) -> Figur
     """All panels of an experiment; None where there is no pair of results."""
     if not (panels := dots_of(grid, margins)):
         return None
-    end = _reach(panels)
+    metrics = dict.fromkeys(panel.metric for panel in panels)
+    ends = {metric: _reach([panel for panel in panels if panel.metric == metric]) for metric in metrics}
     figure, axes = _panels(len(panels), 1.4 + 0.3 * max(len(panel.rows) for panel in panels))
     for k, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
-        _draw_dots(axis, panel, end)
+        _draw_dots(axis, panel, ends[panel.metric])
         axis.set_xlabel(wrapped(panel.words, 30), color=MUTED, fontsize=11)
         axis.set_title(panel.title, loc="left", fontweight="bold")
         if k % 2 and [d.other for d in panel.rows] == [d.other for d in panels[k - 1].rows]:
             axis.set_yticklabels([])
-    figure.supxlabel(f"better than {panels[0].label} by, {scale(panels[0].metric)}", fontsize=13)
+    units = " or ".join(map(scale, metrics))
+    figure.supxlabel(wrapped(f"better than {panels[0].label} by, {units}", 56), fontsize=13)
     strip = f"; grey: within the margin {panels[0].margin:g}" if panels[0].margin else ""
     title = wrapped(grid.experiment.title, 56)
-    told = wrapped(f"paired by seed, 95 % intervals; hollow: zero inside{strip}{_dotted(panels, end)}", 56)
+    told = wrapped(f"paired by seed, 95 % intervals; hollow: zero inside{strip}{_dotted(panels, ends)}", 56)
     figure.suptitle(f"{title}\n{told}", fontsize=13)
     return figure
 
@@ -309,9 +314,10 @@ def _reach(panels: Sequence[Dots]) -> float:
     return 1.08 * (min(largest, _REACH * margin) if margin else largest) or 1.0
 
 
-def _dotted(panels: Sequence[Dots], end: float) -> str:
-    """What a title says of the lines where guessing is, where any is drawn."""
-    drawn = any(panel.chance is not None and abs(panel.chance - panel.reference) <= end for panel in panels)
+def _dotted(panels: Sequence[Dots], ends: Mapping[str, float]) -> str:
+    """What a title says of the lines where guessing is, where any is drawn. ends: metric -> end of its scale."""
+    gaps = [(panel.metric, abs(panel.chance - panel.reference)) for panel in panels if panel.chance is not None]
+    drawn = any(gap <= ends[metric] for metric, gap in gaps)
     return "; dotted: chance" if drawn else ""
 
 
@@ -441,10 +447,10 @@ def comparison_figure(grid: Grid, order: Sequence[str]) -> Figure | None:
         handles = _handles(order, [lines])
         _legend(figure, [handle for label, handle in zip(order, handles, strict=True) if label in lines])
     for axis, panel in zip(column, shown, strict=True):
-        _draw_dots(axis, panel, _reach([panel]))
-        axis.set_title(
-            f"paired by seed, 95 % interval; hollow: zero inside{_dotted([panel], _reach([panel]))}", loc="right"
-        )
+        end = _reach([panel])
+        _draw_dots(axis, panel, end)
+        dotted = _dotted([panel], {panel.metric: end})
+        axis.set_title(f"paired by seed, 95 % interval; hollow: zero inside{dotted}", loc="right")
         axis.set_xlabel(wrapped(f"better than {panel.label} by, {scale(panel.metric)} ({grid.which()})", 56))
     if attacks := attacks_of([result.settings.model_dump() for _, result in grid.used]):
         under_attack(figure, "; ".join(attacks))

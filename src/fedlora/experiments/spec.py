@@ -240,6 +240,12 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
         look("tune.at", axis, label)
     if tune is not None and tune.key in NOT_TO_SEARCH:
         refuse(f"tune.key = {tune.key!r}: that is no setting to search.")
+    if _sets(experiment.run, "run.seed"):
+        refuse("[run.run] sets seed, but runs take the seeds of their profile: write [profiles.NAME] seeds instead.")
+    if tune is not None and _sets(experiment.run, tune.key):
+        refuse(
+            f"[run] sets {tune.key}, but the search does: write its values in [tune] values, and leave it out there."
+        )
     check_set_once(experiment, f"{path}: ")
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
 from fedlora.experiments.digits import ALIKE, alike, in_words, places
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import chosen_value
-from fedlora.experiments.scores import explained, parse_number
+from fedlora.experiments.scores import explained, parse_number, scale
 from fedlora.experiments.spec import Cell
 
 
@@ -19,7 +19,7 @@ class CellScore:
     """One cell. scores: seed -> value, of the seeds that were run. planned: how many were meant. tuned: the value that
     the search chose. metric: what the scores are of, as "accuracy"; None where nothing was run. none: seeds whose run
     has no number: it diverged, failed by itself, or never got there (a censored number of rounds). less: whether less
-    is better."""
+    is better. unit: the number in words; only cells of one unit are compared."""
 
     cell: Cell
     scores: Mapping[int, float]
@@ -28,6 +28,7 @@ class CellScore:
     metric: str | None = None
     none: tuple[int, ...] = ()
     less: bool = False
+    unit: str | None = None
 
     @property
     def mean(self) -> float | None:
@@ -119,7 +120,7 @@ def score_cells(grid: Grid, number: str = "") -> list[CellScore]:
         mine = found[key]
         if result is not None:
             less = parse_number(which).smaller_is_better(result.metric)
-            mine = replace(mine, metric=result.metric, less=less)
+            mine = replace(mine, metric=result.metric, less=less, unit=explained(which, result.metric))
         value = None if result is None else result.score(which)
         if value is not None:
             mine = replace(mine, scores={**mine.scores, run.seed: value})
@@ -142,8 +143,31 @@ def without_number(cells: Sequence[CellScore]) -> list[str]:
 
 def in_its_unit(which: str, cells: Sequence[CellScore]) -> str:
     """The number in words, with its unit."""
-    metrics = dict.fromkeys(cell.metric for cell in cells if cell.metric is not None)
-    return " or ".join(dict.fromkeys(explained(which, metric) for metric in metrics or [None]))
+    return " or ".join(units_of(cells)) or explained(which, None)
+
+
+def units_of(cells: Iterable[CellScore]) -> list[str]:
+    """Each once, of the cells that were run."""
+    return list(dict.fromkeys(cell.unit for cell in cells if cell.unit is not None))
+
+
+def of_two_units(cells: Sequence[CellScore], axis: str) -> list[str]:
+    """A line for each place where labels of the axis have numbers in different units: these are not compared."""
+    places: dict[str, list[CellScore]] = {}
+    for cell in cells:
+        where = ", ".join(label for name, label in cell.cell.items() if name != axis)
+        places.setdefault(where, []).append(cell)
+    return [
+        f"{where + ': ' if where else ''}{'; '.join(f'{_labels(there, axis, unit)}: {unit}' for unit in units)}. "
+        f"These are numbers of different metrics and are not compared: no difference and no place is formed between "
+        f"them. To compare them, give these cells one evaluate.metric."
+        for where, there in places.items()
+        if len(units := units_of(there)) > 1
+    ]
+
+
+def _labels(cells: Sequence[CellScore], axis: str, unit: str) -> str:
+    return ", ".join(dict.fromkeys(cell.cell[axis] for cell in cells if cell.unit == unit))
 
 
 def measured_by(cells: Sequence[CellScore]) -> str | None:
@@ -151,45 +175,58 @@ def measured_by(cells: Sequence[CellScore]) -> str | None:
     return " and ".join(dict.fromkeys(cell.metric for cell in cells if cell.metric is not None)) or None
 
 
+def scales_of(cells: Sequence[CellScore]) -> str:
+    """Their metrics in words, with units; "" where nothing was run."""
+    return " or ".join(dict.fromkeys(scale(cell.metric) for cell in cells if cell.metric is not None))
+
+
 def score_categories(grid: Grid, which: str) -> dict[str, dict[str, float]]:
-    """Label of the first row axis -> category -> mean over its tasks and over seeds, for data that come in tasks.
+    """Label of the first row axis, with its metric where there are several -> category -> mean over its tasks and
+    over seeds, for data that come in tasks.
 
     which: "test, last" (tasks that clients train on), "unseen, last" and so on.
     """
     found: dict[str, dict[str, list[float]]] = {}
+    mixed = len({result.metric for _, result in grid.used}) > 1
     for run, result in grid.used:
+        label = f"{run.cell[grid.rows]} ({result.metric})" if mixed else run.cell[grid.rows]
         for task, score in result.by_group(which).items():
             category = result.categories.get(task, task)
-            found.setdefault(run.cell[grid.rows], {}).setdefault(category, []).append(score)
+            found.setdefault(label, {}).setdefault(category, []).append(score)
     return {label: {c: fmean(x) for c, x in sorted(by.items())} for label, by in found.items()}
 
 
-def placings(cells: Sequence[CellScore], axis: str, *, smaller_is_better: bool = False) -> list[Placing]:
-    """The places of the axis's labels, seed by seed; cells differ in that axis only. None where no seed is in all."""
-    each = _orders(cells, smaller_is_better)
+def placings(cells: Sequence[CellScore], axis: str) -> list[Placing]:
+    """The places of the axis's labels, seed by seed; cells differ in that axis only. None where no seed is in all, and
+    none where their numbers are of different metrics."""
+    each = _orders(cells)
     if not each or not any(cell.scores for cell in cells):
         return []
     counts = [[sum(order[k] == place for order in each) for place in range(len(cells))] for k in range(len(cells))]
     return [Placing(cell.cell[axis], tuple(count)) for cell, count in zip(cells, counts, strict=True)]
 
 
-def orders(cells: Sequence[CellScore], *, smaller_is_better: bool = False) -> tuple[int, int]:
+def orders(cells: Sequence[CellScore]) -> tuple[int, int]:
     """How many different orders of the cells there are over the seeds that all have, and how many seeds these are.
     An order in which two share a place is another one than those in which one of them is ahead."""
-    each = _orders(cells, smaller_is_better)
+    each = _orders(cells)
     return len({*each}), len(each)
 
 
-def _orders(cells: Sequence[CellScore], smaller_is_better: bool) -> list[tuple[int, ...]]:
+def _orders(cells: Sequence[CellScore]) -> list[tuple[int, ...]]:
     """The places of the cells on each seed that all have."""
+    if len(units_of(cells)) > 1:
+        return []
+    less = any(cell.less for cell in cells)
     ranked = [cell.ranked() for cell in cells]
     seeds = set.intersection(*map(set, ranked)) if cells else set()
-    return [places([one[seed] for one in ranked], smaller_is_better=smaller_is_better) for seed in seeds]
+    return [places([one[seed] for one in ranked], smaller_is_better=less) for seed in seeds]
 
 
 def paired(cells: Sequence[CellScore], axis: str, reference: str) -> list[Difference]:
     """Each other label of the axis against the reference, where all other axes agree, over the seeds that both have.
-    None of a pair in which a run has no number (`without_number`): the gaps of the others would favour what fails."""
+    None of a pair in which a run has no number (`without_number`): the gaps of the others would favour what fails. None
+    of two units (`of_two_units`)."""
     differences = []
     for theirs in cells:
         if theirs.cell[axis] == reference:
@@ -198,7 +235,7 @@ def paired(cells: Sequence[CellScore], axis: str, reference: str) -> list[Differ
         for ours in cells:
             if ours.cell[axis] == reference and all(ours.cell[name] == label for name, label in where.items()):
                 seeds = sorted(set(ours.scores) & set(theirs.scores))
-                if len(seeds) > 1 and not ours.none and not theirs.none:
+                if len(seeds) > 1 and not ours.none and not theirs.none and ours.unit == theirs.unit:
                     pairs = [(theirs.scores[seed], ours.scores[seed]) for seed in seeds]
                     differences.append(difference(reference, theirs.cell[axis], where, pairs))
     return differences
