@@ -583,7 +583,7 @@ def test_what_is_handed_in_wrongly_is_said_at_once(options: dict[str, Any], says
 
 
 def test_a_server_says_what_it_was_not_given() -> None:
-    with pytest.raises(HyperparameterError, match=r"build\('glora'\) makes; got 'glora'"):
+    with pytest.raises(HyperparameterError, match=r"build\('glora'\); got 'glora'"):
         Server("glora")  # type: ignore[arg-type]
 
 

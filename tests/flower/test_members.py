@@ -142,7 +142,7 @@ def test_what_contradicts_itself_is_said_before_anything_is_made(tmp_path: Path,
         (["--port", "8443"], "--port is for"),
         ([*real, "--config", tmp_path / "x", "--port", "18080"], "both 18080"),
         (real, "--config is missing"),
-        ([*real, "--config", tmp_path / "x", "--labels", "no,no"], "--labels names two classes"),
+        ([*real, "--config", tmp_path / "x", "--labels", "no,no"], "--labels must name"),
     ):
         assert words in main("flower", "init", tmp_path / "f", *more).error()
     assert "No such option" in main("flower", "init", tmp_path / "f", "--insecure").err  # a trial has TLS and keys, too
