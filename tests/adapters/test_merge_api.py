@@ -215,7 +215,7 @@ def test_heads_that_a_rule_leaves_out_are_named(tmp_path: Path, main: Callable[.
     assert "beside the pairs, such as score.weight" in main(
         "merge", b, a, "-o", tmp_path / "p", "--heads", "first").out  # fmt: skip
     report = merge([b, headed(tmp_path / "c", "score.weight")], tmp_path / "q", heads="first", sum=True)
-    assert "no sum" in str(report.warnings)
+    assert "not a sum" in str(report.warnings)
     for weights in ([0.4], [-0.5], [2.0]):  # one alone, or two that hold the same: no more a sum of updates than others
         for given in ([b], [b, b]):
             with pytest.raises(AdapterFormatError, match=r"score\.weight"):

@@ -74,13 +74,13 @@ def test_a_layer_that_the_base_lacks_is_not_made_up(tmp_path: Path, main: Callab
     adapter, base = small(tmp_path / "head", target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
     llama().model.save_pretrained(base)
     rewrite(adapter, lambda t: [t.pop(k) for k in list(t) if "base_layer" in k])
-    refused(main, adapter, base, r"lm_head\.weight.* made up")
+    refused(main, adapter, base, r"lm_head\.weight.* invent its numbers")
     adapter, base = small(tmp_path / "lost")
     path = base / "model.safetensors"
     tensors = safetensors.torch.load_file(path)
     del tensors["model.layers.0.self_attn.q_proj.weight"]
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-    refused(main, adapter, base, r"layers\.0\.self_attn\.q_proj\.weight.* made up")
+    refused(main, adapter, base, r"layers\.0\.self_attn\.q_proj\.weight.* invent its numbers")
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:

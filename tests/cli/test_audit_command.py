@@ -738,7 +738,10 @@ REFUSED: dict[str, Any] = {
     "wrong type": (["a", "b", "--methods", "glora gamma=much"], "glora: a hyper-parameter has a wrong type"),
     "unknown preset": (["a", "b", "--methods", "flexlora preset=nope"], "flexlora has no preset 'nope'"),
     "no setting": (["a", "b", "--methods", "glora gamma"], "a method is NAME [KEY=VALUE ...], such as 'glora gamma=1'"),
-    "setting of nothing": (["a", "b", "--methods", "glora =1"], "a method is NAME [KEY=VALUE ...], such as 'glora gamma=1'"),
+    "setting of nothing": (
+        ["a", "b", "--methods", "glora =1"],
+        "a method is NAME [KEY=VALUE ...], such as 'glora gamma=1'",
+    ),
     "named twice": (["a", "b", "--methods", "glora gamma=1, fedit, glora  gamma=1"], "'glora gamma=1' is named twice"),
     "named twice in all": (["a", "b", "--methods", "all,glora"], "the method 'glora' is named twice"),
     "no method": (["a", "b", "--methods", " , "], "no method is named"),

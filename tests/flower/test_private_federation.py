@@ -88,7 +88,7 @@ def test_a_federation_without_the_table_travels_as_before() -> None:
     [
         ({"privacy": {"sampling": "poisson"}}, "traffic and timing"),
         ({"run": {"participation": 0.5}}, "all of them .*every round"),
-        ({"server": {"quorum": 2}}, "would say who came"),
+        ({"server": {"quorum": 2}}, "would reveal who came"),
         ({"defence": {"rule": "clip"}}, "no bound"),
         ({"data": {"validation": 0.1}}, r"data\.validation = 0\.1 .*at the sites"),
         ({"data": {"test": 0.1}}, r"data\.test = 0\.1 .*at the sites"),

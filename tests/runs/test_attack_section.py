@@ -154,8 +154,11 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
     [
         (["attack.kind=nonsense"], "attack.kind"),
         (["attack.kind=sign-flip"], "attack.share (of all clients) or attack.clients"),
-        (["attack.kind=sign-flip", "attack.share=0.4", "attack.clients=['site-1']"], "attack.share (of all clients) or attack.clients"),
-        (["attack.kind=sign-flip", "attack.share=0.2"], "is nobody"),
+        (
+            ["attack.kind=sign-flip", "attack.share=0.4", "attack.clients=['site-1']"],
+            "attack.share (of all clients) or attack.clients",
+        ),
+        (["attack.kind=sign-flip", "attack.share=0.2"], "less than one client"),
         (["attack.kind=sign-flip", "attack.clients=['site-9']"], "'site-9'"),
         (["attack.kind=sign-flip", "attack.clients=['site-1','site-2','site-3']"], "all 3 clients lie"),
         (["attack.share=0.4"], "attack.share = 0.4 has no effect"),

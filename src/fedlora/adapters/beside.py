@@ -78,7 +78,7 @@ def kept(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
     biases = [path for path, (kind, _) in found.items() if kind == "added"]
     if tables and biases:
         raise AdapterFormatError(
-            f"{quoted(tables[0])} is an embedding, for which peft allows no lora_bias, and another adapter has "
+            f"{quoted(tables[0])} is an embedding, for which peft takes no lora_bias, and another adapter has "
             f"{quoted(biases[0])}: no adapter holds both."
         )
     return found

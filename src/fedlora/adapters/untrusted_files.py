@@ -343,7 +343,7 @@ def _real(path: Path) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise AdapterFormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     if not stat.S_ISREG(facts.st_mode):
-        raise AdapterFormatError(f"{path} is not an ordinary file.")
+        raise AdapterFormatError(f"{path} is no ordinary file.")
     return real
 
 

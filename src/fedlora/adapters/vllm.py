@@ -47,7 +47,7 @@ def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str
     if refused:
         what = "; ".join(f"{what}, such as {quoted(name)}" for what, name in refused.items())
         less = " fedlora merge --heads drop leaves that out, but the result is then another model." if whole else ""
-        raise ConfigError(f"vLLM does not accept {what}.{less} To serve the whole: {way}")
+        raise ConfigError(f"vLLM does not take {what}.{less} To serve the whole: {way}")
     notes = []
     if any(kind == "head" for _, kind in beside):
         notes.append("vLLM before August 2026 refuses saved score and classifier modules: fedlora merge --heads drop")

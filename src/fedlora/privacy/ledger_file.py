@@ -207,7 +207,7 @@ class LedgerFile:
     def _require_newest(self, book: Book, known: Mapping[str, Any] | None) -> None:
         if known is not None and (known.get("number"), known.get("digest")) not in book.tips:
             raise LedgerError(
-                f"the ledger {self.path} is out of date: it ends with line {book.tip[0]}, and line "
+                f"the ledger {self.path} is older than what was written: it ends with line {book.tip[0]}, and line "
                 f"{quoted(known.get('number'))}, which {self._outside(book).path} knows, is not in it. What was "
                 f"released since would be forgotten. Restore the newest one; if that is lost for good, remove that "
                 f"file, adopt this one (fedlora privacy {self.path.name} --adopt --because '...'), and charge what is "
