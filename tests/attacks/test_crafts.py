@@ -434,7 +434,7 @@ def test_an_honest_client_that_lacks_a_module_has_no_say_in_it() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kind": "nonsense"}, "attack must be one of"),
+        ({"kind": "nonsense"}, "must be one of"),
         ({"kind": "label-flip", "strength": 2.0}, "has no strength"),
         ({"kind": "scale", "strength": math.inf}, "finite number > 0"),
         ({"kind": "scale", "strength": math.nan}, "finite number > 0"),

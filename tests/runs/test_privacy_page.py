@@ -1,5 +1,6 @@
-"""docs/how-to/privacy.md: its code runs, its configuration is one, its table is the plan's formula. And what the page of
-its measured costs, docs/evidence/protection.md, says that six clients can expect."""
+"""docs/how-to/privacy.md: its code runs, its configuration is one, its table is the plan's formula. What six clients can
+expect stands in docs/evidence/protection.md.
+"""
 
 from __future__ import annotations
 
