@@ -1,5 +1,5 @@
-"""docs/how-to/privacy.md: its code runs, its configuration is one, its table is the plan's formula. What six clients can
-expect stands in docs/evidence/protection.md.
+"""docs/how-to/privacy.md: its code runs, its configuration is one, its table is the plan's formula. What six clients
+can expect stands in docs/evidence/protection.md.
 """
 
 from __future__ import annotations
