@@ -200,7 +200,7 @@ def test_a_layer_that_the_code_reads_past_is_refused(tmp_path: Path, main: Calla
         plain = model(**sound).last_hidden_state
         beside = PeftModel.from_pretrained(model, adapter).eval()(**sound).last_hidden_state
     assert torch.equal(plain, beside)
-    refused(main, adapter, base, "q_proj.weight', which the code of .* reads without calling its layer")
+    refused(main, adapter, base, "q_proj.weight', which .* reads without calling its layer")
 
 
 def test_an_embedding_with_a_forward_of_its_own_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -260,13 +260,13 @@ def test_an_option_that_would_do_nothing_is_refused(tmp_path: Path, main: Callab
     assert main("train", "--base", base, "--client", "a", "-o", tmp_path / "in", "--data", tmp_path / "d.csv",
                 "--targets", "query", "--steps", 1).code == 0  # fmt: skip
     for data, more, says in (
-        ("d.csv", ["--steps", 2, "--epochs", 3], "--epochs counts where --steps"),
-        ("d.csv", ["--adapter", tmp_path / "in", "--rank", 4], "--rank is of a fresh"),
-        ("d.csv", ["--adapter", tmp_path / "in", "--targets", "query"], "--targets is of a fresh"),
-        ("d.csv", ["--prompt", "zz"], "--prompt is of language"),
-        ("d.csv", ["--template", "none"], "--template is of language"),
-        ("asked.csv", ["--label", "zz"], "--label is of classes, and "),
-        ("asked.csv", ["--text", "zz"], "--text is of classes, and "),
+        ("d.csv", ["--steps", 2, "--epochs", 3], "--epochs counts only if --steps"),
+        ("d.csv", ["--adapter", tmp_path / "in", "--rank", 4], "--rank is for a fresh"),
+        ("d.csv", ["--adapter", tmp_path / "in", "--targets", "query"], "--targets is for a fresh"),
+        ("d.csv", ["--prompt", "zz"], "--prompt is for language"),
+        ("d.csv", ["--template", "none"], "--template is for language"),
+        ("asked.csv", ["--label", "zz"], "--label is for classes, and "),
+        ("asked.csv", ["--text", "zz"], "--text is for classes, and "),
         ("talk.jsonl", ["--response", "zz"], "--response is for instructions, and "),
     ):
         said = main(*common, "--data", tmp_path / data, *more).complaint()
