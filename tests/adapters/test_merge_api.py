@@ -316,7 +316,7 @@ def test_weights_from_examples_need_all_uploads_to_say_theirs(tmp_path: Path) ->
         ({"missing": "skip"}, "--missing must be one of"),
         ({"heads": "mean"}, "--heads must be one of"),
         ({"dtype": "int8"}, "float16, bfloat16"),
-        ({"serve": "tgi"}, "--for must be one of vllm"),
+        ({"serve": "tgi"}, "--for must be one of"),
         ({"rank": 0}, "a rank is a whole number"),
         ({"rank": True}, "a rank is a whole number"),
         ({"weights": [1, -1]}, "--sum"),
