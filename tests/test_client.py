@@ -249,13 +249,13 @@ def test_the_whole_protocol_with_a_method_that_keeps_b_and_heads() -> None:
 
 @pytest.mark.parametrize("id", ["", None, 7, b"a"])
 def test_a_client_id_is_a_string(id: object) -> None:
-    with pytest.raises(HyperparameterError, match=r"client id is .*; got"):
+    with pytest.raises(HyperparameterError, match=r"client id must be .*; got"):
         Client(id, 4)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rank", [0, -1, 2.0, True, None, "4", math.nan, {"m": 0}, {"m": 4, "n": True}, {"m": 2.5}])
 def test_ranks_are_integers_from_one(rank: object) -> None:
-    with pytest.raises(HyperparameterError, match=r"client 'a': ranks are .*; got"):
+    with pytest.raises(HyperparameterError, match=r"client 'a': ranks must be .*; got"):
         Client("a", rank)  # type: ignore[arg-type]
 
 

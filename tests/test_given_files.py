@@ -79,7 +79,7 @@ def test_the_limit_is_of_bytes_there_and_of_bytes_read(tmp_path: Path) -> None:
         (
             "keys.jsonl",
             b"{" + b",".join(b'"k%d": 1' % (k % 199_999) for k in range(200_000)) + b"}\n",
-            "'k0' is there twice",
+            "'k0' occurs twice",
         ),
     ],
 )

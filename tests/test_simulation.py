@@ -465,7 +465,7 @@ def test_two_clients_of_one_id_are_refused() -> None:
     """Memory, weights and refusals go by the id: the second would silently be the first."""
     server = Server(build("glora"))
     twice = [Client("a", 2), Client("b", 2), Client("a", 4)]
-    with pytest.raises(HyperparameterError, match=r"1 client ids .*'a' for one"):
+    with pytest.raises(HyperparameterError, match=r"1 client ids .*such as 'a'"):
         next(simulate(server, twice, Toy(), start(server, seed_adapter(4)), rounds=1))
 
 
@@ -583,7 +583,7 @@ def test_what_is_handed_in_wrongly_is_said_at_once(options: dict[str, Any], says
 
 
 def test_a_server_says_what_it_was_not_given() -> None:
-    with pytest.raises(HyperparameterError, match=r"build\('glora'\) makes; got 'glora'"):
+    with pytest.raises(HyperparameterError, match=r"build\('glora'\); got 'glora'"):
         Server("glora")  # type: ignore[arg-type]
 
 

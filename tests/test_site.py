@@ -89,7 +89,9 @@ class TestExperimentsAndClaims:
         assert config_keys.split(made.__doc__ or "", ["old"]) == ("Words.", {})
 
     def test_the_page_s_own_file_loads(self) -> None:
-        block = re.findall(r"```toml\n(.*?)```", (DOCS / "reference" / "claims.md").read_text(), flags=re.S)[0]
+        block = re.findall(r"```toml\n(.*?)```", (DOCS / "reference" / "experiment-files.md").read_text(), flags=re.S)[
+            0
+        ]
         assert Claims.model_validate(tomllib.loads(block)).families["momentum"].margin == 0.005
 
 

@@ -97,7 +97,7 @@ def golden() -> Facts:
 
 
 def faults() -> Facts:
-    page = (ROOT / "docs" / "how-to" / "deployment.md").read_text()
+    page = (ROOT / "docs" / "how-to" / "runbook.md").read_text()
     return dict(re.findall(r"^\| \*\*(.+?)\*\*: (.+?) \|", page, re.MULTILINE))
 
 

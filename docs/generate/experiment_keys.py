@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from pydantic import BaseModel
@@ -26,11 +27,16 @@ def tables(of: dict[str, type[BaseModel]]) -> Iterator[Table]:
         yield table_of(name, section)
 
 
+def _below(text: str) -> str:
+    """Its headings stand below the two of the page that has both."""
+    return re.sub(r"^## ", "### ", text, flags=re.M)
+
+
 def experiment_page() -> str:
     """As Markdown."""
-    return page(tables(EXPERIMENT))
+    return _below(page(tables(EXPERIMENT)))
 
 
 def claims_page() -> str:
     """As Markdown."""
-    return page(tables(CLAIMS))
+    return _below(page(tables(CLAIMS)))

@@ -125,7 +125,7 @@ def receive(download: Download, kept: Adapter | None) -> Adapter:
     if foreign:
         raise KeptStateError(
             f"what was kept holds module {foreign[0]!r} ({len(foreign)} such), which the server does not send: "
-            f"it is of another model. Start afresh without what was kept."
+            f"it belongs to another model. Start afresh, without the kept part."
         )
     local_heads = {**download.start.heads, **have.heads} if download.roles.heads == "local" else {}
     for name, start in download.start.heads.items():
@@ -158,7 +158,7 @@ def _check_kept(what: str, mine: Tensor, start: Tensor) -> None:
     if mine.shape != start.shape:
         raise KeptStateError(
             f"the kept {what} has shape {tuple(mine.shape)}, but the server's model has {tuple(start.shape)}: "
-            f"it is of another model. Start afresh without what was kept."
+            f"it belongs to another model. Start afresh, without the kept part."
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class FedLoRAError(Exception):
-    """Base of every error that fedlora raises on purpose. Errors pickle, for they travel between processes.
+    """Base of every error that fedlora raises on purpose. Errors pickle, because they travel between processes.
 
     Example:
         >>> try:
@@ -74,11 +74,11 @@ class ShapeError(FedLoRAError, ValueError):
 
 
 class HyperparameterError(FedLoRAError, ValueError):
-    """A method, server or trainer was given an impossible value, or a name that nobody knows."""
+    """A method, server or trainer got an impossible value or an unknown name."""
 
 
 class FactorNotShared(FedLoRAError, ValueError):
-    """A factor was asked for that, by its role, did not travel."""
+    """The code asked for a factor that, by its role, did not travel."""
 
 
 class RankMismatch(FedLoRAError, ValueError):
@@ -90,11 +90,11 @@ class RankTie(FedLoRAError, ValueError):
 
 
 class LostUpdate(FedLoRAError, ValueError):
-    """The mean update is not zero, but what the server would keep of it is."""
+    """The mean update is not zero, but the part that the server would keep of it is."""
 
 
 class MethodFault(FedLoRAError, ValueError):
-    """A method gave something back that is not what its protocol says, or raised."""
+    """A method raised, or returned something that its protocol does not allow."""
 
 
 class UploadRefused(FedLoRAError, ValueError):
@@ -111,11 +111,11 @@ class QuorumNotMet(FedLoRAError, ValueError):
 
 
 class NoGlobalModel(FedLoRAError, ValueError):
-    """The method keeps no global model (FedSA-LoRA), and one was asked for."""
+    """The code asked for a global model, and the method keeps none (FedSA-LoRA)."""
 
 
 class KeptStateError(FedLoRAError, ValueError):
-    """What a client kept back earlier does not fit what the server sent now."""
+    """The parts that a client kept do not fit what the server sent now."""
 
 
 class AdapterFormatError(FedLoRAError, ValueError):
@@ -133,7 +133,7 @@ class CheckpointError(FedLoRAError, ValueError):
 
 
 class ConfigError(FedLoRAError, ValueError):
-    """A configuration that cannot be run as written."""
+    """A configuration that fedlora cannot run as written."""
 
 
 class DataError(FedLoRAError, ValueError):
@@ -150,7 +150,7 @@ class ClientFailed(FedLoRAError):
 
 
 class WorkerDied(FedLoRAError, RuntimeError):
-    """A worker process died with work in its hands, and died again when that was tried alone."""
+    """A worker process died during its work, and died again when it tried that work alone."""
 
 
 class LedgerError(FedLoRAError, ValueError):
@@ -158,4 +158,4 @@ class LedgerError(FedLoRAError, ValueError):
 
 
 class BudgetSpent(FedLoRAError, ValueError):
-    """A release that would pass the privacy budget. Nothing was charged, and nothing may leave."""
+    """A release that would exceed the privacy budget. Nothing was charged, and nothing may leave."""

@@ -52,7 +52,7 @@ def opened(path: Path, *, links: bool = True) -> io.BufferedReader:
     kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
     if kind != stat.S_IFREG:
         os.close(descriptor)
-        said = f"it is {_KINDS.get(kind, 'something else')}, and an ordinary file is needed"
+        said = f"it is {_KINDS.get(kind, 'something else')}, but must be an ordinary file"
         raise OSError(errno.EINVAL, said, str(path))
     return open(descriptor, "rb")
 
@@ -142,7 +142,7 @@ def parse_json(text: str | bytes, *, depth: int = 100, values: int = 2**27, nan_
         try:
             json.dumps(found, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
-            raise ValueError("it holds half a letter (a lone surrogate), which is no text") from None
+            raise ValueError("it holds half a letter (a lone surrogate), which is not text") from None
     return found
 
 
@@ -166,7 +166,7 @@ def _check_json(raw: bytes, depth: int, most: int) -> None:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        raise ValueError(f"the key {escaped(repeated(name for name, _ in pairs)[0][:80])!r} is there twice")
+        raise ValueError(f"the key {escaped(repeated(name for name, _ in pairs)[0][:80])!r} occurs twice")
     return found
 
 

@@ -156,12 +156,12 @@ def test_nobody_counts_twice_or_goes_without_a_word(tmp_path: Path, main: Callab
     a, b = upload(tmp_path, "a"), upload(tmp_path, "b", round=7, num_examples=0)
     again = upload(tmp_path / "again", "a")
     for same in (a, again):
-        with pytest.raises(AdapterFormatError, match=r"both of client 'a'.*twice"):
+        with pytest.raises(AdapterFormatError, match=r"both belong to client 'a'.*twice"):
             merge([a, same, b], tmp_path / "m", weights_from="num_examples")
-    assert re.search("both of client 'a'.*2 times", str(merge([a, again], tmp_path / "m").warnings))
+    assert re.search("both belong to client 'a'.*2 times", str(merge([a, again], tmp_path / "m").warnings))
     for k, how in enumerate((["--method", "glora"], [])):
         done = main("merge", a, b, *how, "--weights-from", "num_examples", "-o", tmp_path / f"out{k}")
-        assert done.code == 0 and "of different rounds: 'a' 1, 'b' 7" in done.err
+        assert done.code == 0 and "to different rounds: 'a' 1, 'b' 7" in done.err
         assert repr(str(b)) in done.err
 
 

@@ -227,8 +227,8 @@ def test_anything_is_json_or_refused(parts: list[bytes]) -> None:
         (b'["\\ud83d\\ud83d"]', "half a letter"),
         (b"[NaN]", "NaN"),
         (b"[Infinity]", "Infinity"), (b"[-Infinity]", "Infinity"), (b"[1e999]", "beyond every float"),
-        (b"[" + b"1" * 600 + b"]", "500 digits"), (b'{"a": 1, "b": 2, "a": 1}', "'a' is there twice"),
-        (b'{"x": {"\\u0061": 1, "a": 2}}', "'a' is there twice"), (b"", "Expecting value"), (b"[1,]", ""),
+        (b"[" + b"1" * 600 + b"]", "500 digits"), (b'{"a": 1, "b": 2, "a": 1}', "'a' occurs twice"),
+        (b'{"x": {"\\u0061": 1, "a": 2}}', "'a' occurs twice"), (b"", "Expecting value"), (b"[1,]", ""),
         (b'["a\nb"]', "control character"),
     ],
 )  # fmt: skip

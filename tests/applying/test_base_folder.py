@@ -68,7 +68,7 @@ def test_what_lies_beside_the_weights_is_copied_or_named(tmp_path: Path, main: C
     assert listed(tmp_path / "full") == {*copied, "config.json", "generation_config.json", "model.safetensors"}
     for name, text in copied.items():
         written = (tmp_path / "full" / name).read_text()
-        assert written == text if name != "README.md" else written.endswith(f"not of this model:\n\n{text}\n")
+        assert written == text if name != "README.md" else written.endswith(f"of another model:\n\n{text}\n")
     again = main("apply", adapter, "--base", base, "-o", tmp_path / "full", "--force")
     assert again.code == 0 and "of the base model: " in again.err
 
@@ -146,7 +146,7 @@ def _index(base: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a file elsewhere": (
         lambda base: _index(base, lambda x: x["weight_map"].update({"lm_head.weight": "../model.safetensors"})),
-        "no file of weights",
+        "not a file of weights",
     ),
     "a file that is missing": (lambda base: sorted(base.glob("model-*"))[1].unlink(), "is missing"),
     "an index of a list": (lambda base: _index(base, lambda x: x.update(weight_map=["a"])), "weight_map"),

@@ -74,13 +74,13 @@ def test_a_layer_that_the_base_lacks_is_not_made_up(tmp_path: Path, main: Callab
     adapter, base = small(tmp_path / "head", target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
     llama().model.save_pretrained(base)
     rewrite(adapter, lambda t: [t.pop(k) for k in list(t) if "base_layer" in k])
-    refused(main, adapter, base, r"lm_head\.weight.* made up")
+    refused(main, adapter, base, r"lm_head\.weight.* invent its numbers")
     adapter, base = small(tmp_path / "lost")
     path = base / "model.safetensors"
     tensors = safetensors.torch.load_file(path)
     del tensors["model.layers.0.self_attn.q_proj.weight"]
     safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
-    refused(main, adapter, base, r"layers\.0\.self_attn\.q_proj\.weight.* made up")
+    refused(main, adapter, base, r"layers\.0\.self_attn\.q_proj\.weight.* invent its numbers")
 
 
 def test_an_adapter_of_another_model_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -96,7 +96,7 @@ def test_an_unknown_type_or_code_of_its_own_is_refused(tmp_path: Path, main: Cal
     refused(main, adapter, base, "'mine', which transformers .* does not know.*merge_and_unload")
     (base / "configuration_mine.py").write_text("raise SystemExit('run')")
     reconfigure(base, auto_map={"AutoConfig": "configuration_mine.Mine"})
-    refused(main, adapter, base, "auto_map.*no stranger's code is run")
+    refused(main, adapter, base, "auto_map.*runs no stranger's code")
 
 
 ABSURD: dict[str, tuple[dict[str, Any], str]] = {
@@ -200,7 +200,7 @@ def test_a_layer_that_the_code_reads_past_is_refused(tmp_path: Path, main: Calla
         plain = model(**sound).last_hidden_state
         beside = PeftModel.from_pretrained(model, adapter).eval()(**sound).last_hidden_state
     assert torch.equal(plain, beside)
-    refused(main, adapter, base, "q_proj.weight', which the code of .* uses past its layer")
+    refused(main, adapter, base, "q_proj.weight', which .* reads without calling its layer")
 
 
 def test_an_embedding_with_a_forward_of_its_own_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:

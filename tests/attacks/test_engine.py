@@ -148,7 +148,9 @@ def test_the_chosen_are_a_function_of_names_and_seed_and_nested_in_the_share() -
     assert len({name for chosen in drawn for name in chosen}) == 15
 
 
-@pytest.mark.parametrize(("share", "words"), [(0.0, "between 0 and 1"), (1.0, "between 0 and 1"), (0.1, "is nobody")])
+@pytest.mark.parametrize(
+    ("share", "words"), [(0.0, "above 0 and below 1"), (1.0, "above 0 and below 1"), (0.1, "less than one client")]
+)
 def test_a_share_of_nobody_is_refused(share: float, words: str) -> None:
     with pytest.raises(HyperparameterError, match=words):
         choose_attackers(["a", "b", "c"], share, seed=0)
@@ -164,5 +166,5 @@ def test_flipped_labels() -> None:
     assert flip_labels([0, 1, 1], 2) == (1, 0, 0)
     assert flip_labels([0, 1, 2], 3) == (2, 1, 0)
     assert flip_labels(flip_labels(range(7), 7), 7) == tuple(range(7))
-    with pytest.raises(HyperparameterError, match="two or more"):
+    with pytest.raises(HyperparameterError, match="at least two"):
         flip_labels([0], 1)

@@ -601,7 +601,7 @@ def test_the_table_shows_the_numbers_of_the_json(mixed: Sites, undrawn: None, wi
     assert row_words(rows["hetlora"]) == ""
     assert "3 adapters, 4 modules, ranks 2, 3, 4" in said
     assert f"by {found['glora']['storing']['10.0']:.1e}" in " ".join(said.split())
-    assert "as sent: in float32" in said
+    assert "as sent: rounded to float32" in said
     assert re.search("fedit not run: .*need one rank", said)
 
 
@@ -663,7 +663,7 @@ def test_a_picture_replaces_pictures_of_fedlora_alone(
     ours = tmp_path / f"ours.{ending}"
     assert [main("ranks", "uniform", "--plot", ours).code for _ in range(2)] == [0, 0]
     Path("audit.png").write_bytes(b"mine")
-    assert "audit.png is there" in main("audit", *mixed.paths, "--methods", "glora").complaint()
+    assert "audit.png exists" in main("audit", *mixed.paths, "--methods", "glora").complaint()
     (tmp_path / "folder.png").mkdir()
     assert "folder.png is a directory" in main("ranks", "--plot", "folder.png").complaint()
 
@@ -710,14 +710,14 @@ def test_without_matplotlib_there_is_a_hint_and_the_numbers(
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 REFUSED: dict[str, Any] = {
-    "nothing to audit": ([], "give adapter directories or --from-run RUN, one of the two"),
-    "both": (["a", "b", "--from-run", "run"], "give adapter directories or --from-run RUN, one of the two"),
-    "one adapter": (["a"], "at least two adapters are needed; got 1"),
+    "nothing to audit": ([], "adapter directories or --from-run RUN"),
+    "both": (["a", "b", "--from-run", "run"], "adapter directories or --from-run RUN"),
+    "one adapter": (["a"], "at least two adapters; got 1"),
     "no such directory": (["a", "nowhere"], "nowhere is no PEFT adapter"),
     "no adapter": (["a", "run"], "run is no PEFT adapter"),
-    "other base": (["a", "other-base"], "the adapters are of different base models"),
-    "twice by its path": (["a", "b", "a"], "two of the adapters are of client 'a'"),
-    "twice by its name": (["me", "me-too"], "two of the adapters are of client 'berlin'"),
+    "other base": (["a", "other-base"], "different base models"),
+    "twice by its path": (["a", "b", "a"], "two of the adapters belong to client 'a'"),
+    "twice by its name": (["me", "me-too"], "two of the adapters belong to client 'berlin'"),
     "too few weights": (["a", "b", "c", "--weights", "1,2"], "--weights has 2 numbers for 3 adapters"),
     "weights in words": (
         ["a", "b", "--weights", "1,many"],
@@ -735,18 +735,21 @@ REFUSED: dict[str, Any] = {
     "impossible setting": (["a", "b", "--methods", "glora gamma=2"], "gamma is the core ratio, in [0, 1]; got 2"),
     "wrong type": (["a", "b", "--methods", "glora gamma=much"], "glora: a hyper-parameter has a wrong type"),
     "unknown preset": (["a", "b", "--methods", "flexlora preset=nope"], "flexlora has no preset 'nope'"),
-    "no setting": (["a", "b", "--methods", "glora gamma"], "a method is NAME [KEY=VALUE ...], as 'glora gamma=1'"),
-    "setting of nothing": (["a", "b", "--methods", "glora =1"], "a method is NAME [KEY=VALUE ...], as 'glora gamma=1'"),
+    "no setting": (["a", "b", "--methods", "glora gamma"], "a method is NAME [KEY=VALUE ...], such as 'glora gamma=1'"),
+    "setting of nothing": (
+        ["a", "b", "--methods", "glora =1"],
+        "a method is NAME [KEY=VALUE ...], such as 'glora gamma=1'",
+    ),
     "named twice": (["a", "b", "--methods", "glora gamma=1, fedit, glora  gamma=1"], "'glora gamma=1' is named twice"),
     "named twice in all": (["a", "b", "--methods", "all,glora"], "the method 'glora' is named twice"),
     "no method": (["a", "b", "--methods", " , "], "no method is named"),
     "no such class": (["a", "b", "--methods", "nowhere:Method"], "the method 'nowhere:Method' cannot be made"),
     "no uploads": (["--from-run", "run"], "run holds no uploads; run it with --set run.keep_uploads=last"),
     "no such run": (["--from-run", "nowhere"], "nowhere holds no uploads"),
-    "a comparison": (["--from-run", "compared"], "compared is of a comparison; name one of its 2 runs, as"),
-    "a round of one": (["--from-run", "lonely"], "at least two adapters are needed; got 1"),
+    "a comparison": (["--from-run", "compared"], "compared holds a comparison; name one of its 2 runs:"),
+    "a round of one": (["--from-run", "lonely"], "at least two adapters; got 1"),
     "damaged upload.json": (["a", "damaged"], "upload.json is not JSON"),
-    "cut off": (["a", "cut"], "is damaged: its header tells of"),
+    "cut off": (["a", "cut"], "is damaged: its header announces"),
     "preset that is a number": (["a", "b", "--methods", "glora preset=1"], "preset"),
     "class without module": (["a", "b", "--methods", ":Method"], "':Method' cannot be made"),
     "class that is no method": (["a", "b", "--methods", "os:getcwd"], "os:getcwd"),

@@ -157,9 +157,9 @@ def test_the_core_alone_tells_its_versions_and_what_a_command_needs(
 @pytest.mark.parametrize(
     ("words", "goes_on"),
     [
-        (["run", "my.toml"], "go on with --resume"),
-        (["demo"], "go on with --resume"),
-        (["experiment", "run", "x"], "same command goes on"),
+        (["run", "my.toml"], "with --resume"),
+        (["demo"], "with --resume"),
+        (["experiment", "run", "x"], "same command again"),
         (["experiment", "report", "x"], ""),
         (["merge", "a", "b"], ""),
         (["--version"], ""),

@@ -56,7 +56,7 @@ BAD: list[tuple[Labels, list[str] | None, str]] = [
     ([0, 1, True], None, r"numbers \(row 1, line 1: 0\) .*true or false \(row 3, line 3: True\)"),
     ([False, "neg"], None, r"true or false \(row 1, line 1: False\) .*names \(row 2"),
     ([True], ["1", "0"], "label 'true' is not"),
-    ([["a"]], None, r"a label is .*got \['a'\]"),
+    ([["a"]], None, r"a label must .*got \['a'\]"),
     (list(range(10_001)), None, "10001 classes"),
     (["a"], ["a", "a"], "different names"),
     (["a"], [], "at least one"),

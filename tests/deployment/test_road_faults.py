@@ -2,7 +2,7 @@
 
 One federation runs all the while, that of test_road.py, where the main faults are; each test makes another one, asks
 for the sentence, mends it, and asks for more rounds of all three sites. They are for `make deployment-all`. What was
-said goes into the table of docs/how-to/deployment.md (tests/support/faults.py).
+said goes into the table of docs/how-to/runbook.md (tests/support/faults.py).
 """
 
 from __future__ import annotations

@@ -247,7 +247,7 @@ def test_seeds_as_a_range(bench: Callable[..., Path], tmp_path: Path, main: Call
     folder = bench("one", text=MINE.replace("seeds = [0]", "seeds = [0, 1, 2]"))
     run = ("experiment", "run", folder / "mine.toml", *where(tmp_path), "--plan", "--seeds")
     assert "│ 2 " in invoke(*run, "0:2").stdout
-    assert "--seeds 3 is no seed" in main(*run, "0:4").complaint()
+    assert "--seeds 3 is not a seed" in main(*run, "0:4").complaint()
     assert "--seeds takes seeds as 0:8" in main(*run, "a").complaint()
 
 

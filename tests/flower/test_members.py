@@ -136,13 +136,13 @@ def test_a_given_start_needs_no_model_and_must_fit(made: Path, tmp_path: Path, m
 def test_what_contradicts_itself_is_said_before_anything_is_made(tmp_path: Path, main: Callable[..., Said]) -> None:
     real = ["--server-name", "fl.example.org", "--sites", "a=2"]
     for more, words in (
-        (real[:2], "--server-name is there"),
-        (real[2:], "--sites is there"),
+        (real[:2], "--server-name is given"),
+        (real[2:], "--sites is given"),
         (["--labels", "no,yes"], "--labels is for"),
         (["--port", "8443"], "--port is for"),
         ([*real, "--config", tmp_path / "x", "--port", "18080"], "both 18080"),
         (real, "--config is missing"),
-        ([*real, "--config", tmp_path / "x", "--labels", "no,no"], "--labels names two classes"),
+        ([*real, "--config", tmp_path / "x", "--labels", "no,no"], "--labels must name"),
     ):
         assert words in main("flower", "init", tmp_path / "f", *more).error()
     assert "No such option" in main("flower", "init", tmp_path / "f", "--insecure").err  # a trial has TLS and keys, too

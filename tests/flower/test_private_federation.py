@@ -98,7 +98,7 @@ def test_a_federation_without_the_table_travels_as_before() -> None:
         ({"privacy": {"members": None}}, r"privacy\.members is missing"),
         ({"privacy": {"members": ["a", "a"]}}, "names a site twice"),
         ({"privacy": {"delta": 0.4}}, "promises nothing"),
-        ({"privacy": {"epsilon": 3.0}}, "give one of"),
+        ({"privacy": {"epsilon": 3.0}}, "give either privacy"),
         ({"privacy": {"ledger": ""}}, r"privacy\.ledger is missing"),
     ],
 )
@@ -184,7 +184,7 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     found = recompute(fed.home / "sites.jsonl")
     assert len(found.events) == 2 and found.epsilon == pytest.approx(summary["privacy"]["epsilon"], rel=1e-6)
     card = (fed.home / "server" / "adapter" / "README.md").read_text()
-    assert "| differential privacy | epsilon " in card and "not told, a private run" in card
+    assert "| differential privacy | epsilon " in card and "withheld, a private run" in card
     server = fed.home / "server"
     for path in server.rglob("*"):
         inside = path.relative_to(server).parts[0]

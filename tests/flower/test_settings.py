@@ -140,7 +140,7 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
     for text, said in {
         RUN.replace('labels = ["no", "yes"]\n', ""): r"data\.labels is missing.*init --labels",
         RUN.replace('"yes"]', '"no"]'): "'no' is named twice",
-        RUN.replace('["no", "yes"]', '["no"]'): "two or more",
+        RUN.replace('["no", "yes"]', '["no"]'): "at least two",
         RUN.replace("steps", "stepz"): r"'train\.stepz'; did you mean 'steps'",
         RUN.replace("rounds = 6", 'rounds = "six"'): r"run\.rounds",
         RUN.replace("max_length", 'prompt = "q"\nmax_length'): r"data\.prompt = 'q' has no effect.*Leave it out",

@@ -159,7 +159,7 @@ def test_options_that_are_missing_or_contradict(
     place: Place, made: Callable[..., Said], main: Callable[..., Said]
 ) -> None:
     assert "--data is missing" in main("flower", "site", place.site.path, "--join", place.join()).err
-    assert "no folder of `fedlora flower site`" in main("flower", "site", place.site.path, "--rotate").err
+    assert "not made by `fedlora flower site`" in main("flower", "site", place.site.path, "--rotate").err
     assert "leave out --join, --data, --model" in made("--rotate").err
     (place.site.path / "sub").mkdir(parents=True)
     assert "not empty: it has sub" in made().err
@@ -254,4 +254,4 @@ def test_a_node_refuses_files_that_are_wrong_before_it_sends_anything(
     place.data.unlink()
     said = main("flower", "node", place.site.path)
     assert said.code == 2 and "notes.csv does not exist" in said.err and "Nothing was sent" in said.err
-    assert "no folder of `fedlora flower site`" in main("flower", "node", place.base).err
+    assert "not made by `fedlora flower site`" in main("flower", "node", place.base).err

@@ -270,7 +270,7 @@ def test_check_blames_the_method_for_what_it_raises(site: Path, main: Callable[.
         (("toy_mean:Nope",), "has no attribute 'Nope'"),
         (("json:JSONDecoder",), "init(seed, key)"),
         (("quitting:Method",), "SystemExit: 3"),
-        (("no_such_file:Method",), "where the file is"),
+        (("no_such_file:Method",), "go to its folder"),
     ],
 )
 def test_what_is_no_method_is_one_line(site: Path, main: Callable[..., Said], args: tuple[str, ...], says: str) -> None:

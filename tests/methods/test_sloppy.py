@@ -307,7 +307,7 @@ CAUGHT: dict[type[Sound], tuple[str, str]] = {
     Draws: ("purity", "when aggregated again"),
     CountsCalls: ("purity", "when read out again"),
     KeepsAList: ("purity", "a set at /modules/attn.q/extra"),
-    NoDataclass: ("protocol", "its State is no dataclass"),
+    NoDataclass: ("protocol", "its State is not a dataclass"),
     ChangeableState: ("protocol", "Changeable is a dataclass"),
     LastOneWins: ("order", "updates turned round"),
     AlwaysFloat64: ("dtype", "is torch.float64 after"),
@@ -408,7 +408,7 @@ def test_a_method_that_crashes_on_other_ranks_must_refuse_them_by_name() -> None
 
 @pytest.mark.parametrize("cls", [NoDataclass])
 def test_what_no_checkpoint_could_hold_is_not_even_built(cls: type[Sound]) -> None:
-    with pytest.raises(HyperparameterError, match="its State is no dataclass"):
+    with pytest.raises(HyperparameterError, match="its State is not a dataclass"):
         build(f"{__name__}:{cls.__name__}")
 
 

@@ -244,7 +244,7 @@ def test_class_names_need_an_order_that_all_sites_share(tmp_path: Path, main: Ca
     done = main(*options, "-o", tmp_path / "o")
     assert done.code == 2 and "--labels, the same" in done.err and not (tmp_path / "o").exists()
     done = main(*options, "--client", "../x", "-o", tmp_path / "o")
-    assert done.code == 2 and "--client is letters" in done.err
+    assert done.code == 2 and "--client may have letters" in done.err
     (tmp_path / "e.csv").write_text("a,b\n1,2\n")
     done = main("train", "--base", base, "--data", tmp_path / "e.csv", "--client", "a", "-o", tmp_path / "o")
     assert done.code == 2 and re.search("e.csv .*'label' .*'response' .*'messages'", done.err)
@@ -260,14 +260,14 @@ def test_an_option_that_would_do_nothing_is_refused(tmp_path: Path, main: Callab
     assert main("train", "--base", base, "--client", "a", "-o", tmp_path / "in", "--data", tmp_path / "d.csv",
                 "--targets", "query", "--steps", 1).code == 0  # fmt: skip
     for data, more, says in (
-        ("d.csv", ["--steps", 2, "--epochs", 3], "--epochs counts where --steps"),
-        ("d.csv", ["--adapter", tmp_path / "in", "--rank", 4], "--rank is of a fresh"),
-        ("d.csv", ["--adapter", tmp_path / "in", "--targets", "query"], "--targets is of a fresh"),
-        ("d.csv", ["--prompt", "zz"], "--prompt is of language"),
-        ("d.csv", ["--template", "none"], "--template is of language"),
-        ("asked.csv", ["--label", "zz"], "--label is of classes, and "),
-        ("asked.csv", ["--text", "zz"], "--text is of classes, and "),
-        ("talk.jsonl", ["--response", "zz"], "--response is of instructions, and "),
+        ("d.csv", ["--steps", 2, "--epochs", 3], "--epochs counts only if --steps"),
+        ("d.csv", ["--adapter", tmp_path / "in", "--rank", 4], "--rank is for a fresh"),
+        ("d.csv", ["--adapter", tmp_path / "in", "--targets", "query"], "--targets is for a fresh"),
+        ("d.csv", ["--prompt", "zz"], "--prompt is for language"),
+        ("d.csv", ["--template", "none"], "--template is for language"),
+        ("asked.csv", ["--label", "zz"], "--label is for classes, and "),
+        ("asked.csv", ["--text", "zz"], "--text is for classes, and "),
+        ("talk.jsonl", ["--response", "zz"], "--response is for instructions, and "),
     ):
         said = main(*common, "--data", tmp_path / data, *more).complaint()
         assert says in said and "Leave it out" in said and not (tmp_path / "o").exists(), said
@@ -521,6 +521,6 @@ def test_a_site_weighs_its_classes(tmp_path: Path, main: Callable[..., Said]) ->
     assert files["balanced"] == files["table"] != files["none"]
     facts = json.loads((tmp_path / "balanced" / "upload.json").read_text())
     assert facts["settings"]["class_weights"] == "balanced"
-    for wrong, says in (("red=2", "--class-weights names 'red'"), ("blue", "--class-weights is balanced or"),
+    for wrong, says in (("red=2", "--class-weights names 'red'"), ("blue", "--class-weights must be balanced or"),
                         ("blue=-1", "'blue=-1'")):  # fmt: skip
         assert says in main(*common, "--class-weights", wrong, "-o", tmp_path / "o").complaint()

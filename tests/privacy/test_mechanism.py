@@ -344,7 +344,7 @@ def test_without_opendp_noise_is_refused_and_not_replaced(monkeypatch: pytest.Mo
 
     exact_noise._measurement.cache_clear()
     monkeypatch.setattr(extras.importlib, "import_module", missing)
-    with pytest.raises(HyperparameterError, match=r"opendp.*no stand-in.*fedlora\[privacy\]"):
+    with pytest.raises(HyperparameterError, match=r"opendp.*Nothing replaces.*fedlora\[privacy\]"):
         Mechanism.of(1.0, 1.0, 2).noised(torch.zeros(2, dtype=torch.int64))
     silent = Mechanism.of(1.0, 0.0, 2)  # without noise nothing is needed: audits
     assert silent.noised(torch.tensor([5, -5])).tolist() == [5, -5]

@@ -167,7 +167,7 @@ def from_where_it_was_adopted(path: Path) -> Path:
 REFUSED = [
     (a_copy, "as another file"), (a_copy_in_its_place, "as another file"), (a_copy_of_a_begun_one, "as another file"),
     (an_older_one, "older than .* line 2, .*line '?3"),
-    (with_nothing_known, "nothing is known"), (after_the_copy_was_adopted, "as another file"),
+    (with_nothing_known, "has no record"), (after_the_copy_was_adopted, "as another file"),
     (from_where_it_was_adopted, "another copy .*adopted"),
 ]  # fmt: skip
 

@@ -148,9 +148,12 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
     ("sets", "words"),
     [
         (["attack.kind=nonsense"], "attack.kind"),
-        (["attack.kind=sign-flip"], "give attack.share"),
-        (["attack.kind=sign-flip", "attack.share=0.4", "attack.clients=['site-1']"], "one of the two"),
-        (["attack.kind=sign-flip", "attack.share=0.2"], "is nobody"),
+        (["attack.kind=sign-flip"], "attack.share (of all clients) or attack.clients"),
+        (
+            ["attack.kind=sign-flip", "attack.share=0.4", "attack.clients=['site-1']"],
+            "attack.share (of all clients) or attack.clients",
+        ),
+        (["attack.kind=sign-flip", "attack.share=0.2"], "less than one client"),
         (["attack.kind=sign-flip", "attack.clients=['site-9']"], "'site-9'"),
         (["attack.kind=sign-flip", "attack.clients=['site-1','site-2','site-3']"], "all 3 clients lie"),
         (["attack.share=0.4"], "attack.share = 0.4 has no effect"),
@@ -158,7 +161,7 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
         (["attack.kind=label-flip", "attack.share=0.4", "attack.strength=2"], "has no strength"),
         (["attack.kind=gauge", "attack.share=0.4", "attack.strength=0.5"], "of a gauge"),
         (["attack.kind=gauge", "attack.share=0.4", "method.name=ffa-lora"], "needs both factors shared"),
-        (["attack.kind=sign-flip", "attack.share=0.4", "attack.noise=true"], "noise is of a free-rider"),
+        (["attack.kind=sign-flip", "attack.share=0.4", "attack.noise=true"], "noise is for a free-rider"),
         (
             ["attack.kind=scale", "attack.share=0.4", "attack.space=factors", "server.upload=subspace"],
             "leave one of them",

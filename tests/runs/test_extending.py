@@ -114,7 +114,7 @@ def test_a_schedule_over_rounds_cannot_be_extended(project: Path, tmp_path: Path
     sets = (f"train.schedule={schedule}", "run.rounds=2")
     folder = ran(configured(project, *sets), tmp_path / "run", 1)
     before = contents(folder.path)
-    with pytest.raises(CheckpointError, match=rf"run\.rounds = 2, .*4 .*'{schedule}'.*constant"):
+    with pytest.raises(CheckpointError, match=rf"run\.rounds = 2, .*4\b.*'{schedule}'.*constant"):
         ran(configured(project, *sets, "run.rounds=4"), folder.path, resume=True)
     assert contents(folder.path) == before
 
@@ -178,7 +178,7 @@ def test_a_project_that_was_moved_goes_on_and_one_with_other_data_does_not(tmp_p
     file = tmp_path / "there" / "train.jsonl"
     text = file.read_text()
     file.write_text(text.replace("w9", "w10"))
-    with pytest.raises(CheckpointError, match=r"another content .*'site-1' \(\d+ examples there"):
+    with pytest.raises(CheckpointError, match=r"other content .*'site-1' \(\d+ examples there"):
         ran(moved, folder.path, resume=True)
     file.write_text(text)
     ran(moved, folder.path, resume=True)
@@ -201,7 +201,7 @@ def test_a_round_on_the_way_is_not_made_the_last_one(project: Path, tmp_path: Pa
     """It was not evaluated (every = 3), nor checked, nor were its uploads kept: fewer rounds than that are refused."""
     folder = ran(configured(project, "run.rounds=4", "evaluate.every=3"), tmp_path / "run", 2)
     fewer = configured(project, "run.rounds=2", "evaluate.every=3", "run.keep_uploads=last")
-    with pytest.raises(CheckpointError, match=r"round 2 .*on the way.*run.rounds = 3 "):
+    with pytest.raises(CheckpointError, match=r"round 2 .*run.rounds = 3 "):
         ran(fewer, folder.path, resume=True)
     ran(configured(project, "run.rounds=3", "evaluate.every=3"), folder.path, resume=True)
     assert folder.read_json("summary.json")["rounds"] == 3

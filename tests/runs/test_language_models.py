@@ -117,7 +117,7 @@ class TestTemplate:
         ("sets", "said"),
         [
             (("data.template=raw",), "data.template is 'chat'"),
-            (("data.messages=talk", "data.prompt=q"), "data.messages = 'talk' .* data.prompt is of instructions"),
+            (("data.messages=talk", "data.prompt=q"), "data.messages = 'talk' .* data.prompt"),
         ],
     )
     def test_what_cannot_work_is_said_at_once(self, place: Path, sets: tuple[str, ...], said: str) -> None:

@@ -83,8 +83,8 @@ def test_without_own_tests_nothing_changes_in_the_manifest(project: Path, tmp_pa
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
-        (("clients.own_test=0.2",), r"nothing would measure: .*evaluate\.clients_at_end"),
-        (("evaluate.clients_at_end=both",), r"'both' is .*a common one only"),
+        (("clients.own_test=0.2",), r"own_test = 0\.2 .*evaluate\.clients_at_end"),
+        (("evaluate.clients_at_end=both",), r"'both' .*a common one only"),
     ],
 )
 def test_settings_that_measure_nothing_are_refused(project: Path, sets: tuple[str, ...], says: str) -> None:

@@ -139,7 +139,7 @@ def test_a_damaged_newest_checkpoint_is_warned_about_and_the_one_before_used(
     newest.write_bytes(damage(newest.read_bytes()))
     ran(config, folder.path, resume=True)  # a Python warning would be an error here
     said, again = (record for record in caplog.records if record.name == "fedlora.runs")
-    assert re.search("7 rounds .*checkpoints/ .*round 6", again.getMessage())
+    assert re.search("7 rounds.*checkpoints/ .*round 6", again.getMessage())
     assert re.fullmatch(r"checkpoint round-00007\S+ is damaged: .*[.] Trying the one before it[.]", said.getMessage())
     same_run(folder, uninterrupted)
 
@@ -192,7 +192,7 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--set", "train.lr=0.5"], "train.lr is 0.02 there and 0.5 here. "),
         (["--set", "run.seed=9", "--set", "method.name=svd"], "9 here; method.name is 'glora'"),
-        (["--set", "run.rounds=1"], "holds 2 rounds, and run.rounds = 1 "),
+        (["--set", "run.rounds=1"], "holds 2 rounds, and you ask for run.rounds = 1"),
         (["--set", "train.schedule=linear"], "train.schedule is 'constant' there"),
         ([], "the data of 'site-1' ("),
     ],
@@ -223,7 +223,7 @@ def test_a_run_is_not_gone_on_with_on_another_model_or_thread_count(tmp_path: Pa
     with torch.no_grad():
         next(network.parameters()).add_(0.01)
     save_model(project / "model", network, classifies=True)
-    with pytest.raises(CheckpointError, match=r"another content of: .*model"):
+    with pytest.raises(CheckpointError, match=r"other content of: .*model"):
         ran(config, folder.path, resume=True)
 
 

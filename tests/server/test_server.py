@@ -216,7 +216,7 @@ BAD: dict[str, tuple[Callable[[Upload], Upload], str]] = {
     "another rank declared for one module": (declared({"attn.q": 4, "attn.v": 3}), r"'attn.v' has rank 4; .* is 3"),
     "a rank for a module that is not there": (
         declared({"attn.q": 4, "attn.v": 4, "attn.k": 4}),
-        r"declares a rank for 'attn.k', which is no adapted module",
+        r"declares a rank for 'attn.k', which is not an adapted module",
     ),
     "a module not declared": (declared({"attn.q": 4}), r"0 are missing \[\], 1 are unexpected \['attn.v'\]"),
     "module missing": (lambda u: swapped(u, lambda _: None), r"1 are missing \['attn.q'\], 0 are unexpected"),

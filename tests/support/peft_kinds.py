@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "bias of one only": (plain({"bias": "all"}, {"bias": "none"}), "bias"),
     "a saved module of one only": (plain({"modules_to_save": ["head"]}, {"modules_to_save": None}), "--heads holders"),
     "a name beyond ASCII": (
-        lora(stack(**{"ä_q": lambda: nn.Linear(4, 3)}), {"target_modules": ["q"]}), "a name that no module has"),
+        lora(stack(**{"ä_q": lambda: nn.Linear(4, 3)}), {"target_modules": ["q"]}), "an impossible name"),
     "the prefix as a name": (
         lora(stack(base__model_model_q=lambda: nn.Linear(5, 6)), {"target_modules": ["q"]}), "the prefix twice"),
     "the prefix once and twice": (

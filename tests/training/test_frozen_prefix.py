@@ -102,7 +102,7 @@ def test_what_cannot_be_remembered_is_refused(folder: Path, targets: list[str], 
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
-    with pytest.raises(ConfigError, match="Linear is none"):
+    with pytest.raises(ConfigError, match="Linear is not"):
         frozen_prefix.remember(torch.nn.Linear(2, 2), LAST, 0)
 
 

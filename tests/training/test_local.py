@@ -592,10 +592,10 @@ def test_what_a_model_cannot_do_is_said_before_training(classifier: Path) -> Non
     model = AdaptedModel.load(classifier, "classification", LoRASettings(targets=["query"]), labels=("a", "b", "c"))
     assert model.longest == 16
     data = {"x": TextData("classification", (" ".join(["w1"] * 20),), labels=(0,), label_names=("a", "b", "c"))}
-    with pytest.raises(ConfigError, match=r"22 tokens, .*positions for 16 "):
+    with pytest.raises(ConfigError, match=r"22 tokens, .*16 positions"):
         LocalTrainer(model, data, TrainSettings(max_length=64), seed=0)
     LocalTrainer(model, data, TrainSettings(max_length=16), seed=0)
-    with pytest.raises(ConfigError, match=r"lora\.saved: 'nothere' is no module"):
+    with pytest.raises(ConfigError, match=r"lora\.saved: 'nothere' is not a module"):
         AdaptedModel.load(
             classifier, "classification", LoRASettings(targets=["query"], saved=["nothere"]), labels=("a", "b", "c")
         )

@@ -286,10 +286,10 @@ def test_a_layer_whose_weight_is_read_past_lora_is_told_of(caplog: pytest.LogCap
         (["first"], ["classifier"], "'classifier'; at its top are ['first', 'drop', 'head']"),
         (["first", "head"], ["head"], "'head' is in targets"),
         (["drop"], [], "'drop', a Dropout"),
-        ("((", [], "'((' is one regular expression"),
+        ("((", [], "'((' must be a regular expression"),
         (r"layer\d", [], "matches no module"),
         ([], [], "at least one target"),
-        ("all-linear", ["first", "head"], "'all-linear' means no layer"),
+        ("all-linear", ["first", "head"], "'all-linear' matches only heads"),
     ],
 )
 def test_wrong_names_are_told_at_once(targets: Any, heads: list[str], says: str) -> None:
@@ -361,7 +361,7 @@ def test_contradictions_of_an_evaluator_are_told() -> None:
     wrong: dict[str, dict[str, Any]] = {
         "'server' or 'clients'": {"target": "both"},
         "hand in the clients": {"target": "clients"},
-        "target='server' looks at none": {"own": {"a": None}},
+        "target='server' uses none": {"own": {"a": None}},
         "'z'": {"own": {"z": None}, "target": "clients", "clients": CLIENTS},
     }
     for says, options in wrong.items():
@@ -370,7 +370,7 @@ def test_contradictions_of_an_evaluator_are_told() -> None:
 
 
 def test_settings_of_text_are_not_ignored() -> None:
-    with pytest.raises(ConfigError, match=r"TrainSettings\.max_length is of text"):
+    with pytest.raises(ConfigError, match=r"TrainSettings\.max_length is for text"):
         ModuleTrainer(tiny(), examples(), loss, TrainSettings(max_length=64), seed=0)
 
 

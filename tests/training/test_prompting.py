@@ -106,7 +106,7 @@ class TestTurns:
             ("user", (("user", "w1 [SEP] w2"), ("assistant", "w5"))),
             ("assistant", (("user", "w1"), ("assistant", "w5 [EOS]"))),
         ):
-            with pytest.raises(DataError, match=rf"the {role} says .*'\[(SEP|EOS)\]' at character 3"):
+            with pytest.raises(DataError, match=rf"the {role}'s text .*'\[(SEP|EOS)\]' at character 3"):
                 converse(find_template(PLAIN, talking(None)), talking(None), talk)
 
     @pytest.mark.parametrize(("template", "left"), [("none", [3, 4]), ("w7 {prompt} w8", [7, 3, 4, 8])])
@@ -201,7 +201,7 @@ class TestWhichTemplate:
             ("raw", "data.template is 'chat'"),
             ("Q: {prompt} A: {response}", "follow by themselves"),
             ("{prompt} {prompt}", "once"),
-            ("### {{prompt}}", "go through `messages`"),
+            ("### {{prompt}}", "needs `messages`"),
         ],
     )
     def test_what_is_no_template(self, wrong: str, said: str) -> None:

@@ -105,7 +105,7 @@ def test_what_cannot_start_says_why() -> None:
     with Processes(None, 2, begin=work.no_start) as processes, pytest.raises(HyperparameterError, match="no GPU here"):
         list(processes.map(work.add, [1]))
     dying = Processes(None, 1, begin=work.die_at_start)
-    with dying, pytest.raises(HyperparameterError, match="die as they start"):
+    with dying, pytest.raises(HyperparameterError, match="die at their start"):
         list(dying.map(work.add, [1, 2]))
     with pytest.raises(HyperparameterError, match="does not pickle"):
         Processes(lambda: None, 2)
@@ -137,7 +137,7 @@ def test_a_script_that_does_its_work_as_a_worker_imports_it_is_told_so(tmp_path:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and done.stdout == ""
     assert "imports the script" in done.stderr
-    assert "die as they start" in done.stderr.splitlines()[-1]
+    assert "die at their start" in done.stderr.splitlines()[-1]
 
 
 def test_there_is_a_core_for_each_that_is_available() -> None:

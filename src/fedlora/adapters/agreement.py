@@ -39,7 +39,7 @@ def check_uploads(
     notes = _of_labels(said, labels) + _of_bases(said, same_base) + _of_clients(said, counted)
     rounds = {one.client: one.round for one in said if one.round is not None}
     if len(set(rounds.values())) > 1:
-        notes.append(f"the uploads are of different rounds: {_listed(rounds)}")
+        notes.append(f"the uploads belong to different rounds: {_listed(rounds)}")
     fresh = {one.client: one.start for one in said if one.start is not None and one.start.startswith("fresh")}
     if len(set(fresh.values())) > 1:
         notes.append(
@@ -76,7 +76,7 @@ def read_uploads(
             base models: digests of the weights in upload.json that differ, or other names without equal digests.
     """
     if len(directories) < 2:
-        raise AdapterFormatError(f"at least two adapters are needed; got {len(directories)}.")
+        raise AdapterFormatError(f"give at least two adapters; got {len(directories)}.")
     files = [AdapterFile(directory, limits=limits) for directory in directories]
     held: dict[str, list[allocation.Pair]] = {}
     for file in files:
@@ -95,14 +95,14 @@ def read_uploads(
     digests = [found for file in files if (found := base_weights(file))]
     if (len(set(bases.values())) > 1 and not same_weights(files)) or any(found != digests[0] for found in digests):
         raise AdapterFormatError(
-            f"the adapters are of different base models, so their updates do not add up: {quoted(bases, 1_000)}. Names "
+            f"the adapters have different base models, so their updates do not add up: {quoted(bases, 1_000)}. Names "
             f"do not matter if every {FILE} has digests of the base model's weights, and all are equal"
             f"{'; these have different digests' if any(found != digests[0] for found in digests) else ''}."
         )
     twice = repeated(upload.client.id for upload in uploads)
     if twice:
         raise AdapterFormatError(
-            f"two of the adapters are of client {quoted(twice[0])}: give one for each client, of one round only."
+            f"two of the adapters belong to client {quoted(twice[0])}: give one for each client, of one round only."
         )
     return uploads, specs[0]
 
@@ -157,7 +157,7 @@ def _of_clients(said: Sequence[Facts], counted: bool) -> list[str]:
         by_client.setdefault(one.client, []).append(one)
     for client, uploads in by_client.items():
         if len(uploads) > 1:
-            both = f"{uploads[0].directory} and {uploads[1].directory} are both of client {quoted(client, 80)}"
+            both = f"{uploads[0].directory} and {uploads[1].directory} both belong to client {quoted(client, 80)}"
             if counted:
                 raise AdapterFormatError(f"{both}: its examples would count twice. Give one for each, or --weights.")
             notes.append(f"{both}: it counts {len(uploads)} times")

@@ -82,12 +82,12 @@ def check_same_base(bases: Iterable[Base], *, declared: bool = False, digests: b
     for a, b in combinations(dict.fromkeys(bases), 2):
         if _revision(a) and _revision(b) and _revision(a) != _revision(b):
             raise AdapterFormatError(
-                f"the adapters are of different base models, so they do not add up: {a} and {b}: two revisions."
+                f"the adapters belong to different base models, so they do not add up: {a} and {b}: two revisions."
             )
         if not (declared or digests or is_same_base(a, b)):
             raise AdapterFormatError(
-                f"the adapters are of different base models, so they do not add up: {a} and {b}. "
-                f"If both are the same model with the same weights, say so by --same-base (same_base=True)."
+                f"the adapters belong to different base models, so they do not add up: {a} and {b}. "
+                f"If both are the same model with the same weights, add --same-base (same_base=True)."
             )
         if a.name != b.name:
             why = ": the SHA-256 of their weights are equal" if digests else " (--same-base)" if declared else ""

@@ -68,7 +68,7 @@ def kept(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
             adapter has LoRA of an embedding, another lora_bias: peft takes one of them.
     """
     if rule not in get_args(HeadRule):
-        raise ConfigError(f"--heads is one of {', '.join(get_args(HeadRule))}; got {str(rule)[:80]!r}.")
+        raise ConfigError(f"--heads must be one of {', '.join(get_args(HeadRule))}; got {str(rule)[:80]!r}.")
     found = _held(given, rule)
     why = _obstacle(given, found, rule)
     if why is not None:
@@ -176,13 +176,13 @@ def _obstacle(given: Collection, found: Mapping[str, tuple[str, Held]], rule: He
                 trained = next(other for other, its in whole.items() if its == kind)
                 return (
                     f"{file.directory} has an update of {quoted(name)}, which {trained.directory} trained whole. "
-                    f"Without the base model nobody knows what that changed, so no adapter can hold the sum of the two."
+                    f"Without the base model that change is unknown, so no adapter can hold the sum of the two."
                 )
         lacks = next((file for file in given.files if file not in whole), None)
         if rule == "average" and kind != "base" and lacks is not None:
             return (
                 f"{lacks.directory} has no {quoted(path)}, which others trained whole, and its value in the base "
-                f"model is not known here."
+                f"model is unknown here."
             )
     return None
 

@@ -124,7 +124,7 @@ class Collection:
                 raise AdapterFormatError(
                     f"{one.directory} and {other.directory} have no module in common: the first has "
                     f"{_some(one.modules)}, the other {_some(other.modules)}. They belong to different models, or "
-                    f"train different layers of one model. In the second case say how to count a module that an "
+                    f"train different layers of one model. In the second case choose how to count a module that an "
                     f"adapter lacks: --missing zero or --missing renormalise."
                 )
             waiting = [file for file in waiting if file not in near]
@@ -177,7 +177,7 @@ class Collection:
         if len(shapes) > 1:
             where = ", ".join(str(file.directory) for file, _ in held)
             raise AdapterFormatError(
-                f"module {quoted(module)} has different shapes {sorted(shapes)} in {where}: other models."
+                f"module {quoted(module)} has different shapes {sorted(shapes)} in {where}: these are different models."
             )
         weights = [w * scale for (_, w), scale in zip(held, scales, strict=True)]
         return combine(module, loras, weights, reduce(torch.promote_types, (f.wide(module) for f, _ in held), dtype))

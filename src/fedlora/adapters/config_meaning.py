@@ -294,8 +294,8 @@ def parameter_names(module: str, rows: Sequence[int], short: Sequence[str], said
         in_full = f"{module.rpartition('.')[2]}.{short[0]}"
         raise AdapterFormatError(
             f"{quoted(module)}: target_parameters names {len(short)} parameters that may be its own "
-            f"({quoted(', '.join(short), 80)}), the file has pairs for {len(rows)}: it does not tell which ones. "
-            f"Name them with their module, as {quoted(in_full, 80)}."
+            f"({quoted(', '.join(short), 80)}), the file has pairs for {len(rows)} and does not say which. "
+            f"Name them with their module: {quoted(in_full, 80)}."
         )
     names = [f"{module}.{name}" for name in short]
     means = {name: (said.rank(name), said.scale(name, 1.0)) for name in names}
@@ -307,7 +307,7 @@ def parameter_names(module: str, rows: Sequence[int], short: Sequence[str], said
     if len(fits) > 1:
         raise AdapterFormatError(
             f"{quoted(module)}: rank_pattern or alpha_pattern gives its parameters {quoted(', '.join(short))} "
-            f"different scalings, and the file does not tell which nested factors belong to which. Train them with "
+            f"different scalings, and the file does not say which nested factors belong to which. Train them with "
             f"one rank and one alpha."
         )
     return fits[0]

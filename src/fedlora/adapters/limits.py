@@ -75,7 +75,7 @@ class Limits:
             name, _, value_text = text.partition("=")
             if name not in known:
                 raise ConfigError(
-                    f"--limit takes NAME=VALUE, and NAME is one of {', '.join(known)}; got {quoted(text, 80)}."
+                    f"--limit takes NAME=VALUE, where NAME is one of {', '.join(known)}; got {quoted(text, 80)}."
                 )
             told, number = f"--limit {text}", _whole(value_text, f"--limit {name}")
             if given.setdefault(name, (told, number))[1] != number:
@@ -95,6 +95,6 @@ def _whole(text: str, option: str) -> int:
     number = int(found[1]) * _UNITS[found[2]] if found else math.nan
     if not 1 <= number <= _LARGEST:
         raise ConfigError(
-            f"{option} takes a whole number from 1 to {_LARGEST:,}, also as 80GiB; got {quoted(text, 80)}."
+            f"{option} takes a whole number from 1 to {_LARGEST:,}, or a size like 80GiB; got {quoted(text, 80)}."
         )
     return int(number)

@@ -42,7 +42,7 @@ def only_by(by: str, weights: str) -> Callable[[Path], str | None]:
         for path in found:
             other = written_by(path)
             if other != by:
-                whose = f"{quoted(other, 80)} wrote that" if other else "they do not say which program wrote them"
+                whose = f"{quoted(other, 80)} wrote that" if other else "their metadata name no program"
                 return f"holds weights that `{by}` did not write ({quoted(str(path.relative_to(folder)))}: {whose})"
         return None if found else f"holds no weights, so `{by}` did not write it"
 

@@ -42,7 +42,7 @@ def merge_card(given: Collection, report: MergeReport, made: str, asked: str) ->
     return f"""{_front(given.spec().base_model, "lora", "merge", "fedlora")}
 # Merged LoRA adapter
 
-{made} of {len(given.files)} adapters, exact up to the asked rank ({asked}): ranks {ranks},
+{made} of {len(given.files)} adapters, exact up to the requested rank ({asked}): ranks {ranks},
 relative truncation error {report.error:.2e} over all modules (norm of the update {norm:.4g}){rounding}.
 {padded}, with alpha = r: the update is B A itself.
 
@@ -62,9 +62,9 @@ def client_card(spec: AdapterSpec, label: str, report: ClientReport, modules: in
     return f"""{_front(spec.base_model, "lora", "fedlora")}
 # LoRA adapter of one client
 
-What client {cell(report.client)} goes on from after a round of {cell(label)}:
+The adapter with which client {cell(report.client)} continues after a round of {cell(label)}:
 rank {ranks}, relative distance {report.error:.2e} from the global update, over all modules.{held}
-That update itself is the adapter two folders above.
+The global update is the adapter two folders above.
 """
 
 

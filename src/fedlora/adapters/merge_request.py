@@ -44,7 +44,7 @@ class Result:
         if self.dtype is not None:
             parse_type(self.dtype)
         if self.max_error is not None and not 0 <= self.max_error < math.inf:
-            raise ConfigError(f"--max-error is a number from 0; got {self.max_error}.")
+            raise ConfigError(f"--max-error must be a number from 0; got {self.max_error}.")
 
     @property
     def wide(self) -> torch.dtype:
@@ -105,4 +105,4 @@ class Place:
 
 def one_of(option: str, value: object, known: Sequence[str]) -> None:
     if value is not None and value not in known:
-        raise ConfigError(f"{option} is one of {', '.join(known)}; got {str(value)[:80]!r}.")
+        raise ConfigError(f"{option} must be one of {', '.join(known)}; got {str(value)[:80]!r}.")

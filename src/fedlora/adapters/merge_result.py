@@ -175,7 +175,7 @@ def _check_error(
         narrow = extras.tensors[path].dtype
         raise ConfigError(
             f"writing {name_of(narrow)} moves {quoted(path, 80)} by {moved:.2g} of its size. It is a whole weight, "
-            f"and without the base model nobody knows how much training changed it, so --max-error {most:g} "
+            f"and only the base model tells how much training changed it, so --max-error {most:g} "
             f"cannot be kept: --dtype {_wider(narrow)} loses less, --heads drop leaves it out."
         )
 
@@ -198,9 +198,9 @@ def _one_rank(wanted: Result, rule: RankRule, cuts: Sequence[_Cut], dtype: torch
             f"factors; they change nothing, and cannot train"
         )
     elif rule.kind == "rank" and rule.value > max(ranks):
-        notes.append(f"rank {rule.value:.0f} was asked for, and the update has {max(ranks)}: nothing is cut")
+        notes.append(f"you asked for rank {rule.value:.0f}, and the update has {max(ranks)}: nothing is cut")
     if rule.kind == "budget" and all(cut.rank >= cut.full for cut in cuts):
-        notes.append(f"budget={rule.value:g} is no less than the update takes (ranks to {max(ranks)}): nothing is cut")
+        notes.append(f"budget={rule.value:g} is enough for the whole update (ranks to {max(ranks)}): nothing is cut")
     if largest > asked:
         notes.append(
             f"vLLM takes ranks {', '.join(map(str, VLLM_RANKS))}: rank {asked} is written as {largest}, with slots "
@@ -249,7 +249,7 @@ def _of_first(wanted: Result, given: Collection, extras: Beside) -> list[str]:
     if wanted.heads == "first" and whole and given.sum:
         notes.append(
             f"--heads first under --sum: {len(whole)} tensors that were trained in full, such as "
-            f"{quoted(whole[0], 80)}, are the first adapter's own, and no sum"
+            f"{quoted(whole[0], 80)}, are the first adapter's own, not a sum"
         )
     return notes
 

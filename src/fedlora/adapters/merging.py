@@ -79,7 +79,7 @@ def merge(
     if sum and missing == "renormalise":
         raise ConfigError("--sum uses weights as they are, but --missing renormalise rescales them: leave out one.")
     if isinstance(adapters, str | os.PathLike):
-        raise ConfigError("adapters are a list of directories; for one alone write [directory].")
+        raise ConfigError("adapters must be a list of directories; for a single one write [directory].")
     place = Place(Path(out), MERGE_FOLDER, MERGE, force, adapters)
     place.check()
     given, said = collected(

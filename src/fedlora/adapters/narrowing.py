@@ -35,7 +35,7 @@ def name_of(dtype: torch.dtype) -> str:
 def parse_type(text: str) -> torch.dtype:
     """Raises `ConfigError` for a name that no file is written in."""
     if text not in TYPES:
-        raise ConfigError(f"the dtype of a result is one of {', '.join(TYPES)}; got {text[:80]!r}.")
+        raise ConfigError(f"the dtype of a result must be one of {', '.join(TYPES)}; got {text[:80]!r}.")
     return TYPES[text]
 
 

@@ -180,7 +180,7 @@ def _path(key: str) -> str:
 def _add_factor(pair: dict[str, str], factor: str, key: str, stored: Stored) -> None:
     if stored.dtype not in FLOATS:
         raise AdapterFormatError(
-            f"{quoted(key)} is of type {stored.dtype}; updates are floating-point numbers ({', '.join(FLOATS)})."
+            f"{quoted(key)} has type {stored.dtype}; updates must be floating-point numbers ({', '.join(FLOATS)})."
         )
     if factor in pair:
         raise AdapterFormatError(f"{quoted(pair[factor])} and {quoted(key)} are both lora_{factor} of one module.")

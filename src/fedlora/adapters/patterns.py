@@ -333,7 +333,7 @@ class _Screen:
             return {"*": (0, None), "+": (1, None), "?": (0, 1)}[sign]
         most = int(high) if high else None if comma else int(low)
         if most is not None and most < int(low):
-            raise _Refused("counts from more to less")
+            raise _Refused("has a count whose upper end is below its lower end")
         return int(low), most
 
 

@@ -32,7 +32,7 @@ def check_tied(one: str, first: tuple[LoRA, float], other: str, second: tuple[Lo
             apart = min(apart, stack([own, tied], [s, -t]).norm())
     if apart > _ROUNDING * rounding * size:
         raise AdapterFormatError(
-            f"ensure_weight_tying makes {quoted(one)} and {quoted(other)} one weight, and their updates differ by "
+            f"ensure_weight_tying makes {quoted(one)} and {quoted(other)} one weight, but their updates differ by "
             f"{apart / size if size else math.inf:.2g} of their size: peft keeps one of the two for both. Save the "
             f"adapter again with peft; if its base model does not tie them, set ensure_weight_tying to false in its "
             f"adapter_config.json."

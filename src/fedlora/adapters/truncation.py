@@ -130,7 +130,7 @@ def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: t
         found = product(Bs, As, weights, tolerance=rank_tolerance(dtype), dtype=dtype)
     except OverflowError as error:
         raise AdapterFormatError(
-            f"module {quoted(name)}: the sum of its updates is larger than numbers can be ({error}). Training does "
+            f"module {quoted(name)}: the sum of its updates overflows ({error}). Training does "
             f"not produce such weights: a file is damaged, or a scaling is wrong."
         ) from error
     return Combined(name, sum(lora.rank for lora in loras), found)
@@ -165,7 +165,7 @@ def budget_ranks(reports: Sequence[ModuleReport], costs: Sequence[int], mean_ran
     budget = mean_rank * sum(costs)
     left = budget - sum(costs)
     if left < 0:
-        raise HyperparameterError(f"a budget of mean rank {mean_rank:g} is less than one slot for each module.")
+        raise HyperparameterError(f"a budget of mean rank {mean_rank:g} gives less than one slot for each module.")
     unit = max((report.singular_values[0] for report in reports if report.singular_values), default=1.0)
     gains = [
         ((s / unit) ** 2 / cost, -module, -place)

@@ -190,7 +190,7 @@ def header_of(file: StrangersFile, limits: Limits) -> Mapping[str, Stored]:
             raise AdapterFormatError(f"{path} is damaged: two of its tensors {what} at byte {begin:,} of the data.")
     if spans[-1][1] != size - data:
         raise AdapterFormatError(
-            f"{path} is damaged: its header tells of {spans[-1][1]:,} bytes of data, but {size - data:,} are there."
+            f"{path} is damaged: its header announces {spans[-1][1]:,} bytes of data, but it holds {size - data:,}."
         )
     return found
 
@@ -307,7 +307,7 @@ def _entry(path: Path, name: str, entry: Any, limits: Limits, data: int) -> Stor
 
     if len(name) > limits.name or not _NAME.fullmatch(name):
         raise refuse(
-            "has a name that no module has: names are ASCII words with single dots between, without spaces or "
+            "has an impossible name: names are ASCII words with single dots between, without spaces or "
             "slashes, up to "
             f"{limits.name} letters (--limit name)"
         )
@@ -321,7 +321,7 @@ def _entry(path: Path, name: str, entry: Any, limits: Limits, data: int) -> Stor
         raise refuse(f"has {len(shape):,} dimensions, more than the {limits.dimensions} allowed (--limit dimensions)")
     for number in (*shape, begin, end) if isinstance(shape, list) else (None,):
         if type(number) is not int or not 0 <= number < 2**48 or begin > end:
-            raise refuse("has a shape or a place in the file that no tensor can have")
+            raise refuse("has an impossible shape or place in the file")
     size = math.prod(shape) * SIZES[dtype]
     if size != end - begin:
         raise refuse(f"should have {size:,} bytes by its shape and has {end - begin:,}")

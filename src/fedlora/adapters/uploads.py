@@ -64,9 +64,7 @@ def read_facts(directory: Path, limits: Limits | None = None) -> Facts:
 
     client, examples = said.get("client"), said.get("num_examples")
     if not isinstance(client, str) or isinstance(examples, bool) or not isinstance(examples, int | float):
-        raise AdapterFormatError(
-            f"{path} does not name its client and number of examples: client and num_examples are needed."
-        )
+        raise AdapterFormatError(f"{path} must name its client (client) and its number of examples (num_examples).")
     known("client", lambda v: 0 < len(v) <= _LONGEST_NAME and v.isprintable(),
           f"a name of up to {_LONGEST_NAME} letters on one line")  # fmt: skip
     known("num_examples", lambda v: 0 <= v <= _MOST_EXAMPLES, f"a number from 0 to {_MOST_EXAMPLES:g}")

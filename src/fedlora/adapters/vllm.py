@@ -32,7 +32,7 @@ def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str
     """
     way = "fedlora apply writes an adapter into its base, which vLLM serves as a model."
     if given.files[0].config.get("layer_replication"):
-        raise ConfigError(f"vLLM knows no layer_replication: {way}")
+        raise ConfigError(f"vLLM does not support layer_replication: {way}")
     beside = list(beside)
     refused: dict[str, str] = {}
     for name, kind in beside:
@@ -50,7 +50,7 @@ def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str
         raise ConfigError(f"vLLM does not take {what}.{less} To serve the whole: {way}")
     notes = []
     if any(kind == "head" for _, kind in beside):
-        notes.append("vLLM takes saved score and classifier modules since August 2026; else fedlora merge --heads drop")
+        notes.append("vLLM before August 2026 refuses saved score and classifier modules: fedlora merge --heads drop")
     if any(kind == "base" for _, kind in beside):
         notes.append(
             "vLLM ignores the copies of base weights beside an embedding or lm_head: this is right only if "

@@ -28,14 +28,14 @@ def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: boo
     if len(given) != count:
         raise ConfigError(f"there are {len(given)} weights for {count} adapters.")
     if not all(math.isfinite(w) for w in given):
-        raise ConfigError(f"weights are finite numbers; got {list(given)}.")
+        raise ConfigError(f"weights must be finite numbers; got {list(given)}.")
     if not sum and any(w < 0 for w in given):
         raise ConfigError(
             f"weights of a mean cannot be negative; got {list(given)}. --sum (sum=True) uses them as they are."
         )
     sizes = [abs(w) for w in given if w]
     if not sizes:
-        raise ConfigError(f"weights that are not all zero are needed; got {list(given)}.")
+        raise ConfigError(f"not all weights may be zero; got {list(given)}.")
     if max(sizes) > _LARGEST or min(sizes) < _SMALLEST:
         raise ConfigError(f"weights are from {_SMALLEST:g} to {_LARGEST:g} in size, or 0; got {list(given)}.")
     if min(sizes) < _SMALLEST * max(sizes):
@@ -50,7 +50,7 @@ def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: boo
 def _numbers(values: Sequence[float]) -> tuple[float, ...]:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"weights are numbers; got {str(value)[:80]!r}.")
+            raise ConfigError(f"weights must be numbers; got {str(value)[:80]!r}.")
     try:
         return tuple(map(float, values))
     except OverflowError as error:  # a whole number beyond every float

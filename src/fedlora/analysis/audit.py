@@ -81,7 +81,7 @@ def random_gauge(rank: int, condition: float, *seed: str | int) -> Tensor:
     `ValueError` for a condition below 1 or above `MOST`."""
     if not 1 <= condition <= MOST:
         raise ValueError(
-            f"coordinates have a condition from 1 to {MOST:g}; got {condition:g}. Beyond it, float64 keeps fewer than "
+            f"a condition must be from 1 to {MOST:g}; got {condition:g}. Beyond it, float64 keeps fewer than "
             f"four digits of an update that is written in them, and soon none."
         )
     generator = torch.Generator().manual_seed(derive_seed("gauge", *seed))
@@ -211,7 +211,7 @@ def audit(
     one_factor = (roles.B, roles.A) != ("shared", "shared")
     try:
         if not server.has_global_model(state):
-            raise NoGlobalModel("it keeps no global model: part of every adapter stays with its client.")
+            raise NoGlobalModel("it keeps no global model, because part of every adapter stays with its client.")
         if one_factor:
             _require_common("A" if roles.A == "frozen" else "B", bare)
         after = server.aggregate(state, [replace(u, adapter=send(u.adapter, roles)) for u in bare])
@@ -223,7 +223,7 @@ def audit(
         return Audit(name, refused=str(refusal))
     tally = after.tally
     if tally is None:
-        raise NoGlobalModel(f"{name} aggregated and kept no tally of who counted: it is no method that can be audited.")
+        raise NoGlobalModel(f"{name} aggregated and kept no tally of who counted, so it cannot be audited.")
     mean = mean_update(bare, tally.weights)
     zero_mean = _is_zero(mean)
     found = Audit(name, modules=server.diagnostics(after), zero_mean=zero_mean)

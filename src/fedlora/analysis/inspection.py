@@ -129,7 +129,7 @@ def difference(one: LoRA, other: LoRA) -> ModuleDifference:
 def _check_same_matrix(one: LoRA, other: LoRA) -> None:
     shapes = [(B.shape[0], A.shape[1]) for B, A in (one.factors, other.factors)]
     if shapes[0] != shapes[1]:
-        raise ShapeError(f"one is an update of shape {shapes[0]}, the other of {shapes[1]}: of different models.")
+        raise ShapeError(f"one update has shape {shapes[0]}, the other {shapes[1]}: they belong to different models.")
 
 
 def _columns(lora: LoRA) -> Tensor:
@@ -163,8 +163,8 @@ def comparable(files: Sequence[AdapterFile]) -> list[AdapterFile]:
             shape, other = first.setdefault(path, ((*B.shape[:1], *A.shape[1:]), file))
             if shape != (*B.shape[:1], *A.shape[1:]):
                 raise AdapterFormatError(
-                    f"module {quoted(path)} is an update of other shapes in {other.directory} and in {file.directory}: "
-                    f"other models."
+                    f"module {quoted(path)} has different shapes in {other.directory} and in {file.directory}: "
+                    f"different models."
                 )
     largest = [max((file.pair(path) for path in file.layouts), key=allocation.bytes_to_read) for file in files]
     largest = sorted(largest, key=allocation.bytes_to_read)[-2:]

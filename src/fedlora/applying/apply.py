@@ -154,7 +154,7 @@ def _applied(verdict: Judged, left_out: Sequence[str], costs: Mapping[str, Round
     notes += [f"{n} {tuple(state[n].shape)} is added: the base model has no such tensor." for n in brought]
     if several:
         notes.append(
-            f"what is one tensor in the base model becomes several, and tie_word_embeddings = false: "
+            f"one tensor of the base model becomes several, and tie_word_embeddings = false: "
             f"{', '.join(sorted(several))} stand by themselves."
         )
     odd = [f"{name} (a tensor that a {built.kind.__name__} has no place for)" for name in built.unexpected]
@@ -182,7 +182,7 @@ def _write(verdict: Judged, folder: Path, dtype: torch.dtype | None, progress: P
     if odd is not None:
         raise AdapterFormatError(
             f"{file.directory}: it changes {odd!r}, which the base model's config ties and its files store with "
-            f"different numbers: which of the two it means is not known."
+            f"different numbers: it is unclear which of the two it means."
         )
     if verdict.untied:
         for name, group in ties.items():
@@ -304,7 +304,7 @@ def _check_written(verdict: Judged, folder: Path, digests: Mapping[str, tuple[to
         )
     if odd:
         raise AdapterFormatError(
-            f"{file.directory}: what transformers writes does not load as it was made: {odd[0]!r} ({len(odd):,} such "
+            f"{file.directory}: the written model differs when it is loaded again: {odd[0]!r} ({len(odd):,} such "
             f"tensors). Nothing is written. {WAY_OUT}."
         )
 

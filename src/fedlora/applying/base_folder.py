@@ -67,7 +67,7 @@ class BaseFiles:
     def _read(self) -> None:
         directory = self.directory
         if os.path.lexists(directory / ADAPTER_CONFIG):
-            raise ConfigError(f"{directory} is no model directory but an adapter's: it has {ADAPTER_CONFIG}.")
+            raise ConfigError(f"{directory} is not a model directory but an adapter's: it has {ADAPTER_CONFIG}.")
         self.home = directory.resolve(strict=True)
         found = os.path.lexists(directory / CONFIG)
         self.config: Mapping[str, Any] = read_json(directory / CONFIG, Limits()) if found else {}
@@ -90,17 +90,17 @@ class BaseFiles:
         names = sorted(set(map(str, found.values()))) if isinstance(found, dict) else []
         for shard in names:
             if not _NAME.fullmatch(shard) or not shard.endswith(".safetensors"):
-                raise ConfigError(f"{self.directory / INDEX} names {quoted(shard)}, which is no file of weights.")
+                raise ConfigError(f"{self.directory / INDEX} names {quoted(shard)}, which is not a file of weights.")
         if not names and any(map(_PICKLED.fullmatch, os.listdir(self.directory))):
             raise ConfigError(
                 f"{self.directory} has its weights as pickles, which can run code when they are read, and not as "
-                f"safetensors. Where you trust it, load it with transformers and save it again: "
+                f"safetensors. If you trust it, load it with transformers and save it again: "
                 f"save_pretrained(NEW, safe_serialization=True)."
             )
         missing = next((shard for shard in names if not os.path.lexists(self.directory / shard)), None)
         if missing or not names:
             raise ConfigError(
-                f"{self.directory} is no model directory: it has no complete safetensors weights ({SINGLE}, or {INDEX} "
+                f"{self.directory} is no model directory: it lacks complete safetensors weights ({SINGLE}, or {INDEX} "
                 f"whose weight_map names files{f'; {missing} is missing' if missing else ''})."
             )
         return names
@@ -205,7 +205,7 @@ def copy_side_file(file: SideFile, to: Path) -> None:
     except AdapterFormatError as error:
         raise ConfigError(f"the base model cannot be read: {error}") from error
     if source.size > _most(file.name):
-        raise ConfigError(f"{shown(file.name)} has grown to {source.size:,} bytes since it was looked at.")
+        raise ConfigError(f"{shown(file.name)} has grown to {source.size:,} bytes since it was checked.")
     to.parent.mkdir(exist_ok=True)
     with to.open("xb") as target:
         for begin in range(0, source.size, _PIECE):

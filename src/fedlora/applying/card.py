@@ -39,7 +39,7 @@ def full_card(file: AdapterFile, of_base: str, changed: int, added: int, head: B
     rest = f" and {len(head.labels) - _MOST_CLASSES} more" if len(head.labels) > _MOST_CLASSES else ""
     load = f"\n\n`transformers.{head.auto}` loads it.{classes}{rest}{'.' if classes else ''}" if head.auto else ""
     body = of_base[front.end() :] if front else of_base
-    below = f"\n\n# The card of the base model\n\nIt is not of this model:\n\n{body.strip()}" if body.strip() else ""
+    below = f"\n\n# The card of the base model\n\nIt is of another model:\n\n{body.strip()}" if body.strip() else ""
     return f"""---
 library_name: transformers
 {f"{license[0]}{chr(10)}" if license else ""}{base_line(file.base_model)}tags:
@@ -50,5 +50,5 @@ library_name: transformers
 # A full model with a LoRA adapter in it
 
 {base} with an adapter of {len(file.ranks)} modules, {rank}, written into its weights by `fedlora apply`:
-{changed} tensors changed, {added} added. What was measured of the base model alone does not hold for it.{load}{below}
+{changed} tensors changed, {added} added. Measurements of the base model alone do not hold for it.{load}{below}
 """

@@ -105,7 +105,7 @@ def _judged(file: AdapterFile, base: BaseFiles) -> Judged:
     if lacking:
         raise AdapterFormatError(
             f"{found} has {quoted(lacking[0])} ({len(lacking):,} such tensors), and neither its files nor the adapter "
-            f"have it whole, under whatever name: its numbers would be made up"
+            f"have it whole, under any name: transformers would invent its numbers"
         )
     return Judged(file, base, found, beside, changes, _must_untie(file, base, found, ties, changes))
 
@@ -129,7 +129,7 @@ def _beside(file: AdapterFile, found: Built) -> Any:
         except (FedLoRAError, MemoryError):
             raise
         except Exception as error:
-            raise AdapterFormatError(f"peft does not put it beside {found}: {said(error)}") from error
+            raise AdapterFormatError(f"peft cannot load it beside {found}: {said(error)}") from error
         for path, layer in within(beside) if is_adalora(file.config) else ():
             if isinstance(layer, LoraLayer) and path in file.layouts:  # the ranks that were kept, as peft loads them
                 layer.update_layer(NAME, file.pair(path)[1].shape[0], config.lora_alpha, config=config)
@@ -145,7 +145,7 @@ def _check_targets(file: AdapterFile, found: Built, layers: Mapping[str, Any]) -
     if idle:
         raise AdapterFormatError(
             f"it has factors of {quoted(idle[0])} ({len(idle):,} such modules), which peft would leave out beside "
-            f"{found}: its config does not make peft target that there. Name the modules in target_modules"
+            f"{found}: its config does not target them there. Name the modules in target_modules"
         )
     if absent:
         raise AdapterFormatError(
@@ -170,7 +170,7 @@ def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
             state = beside.state_dict(keep_vars=True)
             peft = get_peft_model_state_dict(beside, state_dict=state, save_embedding_layers=False)
         except Exception as error:
-            raise AdapterFormatError(f"peft does not tell its tensors beside {found}: {said(error)}") from error
+            raise AdapterFormatError(f"peft cannot list its tensors beside {found}: {said(error)}") from error
     for key, tensor in sorted(peft.items()):
         path, stored = key.removeprefix(PREFIX), file.stored.get(key)
         name, kind = quoted(path), extra_kind(path, file.config)
@@ -181,7 +181,7 @@ def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
         if stored.shape != tuple(tensor.shape):
             raise AdapterFormatError(
                 f"{name} has shape {stored.shape}, and beside {found} peft needs {tuple(tensor.shape)}: the adapter is "
-                f"of another model, or its vocabulary or labels were changed. Save the base model so, and apply to that"
+                f"of another model, or its vocabulary or labels changed. Save the base model that way, and apply to it"
             )
     places = {_ADAPTER.sub("", key): tensor for key, tensor in state.items()} | peft
     loaded: dict[int, str] = {}  # a tensor of peft's -> the first of the file's that it loads there
@@ -218,7 +218,7 @@ def _heads(file: AdapterFile, found: Built, ties: Mapping[str, Sequence[str]]) -
             if shape != wanted:
                 raise AdapterFormatError(
                     f"{quoted(head)} has shape {shape}, and {found} has {wanted or 'no such tensor'}: the vocabulary "
-                    f"or the labels were changed. Save the base model so, and apply to that"
+                    f"or the labels changed. Save the base model that way, and apply to it"
                 )
             # peft copies a bias or a base weight into the parameter itself; a saved module is a copy beside it.
             for name in (place,) if kind == "head" else ties.get(place, (place,)):

@@ -42,7 +42,7 @@ def parameter_of(found: Built, path: str, layer: Any) -> str:
     around = found.model.get_submodule(module.rpartition(".")[0])
     if isinstance(layer, MultiheadAttention) or isinstance(around, nn.MultiheadAttention):
         raise AdapterFormatError(
-            f"{quoted(module)} is of PyTorch's nn.MultiheadAttention, whose out_proj peft updates twice, or not at "
+            f"{quoted(module)} belongs to nn.MultiheadAttention, whose out_proj peft updates twice, or not at "
             f"all. {WAY_OUT}"
         )
     parameter = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
@@ -83,8 +83,8 @@ def token_rows(found: Built, beside: Any) -> Iterator[tuple[str, str, tuple[int,
             raise AdapterFormatError(f"trainable_token_indices names token {odd}, {quoted(name)} has 0 to {last}")
         if getattr(base, "bias", None) is not None:
             raise AdapterFormatError(
-                f"it trains rows of a layer with a bias, {quoted(name)}, and peft leaves that bias out as long as the "
-                f"adapter lies beside the model: merged, it would compute something else"
+                f"it trains rows of a layer with a bias, {quoted(name)}, and peft omits that bias while the "
+                f"adapter is beside the model: merged, it would compute something else"
             )
         _check_forward(found, plain(path), adapter, base)
         _check_read(found, plain(path), "weight")
@@ -129,8 +129,8 @@ def _check_read(found: Built, module: str, parameter: str) -> None:
         kind: Any = type(found.model.get_submodule(".".join(around[:depth])))
         if kind.__module__.startswith("transformers.") and (leaf, parameter) in _reads(kind):
             raise AdapterFormatError(
-                f"it changes {quoted(f'{module}.{parameter}')}, which the code of {kind.__name__} uses past its layer: "
-                f"beside the model, peft's adapter has no part in it there, and merged it would have"
+                f"it changes {quoted(f'{module}.{parameter}')}, which {kind.__name__} reads without calling its layer: "
+                f"peft's adapter beside the model would have no effect there, but a merged one would"
             )
 
 

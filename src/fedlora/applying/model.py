@@ -133,7 +133,7 @@ def load(
     """
     where = f"the base model in {base.directory}"
     how = {"device_map": {"": "meta"}, "dtype": torch.float64} if meta else {"dtype": widest(base)}
-    with quiet(), _bounded(2 * most, where), _translated(f"{where} is none that transformers builds"):
+    with quiet(), _bounded(2 * most, where), _translated(f"{where} cannot be built by transformers"):
         model, told = kind.from_pretrained(
             None, config=copy.deepcopy(config), state_dict={name: _Lazy(base, name, meta) for name in base.stored},
             attn_implementation="eager", ignore_mismatched_sizes=True, output_loading_info=True, **how,
@@ -159,10 +159,10 @@ def config_of(base: BaseFiles, **other: Any) -> Any:
         if isinstance(kind, str):
             why = f"is of type {quoted(kind, 60)}, which transformers {transformers.__version__} does not know"
         if fields.get("auto_map"):
-            why += "; its config.json names code of its own (auto_map), and no stranger's code is run"
+            why += "; its config.json names code of its own (auto_map), and fedlora runs no stranger's code"
         raise ConfigError(f"{where} {why}. {WAY_OUT}.")
     _check_fields(fields, where)
-    with quiet(), _translated(f"the config.json of {where} is none of type {kind}"):
+    with quiet(), _translated(f"the config.json of {where} does not fit type {kind}"):
         return transformers.CONFIG_MAPPING[kind].from_dict(copy.deepcopy(fields) | other)
 
 
@@ -249,7 +249,7 @@ def _check_fields(value: Any, where: str, name: str = "") -> None:
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         if key in _NOT_FOLLOWED and inner:
             raise ConfigError(
-                f"{where}: its config.json has {key} = {quoted(inner, 80)}, which is not followed. {WAY_OUT}."
+                f"{where}: its config.json has {key} = {quoted(inner, 80)}, which fedlora does not follow. {WAY_OUT}."
             )
         _check_fields(inner, where, str(key))
     for inner in value if isinstance(value, list) else ():

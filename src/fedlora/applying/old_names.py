@@ -42,7 +42,7 @@ def by_new_names(file: AdapterFile, model: Any) -> AdapterFile | None:
         raise AdapterFormatError(
             f"{quoted(lost.removeprefix(PREFIX))} is a name of transformers 4, and peft puts several such tensors "
             f"together as it loads them, to {quoted(new[0].removeprefix(PREFIX))}. Load the adapter with peft beside "
-            f"this base model, save it again, and take that"
+            f"this base model, save it again, and use that"
         )
     return AdapterFile(
         file.directory, scaling=file.scaling, limits=file.limits, allow_unknown=file.config, with_base=True, names=names

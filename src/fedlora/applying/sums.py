@@ -99,7 +99,7 @@ def _refuse_infinite(name: str, start: Tensor, exact: Tensor, written: Tensor, d
     worst = float(exact.abs().max())
     raise AdapterFormatError(
         f"{name!r} would hold {worst:.6g} with the adapter in it, beyond {_short(dtype)}'s largest number "
-        f"{torch.finfo(dtype).max:.6g}. Write with --dtype float32, or ask how the adapter came to such an update."
+        f"{torch.finfo(dtype).max:.6g}. Write with --dtype float32, or ask where such a large update comes from."
     )
 
 

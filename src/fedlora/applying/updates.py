@@ -52,7 +52,7 @@ def update(file: AdapterFile, path: str, layer: Any, shape: Sequence[int]) -> Te
     if not same:
         raise AdapterFormatError(
             f"{file.directory}: peft's update of {path!r}, {tuple(delta.shape)} for a weight {tuple(shape)}, is not "
-            f"the one that the file itself says. Nothing is written; one of the two is wrong."
+            f"the one in the file. Nothing is written; one of the two is wrong."
         )
     return delta.flatten(1)
 

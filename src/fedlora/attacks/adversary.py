@@ -128,7 +128,7 @@ class Adversary:
         elif kind == "inner-product":
             all_parts = crafts.against(space, honest, strength)
         else:  # never another attack under its name
-            raise NotImplementedError(f"{kind} stands in `kinds.KINDS`, and nothing here says what it sends.")
+            raise NotImplementedError(f"{kind} is in `kinds.KINDS`, but this file does not say what it sends.")
         return Change({key: all_parts.parts.get(key, part) for key, part in trained.parts.items()})
 
 

@@ -32,14 +32,14 @@ class About:
 
 
 KINDS: Mapping[Kind, About] = MappingProxyType({
-    "sign-flip": About("-s c_i, its own change turned round", "folklore", "s", 1.0, spaces=True),
-    "scale": About("s c_i, its own change made large", "Bagdasaryan et al. 2020, model replacement", "s", 10.0,
+    "sign-flip": About("-s c_i, its own change reversed", "folklore", "s", 1.0, spaces=True),
+    "scale": About("s c_i, its own change enlarged", "Bagdasaryan et al. 2020, model replacement", "s", 10.0,
                    spaces=True),
     "alie": About("mean - z sd of the honest changes, entry by entry", "Baruch et al. 2019",
                   "z; without it the paper's z_max", None, colludes=True, spaces=True),
     "inner-product": About("-e times the mean of the honest changes", "Xie et al. 2020", "e", 1.0, colludes=True,
                            spaces=True),
-    "label-flip": About("trains honestly on labels turned round, class k of C as C - 1 - k", "Fang et al. 2020"),
+    "label-flip": About("trains honestly on reversed labels, class k of C as C - 1 - k", "Fang et al. 2020"),
     "free-rider": About("its readout unchanged; or noise of the size of an honest change", "Lin et al. 2019",
                         colludes=True, spaces=True),
     "subspace-insertion": About("a tiny change in directions that no honest client has", "fedlora",
@@ -69,7 +69,7 @@ class Attack:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise HyperparameterError(f"an attack is one of {', '.join(KINDS)}; got {self.kind!r}.")
+            raise HyperparameterError(f"an attack must be one of {', '.join(KINDS)}; got {self.kind!r}.")
         about, least = self.about, 1.0 if self.kind == "gauge" else 0.0
         if self.strength is not None and not about.strength:
             raise HyperparameterError(f"the attack {self.kind} has no strength; got {self.strength}. Leave it out.")
@@ -84,7 +84,7 @@ class Attack:
                 f"{', '.join(kind for kind, other in KINDS.items() if other.spaces)}."
             )
         if self.noise and self.kind != "free-rider":
-            raise HyperparameterError(f"noise is of a free-rider; the attack is {self.kind}.")
+            raise HyperparameterError(f"noise is for a free-rider; the attack is {self.kind}.")
 
     @property
     def about(self) -> About:

@@ -22,11 +22,11 @@ def choose_attackers(clients: Sequence[str], share: float, *, seed: int) -> tupl
         ('site-1', 'site-2')
     """
     if not 0 < share < 1:
-        raise HyperparameterError(f"the share of attackers lies between 0 and 1, without these; got {share}.")
+        raise HyperparameterError(f"the share of attackers must be above 0 and below 1; got {share}.")
     count = math.floor(share * len(clients) + 1e-9)
     if count == 0:
         raise HyperparameterError(
-            f"a share of {share:g} of {len(clients)} clients is nobody: of these, one attacker is a share of "
+            f"a share of {share:g} of {len(clients)} clients is less than one client; one attacker is a share of "
             f"{1 / max(1, len(clients)):.3g}. Raise it, or name the attackers."
         )
     drawn = set(sorted(clients, key=lambda name: derive_seed(seed, "attacker", name))[:count])
@@ -44,5 +44,5 @@ def flip_labels(labels: Sequence[int], classes: int) -> tuple[int, ...]:
         (2, 1, 0, 0)
     """
     if classes < 2:
-        raise HyperparameterError(f"labels of {classes} classes cannot be flipped: it takes two or more.")
+        raise HyperparameterError(f"labels of {classes} classes cannot be flipped: at least two are needed.")
     return tuple(classes - 1 - label for label in labels)

@@ -27,16 +27,16 @@ COMMANDS = {
 _INTERRUPTED = 130
 # Command -> what to do after Ctrl-C. Others store nothing before they end, or say it themselves.
 AFTER_INTERRUPT = {
-    **dict.fromkeys(("run", "demo", "compare"), "finished rounds are stored: go on with --resume"),
-    "experiment run": "finished runs and rounds are stored: the same command goes on",
+    **dict.fromkeys(("run", "demo", "compare"), "finished rounds are stored: continue with --resume"),
+    "experiment run": "finished runs and rounds are stored: call the same command again",
 }
 # What to do about an error of the system that no command foresaw.
 _WAYS_OUT = {
     errno.ENOSPC: " Free some space there, or name another place.",
     errno.EDQUOT: " Free some of your space there, or name another place.",
-    errno.EACCES: " This user may not do that there: name another place, or ask its owner.",
-    errno.EPERM: " This user may not do that there: name another place, or ask its owner.",
-    errno.EROFS: " Name a place that can be written to.",
+    errno.EACCES: " This user has no permission there: name another place, or ask its owner.",
+    errno.EPERM: " This user has no permission there: name another place, or ask its owner.",
+    errno.EROFS: " That file system is read-only: name another place.",
 }
 
 app = typer.Typer(
@@ -60,7 +60,7 @@ def _tell_versions(asked: bool) -> None:
 def _before(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_tell_versions, is_eager=True, help="What to name in a report of a fault."),
+        typer.Option("--version", callback=_tell_versions, is_eager=True, help="Print the versions, for a bug report."),
     ] = False,
 ) -> None: ...
 

@@ -38,7 +38,7 @@ def inspect(
     shared = [[mean_overlap(a, b) for b in files] for a in files] if len(files) > 1 else []
     if plot is not None:
         if len(files) < 2:
-            raise AdapterFormatError("--plot draws how adapters overlap: give two at least.")
+            raise AdapterFormatError("--plot draws how adapters overlap: give at least two.")
         names = [shown(file.directory.name) for file in files]
         plotted(lambda: [import_plots().plot_overlaps(names, overlaps(files), plot)])
     if json:
@@ -70,7 +70,7 @@ def inspect(
         for k, (file, row) in enumerate(zip(files, shared, strict=True)):
             table.add_row(cell(f"{k + 1} {file.directory}"), *(f"{x:.2f}" for x in row))
         console.print(table)
-        console.print("1: one space lies in the other; independent ones of rank r in d dimensions share about r / d")
+        console.print("1: one space lies inside the other; independent spaces of rank r in d dimensions share r / d")
 
 
 def diff(
@@ -105,7 +105,7 @@ def diff(
     console.print(table)
     for name, apart in beside.items():
         how = (
-            "is in one of the two only, or of another shape" if isinf(apart) else f"differs by {apart:.1e} of its size"
+            "is in only one of the two, or has another shape" if isinf(apart) else f"differs by {apart:.1e} of its size"
         )
         console.print(f"beside the pairs: {shown(name)} {how}")
     for where, only in lone.items():

@@ -23,7 +23,7 @@ _NOTICEABLE = 0.01
 def validate(
     adapters: Adapters,
     base: Annotated[
-        str | None, typer.Option(help="the base model's directory, or demo: do modules and shapes fit it?")
+        str | None, typer.Option(help="the base model's directory, or demo: check modules and shapes against it")
     ] = None,
     allow_unknown: AllowUnknown = None,
     max_bytes: MaxBytes = None,
@@ -79,7 +79,7 @@ def apply(
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="of what is written: float16, bfloat16, float32, float64 (default: the base model's)",
+            help="type of the written model: float16, bfloat16, float32, float64 (default: the base model's)",
             show_default=False,
         ),
     ] = None,
@@ -93,7 +93,7 @@ def apply(
     from fedlora.applying.apply import DTYPES, apply_adapter
 
     if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype is one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
+        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
     (file,), said = open_adapters([adapter], allow_unknown or (), limits_of(limit, None, None), with_base=True)
     tell_remarks(said)
     done = apply_adapter(

@@ -31,7 +31,7 @@ def audit(
     more: Annotated[list[Path] | None, typer.Option("--adapters", help="one more directory; may be repeated")] = None,
     from_run: Annotated[Path | None, typer.Option(help="a run with run.keep_uploads: its newest uploads")] = None,
     methods: Annotated[str, typer.Option(help="names, separated by commas, as 'fedit, glora gamma=1'")] = "all",
-    weights: Annotated[str | None, typer.Option(help="one for each adapter, separated by commas")] = None,
+    weights: Annotated[str | None, typer.Option(help="one weight for each adapter, separated by commas")] = None,
     conditions: Annotated[str, typer.Option(help="condition numbers of the random coordinates")] = CONDITIONS,
     draws: Annotated[int, typer.Option(min=1, help="random coordinates for each condition")] = 3,
     plot: Annotated[Path | None, typer.Option(help="where to write the picture (default: audit.png)")] = None,
@@ -70,7 +70,7 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
     from fedlora.core.messages import Upload
 
     if bool(adapters) == (from_run is not None):
-        raise ConfigError("give adapter directories or --from-run RUN, one of the two.")
+        raise ConfigError("give either adapter directories or --from-run RUN.")
     if from_run is not None:
         folder = RunFolder(from_run)
         found = folder.newest_uploads()
@@ -78,7 +78,7 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
         if not adapters:
             inside = sorted(path.parent for path in from_run.glob("*/*/manifest.json"))
             if inside and not folder.exists():  # a comparison's: METHOD/seed-K
-                raise ConfigError(f"{from_run} is of a comparison; name one of its {len(inside)} runs, as {inside[0]}.")
+                raise ConfigError(f"{from_run} holds a comparison; name one of its {len(inside)} runs: {inside[0]} ...")
             raise ConfigError(
                 f"{from_run} holds no uploads; run it with --set run.keep_uploads=last to store those of the last "
                 f"round."
@@ -134,8 +134,8 @@ def _show(found: Sequence[Audit], uploads: Sequence[Upload], conditions: Sequenc
     stored = max((a.storing[at] for a in found if a.storing), default=None)
     if stored is not None:
         console.print(
-            f"as sent: in {' and '.join(dtypes)}, before and after; storing these adapters in other coordinates moves "
-            f"their mean itself by {stored:.1e}"
+            f"as sent: rounded to {' and '.join(dtypes)}; storing these adapters in other coordinates moves "
+            f"their mean by {stored:.1e}"
         )
     if any(a.zero_mean for a in found):
         console.print("the mean of these adapters is zero, so no relative error is defined", style="yellow")

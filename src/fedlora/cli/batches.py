@@ -123,7 +123,7 @@ def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:
         on_gpu = any(run.config.model.device != "cpu" for run in todo) and torch.cuda.is_available()
         return 1 if on_gpu else max(1, min(len(todo), cores()))
     if not text.isdigit() or int(text) < 1:
-        raise ConfigError(f"--workers is a whole number of at least 1, or auto; got {text!r}.")
+        raise ConfigError(f"--workers must be a whole number of at least 1, or auto; got {text!r}.")
     return int(text)
 
 

@@ -22,14 +22,14 @@ def compare(
         str, typer.Option(help="names, separated by commas, as 'glora, glora gamma=1'; all")
     ] = "glora,flexlora,padded-average",
     seeds: Annotated[
-        str | None, typer.Option(help="as 0:8 (eight of them), 0,3,5 or 7 (default: the config's one)")
+        str | None, typer.Option(help="such as 0:8 (eight seeds), 0,3,5 or 7 (default: the config's)")
     ] = None,
     workers: Annotated[str, WorkersHelp] = "1",
     tune: Annotated[
-        str | None, typer.Option(metavar="KEY=VALUES", help="search for each method first, as train.lr=1e-3,3e-3,1e-2")
+        str | None, typer.Option(metavar="KEY=VALUES", help="search for each method first: train.lr=1e-3,3e-3,1e-2")
     ] = None,
     tune_seeds: Annotated[
-        str | None, typer.Option(help="seeds of the search, none of those that are compared (default: 1000)")
+        str | None, typer.Option(help="seeds of the search; none may be a compared seed (default: 1000)")
     ] = None,
     reference: Annotated[
         str | None, typer.Option(help="the method to compare the others with (default: the first)")
@@ -39,7 +39,7 @@ def compare(
     ] = None,
     set: Sets = None,
     out: Annotated[Path | None, typer.Option(help="folder of the runs (default: runs/<config name>-compare)")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the comparison in the folder")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the comparison in the folder")] = False,
     data_root: DataRoot = None,
     format: FormatOption = Format.table,
     json: JsonAlias = False,

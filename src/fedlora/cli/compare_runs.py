@@ -80,10 +80,8 @@ def compare_all(
     before = contents(base) if planned else {}
     failed = run_stages(experiment, PROFILE, kept, workers, given_up=_given_up, wanted=lambda _: True)
     if changed := [key for key, content in (contents(base) if planned else {}).items() if content != before[key]]:
-        what = f"{' and '.join(changed)} changed while these runs were made, so some read other files than the others"
-        raise typer.Exit(
-            complain(f"{what}. --resume names a run that did: delete its folder, and go on with --resume.")
-        )
+        what = f"{' and '.join(changed)} changed while these runs were made, so not all of them read the same files"
+        raise typer.Exit(complain(f"{what}. --resume names such a run: delete its folder, and continue with --resume."))
     kept.restore()
     by_machine = {o.run.digest: str(o.error) for o in failed if o.by_machine}
     _show(Grid(experiment, PROFILE, kept.finished(), _given_up(failed), by_machine), kept, refused, form)
@@ -131,17 +129,17 @@ def _no_contradiction(
     """Raises `ConfigError` where --set says what another option says, or says it to nobody."""
     said = overridden(overrides)
     if seeds is not None and "seed" in said.get("run", {}):
-        raise ConfigError("--seeds and --set run.seed=... both say which seeds; give one.")
+        raise ConfigError("--seeds and --set run.seed=... both set the seeds; give one.")
     if tune is not None:
         there: Any = said
         for part in tune.key.split("."):
             there = there.get(part) if isinstance(there, Mapping) else None
         if there is not None:
-            raise ConfigError(f"--tune and --set {tune.key}=... both say what {tune.key} is; give one.")
+            raise ConfigError(f"--tune and --set {tune.key}=... both set {tune.key}; give one.")
     if "method" in said and base.method.name not in labels:
         raise ConfigError(
-            f"--set method.... is of the config's method, {base.method.name}, which is not among --methods "
-            f"{', '.join(labels)}; write settings behind a name, as 'svd energy=0.9'."
+            f"--set method.... changes the config's method, {base.method.name}, which is not among --methods "
+            f"{', '.join(labels)}; write settings after a name, such as 'svd energy=0.9'."
         )
 
 
@@ -151,7 +149,7 @@ def _say_before(base: RunConfig, seeds: Sequence[int], by_default: bool, workers
     threads = "".join(f" in place of {key}" for key, more in asked.items() if more)
     more = "" if workers != "1" or cores() == 1 else f"; --workers auto uses all {cores()} cores"
     notes.print(
-        f"each run has one process and thread{threads}, so that --workers changes no number{more}", markup=False
+        f"each run uses one process and one thread{threads}, so --workers changes no result{more}", markup=False
     )
     if len(seeds) == 1 and by_default:
         notes.print("one seed: there will be no interval; add --seeds 0:8", style="yellow", markup=False)
@@ -172,7 +170,7 @@ def _show(grid: Grid, kept: ComparedRuns, refused: Mapping[str, str], form: Form
     cells = score_cells(grid)
     if not any(cell.scores for cell in cells):
         raise ConfigError(
-            f"no run has the number {grid.which()!r}: each of them diverged or never got there. Compare another "
+            f"no run has the number {grid.which()!r}: each diverged or ended before it was measured. Compare another "
             f"--metric."
         )
     beside = "; ".join(dict.fromkeys([grid.which(), *_BESIDE]))
@@ -224,7 +222,7 @@ def _drawing(grid: Grid, kept: ComparedRuns) -> Callable[[], list[Path]]:
         stem = stem if len(mine) == len(every) else "-".join([stem, *sorted(mine)])[:200]
         figure = comparison_figure(grid, [mine.get(name, name) for name in every])
         if figure is None:
-            notes.print("no picture: one seed and one evaluated round; add --seeds 0:8, or rounds", markup=False)
+            notes.print("no picture of one seed and one evaluated round; add --seeds 0:8, or more rounds", markup=False)
             return []
         return save(figure, kept.work / f"{stem}.pdf", kept.work / f"{stem}.png")
 

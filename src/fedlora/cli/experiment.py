@@ -41,7 +41,7 @@ def run(
     data_root: Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="show what would run, and run nothing")] = False,
     rate: Annotated[
-        float | None, typer.Option(min=0.001, help="examples a second of another machine, for --plan's hours")
+        float | None, typer.Option(min=0.001, help="examples a second on another machine, to estimate --plan's hours")
     ] = None,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
@@ -100,7 +100,7 @@ def table(
 @app.command()
 def plan(
     names: Names,
-    again: Annotated[bool, typer.Option("--again", help="write another plan, which keeps the old one inside")] = False,
+    again: Annotated[bool, typer.Option("--again", help="write a new plan, which keeps the old one in it")] = False,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
     work: Work = WORK,

@@ -51,7 +51,7 @@ def _claims(project: Project) -> Claims:
     if project.asked is None:
         beside = project.experiments / project.claims.name
         raise ConfigError(
-            f"neither {beside} nor {project.claims} exists; it must state the questions. Name the file by --claims."
+            f"neither {beside} nor {project.claims} exists; one must state the questions. Name it by --claims."
         )
     return project.asked
 
@@ -60,7 +60,7 @@ def _show_plan(asked: Claims, grid: Grid, plan: SeedPlan, path: Path, name: str)
     """What pages show of it; what is too few; and the next command. name: as the experiment was typed."""
     experiment = grid.experiment
     if plan.results.there:
-        tell([f"{plan.results.there} of the {plan.results.of} planned runs are there already. Verdicts will say so: "
+        tell([f"{plan.results.there} of the {plan.results.of} planned runs exist already. Verdicts will say so: "
             f"a plan made after seeing its runs plans nothing."])  # fmt: skip
     families, seeds = asked.of(experiment.name), len(plan.seeds)
     source = Source(grid, plan=plan, claims=asked)
@@ -122,9 +122,9 @@ def answers_of(project: Project, claims: Claims, experiment: Experiment) -> list
 def _notes(claims: Claims, found: Sequence[Answers]) -> list[str]:
     waiting = sorted({one.family.experiment for one in found if not one.complete})
     return [
-        f"Of each family the chance that it says anything false is at most {claims.alpha:g} (Holm's step-down, "
+        f"Each family says anything false with a probability of at most {claims.alpha:g} (Holm's step-down, "
         f"Shaffer's count, over tests of difference and of equivalence), if gaps are nearly normal. With few seeds, "
         f"skewed or two-valued gaps make it several times as large. Each interval is for one question.",
         *remarks(found),
-        *(f"{name}: no number until all planned seeds are there." for name in waiting),
+        *(f"{name}: no result until all planned seeds are there." for name in waiting),
     ]

@@ -64,7 +64,7 @@ def _check(project: Project, loaded: Sequence[Experiment], profile: str, only: l
         known = experiment.profile(profile).seeds
         if unknown := sorted({*(only or [])} - {*known}):
             raise ConfigError(
-                f"--seeds {unknown[0]} is no seed of {experiment.name}, profile {profile}: it has "
+                f"--seeds {unknown[0]} is not a seed of {experiment.name}, profile {profile}: it has "
                 f"{', '.join(map(str, known))}."
             )
         check_number(experiment, profile, experiment.compared(profile))

@@ -66,7 +66,7 @@ def show(printed: Printed, format: Format) -> None:
         print_json(plain(printed.value))
     elif format in (Format.csv, Format.long):
         if format is Format.long and not printed.by_round:
-            raise ConfigError("--format long is of runs by their rounds, and this command shows none; take csv.")
+            raise ConfigError("--format long lists runs round by round, and this command shows no runs; use csv.")
         print(_csv(printed.by_round if format is Format.long else printed.records), end="")
         for remark in printed.remarks:  # a program reads the lines, a person what they are of
             print(remark, file=sys.stderr)

@@ -36,7 +36,7 @@ Out = Annotated[
 ]
 DType = Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64 (default: the adapters' own)")]
 MaxError = Annotated[float | None, typer.Option(help="refuse to write beyond this relative error")]
-For = Annotated[str | None, typer.Option("--for", help="vllm: one rank that vLLM accepts, or a refusal")]
+For = Annotated[str | None, typer.Option("--for", help="vllm: write one rank that vLLM accepts, or refuse")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="compute and report everything, write nothing")]
 _LISTED = 8  # names, of those with other weights
 
@@ -44,10 +44,10 @@ _LISTED = 8  # names, of those with other weights
 def merge(
     adapters: Adapters,
     out: Out = None,
-    weights: Annotated[str | None, typer.Option(help="one for each, separated by commas (default: alike)")] = None,
+    weights: Annotated[str | None, typer.Option(help="one an adapter, separated by commas (default: equal)")] = None,
     weights_from: Annotated[str | None, typer.Option(help="num_examples: from each upload.json")] = None,
     sum: Annotated[
-        bool, typer.Option("--sum", help="weights as they are, also negative: a sum, not a mean (default: all 1)")
+        bool, typer.Option("--sum", help="a sum, not a mean: weights as they are, also negative (default: all 1)")
     ] = False,
     method: Annotated[str, typer.Option(help="svd, or a federated method, as 'glora rho=0.5'")] = "svd",
     rank: Annotated[str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)")] = "exact",
@@ -60,15 +60,15 @@ def merge(
     max_error: MaxError = None,
     serve: For = None,
     same_base: Annotated[
-        bool, typer.Option("--same-base", help="the adapters' base models are the same, whatever their names")
+        bool, typer.Option("--same-base", help="treat the adapters' base models as one, whatever their names")
     ] = False,
     state: Annotated[Path | None, typer.Option(help="folder that keeps the server's state between merges")] = None,
     readout: Annotated[
-        str | None, typer.Option(help="also one adapter a client: 'same', or a TOML file of client = rank")
+        str | None, typer.Option(help="also write each client's adapter: 'same', or a TOML file of client = rank")
     ] = None,
     defence: Annotated[
         str | None,
-        typer.Option(help="a robust rule with its keys, as 'multi-krum liars=1' (docs/how-to/robust-rules.md)"),
+        typer.Option(help="a robust rule with its keys, such as 'multi-krum liars=1' (docs/how-to/robust-rules.md)"),
     ] = None,
     dry_run: DryRun = False,
     force: Force = False,
@@ -155,7 +155,7 @@ def _target(out: Path | None, dry_run: bool) -> Path:
     Raises `ConfigError`: no place, and something to write.
     """
     if out is None and not dry_run:
-        raise ConfigError("no place to write is given: give -o DIRECTORY, or --dry-run to write nothing.")
+        raise ConfigError("give -o DIRECTORY to write to, or --dry-run to write nothing.")
     return out or Path(tempfile.gettempdir()) / f"fedlora-{uuid.uuid4().hex}"
 
 

@@ -43,14 +43,14 @@ def parse_methods(text: str) -> dict[str, MethodSection]:
             )
         sections[label] = parse_method(name, settings)
     if not sections:
-        raise ConfigError("no method is named; see `fedlora methods`, or say all.")
+        raise ConfigError("no method is named; see `fedlora methods`, or use all.")
     return sections
 
 
 def parse_method(name: str, settings: Sequence[str]) -> MethodSection:
     """One method from its name and KEY=VALUE words. Raises `ConfigError`."""
     text = " ".join([name, *settings])
-    values = _values(settings, f"a method is NAME [KEY=VALUE ...], as 'glora gamma=1'; got {text!r}.", "name")
+    values = _values(settings, f"a method is NAME [KEY=VALUE ...], such as 'glora gamma=1'; got {text!r}.", "name")
     try:
         return checked(MethodSection, {"name": name, **values})
     except ConfigError as error:
@@ -60,7 +60,7 @@ def parse_method(name: str, settings: Sequence[str]) -> MethodSection:
 def parse_defence(text: str) -> Rule | None:
     """A robust rule as it is typed: "krum liars=1", "geometric-median". Raises `ConfigError`."""
     name, *settings = _cut(" ".join(text.split()), _SPACES)
-    values = _values(settings, f"a robust rule is NAME [KEY=VALUE ...], as 'krum liars=1'; got {text!r}.", "rule")
+    values = _values(settings, f"a robust rule is NAME [KEY=VALUE ...], such as 'krum liars=1'; got {text!r}.", "rule")
     try:
         section = checked(DefenceSection, {"rule": name, **values})
     except ConfigError as error:

@@ -45,7 +45,7 @@ def methods(context: typer.Context, json: AsJson = False) -> None:
 @app.command()
 def check(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="of `fedlora methods`, or module:Class of your own")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="of `fedlora methods`, or your own module:Class")],
     settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="hyper-parameters")] = None,
     json: AsJson = False,
 ) -> None:
@@ -90,8 +90,8 @@ def check(
 def ranks(
     profile: Annotated[list[str] | None, typer.Argument(help="names of profiles (default: all)")] = None,
     ranks: Annotated[str, typer.Option(help="ranks to distribute, separated by commas")] = "4,8,16,32,64",
-    clients: Annotated[int, typer.Option(min=1, help="how many clients there are")] = 50,
-    participation: Annotated[float, typer.Option(min=0.0, max=1.0, help="share of clients a round")] = 0.5,
+    clients: Annotated[int, typer.Option(min=1, help="number of clients")] = 50,
+    participation: Annotated[float, typer.Option(min=0.0, max=1.0, help="share of clients in a round")] = 0.5,
     plot: Annotated[Path | None, typer.Option(help="write a picture")] = None,
     json: AsJson = False,
 ) -> None:
@@ -132,6 +132,6 @@ def _counts(profile: str, ranks: str, clients: int) -> dict[RankType, int]:
     except ValueError as error:
         raise ConfigError(f"--ranks takes whole numbers separated by commas; got {ranks!r}.") from error
     if typed[0] < 1:
-        raise ConfigError(f"ranks are at least 1; got {typed[0]}.")
+        raise ConfigError(f"ranks must be at least 1; got {typed[0]}.")
     types = FLEXLORA_TYPES if brings_types(profile) else tuple(RankType(r, r) for r in typed)  # type: ignore[arg-type]
     return dict(zip(types, rank_counts(profile, len(types), clients), strict=True))  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tabl
 
 # Of runs.
 Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key, as run.rounds=5")]
+Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key: run.rounds=5")]
 DataRoot = Annotated[
     Path | None,
     typer.Option(envvar="FEDLORA_DATA_ROOT", help="where the files of data.task are (folders glue, superni)"),

@@ -33,7 +33,7 @@ def privacy(
         bool, typer.Option("--plan", help="show what a run of this config would cost, and what signal it leaves")
     ] = False,
     set: Sets = None,
-    delta: Annotated[float | None, typer.Option(help="of a ledger: at this delta (default: its smallest)")] = None,
+    delta: Annotated[float | None, typer.Option(help="delta of a ledger's epsilon (default: its smallest)")] = None,
     budget: Annotated[
         float | None, typer.Option(help="epsilon that all runs may spend from now on, at --delta")
     ] = None,

@@ -30,7 +30,7 @@ def decide(
         )
     whose = recompute(file).population if file.is_file() and file.stat().st_size else population
     if whose is None or (population is not None and population != whose):
-        raise ConfigError(f"{file} is of the population {whose!r}, not {population!r}: leave --population out.")
+        raise ConfigError(f"{file} belongs to the population {whose!r}, not {population!r}: leave --population out.")
     ledger = Ledger(file, whose)
     if budget is not None:
         delta = budget[1]
@@ -85,7 +85,7 @@ def show_ledger(file: Path, delta: float | None, as_json: bool) -> None:
         console.print(f"decided: {what}")
     now = found.budgets[-1].budget if found.budgets else None
     as_far = (
-        "" if found.has_tip else f" as far as it goes (no {file.name}.tip beside it says whether lines were cut off)"
+        "" if found.has_tip else f" as far as it goes (no {file.name}.tip beside it shows whether lines were cut off)"
     )
     limit = f"budget: epsilon {now.epsilon:g} at delta {now.delta:g}. " if now else ""
     console.print(

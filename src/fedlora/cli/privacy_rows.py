@@ -17,8 +17,8 @@ def where_to_look(place: object, *, drawn: bool = False) -> str:
         "this screen."
     )
     return (
-        f"private: no screen and no file that is handed out says whether clients failed or were refused. If all of "
-        f"them do, the round is still released (as noise) and charged. The operator looks into {place}, above all "
+        f"private: neither the screen nor a published file says whether clients failed or were refused. Even if all "
+        f"do, the round is released (as noise) and charged. As the operator, look into {place}, above all "
         f"after the first round; nobody else may see it.{watched * drawn}"
     )
 

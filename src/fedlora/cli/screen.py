@@ -110,7 +110,7 @@ def tell_gone(gone: Sequence[str]) -> None:
     """One line where files that a finished run read are gone. gone: in words."""
     if gone:
         notes.warn(
-            f"{', '.join(dict.fromkeys(gone))}: not there, so nobody can check whether it changed since the run; the "
+            f"{', '.join(dict.fromkeys(gone))}: missing, so fedlora cannot check whether it changed since the run; the "
             f"result is shown as it is."
         )
 

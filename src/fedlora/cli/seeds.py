@@ -21,7 +21,7 @@ def parse_seeds(text: str, option: str) -> list[int]:
     except ValueError as error:
         raise ConfigError(f"{option} takes seeds as 0:8, 0,3,5 or 7; got {text!r}.") from error
     if len(found) > MOST:
-        raise ConfigError(f"{option} {text} names {len(found):,} seeds, and {MOST:,} are the most.")
+        raise ConfigError(f"{option} {text} names {len(found):,} seeds; at most {MOST:,} are allowed.")
     if not found or len({*found}) < len(found):
         what = "names no seed" if not found else "names a seed twice"
         raise ConfigError(f"{option} {text} {what}; it takes seeds as 0:8 (0 to 7), 0,3,5 or 7.")

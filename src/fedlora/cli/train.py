@@ -29,9 +29,9 @@ def train(
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
     client: Annotated[str, typer.Option(help="this site's name, the same every round", show_default=False)],
     adapter: Annotated[Path | None, typer.Option(help="the received adapter (default: a fresh one)")] = None,
-    rank: Annotated[int, typer.Option(min=1, help="of a fresh adapter")] = 8,
-    targets: Annotated[str, typer.Option(help="of a fresh adapter: module names, or all-linear")] = "all-linear",
-    start_seed: Annotated[int, typer.Option(help="of a fresh adapter or classifier: the same at every site")] = 0,
+    rank: Annotated[int, typer.Option(min=1, help="rank of a fresh adapter")] = 8,
+    targets: Annotated[str, typer.Option(help="modules of a fresh adapter, or all-linear")] = "all-linear",
+    start_seed: Annotated[int, typer.Option(help="seed of a fresh adapter or classifier, one for all sites")] = 0,
     labels: Annotated[str | None, typer.Option(help="class names in one order for all sites: a,b,c")] = None,
     text: Annotated[str, typer.Option(help="column of the sentence")] = "text",
     pair: Annotated[str | None, typer.Option(help="column of a second sentence")] = None,
@@ -41,19 +41,19 @@ def train(
     messages: Annotated[str | None, typer.Option(help="column of conversations (default: messages)")] = None,
     template: Annotated[
         str | None,
-        typer.Option(help="around prompts: chat (the model's own, the default), none, or a text with {prompt}"),
+        typer.Option(help="template of prompts: chat (the model's own, the default), none, or a text with {prompt}"),
     ] = None,
     steps: Annotated[int, typer.Option(min=0, help="optimiser steps; 0: train --epochs")] = 0,
-    epochs: Annotated[float, typer.Option(help="passes over the data, where --steps is 0")] = 1.0,
+    epochs: Annotated[float, typer.Option(help="passes over the data if --steps is 0")] = 1.0,
     lr: Annotated[float, typer.Option(help="learning rate")] = 3e-3,
     batch_size: Annotated[int, typer.Option(min=1, help="examples a step")] = 16,
-    max_length: Annotated[int, typer.Option(min=8, help="tokens of an example")] = 128,
+    max_length: Annotated[int, typer.Option(min=8, help="most tokens of an example")] = 128,
     class_weights: Annotated[
         str | None,
         typer.Option(metavar="balanced|NAME=WEIGHT,...", help="weight of an example in the loss, by its class"),
     ] = None,
     round: Annotated[int, typer.Option(min=1, help="number of the round, for the record and the data order")] = 1,
-    seed: Annotated[int, typer.Option(help="of the data order and dropout")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the data order and dropout")] = 0,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     bf16: Annotated[bool, typer.Option("--bf16", help="mixed precision")] = False,
     limit: Limit = None,
@@ -68,14 +68,14 @@ def train(
     from fedlora.training.settings import TrainSettings
 
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
-        raise ConfigError(f"--client is letters, digits, '_', '-' and '.'; got {client!r}.")
+        raise ConfigError(f"--client may have letters, digits, '_', '-' and '.'; got {client!r}.")
     check_target(out, force=force, kind=upload_folder(TRAIN), inputs=[data, *([adapter] if adapter else [])])
     if steps:
-        refuse_idle(context, {"epochs": f"counts where --steps is 0, and it is {steps}"})
+        refuse_idle(context, {"epochs": f"counts only if --steps is 0, and it is {steps}"})
     if adapter is not None:
-        refuse_idle(context, dict.fromkeys(("rank", "targets"), f"is of a fresh adapter, and {adapter} has its own"))
+        refuse_idle(context, dict.fromkeys(("rank", "targets"), f"is for a fresh adapter, and {adapter} has its own"))
     if not (0 < lr < 1e6 and 0 < epochs < 1e6):
-        raise ConfigError(f"--lr and --epochs are positive numbers; got {lr:g} and {epochs:g}.")
+        raise ConfigError(f"--lr and --epochs must be positive; got {lr:g} and {epochs:g}.")
     columns = Columns(text=text, pair=pair, label=label, prompt=prompt, response=response, messages=messages)
     kind = kind_of(data, columns)
     refuse_idle(context, _of_other_kinds(data, columns, kind))
@@ -110,10 +110,10 @@ def _of_other_kinds(data: Path, columns: Columns, kind: Kind) -> dict[str, str]:
     """Options that are of other data than these -> why they do nothing."""
     if kind == "classes":
         return dict.fromkeys(
-            _OF_LANGUAGE_MODELS, f"is of language models, and {data} holds classes ({columns.label!r})"
+            _OF_LANGUAGE_MODELS, f"is for language models, and {data} holds classes ({columns.label!r})"
         )
-    others = dict.fromkeys(_OF_CLASSES, f"is of classes, and {data} has no column {columns.label!r}")
+    others = dict.fromkeys(_OF_CLASSES, f"is for classes, and {data} has no column {columns.label!r}")
     if kind == "conversations":
-        talks = f"is of instructions, and {data} holds conversations ({columns.talks!r})"
+        talks = f"is for instructions, and {data} holds conversations ({columns.talks!r})"
         others |= dict.fromkeys(("prompt", "response"), talks)
     return others

@@ -14,13 +14,13 @@ from fedlora.experiments.spec import NOT_TO_SEARCH, Tune
 def parse_search(tune: str | None, seeds: str | None) -> Tune | None:
     """Raises `ConfigError` also for seeds of a search that there is none of."""
     if tune is None and seeds is not None:
-        raise ConfigError(f"--tune-seeds {seeds} is of a search, and there is none; add --tune KEY=VALUES.")
+        raise ConfigError(f"--tune-seeds {seeds} sets the seeds of a search; add --tune KEY=VALUES.")
     if tune is None:
         return None
     found = parse_tune(tune, parse_seeds(seeds or str(SEARCH_SEED), "--tune-seeds"))
     if seeds is not None and len(found.values) == 1:
         raise ConfigError(
-            f"--tune-seeds {seeds} is of a search, and --tune {tune} has one value: there is nothing to search."
+            f"--tune-seeds {seeds} sets the seeds of a search, and --tune {tune} has only one value to try."
         )
     return found
 
@@ -33,8 +33,8 @@ def parse_tune(text: str, seeds: Sequence[int]) -> Tune:
     except ValueError as error:
         raise ConfigError(f"--tune takes KEY=NUMBERS, as train.lr=1e-3,3e-3,1e-2; got {text!r}.") from error
     if key.strip() in NOT_TO_SEARCH:
-        raise ConfigError(f"--tune {key.strip()}: that is no setting to search.")
+        raise ConfigError(f"--tune: {key.strip()} is not a setting that can be searched.")
     if not all(map(math.isfinite, numbers)) or len({*numbers}) < len(numbers):
-        what = "names a value twice" if all(map(math.isfinite, numbers)) else "has a value that is no finite number"
+        what = "names a value twice" if all(map(math.isfinite, numbers)) else "has a value that is not a finite number"
         raise ConfigError(f"--tune {text} {what}; it takes KEY=NUMBERS, as train.lr=1e-3,3e-3,1e-2.")
     return Tune(key=key.strip(), values=numbers, over=[AXIS], seeds=list(seeds))

@@ -56,7 +56,7 @@ def options_without_effect(method: object, name: str, defaults: dict[str, object
     if not changed:
         return None
     return (
-        f"{name}: {', '.join(changed)} cannot be kept in a private round: the server goes on from one noised sum, no "
+        f"{name}: {', '.join(changed)} cannot be kept in a private round: the server has only one noised sum, no "
         f"client's update, subspace or weight, and its rank R is privacy.rank. Leave "
         f"{'it' if len(changed) == 1 else 'them'} out."
     )

@@ -203,13 +203,13 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         if made := [f.name for f in fields(value) if not f.init]:
             raise CheckpointError(
                 f"{type(value).__name__}.{made[0]} at {path or '/'} cannot be stored in a checkpoint: its __init__ "
-                f"does not take it (init=False), so nothing could give it back. Make it a property."
+                f"does not accept it (init=False), so it could not be restored. Make it a property."
             )
         inside = {f.name: _encode(getattr(value, f.name), _below(path, f.name), tensors) for f in fields(value)}
         return {"dataclass": _type_name(type(value)), "fields": inside}
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise CheckpointError(f"a mapping at {path or '/'} has keys that are no strings; it cannot be stored.")
+            raise CheckpointError(f"a mapping at {path or '/'} has keys that are not strings; it cannot be stored.")
         return {"mapping": {key: _encode(item, _below(path, key), tensors) for key, item in value.items()}}
     if type(value) is tuple:  # one with names, or torch.Size, would come back as a plain one
         return {"tuple": [_encode(item, f"{path}/{k}", tensors) for k, item in enumerate(value)]}

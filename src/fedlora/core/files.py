@@ -125,4 +125,4 @@ def _made(path: Path) -> tuple[Path, int]:
             if beside.hold(descriptor) is not False:
                 return place, descriptor
             os.close(descriptor)  # another process swept it before it was locked
-    raise FileExistsError(errno.EEXIST, "its place for what is not finished yet is taken", str(path))
+    raise FileExistsError(errno.EEXIST, "its place for an unfinished file is taken", str(path))

@@ -55,7 +55,7 @@ class FolderKind:
             return f"has no {self.sign}, so it is not {self.name}"
         for found in _leaves(folder):
             if found.endswith("/") or not re.fullmatch(self.files, found):
-                return f"holds {quoted(found)}, which is no part of {self.name}"
+                return f"holds {quoted(found)}, which is not part of {self.name}"
         return None if self.mark is None else self.mark(folder)
 
 
@@ -140,7 +140,7 @@ def _check(
         except FileNotFoundError:
             home = _first_missing(place).parent
             if not home.is_dir():
-                raise NotADirectoryError(errno.ENOTDIR, f"{home} is no folder") from None
+                raise NotADirectoryError(errno.ENOTDIR, f"{home} is not a folder") from None
             if not os.access(home, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, f"{home} may not be written to") from None
             return
@@ -256,7 +256,7 @@ def _scratch(top: Path) -> tuple[Path, int]:
                         raise
                     return place, lock
                 os.close(lock)
-    raise FileExistsError(errno.EEXIST, "the places for what is not finished yet are taken")
+    raise FileExistsError(errno.EEXIST, "the places for an unfinished folder are taken")
 
 
 def _put(made: Path, top: Path, place: Path, check: Callable[[], None]) -> Path:
@@ -326,10 +326,10 @@ def _check_inputs(target: object, place: Path, inputs: Sequence[str | os.PathLik
         real = Path(os.path.realpath(given))
         known = {_identity(path) for path in (real, *real.parents)} - {None}
         if itself in known:
-            raise ConfigError(f"{shown(target)} is or holds the input {shown(given)}, and no input is ever replaced.")
+            raise ConfigError(f"{shown(target)} is or holds the input {shown(given)}, which is never replaced.")
         if _identity(real) in above:
             raise ConfigError(
-                f"{shown(target)} lies in the input {shown(given)}, where nothing is written; name another directory."
+                f"{shown(target)} lies in the input {shown(given)}, and no output may; name another directory."
             )
 
 

@@ -35,10 +35,10 @@ class Client:
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
-            raise HyperparameterError(f"a client id is a non-empty string; got {self.id!r}.")
+            raise HyperparameterError(f"a client id must be a non-empty string; got {self.id!r}.")
         ranks = self.rank.values() if isinstance(self.rank, Mapping) else [self.rank]
         if not all(isinstance(r, int) and not isinstance(r, bool) and r >= 1 for r in ranks):
-            raise HyperparameterError(f"client {self.id!r}: ranks are integers >= 1; got {self.rank!r}.")
+            raise HyperparameterError(f"client {self.id!r}: ranks must be integers >= 1; got {self.rank!r}.")
 
     def ranks(self, modules: Mapping[str, object]) -> dict[str, int]:
         """Module -> r, for those of `modules` that this client holds."""

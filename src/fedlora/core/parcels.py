@@ -161,8 +161,8 @@ def _stored(mine: Mapping[str, Tensor], factor: str, what: str) -> Tensor:
 
 def _left_out(what: str) -> KeptStateError:
     return KeptStateError(
-        f"{what} left out of what came, for a client that stores it, and what is stored here is of another download. "
-        f"Ask again without saying what is held."
+        f"{what} left out for a client that stores it, but the stored part here belongs to another download. "
+        f"Ask again, for everything."
     )
 
 

@@ -77,7 +77,7 @@ def read_glue(task: GlueTask, root: Path | None) -> tuple[TextData, dict[str, Te
         }
     except LabelError as error:
         raise DataError(
-            f"{error.found} is no class of data.task = {task!r}. GLUE's test sets have -1 in place of labels: take the "
+            f"{error.found} is not a class of data.task = {task!r}. GLUE's test sets have -1 for labels: use the "
             f"files of its training and validation sets, or drop the row."
         ) from error
     return found.pop("train"), found

@@ -63,14 +63,14 @@ def parquet_table(file: Path, columns: Iterable[str]) -> Table:
         raise unreadable(file, error) from error
     if any(len(cells) != facts.num_rows for cells in values.values()):
         count = min(map(len, values.values()))
-        raise DataError(f"{file} says {facts.num_rows:,} rows and holds {count:,}: it is damaged. Write it again.")
+        raise DataError(f"{file} announces {facts.num_rows:,} rows and holds {count:,}: it is damaged. Write it again.")
     return _table(str(file), names, facts.num_rows, values, classes)
 
 
 def dataset_table(dataset: Any, columns: Iterable[str], name: str = "the data set") -> Table:
     """These columns of a `datasets.Dataset`, as far as it has them. Raises `DataError`."""
     if isinstance(dataset, Mapping):
-        raise DataError(f"{name} is a dictionary of the splits {sorted(dataset)}; take one of them, as data['train'].")
+        raise DataError(f"{name} is a dictionary of the splits {sorted(dataset)}; use one of them: data['train'].")
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
         raise DataError(
             f"{name} is a {type(dataset).__name__}, and not a datasets.Dataset: a stream has no rows to count and "
@@ -116,7 +116,7 @@ def hub_source(address: str) -> tuple[str, str | None, str, str | None]:
     odd = [key for key, value in pairs if key not in _PARTS or not value]
     if odd or not name or len(parts) < len(pairs):
         raise DataError(
-            f"{address!r} is no address of a data set: write hf://owner/name, and behind it, where needed, "
+            f"{address!r} is not an address of a data set: write hf://owner/name, and after it, if needed, "
             f"?config=...&split=...&revision=..." + (f"; {odd[0]!r} is none of these, or has no value." if odd else ".")
         )
     return name, parts.get("config"), parts.get("split", "train"), parts.get("revision")
@@ -147,7 +147,7 @@ def _name_of_class(place: str, value: object, names: tuple[str, ...]) -> str | N
         return None
     if not (isinstance(value, int) and 0 <= value < len(names)):
         raise DataError(
-            f"{place} is {value}, and its classes are 0..{len(names) - 1} ({', '.join(names[:5])}"
+            f"{place} is {value}, but its classes are 0..{len(names) - 1} ({', '.join(names[:5])}"
             f"{', ...' if len(names) > 5 else ''}). Is it an unlabelled split?"
         )
     return names[value]

@@ -107,8 +107,8 @@ def _unknown(found: str, value: str, names: Sequence[str], agreed: bool, key: st
     cure = f"Add it to {key}, or drop the row."
     if agreed:
         cure = (
-            "Write the row's class as it is written there, or drop the row; or the list lacks a class, which then all "
-            "parties need."
+            "Write the row's class as it is written there, or drop the row. If the list lacks a class, add it at all "
+            "parties."
         )
     return LabelError(f"{found} is not among the {len(names)} classes of {key}, {shown(names)}.{hint} {cure}", found)
 
@@ -116,7 +116,7 @@ def _unknown(found: str, value: str, names: Sequence[str], agreed: bool, key: st
 def _as_text(source: object, where: str, value: object, names: Sequence[str]) -> str:
     """A label as it is looked up. Blanks around it count only where a name has them."""
     if not isinstance(value, str | int | float):
-        raise DataError(f"{source}, {where}: a label is a name or a whole number; got {value!r}.")
+        raise DataError(f"{source}, {where}: a label must be a name or a whole number; got {value!r}.")
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return text if text in names else text.strip()
 
@@ -133,8 +133,8 @@ def _found_names(source: object, cells: Cells, raw: Sequence[str], key: str) -> 
     if len(kinds) > 1:
         seen = " and ".join(f"{kind} ({cells[i][0]}: {cells[i][1]!r})" for kind, i in kinds.items())
         raise LabelError(
-            f"{source}: the labels are {seen}, and whether they mean the same classes is not said. Write all of them "
-            f"in one way (a number that is a name, as 'grade 1'), or name every class in {key}."
+            f"{source}: the labels are {seen}, so it is unclear whether they mean the same classes. Write all of them "
+            f"in one way (a number that is a name like 'grade 1'), or name every class in {key}."
         )
     names = in_order(rows)
     if "numbers" in kinds:
@@ -153,7 +153,7 @@ def _check_numbers(source: object, places: Mapping[str, str], names: Sequence[st
         one, other = same
         raise LabelError(
             f"{source}: the labels {one!r} ({places[one]}) and {other!r} ({places[other]}) are one number written in "
-            f"two ways, and whether they mean one class is not said. Write them alike; if they are two classes, give "
+            f"two ways, so it is unclear whether they mean one class. Write them alike; if they are two classes, give "
             f"{given(key, names)}."
         )
     broken = next((name for name in places if not _WHOLE.fullmatch(name)), None)

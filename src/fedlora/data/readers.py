@@ -110,7 +110,7 @@ def read_instructions(
         if prompt in table.columns and response in table.columns:
             raise DataError(
                 f"{table.name} has the columns {prompt!r} and {response!r}, and conversations in {CHAT!r} too: say "
-                f"which ones are meant, with data.messages = {CHAT!r} (in Python messages={CHAT!r}), or by leaving "
+                f"which of them to read, with data.messages = {CHAT!r} (in Python messages={CHAT!r}), or by leaving "
                 f"one of them out of the file."
             )
         messages = CHAT
@@ -159,7 +159,7 @@ def _conversation(where: str, value: object, column: str) -> tuple[Message, ...]
     if "system" in roles[1:]:
         raise DataError(f"{where}, message {roles.index('system', 1) + 1}: a system message can only come first.")
     if "assistant" not in roles:
-        raise DataError(f"{where}: no message is the assistant's, so there is nothing to learn. Drop the row.")
+        raise DataError(f"{where}: there is no message of the assistant, so there is nothing to learn. Drop the row.")
     if roles[roles[0] == "system"] == "assistant":
         raise DataError(f"{where}: the assistant speaks first, so its answer has no prompt. Drop that message.")
     if roles[-1] != "assistant":
@@ -167,8 +167,8 @@ def _conversation(where: str, value: object, column: str) -> tuple[Message, ...]
     for k in range(1, len(roles)):
         if roles[k] == roles[k - 1] == "assistant":
             raise DataError(
-                f"{where}, message {k + 1}: two messages of the assistant follow each other, and where the first ends "
-                f"is not said. Join them, or drop one."
+                f"{where}, message {k + 1}: two messages of the assistant in a row, so it is unclear where the "
+                f"first ends. Join them, or drop one."
             )
     return turns
 
@@ -184,7 +184,7 @@ def _message(where: str, message: object) -> Message:
     if more:
         raise DataError(
             f"{where} has {more}, and only role and content are read: calls of tools, weights and names are not "
-            f"supported. Drop them from the file where they mean nothing, or the row."
+            f"supported. Drop them from the file if they mean nothing, or drop the row."
         )
     role = message["role"]
     if role not in ROLES:

@@ -98,7 +98,7 @@ def follow(parts: Mapping[str, Parts]) -> dict[str, Parts]:
             if len(three[k]) and not len(new[k]):
                 raise DataError(
                     f"{name!r} has no {which} example left: {moved} of its {sum(map(len, three))} examples are copies "
-                    f"of texts in files before it and go where those have them, so that no file is tested on what "
+                    f"of texts in earlier files and go where those have them, so that no file is tested on what "
                     f"another trains on. Take the copies out of one of the files, or ask for other shares."
                 )
         found[name] = (new[0], new[1], new[2])

@@ -154,7 +154,7 @@ def read_selection(train: Path, unseen: Path) -> Selection:
         raise DataError(f"the task list {train} is empty: there would be no client.")
     both = sorted(set(lists[0]) & set(lists[1]))
     if both:
-        raise DataError(f"the task {both[0]!r} is in both lists: what is trained on is not unseen.")
+        raise DataError(f"the task {both[0]!r} is in both lists: a task that is trained on is not unseen.")
     return Selection(*lists)
 
 

@@ -151,7 +151,7 @@ def _content(file: Path) -> bytes:
     if longest > _LINE:
         raise DataError(
             f"{file} has a line of {longest:,} bytes, and {_LINE:,} are allowed: no example is that long. Is it one "
-            f"JSON array (`jq -c '.[]'` makes lines of it), or no text at all?"
+            f"JSON array (`jq -c '.[]'` makes lines of it), or not text?"
         )
     wide = 12 if file.suffix.lower() in (".csv", ".tsv") else 6  # the csv module keeps four bytes a letter, twice
     check_memory(file, wide * len(raw) + 400 * lines + 70 * marks, f"{len(raw):,} bytes in {lines:,} lines")
@@ -185,8 +185,8 @@ def _check_returns(file: Path, content: str) -> None:
     if at is not None and "\n" in bare:
         near = bare[max(at.start() - 20, 0) : at.end() + 20]
         raise DataError(
-            f"{file} has a lone \\r outside of quotes among lines that end with \\n, near {near!r}: whether a row ends "
-            f"there cannot be told. Put double quotes around the field, or take the \\r out."
+            f"{file} has a lone \\r outside of quotes among lines that end with \\n, near {near!r}: perhaps a row "
+            f"ends there, perhaps not. Put double quotes around the field, or take the \\r out."
         )
 
 

@@ -139,7 +139,7 @@ def require_some(s: Float[Tensor, " l"], dtype: torch.dtype) -> None:
     if s.shape[0] and float(s[0]) > 0 and not bool(s.to(dtype).any()):
         raise LostUpdate(
             f"the mean update has norm {float(norm(s)):.1e}, which {dtype} stores as zero. Updates "
-            f"that small are usually a unit mistaken: check the scaling of the uploads, or send float64."
+            f"that small usually come from a wrong unit: check the scaling of the uploads, or send float64."
         )
 
 

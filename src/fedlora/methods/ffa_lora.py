@@ -73,7 +73,7 @@ class FFALoRA(Accumulating[FFALoRAState], FromMeans):
         if lost > 1e-6 * size:
             raise HyperparameterError(
                 f"ffa-lora: the change has rows outside the common frozen A, by {lost / size:.1e} of their size, and "
-                f"no B makes up for them. Project it on `common_rows`."
+                f"no B can represent them. Project it on `common_rows`."
             )
         moved = (B.double() + Y @ coordinates).to(B)
         return FFALoRAState(state.key, state.round + 1, paired(moved, A))

@@ -91,7 +91,7 @@ class FlexLoRA(FromSums[FlexLoRAState], Accumulating[FlexLoRAState], TakesMultip
         """Rank-partition weighting has weights of its own, by rank."""
         if self.weighting != "examples":
             raise HyperparameterError(
-                f"flexlora: weighting = {self.weighting!r} gives the few of a high rank the weight of all, after a "
+                f"flexlora: weighting = {self.weighting!r} gives few clients of high rank all the weight, after a "
                 f"robust rule has weighed them. Leave it out."
             )
 

@@ -277,7 +277,7 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         """
         if self.weighting != "examples":
             raise HyperparameterError(
-                f"glora: weighting = {self.weighting!r} weighs clients anew, after a robust rule has. Leave it out"
+                f"glora: weighting = {self.weighting!r} weighs clients again, after a robust rule has. Leave it out"
                 + (" (uniform weights are server.weighting = 'uniform')." if self.weighting == "uniform" else ".")
             )
         if self.basis == "energy":
@@ -301,8 +301,8 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         if self.history_limit is None:
             raise HyperparameterError(
                 "glora: it keeps U_i of every client, 4 d_out r_i bytes for each matrix, which grows with the clients "
-                "as their uploads do. Beside server.memory set history_limit: of how many clients, the newest ones, or "
-                "0 for nobody (readouts go by energy then)."
+                "as their uploads do. With server.memory set history_limit: how many of the newest clients to keep, or "
+                "0 for none (readouts then go by energy)."
             )
         cuts = self.basis == "projector" and (self.rank is not None or self.rho < 1)
         return Summing(cuts, self.history_limit, self.canonical, self.weighting, self.rank_tol)

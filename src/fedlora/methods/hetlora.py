@@ -94,7 +94,7 @@ class HetLoRA(TakesMultipliers):
         """Weights by the size of an update would undo any rule: who sends more, counts more."""
         if self.weights != "examples":
             raise HyperparameterError(
-                f"hetlora: weights = {self.weights!r} weighs clients by the size of what they sent, so that a liar who "
+                f"hetlora: weights = {self.weights!r} weighs clients by the size of their uploads, so that a liar who "
                 f"sends more counts more, whatever a robust rule says. Set method.weights = 'examples'."
             )
 

@@ -45,7 +45,7 @@ def loaded(place: str, name: str) -> Any:
     except (Exception, SystemExit) as error:  # a stranger's module can raise anything while it is imported
         hint = ""
         if isinstance(error, ModuleNotFoundError):
-            hint = f" It is looked for on the Python path and in {Path.cwd()}: go to where the file is, or install it."
+            hint = f" fedlora looks on the Python path and in {Path.cwd()}: go to its folder, or install it."
         raise HyperparameterError(
             f"the method {name!r} cannot be made: {type(error).__name__}: {error}. A class is given as "
             f"package.module:Class, and its module must be importable from here.{hint}"

@@ -216,7 +216,7 @@ def listed() -> list[Listed]:
     for point in offered():
         package = package_of(point)
         if point.name in METHODS:
-            error = f"{point.name} is built in and stays ours; this one is {point.value}."
+            error = f"{point.name} is built in and cannot be replaced; this one is {point.value}."
             rows[f"{point.name}@{package}"] = Listed(f"{point.name}@{package}", package, error=error)
             continue
         try:
@@ -249,12 +249,12 @@ def presets_of(cls: type[Any]) -> Mapping[str, Mapping[str, object]]:
 def require_method(cls: Any, name: str) -> None:
     """Raises `HyperparameterError` unless `cls` follows the `Method` protocol, with all that it lacks."""
     if not isinstance(cls, type):
-        raise HyperparameterError(f"the method {name!r} is a {type(cls).__name__}, and a class is needed.")
-    wrong = [] if is_dataclass(cls) else ["it is no dataclass, whose fields are the hyper-parameters"]
+        raise HyperparameterError(f"the method {name!r} is a {type(cls).__name__}, but must be a class.")
+    wrong = [] if is_dataclass(cls) else ["it is not a dataclass with its hyper-parameters as fields"]
     wrong += [f"it has no {attribute}" for attribute in ("name", "paper", "State") if not hasattr(cls, attribute)]
     state = getattr(cls, "State", None)
     if state is not None and not (isinstance(state, type) and is_dataclass(state)):
-        wrong.append("its State is no dataclass, so that no checkpoint could hold it")
+        wrong.append("its State is not a dataclass, so no checkpoint can hold it")
     for function, arguments in _PROTOCOL.items():
         found = getattr(cls, function, None)
         if not callable(found):
@@ -268,7 +268,7 @@ def require_method(cls: Any, name: str) -> None:
             continue
     if wrong:
         raise HyperparameterError(
-            f"{name!r} is no method: {'; '.join(wrong)}. fedlora.core.method.Method is the protocol, and `fedlora "
+            f"{name!r} is not a method: {'; '.join(wrong)}. fedlora.core.method.Method is the protocol, and `fedlora "
             f"methods check {name}` tests all of it."
         )
 

@@ -95,9 +95,9 @@ def parse_class_weights(text: str, examples: TextData) -> ClassWeights:
         try:
             weights = {name.strip(): float(weight) for name, _, weight in pairs}
         except ValueError as error:
-            raise ConfigError(f"--class-weights is balanced or NAME=WEIGHT,NAME=WEIGHT; got {text!r}.") from error
+            raise ConfigError(f"--class-weights must be balanced or NAME=WEIGHT,...; got {text!r}.") from error
         if not all(0 < weight < float("inf") for weight in weights.values()):
-            raise ConfigError(f"--class-weights: each weight is a finite number > 0; got {text!r}.")
+            raise ConfigError(f"--class-weights: each weight must be a finite number > 0; got {text!r}.")
     try:
         weigh_classes(examples, weights)
     except ConfigError as error:

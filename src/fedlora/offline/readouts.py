@@ -38,7 +38,7 @@ def readout_ranks(
         found: dict[str, Any] = {name: dict(file.ranks) for name, file in zip(clients, files, strict=True)}
         found |= {name: dict(known[name]) for name in absent}
         if absent:
-            notes.append(f"{_names(absent)} took no part in this round; an adapter is written all the same")
+            notes.append(f"{_names(absent)} took no part in this round, but gets an adapter all the same")
     else:
         found = read_toml(Path(text), "--readout is 'same' or a TOML file:")
         most = 8192
@@ -60,7 +60,7 @@ def readout_ranks(
     if back:
         notes.append(f"{_names(back)} took no part in this round; {text} names a rank, so an adapter is written")
     if new := [name for name in new if name not in known]:
-        notes.append(f"{text} names {_names(new)}, who never took part: taken for a new client")
+        notes.append(f"{text} names {_names(new)}, who never took part: treated as a new client")
     return found, notes
 
 

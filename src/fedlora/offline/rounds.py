@@ -115,7 +115,7 @@ def _check_heads(given: Collection, heads: str) -> None:
     beside = sorted({name for file in given.files for name in file.heads})
     if beside and heads in ("average", "holders"):
         raise ConfigError(
-            f"--defence looks only at pairs, and {len(beside)} tensors beside them ({shown(beside[0])} for one) would "
+            f"--defence looks only at pairs, and {len(beside)} tensors beside them (such as {shown(beside[0])}) would "
             f"be averaged with the plain weights, liars included. Add --heads drop, or --heads first to take those of "
             f"the first adapter; rounds of a server (fedlora run, fedlora flower) judge heads with the pairs."
         )

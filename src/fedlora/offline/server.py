@@ -101,8 +101,8 @@ class ByHand:
             for what, mine, known in (("method", self._label, {self._label}), ("base", self._base, self._bases)):
                 if said.get(what) not in known:
                     raise CheckpointError(
-                        f"{self._folder} holds the state of {what} {said.get(what)!r}, and this merge is of {mine!r}. "
-                        f"Go on with the same {what}, or name another folder with --state."
+                        f"{self._folder} holds the state of {what} {said.get(what)!r}, but this merge has {mine!r}. "
+                        f"Continue with the same {what}, or name another folder with --state."
                     )
             kept = said.get("weights") or {}
             if kept and self._weights and kept != self._weights:
@@ -110,7 +110,7 @@ class ByHand:
                     f"{self._folder} holds the state of a base model with other weights (SHA-256 of "
                     f"{', '.join(f'{name}: {str(digest)[:12]}' for name, digest in list(kept.items())[:2])}) than the "
                     f"uploads say now ({', '.join(d[:12] for d in list(self._weights.values())[:2])}): somebody "
-                    f"replaced the base model between the rounds. Put it back, or name another folder with --state."
+                    f"replaced the base model between the rounds. Restore it, or name another folder with --state."
                 )
             self._weights = kept or self._weights
             classes = said.get("classes") or []
@@ -154,7 +154,7 @@ class ByHand:
         """
         twice = repeated(clients)
         if twice:
-            raise AdapterFormatError(f"two of the adapters are of client {twice[0]!r}: give one for each client.")
+            raise AdapterFormatError(f"two of the adapters belong to client {twice[0]!r}: give one for each client.")
         wanted = 1 if self.state is None else self.state.round + 1
         stale = [name for name, number in zip(clients, rounds, strict=True) if number not in (None, wanted)]
         if stale and self._folder is not None:
@@ -289,7 +289,7 @@ class ByHand:
             if beside.hold(handle) is False or newest != self._newest:
                 raise CheckpointError(
                     f"another process saves a round in {folder}, or has saved one since this state was read (the "
-                    f"newest is {newest or 'none'}). A round counts once: go on with the next one."
+                    f"newest is {newest or 'none'}). A round counts once: continue with the next one."
                 )
             yield
         finally:

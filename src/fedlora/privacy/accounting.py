@@ -60,7 +60,7 @@ class Spending:
     def __post_init__(self) -> None:
         z, q = self.noise_multiplier, self.sampling
         if not (_number(z) and z >= 0):
-            raise HyperparameterError(f"privacy: a noise multiplier is a finite number >= 0; got {z!r}.")
+            raise HyperparameterError(f"privacy: a noise multiplier must be a finite number >= 0; got {z!r}.")
         if not isinstance(self.rounds, int) or isinstance(self.rounds, bool) or not 0 <= self.rounds <= MOST_ROUNDS:
             raise HyperparameterError(
                 f"privacy: rounds are a whole number from 0 to {MOST_ROUNDS:,}; got {quoted(self.rounds)}."
@@ -122,11 +122,11 @@ def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: fl
     check_delta(delta)
     if not (_number(epsilon) and LEAST_EPSILON <= epsilon <= MOST_EPSILON):
         raise HyperparameterError(
-            f"privacy: noise is sought for an epsilon from {LEAST_EPSILON:g} to {MOST_EPSILON:g}; got {epsilon!r}. "
+            f"privacy: epsilon must be from {LEAST_EPSILON:g} to {MOST_EPSILON:g}; got {epsilon!r}. "
             f"(Above 20 it says little.)"
         )
     if Spending(1.0, rounds, sampling).rounds == 0:
-        raise HyperparameterError("privacy: rounds = 0 release nothing, and need no noise.")
+        raise HyperparameterError("privacy: rounds = 0 releases nothing and needs no noise.")
 
     def excess(z: float) -> float:
         return math.log(_composed(((z, float(sampling), rounds),), float(delta)) / epsilon)

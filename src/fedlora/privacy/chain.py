@@ -113,7 +113,7 @@ def read(raw: bytes, name: str) -> Book | None:
     first = _object(lines[0], name, 0)
     if first.get("kind") != "ledger" or first.get("version") != VERSION:
         raise LedgerError(
-            f"{name} is no ledger of this version: its first line is of kind {quoted(first.get('kind'))}, version "
+            f"{name} is not a ledger of this version: its first line has kind {quoted(first.get('kind'))}, version "
             f"{quoted(first.get('version'))}. Name the population's own ledger."
         )
     population, id, mark = (_of(first, key, kind, name, 0) for key, kind in _HEADER)
@@ -124,7 +124,7 @@ def read(raw: bytes, name: str) -> Book | None:
         if found.pop("number", None) != number or found.pop("before", None) != tips[-1][1]:
             raise LedgerError(
                 f"{name} was changed: line {number} does not follow from line {number - 1} (each line repeats the "
-                f"digest of the one before). Restore the ledger as it was; what was spent cannot be told from it."
+                f"digest of the one before). Restore the original ledger: this one does not show what was spent."
             )
         kind, digest = found.pop("kind", None), digest_of(line)
         try:
@@ -139,7 +139,7 @@ def read(raw: bytes, name: str) -> Book | None:
                 mark = _of(found, "mark", str, name, number)
                 moves.append(str(found.get("reason", "")))
             else:
-                raise LedgerError(f"it is of an unknown kind {quoted(kind)}.")
+                raise LedgerError(f"it has an unknown kind {quoted(kind)}.")
         except (HyperparameterError, LedgerError, TypeError, OverflowError) as error:
             raise LedgerError(f"{name}, line {number}: {error}") from error
         tips.append((number, digest))
@@ -154,9 +154,9 @@ def _object(line: bytes, name: str, number: int) -> dict[str, Any]:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise LedgerError(f"{name} is damaged: line {number} is no JSON ({type(error).__name__}).") from error
+        raise LedgerError(f"{name} is damaged: line {number} is not JSON ({type(error).__name__}).") from error
     if not isinstance(found, dict):
-        raise LedgerError(f"{name} is damaged: line {number} is no table.")
+        raise LedgerError(f"{name} is damaged: line {number} is not a table.")
     return found
 
 

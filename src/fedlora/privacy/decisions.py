@@ -43,8 +43,8 @@ class Earlier:
         if self.noise_multiplier < LEAST_NOISE:
             raise HyperparameterError(
                 f"privacy: a training with noise multiplier {self.noise_multiplier:g} has no finite epsilon, and no "
-                f"ledger can pay for it afterwards. What was trained on these clients without noise is no start of a "
-                f"private run: start from one that never saw them."
+                f"ledger can pay for it afterwards. An adapter that these clients trained without noise cannot start a "
+                f"private run: start from one that never saw their data."
             )
 
     @property
@@ -67,5 +67,5 @@ def check_reason(reason: str) -> None:
     if not sound:
         raise LedgerError(
             f"say in a few words why, on one line of at most {MOST_LETTERS} letters: the reason stays in the ledger, "
-            f"where everybody reads it; got {quoted(reason)}."
+            f"where everybody can read it; got {quoted(reason)}."
         )

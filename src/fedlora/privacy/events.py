@@ -104,7 +104,7 @@ class Event:
         try:
             return cls(**found)
         except (HyperparameterError, TypeError, OverflowError) as error:
-            raise LedgerError(f"an event that cannot have been: {error}") from error
+            raise LedgerError(f"an impossible event: {error}") from error
 
 
 @dataclass(frozen=True)

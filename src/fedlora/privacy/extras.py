@@ -25,6 +25,6 @@ def _loaded(module: str, package: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise HyperparameterError(
-            f"privacy needs the library {package}, which {what}; it cannot be imported ({error}). There is no stand-in "
-            f"for it here: pip install 'fedlora[privacy]'."
+            f"privacy needs the library {package}, which {what}; it cannot be imported ({error}). Nothing replaces "
+            f"it: pip install 'fedlora[privacy]'."
         ) from error

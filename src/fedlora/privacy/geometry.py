@@ -126,7 +126,7 @@ class Geometry:
             raise HyperparameterError(f"privacy: the shape full has all dimensions; leave dims = {self.dims!r} out.")
         if self.shape != "full" and (not whole or self.dims < 1):
             raise HyperparameterError(
-                f"privacy: the shape {self.shape} needs dims, how many directions of each module are kept (16, say); "
+                f"privacy: the shape {self.shape} needs dims, how many directions of each module to keep (16, say); "
                 f"got {self.dims!r}."
             )
 

@@ -93,7 +93,7 @@ class Journal:
             raise LedgerError(
                 f"the journal {self.folder} holds a noised sum of round {round} that was made from another state or "
                 f"configuration than this one. It cannot be used here, and drawing another one is a second release. "
-                f"Go on from the checkpoints that belong to it, or start a run in a new folder (charged anew)."
+                f"Continue from the checkpoints that belong to it, or start a run in a new folder (charged anew)."
             )
         files.sync_folder(self.folder)
         self.ledger.charge(entry.event, self.budget)
@@ -160,7 +160,7 @@ class Journal:
         if len(named) > 1:
             raise LedgerError(
                 f"the journal {self.folder} has {len(named)} noised sums of round {round}: two runs wrote to it, or "
-                f"files were added. Which one left cannot be told. Start a run in a new folder."
+                f"files were added. It is unknown which one was released. Start a run in a new folder."
             )
         if not named:
             return None
@@ -174,7 +174,7 @@ class Journal:
         if entry is None or entry.round != round:
             raise LedgerError(
                 f"{path} is damaged: its content does not match its name. It was written whole, so the disk or a hand "
-                f"changed it. Restore it: what it held may have left, and drawing again is a second release."
+                f"changed it. Restore it: its sum may be released already, and another draw would be a second release."
             )
         return replace(entry, event=replace(entry.event, released=whole))
 
@@ -205,7 +205,7 @@ def _decoded(raw: bytes, name: str) -> _Entry:
         released = torch.frombuffer(bytearray(_little(body)), dtype=torch.int64)
         return _Entry(found["round"], found["context"], event, released)
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise LedgerError(f"{name} is no entry of a journal of this version: {error}.") from error
+        raise LedgerError(f"{name} is not an entry of a journal of this version: {error}.") from error
 
 
 def _little(raw: bytes) -> bytes:

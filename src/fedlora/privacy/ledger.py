@@ -118,15 +118,15 @@ class Ledger:
         with self._file.opened() as (descriptor, book):
             if earlier in book.earlier:
                 raise LedgerError(
-                    f"the ledger {self.path} was charged with {quoted(earlier.reason)} and these numbers already. If "
-                    f"that was another training, say so in other words."
+                    f"the ledger {self.path} was already charged with {quoted(earlier.reason)} and these numbers. If "
+                    f"that was another training, give another reason."
                 )
             delta = book.budget.delta if book.budget else _SOME_DELTA
             together = epsilon_of([*(c.event.spending(1) for c in book.charged), *(e.spending for e in book.earlier),
                                    earlier.spending], delta)  # fmt: skip
             if not math.isfinite(together):
                 raise LedgerError(
-                    f"with that training no finite epsilon can be computed at delta {delta:g}, so that the ledger "
+                    f"with that training no finite epsilon can be computed at delta {delta:g}, and the ledger "
                     f"{self.path} could never pay for another round; nothing was written. Check the noise multiplier "
                     f"({earlier.noise_multiplier:g}), rounds ({earlier.rounds:,}) and sampling ({earlier.sampling:g})."
                 )
@@ -141,7 +141,7 @@ class Ledger:
         check_reason(reason)
         with self._file.opened() as (descriptor, book):
             if book.budget == budget:
-                raise LedgerError(f"the budget of {self.path} is epsilon {budget.epsilon:g} already.")
+                raise LedgerError(f"the budget of {self.path} is already epsilon {budget.epsilon:g}.")
             return self._file.append(descriptor, book, chain.budget_line(budget, reason, book.tip)).tip[0]
 
     def adopt(self, reason: str) -> None:

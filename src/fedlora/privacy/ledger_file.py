@@ -122,7 +122,7 @@ class LedgerFile:
                 self._check(book, tip)
                 self._require_newest(book, known)
                 if tip is not None and not self._strange(book, known):
-                    raise LedgerError(f"{self.path} is the ledger itself, no copy of it: it goes on as it is.")
+                    raise LedgerError(f"{self.path} is the ledger itself, not a copy: it needs no adoption.")
                 mark = secrets.token_hex(8)
                 self._know(book, mark)  # from here on the other one is refused, and this one until it has its line
                 self.append(descriptor, book, chain.moved_line(mark, reason, book.tip))
@@ -152,8 +152,8 @@ class LedgerFile:
             self._write_tip(book)
         elif tip is None:
             raise LedgerError(
-                f"{self.tip_path.name} is missing beside the ledger {self.path}: whether it was cut off cannot be "
-                f"told. Move or restore both together; where that file is lost for good, and this is the whole ledger "
+                f"{self.tip_path.name} is missing beside the ledger {self.path}, so nobody can see whether it was "
+                f"cut off. Move or restore both together; if that file is lost for good, and this is the whole ledger "
                 f"(compare its newest line with what cards say): fedlora privacy {self.path.name} --adopt --because "
                 f"'what happened to it'."
             )
@@ -180,13 +180,13 @@ class LedgerFile:
             raise LedgerError(
                 f"the ledger {self.path} was cut off, changed or exchanged: its newest line is number "
                 f"{book.tip[0]}, and {self.tip_path.name} knows line {quoted(tip[1])}, which is not in it. What was "
-                f"spent cannot be told. Restore the ledger as it was."
+                f"spent is therefore unknown. Restore the original ledger."
             )
 
     def _require_none(self, tip: _Tip | None) -> None:
         if tip is not None:
             raise LedgerError(
-                f"the ledger {self.path} is gone or empty, and {self.tip_path.name} says that it was there. What was "
+                f"the ledger {self.path} is missing or empty, but {self.tip_path.name} knows of it. What was "
                 f"spent on {quoted(self.population)} cannot be forgotten: restore the ledger."
             )
 
@@ -199,7 +199,7 @@ class LedgerFile:
     def _strange(self, book: Book, known: Mapping[str, Any] | None) -> str:
         """Why it is not the one that is known outside, in words; "" where it is."""
         if known is None:
-            return f"nothing is known of it in {self._outside(book).path.parent}"
+            return f"{self._outside(book).path.parent} has no record of it"
         return elsewhere(known, self.path) or (
             "" if known.get("mark") == book.mark else "another copy of it was adopted since"
         )
@@ -209,9 +209,9 @@ class LedgerFile:
             raise LedgerError(
                 f"the ledger {self.path} is older than what was written: it ends with line {book.tip[0]}, and line "
                 f"{quoted(known.get('number'))}, which {self._outside(book).path} knows, is not in it. What was "
-                f"released since would be forgotten. Restore the newest one; where that is lost for good, remove that "
+                f"released since would be forgotten. Restore the newest one; if that is lost for good, remove that "
                 f"file, adopt this one (fedlora privacy {self.path.name} --adopt --because '...'), and charge what is "
-                f"lacking (--charge)."
+                f"missing (--charge)."
             )
 
     def _require_own(self, book: Book, known: Mapping[str, Any] | None) -> None:
@@ -219,8 +219,8 @@ class LedgerFile:
         if why := self._strange(book, known):
             raise LedgerError(
                 f"the ledger {self.path} is a copy, or was moved or restored: {why}. Two copies would spend one budget "
-                f"twice. Use the original, as the user and with the FEDLORA_STATE_DIR that it was used with; where "
-                f"this is meant, and the original is never used again: fedlora privacy {self.path.name} --adopt "
+                f"twice. Use the original, with the same user and FEDLORA_STATE_DIR as before. If "
+                f"you mean this one, and never use the original again: fedlora privacy {self.path.name} --adopt "
                 f"--because 'why it is here now'."
             )
         self._require_newest(book, known)

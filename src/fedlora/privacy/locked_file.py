@@ -28,7 +28,7 @@ def held(path: Path) -> Iterator[int]:
         LedgerError: no such place, no locks, another process that does not let go, or an error of the disk inside.
     """
     if fcntl is None:
-        raise LedgerError("a privacy ledger needs file locks (flock), which this system has not: use Linux or a Mac.")
+        raise LedgerError("a privacy ledger needs file locks (flock), which this system lacks: use Linux.")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666)
@@ -38,7 +38,7 @@ def held(path: Path) -> Iterator[int]:
         _lock(path, descriptor)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise LedgerError(f"the ledger {path} is no ordinary file. Name one; where none is, it is made.")
+                raise LedgerError(f"the ledger {path} is not an ordinary file. Name one, or a new name.")
             if not path.exists() or not os.path.samestat(os.fstat(descriptor), os.stat(path)):
                 raise LedgerError(f"the ledger {path} was removed or exchanged meanwhile. Nothing was charged.")
             yield descriptor

@@ -105,7 +105,7 @@ class Mechanism:
             if finest < 2.0**-1000:
                 raise HyperparameterError(
                     f"privacy: clip {clip:g} with noise multiplier {noise_multiplier:g} needs a grid of {finest:.1e}, "
-                    f"below what float64 carries. Measure the vectors in a smaller unit: a larger clip."
+                    f"below what float64 can hold. Measure the vectors in a smaller unit: a larger clip."
                 )
             grid = math.ldexp(1.0, math.frexp(finest)[1] - 1)
         return cls(clip, noise_multiplier, grid)
@@ -135,7 +135,7 @@ class Mechanism:
             HyperparameterError: they do not.
         """
         if clients < 1:
-            raise HyperparameterError(f"privacy: a population has clients; got {clients}.")
+            raise HyperparameterError(f"privacy: a population must have clients; got {clients}.")
         bound, s = self.bound(size), self.scale(size)
         if bound > LARGEST or clients * bound + _DEVIATIONS * s > _ROOM:
             raise HyperparameterError(

@@ -69,7 +69,7 @@ class Outside:
         except (OSError, ValueError, TypeError) as error:
             why = getattr(error, "strerror", None) or error
             raise LedgerError(
-                f"{self.path} cannot be read ({why}). Restore it, or remove it: then it counts as lost."
+                f"{self.path} cannot be read ({why}). Restore it, or remove it; it then counts as lost."
             ) from error
 
     def write(self, at: Path, **facts: Any) -> None:
@@ -90,7 +90,7 @@ class Outside:
 
     def _unwritable(self, why: str) -> str:
         return (
-            f"what is known of a ledger outside of its folder cannot be kept in {self.path.parent.parent} ({why}), and "
+            f"the record of a ledger outside its folder cannot be kept in {self.path.parent.parent} ({why}), and "
             f"without it a copy could spend the budget again. Nothing was charged. Set {_VARIABLE} to a folder that "
             f"lasts and that this user may write, the same one for every command on this ledger, best on another disk."
         )

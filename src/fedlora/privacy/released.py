@@ -92,7 +92,7 @@ def unlisted(place: str, values: Mapping[str, Any]) -> list[str]:
 
 def _of(place: str) -> dict[_Path, Item]:
     if place not in _LIST:
-        raise HyperparameterError(f"no place {place!r} is on the list of releases; there are {', '.join(_LIST)}.")
+        raise HyperparameterError(f"the list of releases has no place {place!r}; it has {', '.join(_LIST)}.")
     return _LIST[place]
 
 

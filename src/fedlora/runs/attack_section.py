@@ -38,7 +38,7 @@ class AttackSection(Section):
         if self.kind == "none":
             return self
         if (self.share is None) == (not self.clients):
-            raise ValueError("give attack.share (of all clients) or attack.clients (their names), one of the two")
+            raise ValueError("give either attack.share (of all clients) or attack.clients (their names)")
         try:
             self._attack()
         except HyperparameterError as error:
@@ -68,7 +68,7 @@ class AttackSection(Section):
             raise ConfigError(f"attack.share: {error}") from error
         unknown = [name for name in liars if name not in names]
         if unknown:
-            raise ConfigError(f"attack.clients names {unknown[0]!r}, which is none of {', '.join(names)}.")
+            raise ConfigError(f"attack.clients names {unknown[0]!r}, which is not among {', '.join(names)}.")
         if not set(names) - set(liars):
             raise ConfigError(f"all {len(names)} clients lie: an attack needs somebody who does not. Name fewer.")
         return Adversary(self._attack(factors), tuple(dict.fromkeys(liars)), seed)
@@ -91,7 +91,7 @@ def with_flipped_labels(parts: Mapping[str, TextData], adversary: Adversary | No
     for client, part in parts.items():
         if client in adversary.clients:
             if part.labels is None:
-                raise ConfigError("attack.kind = 'label-flip' is of classes, and these data have none.")
+                raise ConfigError("attack.kind = 'label-flip' needs classes, and these data have none.")
             part = replace(part, labels=flip_labels(part.labels, len(part.label_names)))
         flipped[client] = part
     return flipped

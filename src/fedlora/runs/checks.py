@@ -31,7 +31,7 @@ log = logging.getLogger("fedlora.runs")
 def check_processes(config: RunConfig, processes: int) -> None:
     """Raises `ConfigError` for what several processes cannot do."""
     if processes > 1 and config.model.four_bit:
-        raise ConfigError(f"model.four_bit cannot be shared by run.workers = {config.run.workers!r}; leave one out.")
+        raise ConfigError(f"run.workers = {config.run.workers!r} cannot share model.four_bit; leave one of them out.")
     if processes > 1 and config.model.remember_prefix:
         raise ConfigError(
             f"model.remember_prefix remembers in one process, and run.workers = {config.run.workers!r} trains in "
@@ -47,7 +47,7 @@ def check_task(config: RunConfig) -> None:
         table = getattr(config, section)
         if getattr(table, key) != type(table).model_fields[key].default:
             raise ConfigError(
-                f"{section}.{key} = {getattr(table, key)!r} is of language models, and model.task is "
+                f"{section}.{key} = {getattr(table, key)!r} is for language models, and model.task is "
                 f"{config.model.task!r}: leave one of them out."
             )
 
@@ -63,13 +63,13 @@ def check_measuring(config: RunConfig, data: Dealt) -> None:
     beside = config.clients.own_test is not None and config.data.test != 0  # else they are the common test set
     if beside and not e.clients_at_end and e.target != "clients":
         raise ConfigError(
-            f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would measure: set "
+            f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would use: set "
             f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."
         )
     if e.clients_at_end == "both" and not (data.own_test and any(len(part) for part in data.test.values())):
         there = "a common one only" if not data.own_test else "each client's own only"
         raise ConfigError(
-            f"evaluate.clients_at_end = 'both' is the clients' own test sets and the common one, and there is {there}. "
+            f"evaluate.clients_at_end = 'both' needs the clients' own test sets and the common one; there is {there}. "
             f"Give clients.own_test and data.test, or set it to true."
         )
 
@@ -91,7 +91,7 @@ def check_fit(
             f"out)."
         )
     if config.run.keep_uploads != "none" and server.memory is not None:
-        raise ConfigError("run.keep_uploads stores a round's uploads, and server.memory keeps none of them.")
+        raise ConfigError("run.keep_uploads stores uploads, and server.memory keeps none: leave one of them out.")
     server.open(initial)  # says so if its memory is too small
     names = [client.id for client in clients]
     a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))
@@ -106,7 +106,7 @@ def _check_metric(config: RunConfig) -> None:
         wanted = "classes" if config.model.task == "causal-lm" else "generated text"
         there = ", ".join(name for name, metric in METRICS.items() if config.model.task in metric.tasks)
         raise ConfigError(
-            f"evaluate.metric = {config.evaluate.metric!r} is of {wanted}, and model.task is {config.model.task!r}; "
+            f"evaluate.metric = {config.evaluate.metric!r} is for {wanted}, and model.task is {config.model.task!r}; "
             f"there is {there}."
         )
     if generates(config.evaluate.metric) and config.evaluate.max_new_tokens >= config.data.max_length:
@@ -121,7 +121,7 @@ def _check_roles(config: RunConfig, name: str, roles: Roles) -> None:
     if config.clients.starts == "own" and not roles.both_shared:
         raise ConfigError(
             f"clients.starts = 'own' draws each client's A anew, and {name} shares {roles}: there a factor belongs to "
-            f"the server or stays at home. Leave it out, or take a method that gets both factors."
+            f"the server or stays with the client. Leave it out, or use a method that shares both."
         )
     if config.server.gauge_stress is not None and not roles.both_shared:
         raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
@@ -181,8 +181,8 @@ def planned_privacy(config: RunConfig, clients: Sequence[Client], start: Adapter
     count, run = len(clients), config.run
     if section.delta >= 1 / count:
         raise ConfigError(
-            f"privacy.delta = {section.delta:g} with {count} clients: to show one of them at random, whole, has delta "
-            f"= 1 / n = {1 / count:.2g}, so this promises nothing. Take a delta far below it."
+            f"privacy.delta = {section.delta:g} with {count} clients: publishing one random client's data has delta "
+            f"= 1 / n = {1 / count:.2g}, so this promises nothing. Choose a delta far below it."
         )
     largest = max(max(client.ranks(start.modules).values(), default=1) for client in clients)
     return section.build(
@@ -205,8 +205,8 @@ def _refusals(config: RunConfig) -> Iterator[str]:
         yield "privacy.sampling = 'poisson' draws each client with chance run.participation, which is 1: set it below 1"
     if section.sampling == "poisson" and run.track:
         yield (
-            f"run.track = {list(run.track)} stores when each round ended, which tells who was drawn, and "
-            f"privacy.sampling = 'poisson' counts on nobody knowing: leave run.track out"
+            f"run.track = {list(run.track)} stores when each round ended, which reveals who was drawn, and "
+            f"privacy.sampling = 'poisson' relies on nobody knowing: leave run.track out"
         )
     if run.keep_uploads != "none":
         yield (
@@ -215,8 +215,8 @@ def _refusals(config: RunConfig) -> Iterator[str]:
         )
     if config.attack.kind != "none":
         yield (
-            f"attack.kind = {config.attack.kind!r} is an experiment that tells who lied and how, and a private run "
-            f"tells of no single client: leave one of them out"
+            f"attack.kind = {config.attack.kind!r} reports who lied and how, and a private run reports "
+            f"on no single client: leave one of them out"
         )
     if config.server.gauge_stress is not None:
         yield "server.gauge_stress is an experiment with uploads, and [privacy] shows nothing of them: leave it out"
@@ -226,17 +226,17 @@ def _refusals(config: RunConfig) -> Iterator[str]:
             f"out"
         )
     if evaluate.target == "clients":
-        yield "evaluate.target = 'clients' is a score for each client, and a private run tells of none: leave it out"
+        yield "evaluate.target = 'clients' scores each client, and a private run publishes none: leave it out"
     if evaluate.clients_at_end or run.readouts:
         key = "evaluate.clients_at_end" if evaluate.clients_at_end else "run.readouts"
-        yield f"{key} tells of single clients, and a private run tells of none: leave it out"
+        yield f"{key} reports on single clients, and a private run does not: leave it out"
     if data.task == "superni":
-        yield "data.task = 'superni' holds validation and test data out of the clients' own: it cannot be private here"
+        yield "data.task = 'superni' takes validation and test data from clients: it cannot be private here"
     own = bool(data.clients) or data.train not in (None, "demo")
     if own and config.model.task == "classification" and data.labels is None:
         yield (
-            "data.labels is missing: which classes occur in the clients' rows is theirs, and the head's shape would "
-            "tell it: name the classes"
+            "data.labels is missing: without it the head's shape would reveal which classes occur in clients' "
+            "rows. Name the classes"
         )
     if data.clients:
         for part in ("validation", "test"):

@@ -63,7 +63,7 @@ def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] =
     if share is not None and (config.data.clients or config.data.task == "superni"):
         own = "data.clients" if config.data.clients else "data.task = 'superni'"
         raise ConfigError(
-            f"clients.own_test = {share:g} is of one file that is dealt out, and with {own} each client has a test set "
+            f"clients.own_test = {share:g} is for one file that is dealt out; with {own} each client has a test set "
             f"of its own already, by data.test. Leave clients.own_test out."
         )
     if config.data.task == "superni":
@@ -80,9 +80,9 @@ def _check_classes(config: RunConfig, dealt: Dealt) -> None:
         d = config.data
         files = dict.fromkeys(f for f in (d.train, *d.clients.values(), d.validation, d.test) if isinstance(f, str))
         raise DataError(
-            f"{', '.join(files)}: every example is of one class, {names[0]!r} (column {d.label!r}), and a classifier "
-            f"needs two or more to tell apart. Is {d.label!r} the column of the classes, and was the file cut short or "
-            f"sorted? For text without classes there is model.task = 'causal-lm'."
+            f"{', '.join(files)}: every example has one class, {names[0]!r} (column {d.label!r}), and a classifier "
+            f"needs at least two. Is {d.label!r} the column of the classes? Was the file cut short or "
+            f"sorted? For text without classes set model.task = 'causal-lm'."
         )
 
 
@@ -103,14 +103,14 @@ def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
         wanted = share * len(part)
         try:
             if wanted >= len(alone):
-                raise DataError(f"{wanted:.4g} would be more than what no other client has a copy of")
+                raise DataError(f"{wanted:.4g} would be more than the examples that only this client has")
             train, _, tests[client] = split(
                 part.select(alone), validation=0, test=wanted / len(alone), seed=derive_seed(seed, "own-test", client)
             )
         except DataError as error:
             raise ConfigError(
                 f"clients.own_test = {share:g} gives {client!r} no test set: it was dealt {len(part)} examples, "
-                f"{len(alone)} of which no other client has a copy of ({error}). A client needs {math.ceil(1 / share)} "
+                f"{len(alone)} of which only this client has ({error}). A client needs {math.ceil(1 / share)} "
                 f"or more: raise clients.min_size to that (of a Dirichlet partition), deal to fewer clients, or raise "
                 f"clients.own_test."
             ) from error
@@ -145,7 +145,7 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
     if data_root is None:
         raise ConfigError("data.task = 'superni' needs --data-root with a folder superni of task*.json files.")
     if config.model.task != "causal-lm":
-        raise ConfigError("data.task = 'superni' is instructions; set model.task = 'causal-lm'.")
+        raise ConfigError("data.task = 'superni' has instructions; set model.task = 'causal-lm'.")
     if isinstance(d.validation, str) or isinstance(d.test, str):
         raise ConfigError(
             "data.task = 'superni' holds out shares of each task; data.validation and data.test are shares."
@@ -263,8 +263,8 @@ def _read(config: RunConfig, paths: list[str], begun_with: Sequence[str] = ()) -
                 if d.labels or not begun_with:
                     raise
                 raise DataError(
-                    f"{error.found} is none of the {len(begun_with)} classes that the run was begun with, "
-                    f"{shown(begun_with)}. Going on would mix two runs. Put the old file back, or choose another --out."
+                    f"{error.found} is not among the {len(begun_with)} classes with which the run began, "
+                    f"{shown(begun_with)}. That would mix two runs. Restore the old file, or choose another --out."
                 ) from error
         return read_instructions(path, prompt=d.prompt, response=d.response, messages=d.messages)
 

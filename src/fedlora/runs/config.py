@@ -125,8 +125,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     config = parse_config(raw)
     if config.privacy is not None and config.privacy.population == SIMULATED:
         raise ConfigError(
-            f"privacy.population = {SIMULATED!r} is what an experiment calls clients that it simulates, a population "
-            f"for each run. This run's clients are somebody: name whose data these are."
+            f"privacy.population = {SIMULATED!r} is what an experiment calls the clients that it simulates in "
+            f"each run. This run's clients are real: name whose data these are."
         )
     return located(config, path.parent)
 
@@ -171,8 +171,8 @@ def typed(text: str, where: str) -> Any:
         return text
     if more := [key for key in said if key != "value"]:
         raise ConfigError(
-            f"{where} is more than one value: a line in it sets {', '.join(map(repr, more))} as well, which would be "
-            f"lost. Give each key by itself; a text of several lines stands in quotes."
+            f"{where} holds more than one value: a line in it also sets {', '.join(map(repr, more))}, which would be "
+            f"lost. Give each key by itself; put a text of several lines in quotes."
         )
     return said["value"]
 
@@ -194,9 +194,9 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
     local = model.path not in PACKAGED and (folder / model.path).exists()
     if not local and model.path not in PACKAGED and Path(model.path).exists():  # transformers would take that one
         raise ConfigError(
-            f"model.path = {model.path!r} starts at {folder.resolve()}, the folder of the file that names it, and "
-            f"there is no such model; the working directory has one of that name. Give its whole path, "
-            f"if it is meant."
+            f"model.path = {model.path!r} is relative to {folder.resolve()}, the folder of its file, and "
+            f"there is no such model there; the working directory has one. Give its whole path, "
+            f"if you mean that one."
         )
     private = config.privacy
     if private is not None:
@@ -237,7 +237,7 @@ def _found(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield key, why
     said = config.train.model_fields_set
     if config.train.steps and "epochs" in said and len(said) < len(type(config.train).model_fields):
-        yield "train.epochs", f"train.steps = {config.train.steps} goes before it. Set train.steps = 0 to train epochs"
+        yield "train.epochs", f"train.steps = {config.train.steps} comes first. Set train.steps = 0 to train epochs"
 
 
 def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -273,7 +273,7 @@ def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
     # server, training, evaluation
     yield from config.defence.idle()
     if config.train.steps:
-        yield "train.epochs", f"train.steps = {config.train.steps} goes before it. Set train.steps = 0 to train epochs"
+        yield "train.epochs", f"train.steps = {config.train.steps} comes first. Set train.steps = 0 to train epochs"
     if config.model.task == "classification":
         yield "evaluate.max_new_tokens", "it is for generated text, and model.task = 'classification'"
     if d.test == 0 and c.own_test is None:

@@ -82,10 +82,10 @@ class DefenceSection(Section):
         for key in DefenceSection.model_fields:
             of = " and ".join(rule for rule, keys in _OWN.items() if key in keys)
             if of and key not in _OWN[self.rule]:
-                yield f"defence.{key}", f"it is of {of}, and defence.rule = {self.rule!r}"
+                yield f"defence.{key}", f"it is for {of}, and defence.rule = {self.rule!r}"
         if self.rule == "none":
             for key in ("liars", "mixing"):
-                yield f"defence.{key}", "it is of a robust rule, and defence.rule = 'none'. Name one, as 'multi-krum'"
+                yield f"defence.{key}", "it is for a robust rule, and defence.rule = 'none'. Name one ('multi-krum')"
 
     def build(self) -> Rule | None:
         """The rule; None for "none"."""
@@ -120,7 +120,7 @@ def check_rule(
     clients = len(p)
     if few := rule.overcome(p):
         raise ConfigError(
-            f"defence.rule: {few}, and a round has {clients}: more clients, fewer liars, a smaller max_weight_share, "
+            f"defence.rule: {few}, a round has {clients}. Use more clients, fewer liars, a smaller max_weight_share, "
             f'server.weighting = "uniform", or another rule.'
         )
     if form == "subspace" and multiplied_how(method) == "factors":
@@ -133,7 +133,7 @@ def check_rule(
         return None
     return (
         f"{rule.name}: {rule.declared(clients)} of {clients} clients can hold {held:.0%} of what it counts. Above one "
-        f"third what they can do grows fast, and at one half they decide"
+        f"third their influence grows fast, and at one half they decide"
     )
 
 

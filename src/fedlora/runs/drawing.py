@@ -85,7 +85,7 @@ def check_picture(path: Path) -> None:
         ...     check_picture(Path("figure.png"))
         ... except ConfigError as error:
         ...     print(str(error).partition(":")[0])
-        figure.png is there, and fedlora did not draw it
+        figure.png exists, and fedlora did not draw it
     """
     path = path if path.suffix else path.with_name(f"{path.name}.png")
     try:
@@ -93,5 +93,5 @@ def check_picture(path: Path) -> None:
     except OSError as error:
         raise ConfigError(f"{shown(path)} cannot be written: {error.strerror or error}.") from error
     if not ours:
-        what = "is a directory" if path.is_dir() else "is there, and fedlora did not draw it"
+        what = "is a directory" if path.is_dir() else "exists, and fedlora did not draw it"
         raise ConfigError(f"{shown(path)} {what}: it is not replaced. Name another file with --plot, or move it.")

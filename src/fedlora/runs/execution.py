@@ -129,13 +129,13 @@ def _until_spent(events: Iterator[ClientDone | RoundRecord], done: int) -> Itera
 def _spent(round: int, rounds: int, private: PrivateRun | None) -> dict[str, Any]:
     """What a summary says of a run that the population's budget ended: of the ledger alone, which is public."""
     why = (
-        "another round would have passed the budget of privacy.population: others have charged its ledger meanwhile. "
-        "`fedlora privacy LEDGER --budget` raises it, for good and for all to see; then --resume goes on"
+        "another round would exceed the budget of privacy.population: other runs have charged its ledger meanwhile. "
+        "`fedlora privacy LEDGER --budget` raises it, for good and for all to see; then --resume continues"
     )
     if private is not None and private.releases.was_charged(round + 1):
         why = (
-            f"this run's own round {round + 1} was released and charged already, and its noised sum is not in this "
-            f"folder: the folder is a copy, or was set back. To release another one is beyond the budget. Go on in the "
+            f"round {round + 1} of this run was already released and charged, but its noised sum is not in this "
+            f"folder: the folder is a copy, or an old backup. Another release would exceed the budget. Continue in the "
             f"folder that has it"
         )
     return {"round": round, "of": rounds, "best_round": None, "best": None, "why": why}

@@ -126,8 +126,8 @@ class RunFolder:
             place = re.match(r"adapter/|best/|clients/[^/]+/", name)
             again = f"move {place[0]} away, and --resume makes it again from the last checkpoint; " if place else ""
             raise CheckpointError(
-                f"{self.path / name} is not what the run left when it ended: {why} ({len(changed)} of the files in "
-                f"{self.sums.name} differ). It is damaged, another run's, or was changed by hand. Restore it; {again}"
+                f"{self.path / name} is not what the run wrote: {why} ({len(changed)} of the files in "
+                f"{self.sums.name} differ). It is damaged, belongs to another run, or was changed. Restore it; {again}"
                 f"or choose another --out."
             )
         return missing
@@ -173,8 +173,8 @@ class RunFolder:
             entries = counted(len(found), "entry", "entries")
             raise ConfigError(
                 f"{shown(self.path)} is not empty and holds no run: {entries}, the first is {quoted(theirs[0])}. A run "
-                f"would write over what has the names of its own files. Nothing was written. Name a new or an empty "
-                f"directory with --out; a run whose manifest.json was lost needs that restored."
+                f"would overwrite files with the names of its own. Nothing was written. Name a new or an empty "
+                f"directory with --out; if a run's manifest.json was lost, restore it."
             )
 
     def _left_by_start(self, name: str) -> bool:
@@ -288,7 +288,7 @@ class RunFolder:
                     raise ValueError(f"it is of round {line['round']}")
             except (ValueError, TypeError, KeyError) as error:
                 raise CheckpointError(
-                    f"{path} is damaged: line {number} is not that of round {number} ({error}). Restore it, or choose "
+                    f"{path} is damaged: line {number} is not of round {number} ({error}). Restore it, or choose "
                     f"another --out."
                 ) from error
             found.append(line)
@@ -318,7 +318,7 @@ class RunFolder:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise CheckpointError(
-                    f"another process is at work on the run in {self.path}. Wait for it or end it, or choose another "
+                    f"another process is working on the run in {self.path}. Wait for it or end it, or choose another "
                     f"--out."
                 ) from error
             except OSError:  # a file system without locks
@@ -351,7 +351,7 @@ class RunFolder:
         kept, link, path = self._lines()[:round], of, self.path / "metrics.jsonl"
         if len(kept) < round:
             raise CheckpointError(
-                f"{path} has the lines of {counted(len(kept), 'round')}, and a checkpoint of round {round} is there: "
+                f"{path} has the lines of {counted(len(kept), 'round')}, but there is a checkpoint of round {round}: "
                 f"it is an older copy, or was changed. Sums and curves would be wrong. Restore it, or choose another "
                 f"--out."
             )
@@ -360,7 +360,7 @@ class RunFolder:
             link = _link(link, line)
             if said != link:
                 raise CheckpointError(
-                    f"{path} is not what this run wrote, from line {line['round']} on: it is another run's, or was "
+                    f"{path} is not what this run wrote, from line {line['round']} on: it is of another run, or was "
                     f"changed. Restore it, or choose another --out."
                 )
         return kept, link

@@ -148,7 +148,7 @@ def _named(table: str, facts: Mapping[str, Any]) -> dict[str, Any]:
 def _compared(what: str, there: Any, here: Any) -> str:
     if isinstance(there or here, Mapping):
         counts = [0 if facts is None else facts["examples"] for facts in (there, here)]
-        return f"{what} ({counts[0]} examples there, {counts[1]} here{', other ones' * (counts[0] == counts[1])})"
+        return f"{what} ({counts[0]} examples there, {counts[1]} here{', other content' * (counts[0] == counts[1])})"
     return what if there and here else f"{what} ({'gone' if there else 'not there before'})"
 
 

@@ -40,7 +40,7 @@ def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunStat
         return fresh, of
     if not resume:
         raise CheckpointError(
-            f"{folder.path} already holds a run; add --resume to go on with it, or choose another --out."
+            f"{folder.path} already holds a run; add --resume to continue it, or choose another --out."
         )
     changed = resuming.changes(folder, prepared.config)
     if prepared.secrets is None:
@@ -50,20 +50,20 @@ def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunStat
     of = _identity(prepared, folder)
     resuming.check_manifest(folder, of)
     if not folder.finished() and os.path.lexists(folder.sums):
-        log.warning("%s is gone, and the run had ended: its results are made again", folder.path / "summary.json")
+        log.warning("%s is missing from a finished run: its results are made again", folder.path / "summary.json")
     kind = prepared.server.method.State
     loaded = checkpoint.load_newest(folder.checkpoints, RunState, kind, of=of, tell=log.warning)
     ended = folder.ended()
     if loaded is None and ended:
         raise CheckpointError(
-            f"{folder.path} holds a run that has ended after {counted(ended, 'round')}, and checkpoints/ has no state "
-            f"of it: going on would train all of them again. Put checkpoints/ back, or choose another --out."
+            f"{folder.path} holds a run that ended after {counted(ended, 'round')}, but checkpoints/ has no state "
+            f"of it: continuing would train all of them again. Restore checkpoints/, or choose another --out."
         )
     state = loaded[1] if loaded else fresh
     _check_best(prepared, folder, of, folder.upto(state.round, of)[0])
     if (logged := len(folder.metrics())) > state.round:
         newest = f"the newest state in checkpoints/ is of round {state.round}" if loaded else "checkpoints/ has none"
-        log.warning("%s are logged, and %s: later ones are played again", counted(logged, "round"), newest)
+        log.warning("metrics.jsonl has %s, but %s: later rounds are played again", counted(logged, "round"), newest)
     left = range(state.round + 1, prepared.config.run.rounds + 1)
     check_replaceable(folder, prepared.tokenizer, [client.id for client in prepared.clients], left)
     if folder.finished():
@@ -102,7 +102,7 @@ def _check_best(prepared: Prepared, folder: RunFolder, of: str, lines: Sequence[
     said = f"{folder.best_checkpoint}/ lacks the state of round {round}, the best one so far by {metric} ({why})"
     found = checkpoint.load_newest(folder.checkpoints, RunState, kind, of=of, upto=round, tell=log.warning)
     if found is None or found[0] != round:
-        raise CheckpointError(f"{said}, and checkpoints/ has it no more. Restore it, or choose another --out.")
+        raise CheckpointError(f"{said}, and checkpoints/ no longer has it. Restore it, or choose another --out.")
     log.warning("%s: it is taken from checkpoints/", said)
     checkpoint.save(folder.best_checkpoint, round, found[1], of=of, keep=1)
 

@@ -151,8 +151,8 @@ def _data(config: RunConfig, data_root: Path | None, label_names: Sequence[str])
     data, adversary = dealt_out(config, data_root, label_names)
     if config.data.task == "mnli" and not data.probes:
         log.warning(
-            "data.task = 'mnli' from --data-root has one test set: matched or mixed, as the file has it. "
-            "validation_mismatched is on the hub only (leave --data-root out), and this run will have no such number."
+            "data.task = 'mnli' from --data-root has one test set, matched or mixed: whichever the file holds. "
+            "validation_mismatched is only on the hub (leave --data-root out), so this run will not have that number."
         )
     check_measuring(config, data)
     return data, adversary

@@ -53,11 +53,11 @@ class PrivacySection(Section):
     def _one_of_two(self) -> PrivacySection:
         if (self.noise_multiplier is None) == (self.epsilon is None):
             raise ValueError(
-                "give one of privacy.epsilon (what all rounds together may cost) and privacy.noise_multiplier"
+                "give either privacy.epsilon (what all rounds together may cost) or privacy.noise_multiplier"
             )
         if self.epsilon is not None and self.budget is not None and self.budget < self.epsilon:
             raise ValueError(
-                f"privacy.budget = {self.budget:g} is of all runs together, and this one alone plans to spend "
+                f"privacy.budget = {self.budget:g} covers all runs together, and this one alone plans to spend "
                 f"privacy.epsilon = {self.epsilon:g}"
             )
         if (self.shape == "full") != (self.dims is None):
@@ -103,9 +103,9 @@ class PrivacySection(Section):
         if own is not None and own.delta == recorded.delta and own.epsilon > recorded.epsilon:
             raise BudgetSpent(
                 f"privacy.budget = {own.epsilon:g}, and the ledger {ledger.path.name} says that its population may "
-                f"spend {recorded.epsilon:g} in all. To raise that is a decision that stays in the ledger: fedlora "
+                f"spend {recorded.epsilon:g} in all. Raising that is a decision that stays in the ledger: fedlora "
                 f"privacy {ledger.path.name} --budget {own.epsilon:g} --delta {own.delta:g} --because '...'. Else "
-                f"leave privacy.budget out: the ledger's counts."
+                f"leave privacy.budget out: the ledger's own counts."
             )
         return own
 

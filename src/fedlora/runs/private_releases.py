@@ -41,10 +41,10 @@ class Planned(Releases):
         return None
 
     def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism, sampling: float) -> Tensor:
-        raise HyperparameterError("this server is a plan: nothing keeps or charges what it would release.")
+        raise HyperparameterError("this server is only a plan: it cannot keep or charge releases.")
 
     def first_drawn(self, round: int, context: str, drawn: Sequence[str]) -> Sequence[str]:
-        raise HyperparameterError("this server is a plan: nobody is drawn.")
+        raise HyperparameterError("this server is only a plan: it draws no clients.")
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,16 @@ class OnDisk(Releases):
                 names = [str(client) for client in found["clients"]]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(
-                    f"{path} is damaged ({error}), and who was drawn for round {round} may not be drawn twice. Restore "
+                    f"{path} is damaged ({error}): it says whom round {round} drew, and must not change. Restore "
                     f"it, or begin another run."
                 ) from error
             if was == (round, context):
                 known = draw.read()
                 if known is None or elsewhere(known, self.folder):
                     raise CheckpointError(
-                        f"{self.folder} is a copy: who takes part in round {round} was drawn in another folder, or "
-                        f"{draw.path}, which knows of it, is gone. Two sums of one draw would cost more than the "
-                        f"ledger says. Go on in the original; where it is gone, begin another run."
+                        f"{self.folder} is a copy: the clients of round {round} were drawn in another folder, or "
+                        f"{draw.path}, which records it, is missing. Two sums of one draw would cost more than the "
+                        f"ledger says. Continue in the original; if it is lost, begin another run."
                     )
                 return names
             self._forget_draw()
@@ -138,8 +138,8 @@ class OnDisk(Releases):
         lacks = sorted(set(range(1, done + 1)) - set(self.journal.charged()))
         if lacks:
             raise CheckpointError(
-                f"{len(lacks)} rounds of this run that were released (round {lacks[0]} for one) are not in the ledger "
-                f"that privacy.ledger names: it is another file, or an old copy of it. Name the one that they were "
+                f"{len(lacks)} released rounds of this run (such as round {lacks[0]}) are missing from the ledger "
+                f"that privacy.ledger names: it is another file, or an old copy. Name the one that they were "
                 f"charged to."
             )
 
@@ -178,6 +178,6 @@ def read_private(folder: RunFolder, name: str) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}), and a private run does not go on without it. Choose another --out: the "
+            f"{path} cannot be read ({error}), and a private run cannot continue without it. Choose another --out: the "
             f"ledger keeps what this one has spent."
         ) from error

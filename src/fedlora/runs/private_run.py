@@ -80,7 +80,7 @@ class PrivacyPlan:
             raise ConfigError(
                 f"this budget leaves nothing: in {self.rounds} rounds even a change that all {self.clients} clients "
                 f"agree on, with the whole clip {self.clip:g} in {name}, has {best.most:.3g} in a round's mean, and "
-                f"what is below {best.lost:.3g} drowns in the noise. Take more clients, a larger epsilon, more rounds "
+                f"the noise hides everything below {best.lost:.3g}. Take more clients, a larger epsilon, more rounds "
                 f"at the same noise, or a smaller privacy.shape ('two-sided' with few dims, or ffa-lora)."
             )
 

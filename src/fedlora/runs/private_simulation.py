@@ -31,7 +31,7 @@ def simulated(raw: dict[str, Any]) -> dict[str, Any]:
     if own := [f"privacy.{key}" for key in ("population", "ledger", "budget") if key in privacy]:
         raise ConfigError(
             f"{', '.join(own)}: an experiment's clients are simulated on public data, each run is a population of its "
-            f"own, and its ledger lies in its folder. Leave it out; to train on real clients and charge them, take "
+            f"own, and its ledger lies in its folder. Leave it out; to train on real clients and charge them, use "
             f"fedlora run."
         )
     return {**raw, "privacy": {**privacy, "population": SIMULATED, "ledger": LEDGER}}

@@ -33,13 +33,13 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
     if wrong:
         named = "; ".join(f"{key} is {theirs!r} there and {ours!r} here" for key, (theirs, ours) in wrong.items())
         raise CheckpointError(
-            f"{folder.path / 'config.json'} is of another configuration: {named}. Resume with the same values, or "
+            f"{folder.path / 'config.json'} holds another configuration: {named}. Resume with the same values, or "
             f"choose another --out."
         )
     if "run.rounds" in differing and config.privacy is not None:
         raise CheckpointError(
             f"{folder.path} holds a private run of run.rounds = {differing['run.rounds'][0]}: epsilon was promised for "
-            f"these, and cannot be stretched to {differing['run.rounds'][1]}. Choose another --out; the ledger charges "
+            f"these rounds, and does not cover {differing['run.rounds'][1]}. Choose another --out; the ledger charges "
             f"both."
         )
     if "run.rounds" in differing:
@@ -107,8 +107,8 @@ def _check_alike(
     said = [*(word for each in other.values() for word in each), *said]
     if said:
         raise CheckpointError(
-            f"{folder.path / 'manifest.json'} is of another content of: {', '.join(said)}. To go on would mix two "
-            f"runs, and its result is none of what there is now. Put back what it read, or choose another --out."
+            f"{folder.path / 'manifest.json'} records other content of: {', '.join(said)}. Continuing would mix two "
+            f"runs. Restore what the run read, or choose another --out."
         )
 
 
@@ -116,7 +116,7 @@ def _check_template(folder: RunFolder, theirs: Mapping[str, Any], ours: Mapping[
     was, now = theirs.get("template"), ours.get("template")
     if was != now:
         raise CheckpointError(
-            f"{folder.path} was begun with the prompts' template {was!r}, and now it is {now!r}. Set data.template as "
+            f"{folder.path} began with the prompt template {was!r}, and now it is {now!r}. Set data.template as "
             f"it was, or choose another --out."
         )
 
@@ -149,7 +149,7 @@ def _stored(folder: RunFolder) -> RunConfig:
         wrong = "; ".join(".".join(map(str, e["loc"])) for e in error.errors())
         raise CheckpointError(
             f"{folder.path / 'config.json'} is not a configuration of this version of fedlora ({wrong}), so the run "
-            f"cannot go on here. Choose another --out."
+            f"cannot continue here. Choose another --out."
         ) from error
 
 
@@ -170,19 +170,19 @@ def _check_rounds(folder: RunFolder, there: int, here: int, schedule: str) -> No
     done = len(lines)
     if schedule != "constant":
         raise CheckpointError(
-            f"{folder.path} holds a run of run.rounds = {there}, and {here} are asked for: with train.schedule = "
+            f"{folder.path} holds a run of run.rounds = {there}, and you ask for {here}: with train.schedule = "
             f"{schedule!r} the learning rate of every round depends on their number, so the rounds that are done are "
             f"not those of the longer run. Only a constant schedule can be extended; choose another --out."
         )
     if here < done:
         raise CheckpointError(
-            f"{folder.path} holds {done} rounds, and run.rounds = {here} are asked for: rounds cannot be taken back. "
+            f"{folder.path} holds {done} rounds, and you ask for run.rounds = {here}: rounds cannot be undone. "
             f"Choose another --out."
         )
     if here == done and lines[-1].get("gauge_drift") is None:
         raise CheckpointError(
-            f"{folder.path} holds {done} rounds of {there}, and run.rounds = {here} are asked for: round {done} was "
-            f"run as one on the way, without what belongs to a last one (validation, gauge check, uploads). Ask for "
+            f"{folder.path} holds {done} rounds of {there}, and you ask for run.rounds = {here}: round {done} was "
+            f"not run as the last one (with validation, gauge check and uploads). Ask for "
             f"run.rounds = {done + 1} or more, or choose another --out."
         )
 
@@ -196,6 +196,6 @@ def _check_left(folder: RunFolder, config: RunConfig, late: Mapping[str, tuple[A
         rounds = len(folder.metrics())
         more = "" if stopped or config.privacy is not None else f", ask for more rounds (run.rounds = {rounds + 1})"
         raise CheckpointError(
-            f"{folder.path} holds a run of {counted(rounds, 'round')} with none left to play: {named}, and nothing of "
-            f"the rounds that are done can be made up. Set it as it was{more}, or choose another --out."
+            f"{folder.path} holds a run of {counted(rounds, 'round')} with none left to play: {named}, and "
+            f"that cannot be added to finished rounds. Set it as it was{more}, or choose another --out."
         )

@@ -93,7 +93,7 @@ def _page(rows: Sequence[Mapping[str, Any]], speaker: str, rounds: int) -> str:
         said = [*row["history"], ["user", row["prompt"]]]
         parts.append(f"\n## {k}\n")
         if row["cut"]:
-            parts.append(f"\nThe model was asked without {row['cut']} tokens of this, for which there was no room.\n")
+            parts.append(f"\nfedlora cut {row['cut']} tokens from this prompt, because there was no room for them.\n")
         parts += [f"\n**{role}**\n\n{_quoted(content)}\n" for role, content in said]
         parts += [f"\n**{name}**\n\n{_quoted(row[name])}\n" for name in ("wanted", "before", "after")]
     return "".join(parts)

@@ -37,7 +37,7 @@ from fedlora.workers.processes import available
 
 Share = Annotated[float, Field(gt=0, le=1)]
 _EACH_ITS_OWN = "each site names its own in its site.toml (fedlora flower site)"
-_BENCHMARK = Key("it is of benchmarks, which are for fedlora run")
+_BENCHMARK = Key("it is for benchmarks, which only fedlora run has")
 _NOT_DEALT = Key("nothing is dealt out: each site has its own file")
 _IN_POLICY = Key("who takes part, with which rank, stands in policy.toml (fedlora flower init --sites)")
 
@@ -269,12 +269,12 @@ def check_classes(labels: Sequence[str] | None) -> None:
     if labels is None:
         return
     if len(labels) < 2:
-        raise ValueError("names of classes are two or more, for of one class there is nothing to tell apart")
+        raise ValueError("give at least two classes: with one there is nothing to tell apart")
     twice = [name for k, name in enumerate(labels) if name.strip() in [other.strip() for other in labels[:k]]]
     if twice:
         raise ValueError(f"the class {twice[0]!r} is named twice")
     if not all(name.strip() and name.isprintable() for name in labels):
-        raise ValueError("the name of a class is printable text, and not blank")
+        raise ValueError("the name of a class must be printable text, and not blank")
 
 
 class DataSection(Section):
@@ -297,7 +297,7 @@ class DataSection(Section):
     tokens of an example; what is longer is cut.
     """
 
-    train: Annotated[str | None, Key(f"{_EACH_ITS_OWN}. To deal one file out, for a trial, leave --sites away")] = None
+    train: Annotated[str | None, Key(f"{_EACH_ITS_OWN}. To deal one file out, for a trial, leave --sites out")] = None
     clients: Annotated[dict[str, str], Key(_EACH_ITS_OWN)] = {}  # noqa: RUF012 - pydantic copies it
     task: Annotated[DataTask | None, Key(f"{_EACH_ITS_OWN}; a benchmark is for fedlora run")] = None
     tasks: Annotated[Positive, _BENCHMARK] = 50
@@ -330,7 +330,7 @@ class DataSection(Section):
         given = [name for name in ("prompt", "response") if getattr(self, name) != name]
         if self.messages is not None and given:
             raise ValueError(
-                f"data.messages = {self.messages!r} reads conversations, and data.{given[0]} is of instructions: leave "
+                f"data.messages = {self.messages!r} reads conversations, and data.{given[0]} is for prompts: leave "
                 f"one of them out"
             )
         check_template(self.template)
@@ -347,14 +347,14 @@ class DataSection(Section):
         sources = [self.train is not None, bool(self.clients), self.task is not None]
         if sum(sources) != 1:
             raise ValueError(
-                "give one of data.train (one file), data.clients (a file for each client) and data.task (a benchmark)"
+                "give one of data.train (one file), data.clients (a file for each client) or data.task (a benchmark)"
             )
         if self.task_lists and len(self.task_lists) != 2:
             raise ValueError("data.task_lists names two files: the clients' tasks and the unseen ones")
         for client in self.clients:
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
                 raise ValueError(
-                    f"a client id is letters, digits, '_', '-' and '.', for it names a folder; got {client!r}"
+                    f"a client id may have letters, digits, '_', '-' and '.', as a folder's name; got {client!r}"
                 )
         return self
 
@@ -388,7 +388,7 @@ class EvaluateSection(Section):
     def _delta_of_patience(self) -> EvaluateSection:
         if self.min_delta and self.patience is None:
             raise ValueError(
-                f"evaluate.min_delta = {self.min_delta} is a part of evaluate.patience, which is not set; set it too, "
+                f"evaluate.min_delta = {self.min_delta} needs evaluate.patience, which is not set; set it too, "
                 f"or leave min_delta out"
             )
         return self

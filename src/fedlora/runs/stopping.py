@@ -78,7 +78,7 @@ class Patience:
 
     def _why(self, best_round: int | None, where: str) -> str:
         if best_round is None:
-            return f"{self.evaluations} evaluations {where} in which {self.metric} was no number"
+            return f"{self.evaluations} evaluations {where} in which {self.metric} was not a number"
         more = f" by more than {self.min_delta:g}" if self.min_delta else ""
         return (
             f"{self.evaluations} evaluations {where} in a row without a better {self.metric} than round "

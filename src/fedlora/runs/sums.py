@@ -43,10 +43,10 @@ def compared(root: Path, place: Path) -> tuple[list[str], dict[str, str]]:
     for line in lines:
         match = _LINE.fullmatch(line)
         if match is None:
-            raise CheckpointError(f"{place} is damaged: {line!r} is no line of it. Remove it, and it is made again.")
+            raise CheckpointError(f"{place} is damaged: {line!r} is not a line of it. Remove it, and it is made again.")
         try:
             if files.digest(root / match[2]) != match[1]:
-                changed[match[2]] = "its content is another one"
+                changed[match[2]] = "its content changed"
         except FileNotFoundError:
             if (root / match[2]).is_symlink():
                 changed[match[2]] = "it is a link to nowhere"

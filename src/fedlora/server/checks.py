@@ -22,7 +22,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 def check_types(upload: object) -> None:
     """Raises `UploadRefused` for what is no `Upload` of torch tensors."""
     if not isinstance(upload, Upload) or not isinstance(upload.client, Client):
-        raise UploadRefused(f"a {type(upload).__name__}", "it is no Upload(client, num_examples, adapter).")
+        raise UploadRefused(f"a {type(upload).__name__}", "it is not an Upload(client, num_examples, adapter).")
     client, adapter = upload.client.id, upload.adapter
     if not isinstance(adapter, Adapter) or not all(isinstance(lora, LoRA) for lora in adapter.modules.values()):
         raise UploadRefused(

@@ -86,7 +86,7 @@ class Attendance:
         client = upload.client.id
         try:
             if client in self.counts or client in self.abstained:
-                raise UploadRefused(client, "a second upload in the same round; the first one stands.")
+                raise UploadRefused(client, "a second upload in the same round; the first one counts.")
             if not self.terms.check(upload):
                 self.abstained.add(client)
                 return False

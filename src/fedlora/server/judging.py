@@ -37,7 +37,7 @@ def far_counts(counts: Mapping[str, float]) -> dict[str, str]:
     """Client -> why its count of examples cannot be weighed beside the others'."""
     middle = sorted(counts.values())[(len(counts) - 1) // 2] if counts else 1.0
     return {
-        name: f"it says {count:g} examples, and the round's median is {middle:g}: more than {_FAR_COUNT:g} times "
+        name: f"it claims {count:g} examples, and the round's median is {middle:g}: more than {_FAR_COUNT:g} times "
         f"off, so a robust rule cannot weigh it"
         for name, count in counts.items()
         if not middle / _FAR_COUNT <= count <= middle * _FAR_COUNT
@@ -171,7 +171,7 @@ def require_enough(rule: Rule, attendance: Attendance, counts: Mapping[str, floa
     if asked.declared(len(p) + refused) and not rule.declared(len(p)):
         log.warning(
             "round %d: %d clients were refused for what they sent and count as the liars of %s. The %d others are "
-            "too few to bear one more liar, so the rule weighs them as if none lied: mend the refused clients, or "
+            "too few to tolerate one more liar, so the rule weighs them as if none lied: mend those clients, or "
             "ask more clients.", terms.number, refused, asked.said, len(p),
         )  # fmt: skip
     if few := rule.overcome(p):

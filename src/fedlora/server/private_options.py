@@ -24,7 +24,7 @@ from fedlora.server.terms import Weighting
 
 # Options of a server that privacy excludes -> why.
 _BREAKS_THE_BOUND = {
-    "quorum": "a private round has no quorum: whether a round counts would say who came. A client that "
+    "quorum": "a private round has no quorum, because a round that counts would reveal who came. A client that "
     "is refused, offline or fails counts as zero",
     "memory": "a private round keeps only one sum, so there are no uploads to add up",
     "rule": "a rule's weights depend on what others sent, so one client's part is not bounded by the clip",
@@ -119,13 +119,11 @@ class Privacy:
     def note_end(self, round: int, asked: int, counted: int) -> None:
         """To the diary, once a round: how many were asked, and of how many of those an upload counts."""
         if not asked:
-            what = (
-                "nobody was asked: nobody was drawn, or the round's noised sum had been made before the run was killed"
-            )
+            what = "no client was asked: none was drawn, or the round's noised sum existed before the run was killed"
         elif not counted:
             what = (
                 f"ALL {asked} clients that were asked failed, were refused or sent nothing: the round releases only "
-                f"noise, and is charged like any other. Mend the cause before you spend more rounds"
+                f"noise, and is charged like any other. Remove the cause before you spend more rounds"
             )
         else:
             what = f"{counted} of the {asked} clients that were asked count"

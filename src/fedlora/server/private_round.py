@@ -105,8 +105,8 @@ class PrivateRound:
         if self._released is not None and self._released.shape != self._total.shape:
             raise HyperparameterError(
                 f"the noised sum of round {terms.number} that was stored has {len(self._released)} numbers, and this "
-                f"round's {len(self._total)}: it belongs to another model or configuration. A private run can only "
-                f"go on with the same ones."
+                f"round's {len(self._total)}: it belongs to another model or configuration. A private run can "
+                f"only continue with the same ones."
             )
 
     @cached_property
@@ -148,13 +148,13 @@ class PrivateRound:
         check_types(upload)
         client = upload.client.id
         if self._released is not None:
-            raise UploadRefused(client, "the round's noised sum is made already, so nothing can be added.")
+            raise UploadRefused(client, "the round's noised sum already exists, so nothing can be added.")
         if client not in self._members:
-            raise UploadRefused(client, "it is none of the clients that Privacy(clients=...) names.")
+            raise UploadRefused(client, "it is not among the clients that Privacy(clients=...) names.")
         if client not in self._drawn:
             raise UploadRefused(client, "this client was not drawn for this round, and the ledger relies on the draw.")
         if client in self._heard:
-            raise UploadRefused(client, "a second upload in the same round; whatever came first stands.")
+            raise UploadRefused(client, "a second upload in the same round; the first one counts.")
         self._heard.add(client)
         self._total += self._contribution(upload)
         self._counted += 1

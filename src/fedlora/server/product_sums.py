@@ -109,7 +109,7 @@ def _zeros(rows: int, columns: int, *, on_disk: bool) -> Tensor:
             os.posix_fallocate(file.fileno(), 0, 8 * rows * columns)  # a hole that finds no room would kill the process
         except OSError as error:
             raise HyperparameterError(
-                f"Server: the sums of uploads beyond the memory have no room in {tempfile.gettempdir()}: "
+                f"Server: the sums of uploads beyond the memory do not fit in {tempfile.gettempdir()}: "
                 f"{error.strerror}. The round is lost, the state unchanged. Make room, or let TMPDIR name another "
                 f"folder."
             ) from error

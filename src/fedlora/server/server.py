@@ -104,7 +104,7 @@ class Server:
 
     def __post_init__(self) -> None:
         if isinstance(self.method, str | type):
-            raise HyperparameterError(f"Server: method is an object, as build('glora') makes; got {self.method!r}.")
+            raise HyperparameterError(f"Server: method must be an object such as build('glora'); got {self.method!r}.")
         for name, options in {"weighting": Weighting, "missing": Missing, "heads": Heads}.items():
             value = getattr(self, name)
             if value not in get_args(options) and not (name in ("heads", "weighting") and value is None):

@@ -94,7 +94,7 @@ def ranks_of(client: Client, state: ServerState) -> dict[str, int]:
         unknown = sorted(set(client.rank) - set(state.modules))
         if unknown:
             raise HyperparameterError(
-                f"client {client.id!r} declares a rank for {unknown[0]!r}, which is no adapted module. The "
+                f"client {client.id!r} declares a rank for {unknown[0]!r}, which is not an adapted module. The "
                 f"modules are {', '.join(list(state.modules)[:3])}, ..."
             )
     return client.ranks(state.modules)

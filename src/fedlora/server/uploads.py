@@ -43,8 +43,8 @@ def summing(method: Method[Any], memory: float) -> Summing | None:
             return method.summing()
     if not isinstance(method, FromMeans):
         raise HyperparameterError(
-            f"Server: memory = {memory:g} MB needs a method that can forget a client's upload, and {method.name} needs "
-            f"all of a round beside each other. Leave memory out: uploads take clients x what one sends then, 4 r "
+            f"Server: memory = {memory:g} MB needs a method that can forget uploads, and {method.name} needs "
+            f"all of a round at once. Leave memory out: uploads then take clients x what one sends, 4 r "
             f"(d_out + d_in) bytes a matrix in float32. Or take a method that can: glora, svd and flexlora average "
             f"updates, and fedit, fedsa-lora, fedsvd, ffa-lora, padded-average and rolora factors."
         )

@@ -96,8 +96,8 @@ def play(
         names = [client.id for client in clients]
         twice = repeated(names)
         raise HyperparameterError(
-            f"{len(twice)} client ids occur more than once, {twice[0]!r} for one. A client's memory and its part in "
-            f"the mean go by its id: give each its own."
+            f"{len(twice)} client ids occur more than once, such as {twice[0]!r}. A client's memory and its part in "
+            f"the mean follow its id: give each client its own."
         )
     if form not in get_args(Form):
         raise HyperparameterError(f"form is one of {get_args(Form)}; got {form!r}.")
@@ -119,7 +119,7 @@ def play(
         check_private(server.privacy, by_id, participation, adversary)
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
     if adversary is not None:
-        log.warning("clients of this federation lie on purpose, and nothing of it is for use: %s", adversary)
+        log.warning("clients of this federation lie on purpose: do not use its results: %s", adversary)
     while state.round < rounds:
         round = Round(server, state, form, hooks, adversary)
         chosen = round.asked

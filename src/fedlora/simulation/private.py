@@ -16,7 +16,7 @@ def check_private(privacy: Privacy, clients: Iterable[str], participation: float
     """Raises `HyperparameterError` where the engine would play other rounds than those that the ledger charges."""
     if participation != 1.0:
         raise HyperparameterError(
-            f"participation = {participation:g} draws clients by a public seed, and privacy counts on a secret draw: "
+            f"participation = {participation:g} draws clients by a public seed, but privacy relies on a secret draw: "
             f"leave participation out and set Privacy(sampling={participation:g})."
         )
     apart = sorted(set(clients) ^ set(privacy.clients))
@@ -24,11 +24,11 @@ def check_private(privacy: Privacy, clients: Iterable[str], participation: float
         who = "is not among the clients given" if apart[0] in privacy.clients else "is not in Privacy(clients=...)"
         raise HyperparameterError(
             f"the clients given and the {len(privacy.clients)} of Privacy(clients=...) differ in {len(apart)}: "
-            f"{apart[0]!r} for one {who}. The round draws from those, and the mean divides by how many they are: name "
-            f"the same ones in both."
+            f"{apart[0]!r} {who}. The round draws from those, and the mean divides by their number: name "
+            f"the same clients in both."
         )
     if adversary is not None:
-        raise HyperparameterError("an adversary's doings are told, and a private round tells of no single client.")
+        raise HyperparameterError("an adversary's acts are reported, and a private round reports on no single client.")
 
 
 def private_record(state: RunState, server_rank: float) -> RoundRecord:

@@ -207,7 +207,7 @@ class Round:
         if self._privacy is not None:
             self._privacy.note(self._before.round + 1, client, why)
         else:
-            log.warning("%s; the round goes on without it", failure)
+            log.warning("%s; the round continues without it", failure)
         self._refused[client] = why
         self._tell(client)
 

@@ -142,7 +142,7 @@ class Contract:
             raise
         except (UploadRefused, QuorumNotMet, KeptStateError) as error:
             why = f"the round failed: {error}"
-            advice = "The clients of this federation are sound, so what the method gave them is not: look at `readout`."
+            advice = "The clients of this federation are sound, so what the method gave them is wrong: see `readout`."
             raise ContractBroken(server.method.name, self.name, ALWAYS, why, advice) from error
         except Exception as error:  # a stranger's code can raise anything
             why = f"the round failed: {type(error).__name__}: {error}"

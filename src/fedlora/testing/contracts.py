@@ -43,7 +43,7 @@ CONTRACTS: Mapping[str, Contract] = ReadOnly(
             ),
             Contract(
                 "dtype", dtype, None,
-                "Compute as wide as you like; give back the dtype of the updates' factors, `u.B.dtype`.", _ONCE,
+                "Compute in any precision; return the dtype of the updates' factors, `u.B.dtype`.", _ONCE,
             ),
             Contract(
                 "alive", alive, None,

@@ -28,7 +28,7 @@ def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, 
         return None
     if data.labels is None:
         raise ConfigError(
-            "train.class_weights weighs classes, and instruction data has none; leave it out for a causal-lm."
+            "train.class_weights is for classes, and instruction data has none; leave it out for a causal-lm."
         )
     if isinstance(weights, str):
         counts = Counter(data.labels)
@@ -36,7 +36,7 @@ def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, 
     unknown = [name for name in weights if name not in data.label_names]
     if unknown:
         raise ConfigError(
-            f"train.class_weights names {', '.join(map(repr, unknown))}, which no example has as its class; the "
+            f"train.class_weights names {', '.join(map(repr, unknown))}, and no example has that class; the "
             f"{len(data.label_names)} classes are {', '.join(map(repr, data.label_names[:20]))}"
             f"{', ...' if len(data.label_names) > 20 else ''}."
         )

@@ -68,7 +68,7 @@ def model_files(folder: Path) -> list[Path]:
         found += [path for name in names if not _unread(name) and (path := Path(place, name)).is_file()]
         if len(found) > MOST_FILES:
             raise ConfigError(
-                f"the model {folder} has more than {MOST_FILES:,} files, and all of them would be read for its digest. "
+                f"the model {folder} has more than {MOST_FILES:,} files, which all count in its digest. "
                 f"Is it the model's own folder? Name one that holds the model and nothing else."
             )
     with contextlib.suppress(ConfigError):  # which is said when the model is loaded
@@ -137,7 +137,7 @@ def model_place(path: str | os.PathLike[str]) -> Path:
         return Path(snapshot_download(os.fspath(path), ignore_patterns=list(NOT_READ), **where))
     except Exception as error:  # whatever its transport raises
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"the files of the model {os.fspath(path)!r} cannot be had: {reason}") from error
+        raise ConfigError(f"the files of the model {os.fspath(path)!r} are not available: {reason}") from error
 
 
 def weight_files(place: Path) -> list[Path]:
@@ -195,7 +195,7 @@ def _of_tensors(found: list[Path]) -> str:
     for file in found:
         for name, line in _tensors(file):
             if name in tensors:
-                raise ConfigError(f"the tensor {name[:100]!r} stands in two of the model's files, {file} being one.")
+                raise ConfigError(f"the tensor {name[:100]!r} is in two of the model's files; {file} is one.")
             tensors[name] = line
     return hashlib.sha256(
         "".join(f"{json.dumps(name)} {tensors[name]}\n" for name in sorted(tensors)).encode()
@@ -215,7 +215,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, str]]:
                 yield name, f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(raw).hexdigest()}"
     except (SafetensorError, OSError) as error:
         raise ConfigError(
-            f"the weights {file} are no whole safetensors file ({error}): fetch the model again."
+            f"the weights {file} are not a complete safetensors file ({error}): fetch the model again."
         ) from error
 
 

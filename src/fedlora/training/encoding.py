@@ -94,8 +94,8 @@ def check_length(examples: Iterable[Example], longest: int | None) -> None:
     most = max((len(example["input_ids"]) for example in examples), default=0)
     if longest is not None and most > longest:
         raise ConfigError(
-            f"an example has {most} tokens, and the model has positions for {longest} only: set data.max_length (of "
-            f"TrainSettings and the evaluator, max_length) to {longest} or less, and longer ones are cut to that."
+            f"an example has {most} tokens, and the model has only {longest} positions: set data.max_length (of "
+            f"TrainSettings and the evaluator, max_length) to {longest} or less; longer examples are then cut."
         )
 
 

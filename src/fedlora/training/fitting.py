@@ -94,8 +94,8 @@ def fit_prompt(data: TextData, k: int, room: int, tokenizer: Any, template: Temp
     """
     if data.history is not None and data.history[k]:
         raise DataError(
-            "it is a conversation with a system message or earlier turns, and only a chat template says how these are "
-            "told apart. Set data.template = 'chat', or to a Jinja chat template of your own."
+            "it is a conversation with a system message or earlier turns, and only a chat template can separate "
+            "these. Set data.template = 'chat', or to a Jinja chat template of your own."
         )
     text, begins = template.around(data.text[k])
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
@@ -121,8 +121,8 @@ def _shortened(ids: list[int], surplus: int, spare: list[int], front: list[int])
     gone |= set([place for place in front if place not in gone][: surplus - len(gone)])
     if len(gone) < surplus:
         raise DataError(
-            f"what is never cut (the template, the system message, and what stands before the last prompt and has no "
-            f"answer of its own) has {len(ids) - len(gone)} tokens, more than the {len(ids) - surplus} that are left "
+            f"the parts never cut (the template, the system message, and what precedes the last prompt, without "
+            f"an answer) have {len(ids) - len(gone)} tokens, more than the {len(ids) - surplus} that are left "
             f"beside the answer. Raise max_length."
         )
     return [token for place, token in enumerate(ids) if place not in gone]

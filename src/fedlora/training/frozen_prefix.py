@@ -145,8 +145,8 @@ def remember(network: Any, targets: Targets, pad: int | None) -> int:
     layers: Any = getattr(getattr(backbone, "encoder", None), "layer", None)
     if not isinstance(layers, nn.ModuleList) or not isinstance(getattr(backbone, "embeddings", None), nn.Module):
         raise ConfigError(
-            f"model.remember_prefix is for encoders with embeddings and encoder.layer, as BERT's; "
-            f"{type(network).__name__} is none. Leave it out."
+            f"model.remember_prefix is for encoders with embeddings and encoder.layer, like BERT; "
+            f"{type(network).__name__} is not one. Leave it out."
         )
     paths = adapted(network, targets)
     numbers = [int(found["number"]) for path in paths if (found := _BLOCK.match(f"{path}.")) is not None]
@@ -160,7 +160,7 @@ def remember(network: Any, targets: Targets, pad: int | None) -> int:
     rate = max((m.p for part in prefix for m in part.modules() if isinstance(m, nn.Dropout)), default=0.0)
     if rate:
         raise ConfigError(
-            f"model.remember_prefix remembers what a layer gives, and dropout {rate:g} draws it anew each time. Set "
+            f"model.remember_prefix remembers a layer's output, and dropout {rate:g} changes it each time. Set "
             f"model.dropout = 0."
         )
     remembered = Remembered(backbone.embeddings, list(layers[:first]), pad)
@@ -192,7 +192,7 @@ def _check_same(network: Any, layer: nn.Module, remembered: Remembered, pad: int
     except Exception as error:  # whatever layers of another kind need
         apart, why = 1.0, f"{type(error).__name__}: {error}"
     else:
-        why = f"what the first adapted layer reads is {apart:.1e} apart"
+        why = f"inputs of the first adapted layer differ by {apart:.1e}"
     finally:
         hook.remove()
     if not apart < 1e-2:  # of bfloat16

@@ -51,10 +51,10 @@ def _on_hub(model: str) -> bool:
             return True
         reason = "HF_HUB_OFFLINE is set, and it is not in the cache"
     except HFValidationError as error:
-        raise ConfigError(f"the model {model!r} cannot be loaded: {nowhere}, and it is no hub id.") from error
+        raise ConfigError(f"the model {model!r} cannot be loaded: {nowhere}, and it is not a hub id.") from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"the model {model!r} cannot be loaded: {nowhere}, and the hub has no such model, or keeps it from you "
+            f"the model {model!r} cannot be loaded: {nowhere}, and the hub has no such model, or denies you access "
             f"(`hf auth login`)."
         ) from error
     except Exception as error:  # whatever its transport raises, which is another one from version to version

@@ -34,7 +34,7 @@ def load_base(
     """The model, on its device, and its tokenizer; all as `AdaptedModel.load` has it. Raises `ConfigError`."""
     if task == "classification" and len(labels) < 2:  # of one, transformers would make a regression without a word
         raise ConfigError(
-            f"a classification needs the names of two classes or more, as labels; got {list(labels)}. Data of one "
+            f"a classification needs the names of at least two classes, as labels; got {list(labels)}. Data of one "
             f"class leave nothing to tell apart."
         )
     place = Path(path)
@@ -121,8 +121,8 @@ def _other_head(
     if not heads:
         name, stored, wanted = odd[0]
         return (
-            f"the model {model!r} cannot be loaded: {name!r} has the shape {stored} in its weights, and {wanted} by "
-            f"its config.json. Take the config.json that belongs to the weights."
+            f"the model {model!r} cannot be loaded: {name!r} has the shape {stored} in its weights, but {wanted} by "
+            f"its config.json. Use the config.json that belongs to the weights."
         )
     name = next((name for name in heads if name.endswith("weight")), next(iter(heads)))
     rows, own = heads[name], list(AutoConfig.from_pretrained(path, **source(path)).id2label.values())
@@ -134,7 +134,7 @@ def _other_head(
     )
     return (
         f"the model {model!r} cannot be loaded for the data's {len(labels)} classes ({listed}): it was fine-tuned "
-        f"before, and its own head {name!r} has {rows} rows{named}. {theirs}For a new head take a model without one: "
+        f"before, and its own head {name!r} has {rows} rows{named}. {theirs}For a new head use a model without one: "
         f"the pre-trained one that it was made from, or its layers alone, which in Python "
         f"transformers.AutoModel.from_pretrained({model!r}).save_pretrained('DIR') writes, and "
         f"transformers.AutoTokenizer.from_pretrained({model!r}).save_pretrained('DIR') its tokenizer beside them."

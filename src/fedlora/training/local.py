@@ -220,7 +220,7 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     if s.schedule != "constant" and share >= 1:
         raise ConfigError(
             f"the learning rate follows a {s.schedule!r} schedule over rounds = {s.rounds}, and this is round "
-            f"{round + 1}: there is nothing left of it. Say in TrainSettings(rounds=...) how many rounds there will be."
+            f"{round + 1}: the schedule has ended. Give the number of rounds as TrainSettings(rounds=...)."
         )
     scale = {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[s.schedule]
     kinds: dict[str, type[torch.optim.Optimizer]] = {

@@ -82,7 +82,7 @@ class AdaptedModel:
         absent = [name for name in settings.saved if not any(f".{path}".endswith(f".{name}") for path in paths)]
         if absent:
             raise ConfigError(
-                f"lora.saved: {absent[0]!r} is no module of the model, and nothing would be trained in full by that "
+                f"lora.saved: {absent[0]!r} is not a module of the model, so nothing would be trained in full by that "
                 f"name. Its modules begin with {', '.join(paths[1:8])}, ..."
             )
         if remember_prefix:
@@ -209,7 +209,7 @@ class AdaptedModel:
         if rank > max(sides, default=rank):
             raise ConfigError(
                 f"rank {rank:,} is above both sides of every adapted matrix (the longest has {max(sides):,}): an "
-                f"update of full rank needs less. LoRA's ranks are mostly 2 to 64."
+                f"update of full rank needs less. Usual ranks are 2 to 64."
             )
 
     def _config(self, rank: int | Mapping[str, int]) -> Any:

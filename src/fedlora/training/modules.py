@@ -132,7 +132,7 @@ class ModuleTrainer(RoundTrainer):
         for name in _OF_TEXT:
             if getattr(settings, name) != TrainSettings.model_fields[name].default:
                 raise ConfigError(
-                    f"TrainSettings.{name} is of text, and nothing here would look at it: do in `loss` or `collate` "
+                    f"TrainSettings.{name} is for text, and nothing here would use it: do in `loss` or `collate` "
                     f"what it asks for, and leave it out."
                 )
         self._data = dict(data)
@@ -162,7 +162,7 @@ class ModuleTrainer(RoundTrainer):
         if changed:
             raise ConfigError(
                 f"training changed the buffer {changed[0]!r} of the base ({len(changed)} such), and the next client "
-                f"would start from it. A buffer that is trained belongs into heads; else leave it alone in training."
+                f"would start from it. Put a trained buffer into heads; otherwise do not change it in training."
             )
         return trained
 
@@ -186,7 +186,7 @@ class ModuleTrainer(RoundTrainer):
                 if path not in self._unreached:
                     log.warning(
                         "the loss does not depend on the LoRA of %r: its layer was not called in a step. Code that "
-                        "reads `layer.weight` itself goes past LoRA; leave such a layer out of targets.",
+                        "reads `layer.weight` itself bypasses LoRA; leave such a layer out of targets.",
                         path,
                     )
                 self._unreached.add(path)
@@ -234,10 +234,10 @@ class ModuleEvaluator:
         if target == "clients" and not clients:
             raise ConfigError("target='clients' measures each client's model: hand in the clients.")
         if own and target == "server":
-            raise ConfigError("own measures are of clients, and target='server' looks at none; set target='clients'.")
+            raise ConfigError("own measures are for clients, and target='server' uses none; set target='clients'.")
         strangers = sorted(set(own or {}) - {client.id for client in clients})
         if strangers:
-            raise ConfigError(f"own has a measure of {strangers[0]!r} ({len(strangers)} such), who is no client.")
+            raise ConfigError(f"own has a measure of {strangers[0]!r} ({len(strangers)} such), who is not a client.")
         self._model = model
         self._measure = measure
         self._clients = tuple(clients)
@@ -258,7 +258,7 @@ class ModuleEvaluator:
         if odd:
             raise ConfigError(
                 f"the metrics of {odd[0]!r} are {sorted(scores[odd[0]])}, and those of {next(iter(scores))!r} are "
-                f"{sorted(names)}: there is no mean. Measure the same of all."
+                f"{sorted(names)}: they have no mean. Use the same metrics for all."
             )
         means = {name: math.fsum(score[name] for score in scores.values()) / len(scores) for name in names}
         return means | {f"client/{c}/{name}": x for c, score in scores.items() for name, x in score.items()}
@@ -291,13 +291,13 @@ def _targeted(network: nn.Module, targets: Targets, saved: Sequence[str]) -> lis
             raise ConfigError(f"{path!r} is in targets and in heads: it gets LoRA or is trained in full, not both.")
         if inside and not every:
             raise ConfigError(
-                f"{path!r} is inside nn.MultiheadAttention, which reads its weight past LoRA, so nothing would train. "
+                f"{path!r} is inside nn.MultiheadAttention, whose code bypasses LoRA, so nothing would train. "
                 f"Leave it out of targets, or write the attention with nn.Linear layers of your own."
             )
         if not head and not inside:
             chosen.append(path)
     if not chosen:
-        raise ConfigError(f"targets = {targets!r} means no layer of the network but its heads.")
+        raise ConfigError(f"targets = {targets!r} matches only heads of the network.")
     return chosen
 
 
@@ -312,7 +312,7 @@ def _checked_head(network: nn.Module, head: str) -> list[str]:
             if not tensor.is_floating_point():
                 raise ConfigError(
                     f"the head {path!r} holds {name!r} of {str(tensor.dtype).removeprefix('torch.')}, which has no "
-                    f"mean. Take a head without it (for a norm layer, track_running_stats=False)."
+                    f"mean. Use a head without it (for a norm layer, track_running_stats=False)."
                 )
     return [path for path, _ in found]
 

@@ -65,7 +65,7 @@ def check_template(wanted: str | None) -> None:
     if is_jinja(wanted):
         if "messages" not in wanted:
             raise ConfigError(
-                f"data.template has {{{{ or {{%, so it is a Jinja chat template, and those go through `messages`: "
+                f"data.template has {{{{ or {{%, so it is a Jinja chat template, which needs `messages`: "
                 f"{wanted[:60]!r}. For the prompt in a text write {{prompt}}."
             )
         return
@@ -90,8 +90,8 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
         return Template("chat", wanted) if is_jinja(wanted) else Template("text", wanted)
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(
-            "the model's tokenizer has no chat template, so it is not known how a prompt and its answer are told "
-            "apart. Say it with data.template (--template): a text such as "
+            "the model's tokenizer has no chat template, so fedlora cannot separate a prompt from its "
+            "answer. Set data.template (--template): a text such as "
             "'### Question:\\n{prompt}\\n\\n### Answer:\\n', a Jinja chat template, or 'none' for the prompt as it "
             "stands with the response right behind it."
         )
@@ -148,9 +148,9 @@ def converse(template: Template, tokenizer: Any, messages: Sequence[Message]) ->
         closed = render(template, tokenizer, messages[: k + 1], ask=False) if k + 1 < len(messages) else text
         if not (closed.startswith(opened) and text.startswith(closed)):
             raise DataError(
-                f"the chat template makes something else of the first {k} of {len(messages)} messages when more "
-                f"follow (it rewrites earlier turns, as templates of reasoning models do), so the turns to learn "
-                f"cannot be told. Split such conversations after each answer, or give a data.template that does not."
+                f"the chat template renders the first {k} of {len(messages)} messages differently when more "
+                f"follow (it rewrites earlier turns, as templates of reasoning models do), so it is unclear which "
+                f"turns to learn. Split such conversations after each answer, or give a data.template that does not."
             )
         header = _unopened(template, tokenizer, messages[:k], opened)
         if header:
@@ -179,8 +179,8 @@ def _refuse_signs(tokenizer: Any, messages: Sequence[Message]) -> None:
     for role, content in messages if signs else ():
         if sign := found.search(content):
             raise DataError(
-                f"what the {role} says holds {sign[0]!r} at character {sign.start()}, which is a sign of the tokenizer "
-                f"and no text: the model would take it for the end or the beginning of a turn. Take it out of the "
+                f"the {role}'s text has {sign[0]!r} at character {sign.start()}, a special token of the tokenizer "
+                f"and not text: the model would take it for the end or the beginning of a turn. Remove it from the "
                 f"text, or leave the example out."
             )
 

@@ -90,7 +90,7 @@ class Section(BaseModel):
 
 def _plain(value: object, *, whole: bool) -> object:
     if isinstance(value, str) and "\0" in value:
-        raise ValueError("has a NUL, which stands in no name, path or text")
+        raise ValueError("has a NUL, which no name, path or text may have")
     if isinstance(value, Mapping) and not isinstance(value, dict):
         value = dict(value)
     if isinstance(value, dict):
@@ -149,12 +149,12 @@ class LoRASettings(Section):
                 re.compile(targets)
             except re.error as error:
                 raise ValueError(
-                    f"the string {targets!r} is one regular expression for whole module paths, and it is none: "
-                    f'{error}. Names stand in a list, as ["query", "value"]'
+                    f"the string {targets!r} must be a regular expression for whole module paths, and it is not: "
+                    f'{error}. Write names as a list: ["query", "value"]'
                 ) from error
         if not targets or not all(targets):
             raise ValueError(
-                'there must be at least one target, as ["query", "value"] or "all-linear", and none is empty'
+                'there must be at least one target, such as ["query", "value"] or "all-linear", and none may be empty'
             )
         return targets
 

@@ -57,7 +57,7 @@ def adapted(network: nn.Module, targets: Targets) -> list[str]:
         if odd is not None:
             raise ConfigError(
                 f"the target {target!r} (lora.targets of a run) matches {odd!r}, a {type(modules[odd]).__name__}, and "
-                f"LoRA goes on linear layers here. The model's are called {', '.join(_ends(linear))}."
+                f"fedlora trains LoRA only on linear layers. The model's are called {', '.join(_ends(linear))}."
             )
         chosen.update(found)
     return [name for name in linear if name in chosen]

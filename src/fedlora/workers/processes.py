@@ -197,7 +197,7 @@ class Processes(Generic[R]):
             raise self._dead_at_start(broken)
         if first.alone >= _PATIENCE:
             return Died(
-                f"the process that did this work died {first.breaks + 1} times, at last with no other at work: out of "
+                f"the process that did this work died {first.breaks + 1} times, at last while working alone: out of "
                 f"memory? ({broken})"
             )
         unfinished = 0
@@ -210,8 +210,8 @@ class Processes(Generic[R]):
 
     def _dead_at_start(self, why: Exception) -> HyperparameterError:
         return HyperparameterError(
-            f"the {self.size} worker processes die as they start; their own words are above, if they had any. A script "
-            f"that uses them must do its work below `if __name__ == '__main__':`, for they import it, and what they "
+            f"the {self.size} worker processes die at their start; their output is above, if there is any. A script "
+            f"that uses them must do its work below `if __name__ == '__main__':`, since they import it, and what they "
             f"hold must be importable by its name. Is there memory for {self.size} of them? {why}"
         )
 
@@ -270,7 +270,7 @@ def _pickled(value: Any, shared: Sequence[Tensor]) -> bytes:
         _Pickler(file, shared).dump(value)
     except Exception as error:  # pickle raises whatever the object's own code does
         raise HyperparameterError(
-            f"a {type(value[0]).__name__} cannot travel to worker processes, for it does not pickle: {error} The usual "
+            f"a {type(value[0]).__name__} cannot travel to worker processes: it does not pickle: {error} The usual "
             f"cause is a function or class that is made inside another function: put it at the top of a module."
         ) from error
     return file.getvalue()

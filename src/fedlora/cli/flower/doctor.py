@@ -20,7 +20,7 @@ _LIBRARIES = ("torch", "transformers", "peft", "flwr", "cryptography")
 
 
 def doctor(
-    folder: Annotated[Path | None, typer.Argument(help="of `fedlora flower init` or `site`, to check too")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="a folder of `fedlora flower init` or `site`")] = None,
     json: AsJson = False,
 ) -> None:
     """Check this machine for a federation: versions, ports, certificates, identity, message sizes, disk."""

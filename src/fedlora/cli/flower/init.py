@@ -39,8 +39,8 @@ def init(
         Path | None, typer.Option(metavar="DIR", help="a PEFT directory to start from; then no base model is loaded")
     ] = None,
     set: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="of the proxy, where sites connect")] = 443,
-    superlink_port: Annotated[int, typer.Option(min=1, max=65535, help="of the SuperLink, on loopback")] = 18080,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="port of the proxy, where sites connect")] = 443,
+    superlink_port: Annotated[int, typer.Option(min=1, max=65535, help="its port, on loopback")] = 18080,
 ) -> None:
     """At the server: write all that a federation needs.
 
@@ -53,7 +53,7 @@ def init(
     if (server_name is None) != (sites is None):
         given, lacks = ("--server-name", "--sites") if sites is None else ("--sites", "--server-name")
         raise ConfigError(
-            f"{given} is there and {lacks} is not. A federation needs both: --server-name fl.example.org --sites "
+            f"{given} is given and {lacks} is missing. A federation needs both: --server-name fl.example.org --sites "
             f"acme=8,berlin=4. Leave out both for a trial on this machine."
         )
     if server_name is None or sites is None:
@@ -136,5 +136,5 @@ def _classes(labels: str | None) -> list[str] | None:
         return None
     found = [name.strip() for name in labels.split(",")]
     if not all(found) or len(set(found)) < max(2, len(found)):
-        raise ConfigError(f"--labels names two classes or more, each once, such as no,yes; got {labels!r}.")
+        raise ConfigError(f"--labels must name at least two classes, each once, such as no,yes; got {labels!r}.")
     return found

@@ -11,7 +11,7 @@ from fedlora.cli.flower.common import needed
 
 
 def install(
-    folder: Annotated[Path, typer.Argument(help="of `fedlora flower init` or `site`", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="a folder of `fedlora flower init` or `site`", show_default=False)],
     print_: Annotated[
         bool, typer.Option("--print", help="print the script that root should run, and do nothing")
     ] = False,

@@ -34,7 +34,7 @@ def node(
 
     here = SiteFolder(folder.resolve())
     if not here.join.is_file():
-        raise ConfigError(f"{folder} is no folder of `fedlora flower site`: it has no join.toml.")
+        raise ConfigError(f"{folder} was not made by `fedlora flower site`: it has no join.toml.")
     join = JoinFile.read(here.join)
     say("reading data and base model ...")
     with ending_for_systemd():
@@ -53,7 +53,7 @@ def node(
         nonlocal key
         found, now = asked(here, lambda with_: look(server, with_))
         if now != key and now == here.next_key:
-            say("the server has this site's new key: it is in use (--rotate once more deletes the old).")
+            say("the server has this site's new key, which is now in use (--rotate once more deletes the old one).")
         key = now
         return found
 

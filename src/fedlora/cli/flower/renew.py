@@ -22,6 +22,6 @@ def renew(folder: Folder) -> None:
         *(["the SuperLink's own certificate is new: start `fedlora flower serve` again"] if done.loopback else []),
         *(["the proxy's certificate is new: systemctl reload fedlora-proxy"] if done.public else []),
         *(f"{path.relative_to(here)}: written anew" for path in done.changed),
-        *(["join files have changed: if name, port or authority did, hand them out"] if done.handed else []),
+        *(["join files have changed: hand them out if name, port or authority is new"] if done.handed else []),
     ]
     console.print("\n".join(lines or ["everything is up to date."]))

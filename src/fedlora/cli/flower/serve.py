@@ -99,7 +99,7 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
 
     place = FederationFolder(folder)
     if not now.finished:
-        say(f"{now.done} of {counted(now.rounds, 'round')} done; `fedlora flower {command} {typed(folder)}` goes on")
+        say(f"{now.done} of {counted(now.rounds, 'round')} done; `fedlora flower {command} {typed(folder)}` continues")
         if stop.interrupted:
             raise typer.Exit(130)
         return

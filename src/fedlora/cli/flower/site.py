@@ -29,7 +29,7 @@ def site(
     response: Annotated[str | None, typer.Option(help="column of its answer")] = None,
     messages: Annotated[str | None, typer.Option(help="column of conversations")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ... (default: the best there is)")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="of the processor")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="threads of the processor")] = None,
     rotate: Annotated[bool, typer.Option("--rotate", help="make another key for an existing folder")] = False,
 ) -> None:
     """At a site: make its folder, its key and settings, from the server's join file, and check what it has.
@@ -54,7 +54,7 @@ def site(
                 f"--rotate makes a new key and nothing else; leave out {', '.join(others)}, or edit site.toml."
             )
         if not is_site(folder):
-            raise ConfigError(f"{folder} is no folder of `fedlora flower site`, and --rotate needs one.")
+            raise ConfigError(f"{folder} was not made by `fedlora flower site`, and --rotate needs such a folder.")
         _rotate(folder)
     elif join is not None and is_site(folder) and not given:
         _take(folder, join)
@@ -107,7 +107,7 @@ def _take(folder: Path, join: Path) -> None:
 
     said = take_join(folder, join)
     console.print(
-        f"{folder}: has the server's new file now ({said.address}). Restart its unit (systemctl restart "
+        f"{folder}: now has the server's new file ({said.address}). Restart its unit (systemctl restart "
         f"fedlora-site), and "
         f"see with: fedlora doctor {typed(folder)}\n"
         f"The server's app: {app_row(said, Site.read(SiteFolder(folder).site).app)[1]}."

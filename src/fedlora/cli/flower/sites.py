@@ -15,8 +15,8 @@ from fedlora.errors import ConfigError
 def admit(
     folder: Folder,
     request: Annotated[Path | None, typer.Argument(help="request.toml, as a site sent it", show_default=False)] = None,
-    rank: Annotated[int | None, typer.Option(min=1, help="rank of a site that nobody invited, or a new rank")] = None,
-    rotate: Annotated[bool, typer.Option("--rotate", help="the site's key may differ from the one before")] = False,
+    rank: Annotated[int | None, typer.Option(min=1, help="rank of a site that was not invited, or a new rank")] = None,
+    rotate: Annotated[bool, typer.Option("--rotate", help="accept another key for this site")] = False,
     new: Annotated[
         str | None,
         typer.Option(metavar="NAME=RANK", help="invite a site and write its join file (NAME alone: for a known site)"),
@@ -56,11 +56,11 @@ def admit(
         _say(f"{done.site}: admitted, rank {_rank(done.rank)}, key {done.fingerprint}.")
     else:
         if done.old_key is not None:
-            _say(f"{done.site}: another key: {done.old_key} is out, {done.fingerprint} is in.")
+            _say(f"{done.site}: its key is now {done.fingerprint}, in place of {done.old_key}.")
         if done.before != done.rank:
             _say(f"{done.site}: rank {_rank(done.before)} before, {_rank(done.rank)} from the next round on.")
     if done.learned:
-        _say(f"From it the server knows {', '.join(done.learned)} of the base model, which the others must share.")
+        _say(f"The server took {', '.join(done.learned)} of the base model from it: all other sites must match.")
     for line in done.told:
         _say(f"note: {line}")
     _say("The running server knows it." if done.online else f"`fedlora flower serve {typed(folder)}` will let it in.")

@@ -68,7 +68,7 @@ class Mixing(Rule):
             W[i, near] = p[near] / p[near].sum()
         found = self.rule.weigh(geometry.mixed(W), p)
         c = W.mT @ found.coefficients
-        lonely = dict.fromkeys((c == 0).nonzero()[:, 0].tolist(), "no client that counts has it among its nearest")
+        lonely = dict.fromkeys((c == 0).nonzero()[:, 0].tolist(), "it is among the nearest of no client that counts")
         return Weighed(c, {**found.facts, "neighbours": float(count)}, lonely)
 
 

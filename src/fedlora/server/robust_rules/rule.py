@@ -118,9 +118,9 @@ class Rule(ABC):
         held, f = self.liars_hold(p), self.declared(len(p))
         if (few := self.too_few(len(p))) or held < 0.5 - 1e-9:
             return few
-        unsaid = "; without liars the rule reckons with one: set liars = 0 if nobody lies" * (self._liars is None)
+        unsaid = "; without `liars` the rule assumes one: set liars = 0 if nobody lies" * (self._liars is None)
         return (
-            f"{self.name} bears liars that hold less than half, but {f} of {len(p)} clients can hold {held:.0%} (one "
+            f"{self.name} tolerates liars of less than half, but {f} of {len(p)} clients can hold {held:.0%} (one "
             f"can have {max(p):.0%} of the weight{unsaid})"
         )
 
