@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("flwr")
 
-from flwr.app import ArrayRecord, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
 from fedlora import Server, build
 from fedlora.errors import ConfigError
@@ -71,7 +71,22 @@ def test_a_flowertune_server_adopts_it_in_two_lines(tmp_path: Path) -> None:
     }
     strategy = stock_strategy(state, r=4, alpha=16, clients=list(RANKS), names="order", rho=1.0)
     grid = LocalGrid({name: StockNode(0.1) for name in RANKS})  # type: ignore[misc]
-    result = strategy.start(grid=grid, initial_arrays=ArrayRecord(state), num_rounds=2)
+    seen: list[tuple[int, set[str]]] = []
+
+    def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
+        seen.append((round, set(arrays)))
+        return MetricRecord({"loss": float(round)})
+
+    result = strategy.start(
+        grid=grid, initial_arrays=ArrayRecord(state), num_rounds=2, evaluate_fn=evaluate,
+        train_config=ConfigRecord({"save_path": "here"}),
+    )  # fmt: skip
+    assert seen == [(k, set(state)) for k in range(3)] and result.evaluate_metrics_serverapp[2]["loss"] == 2
+    assert all(dict(m.content.config_records["config"])["save_path"] == "here" for m in grid.sent)
+    model = result.arrays.to_torch_state_dict()  # which set_peft_model_state_dict takes, at the clients' rank and alpha
+    assert {k: t.shape for k, t in model.items()} == {k: t.shape for k, t in state.items()}
+    with pytest.raises(ConfigError, match="evaluate_config"):
+        strategy.start(grid, evaluate_config=ConfigRecord({"a": 1}))
     first = grid.sent[0].content.array_records["arrays"].to_torch_state_dict()
     assert first.keys() == state.keys() and strategy.round == 2 and result.arrays is not None
     for key, tensor in first.items():

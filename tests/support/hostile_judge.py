@@ -479,6 +479,8 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
         return want
 
     from fedlora.adapters import AdapterFile, read_adapter, write_adapter
+    from fedlora.adapters.labels import labels_of
+    from fedlora.adapters.uploads import read_facts
 
     sound = []
     for folder in folders:
@@ -491,6 +493,7 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
             for path in file.heads:
                 file.head(path), file.kind(path)
             _ = file.base, file.size(), file.stored
+            labels_of(folder), read_facts(folder)  # which `validate` reads, too
 
         read = call("AdapterFile", read_all)
         ok = did(read)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
+from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, Download, Form, Held, Upload
 from fedlora.core.parcels import held_after, pack
+from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
 from fedlora.flower.messages.envelope import Envelope
-from fedlora.flower.messages.records import parcel_record, record_upload, stock_upload
+from fedlora.flower.messages.records import parcel_record, record_upload, stock_upload, to_array
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import Server
@@ -44,6 +46,12 @@ class Codec(Protocol):
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         """What came back. Raises `RecordError`; values are the server's to check."""
+
+    def result(self, server: Server, state: ServerState) -> ArrayRecord:
+        """The server's model as such clients read it; empty for methods without one."""
+
+    def with_config(self, config: ConfigRecord) -> Codec:
+        """The codec whose messages carry Flower's train_config, too. Raises `ConfigError` where clients read none."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +90,27 @@ class OwnClients:
         ranks = upload.adapter.ranks if asked.roles.penalty is not None else None
         return Reply(upload, loss, replace(held_after(asked), local=tuple(kept)), ranks)
 
+    def result(self, server: Server, state: ServerState) -> ArrayRecord:
+        if not server.has_global_model(state):
+            return ArrayRecord()
+        named = server.global_update(state)
+        return ArrayRecord({f"{f}/{m}": to_array(t) for m, lora in named.items() for f, t in lora.tensors().items()})
+
+    def with_config(self, config: ConfigRecord) -> Codec:
+        raise ConfigError("fedlora's own clients read the federation's settings and no train_config. Leave it out.")
+
 
 @dataclass(frozen=True)
 class StockClients:
-    """Clients that send get_peft_model_state_dict, all of one rank r and alpha. scaling: the server's own alpha / r."""
+    """Clients that send get_peft_model_state_dict, all of one rank r and alpha.
+
+    scaling: the server's own alpha / r. config: what they read beside "server-round".
+    """
 
     r: int
     alpha: float
     scaling: float = 1.0
+    config: Mapping[str, Any] = field(default_factory=ReadOnly)
 
     @property
     def factor(self) -> float:
@@ -109,12 +130,23 @@ class StockClients:
             raise ConfigError(f"stock clients have r = {self.r}; the policy's ranks are {sorted(ranks)}.")
 
     def question(self, download: Download, held: Held | None, run: str) -> RecordDict:
+        config = ConfigRecord({**self.config, "server-round": download.round + 1})
+        return RecordDict({"arrays": self._peft(download.adapter), "config": config})
+
+    def result(self, server: Server, state: ServerState) -> ArrayRecord:
+        return self._peft(server.download(state, Client("whoever asks", self.r)).adapter)
+
+    def _peft(self, adapter: Adapter) -> ArrayRecord:
+        """What `set_peft_model_state_dict` reads."""
         arrays = {}
-        for module, lora in download.adapter.modules.items():
+        for module, lora in adapter.modules.items():
             B, A = (t.detach().float() for t in lora.factors)
             arrays[f"base_model.model.{module}.lora_A.weight"] = Array(A.numpy())
             arrays[f"base_model.model.{module}.lora_B.weight"] = Array((B / self.factor).numpy())
-        return RecordDict({"arrays": ArrayRecord(arrays), "config": ConfigRecord({"server-round": download.round + 1})})
+        return ArrayRecord(arrays)
+
+    def with_config(self, config: ConfigRecord) -> Codec:
+        return replace(self, config=ReadOnly(dict(config)))
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         upload = stock_upload(content, asked.client, _shapes(asked.client, state), self.factor)

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
-from flwr.app import ArrayRecord, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
@@ -30,7 +30,6 @@ from fedlora.core.echo import shown
 from fedlora.errors import ConfigError, QuorumNotMet
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
-from fedlora.flower.messages.records import to_array
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.attempt import Attempt, Closed
 from fedlora.flower.rounds.collecting import (
@@ -52,7 +51,7 @@ from fedlora.flower.rounds.site_evaluation import Asking, SiteEvaluation, SiteRo
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.intake import Intake
 from fedlora.server.server import Server
-from fedlora.server.state import RunState, ServerState
+from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
 _NUMBERS = Limit(2**20, 64, 2**20)  # a reply that is numbers
@@ -148,29 +147,50 @@ class FedLoRA(Strategy):
         initial_arrays: ArrayRecord | None = None,
         num_rounds: int = 3,
         timeout: float | None = None,
-        *unused: Any,
-        **also_unused: Any,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
     ) -> Result:
-        """Play rounds until `num_rounds` are done, counting those of a resumed run. timeout: in place of the policy's
-        deadline.
+        """Play rounds until `num_rounds` are done, counting those of a resumed run.
+
+        Args:
+            initial_arrays: not used; the strategy has its own state. timeout: in place of the policy's deadline.
+            train_config: what stock clients read in their config, beside "server-round". evaluate_fn: as Flower calls
+                it, with the server's model as `Codec.result` has it, before the first round and after each.
 
         Raises:
+            ConfigError: a train_config for fedlora's own clients, which read the federation's settings, or an
+                evaluate_config: this strategy asks for no evaluation by Flower's messages.
             QuorumNotMet: a round had too few usable replies, in each of its attempts; the state before it is stored.
         """
+        if evaluate_config is not None:
+            raise ConfigError("FedLoRA sends no evaluate_config. Measure at the server with evaluate_fn.")
+        if train_config is not None:
+            self._codec = self._codec.with_config(train_config)
         listen()
         result, self._stopped, self._of = Result(), None, num_rounds
+
+        def evaluate() -> None:
+            if evaluate_fn is None:
+                return
+            arrays = self._codec.result(self.server, self.memory.state.server)
+            if (scores := evaluate_fn(self.round, arrays)) is not None:
+                result.evaluate_metrics_serverapp[self.round] = scores
+
         self.lines = RoundLines(self._record / "rounds.jsonl" if self._record is not None else None, upto=self.round)
         why = "interrupted"
         try:
             last = self.lines.get(self.round)
             if last is not None and "metrics" not in last:
                 self._finish(grid, last)
+            evaluate()
             while self.round < num_rounds and self._stopped is None:
                 number = self.round + 1
                 closed = self._play(grid, timeout)
                 if closed is None:
                     continue
                 result.train_metrics_clientapp[number] = MetricRecord({"clients": closed.trained, "loss": closed.loss})
+                evaluate()
             why = self._stopped or "complete"
         except QuorumNotMet:
             why = "quorum"
@@ -180,7 +200,7 @@ class FedLoRA(Strategy):
             raise
         finally:
             self._event(Ended(self.round, why))
-        result.arrays = self._arrays(self.memory.state.server)
+        result.arrays = self._codec.result(self.server, self.memory.state.server)
         return result
 
     def _play(self, grid: Grid, timeout: float | None) -> Closed | None:
@@ -341,13 +361,6 @@ class FedLoRA(Strategy):
     def _save(self) -> None:
         if self._folder is not None:
             checkpoint.save(self._folder, self.round, self.memory, of=self.run)
-
-    def _arrays(self, state: ServerState) -> ArrayRecord:
-        """The server's update as Flower's result; empty for methods without a global model."""
-        if not self.server.has_global_model(state):
-            return ArrayRecord()
-        named = self.server.global_update(state)
-        return ArrayRecord({f"{f}/{m}": to_array(t) for m, lora in named.items() for f, t in lora.tensors().items()})
 
 
 def listen() -> None:
