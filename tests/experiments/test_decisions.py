@@ -58,7 +58,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("map_once", "map_rounds"):
         shutil.copy(ROOT / "experiments" / f"{name}.toml", folder)
     path = folder / "map_rounds.toml"
-    path.write_text(path.read_text().replace("[profiles.pilot]", SEARCH, 1))
+    path.write_text(path.read_text().replace("lr = 1e-3\n", "", 1).replace("[profiles.pilot]", SEARCH, 1))
     return folder
 
 

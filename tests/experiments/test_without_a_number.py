@@ -7,6 +7,7 @@ gets there on the fifth. The mean of what it has is 5, and would make the one th
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,10 @@ def test_beside_each_other_two_metrics_have_their_own_directions(tmp_path: Path)
     }  # fmt: skip
     assert all(panel.up * d.mean > 0 for panel in panels for d in panel.rows) and dots_figure(grid) is not None
     caption = table_of("differences", Source(grid)).caption
-    assert "ositive is better of accuracy" in caption and "negative is better of log-loss" in caption
+    directions = re.findall(r"(positive|negative) is better of (accuracy|log-loss)", caption, re.IGNORECASE)
+    assert [(sign.lower(), metric) for sign, metric in directions] == [
+        ("positive", "accuracy"),
+        ("negative", "log-loss"),
+    ]
     scores = table_of("scores", Source(grid, "test, last; test, best"))
     assert scores.columns.count("metric") == 1 and "Accuracy" in scores.caption and "log-loss" in scores.caption

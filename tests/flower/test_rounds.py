@@ -145,10 +145,10 @@ def test_all_are_told_where_an_attempt_did_not_count(tmp_path: Path) -> None:
 def test_a_site_s_own_lines_say_what_the_server_told_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from flwr.app import ConfigRecord, RecordDict
 
-    from fedlora.flower.apps import _log_told
+    from fedlora.flower.apps import _say_told
 
-    _log_told(tmp_path / "site.toml", RecordDict({"config": ConfigRecord({TOLD: "round 1: ... did not count: late"})}))
-    _log_told(tmp_path / "site.toml", RecordDict({"config": ConfigRecord({"protocol": "fedlora/1"})}))
+    _say_told(RecordDict({"config": ConfigRecord({TOLD: "round 1: ... did not count: late"})}))
+    _say_told(RecordDict({"config": ConfigRecord({"protocol": "fedlora/1"})}))
     assert capfd.readouterr().err.splitlines() == ["the server says: round 1: ... did not count: late"]
 
 
