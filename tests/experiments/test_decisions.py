@@ -58,7 +58,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("map_once", "map_rounds"):
         shutil.copy(ROOT / "experiments" / f"{name}.toml", folder)
     path = folder / "map_rounds.toml"
-    path.write_text(path.read_text().replace("[profiles.pilot]", SEARCH, 1))
+    path.write_text(path.read_text().replace("lr = 1e-3\n", "", 1).replace("[profiles.pilot]", SEARCH, 1))
     return folder
 
 
@@ -123,6 +123,19 @@ def test_the_files_of_this_repository_fit_each_other() -> None:
     check_asked(claims, known)
     assert {claim for experiment in known.values() for claim in experiment.claims} <= set(claims.claims)
     assert all(set(family.claims) <= set(claims.claims) for family in claims.families.values())
+
+
+def test_a_pair_of_different_data_is_refused_before_its_runs(place: Path, main: Callable[..., Said]) -> None:
+    """GLoRA by its server on the common test set, GLoRA 0.5 by each client on its own: no verdict can be formed. By
+    its clients on the common set it is a pair as before."""
+    path = place / "experiments" / "map_rounds.toml"
+    text = path.read_text().replace('"method.rho" = 0.5 }', '"method.rho" = 0.5, "evaluate.target" = "clients" }')
+    path.write_text(text.replace("ranks = [8]", "ranks = [8]\nown_test = 0.2"))
+    said = main("experiment", "plan", "map_rounds", *options(place)).error()
+    assert "half-budget" in said and "GLoRA 0.5" in said and "evaluate.target" in said
+    path.write_text(text)
+    known = {name: load_experiment(path.with_stem(name)) for name in ("map_once", "map_rounds")}
+    check_asked(load_claims(place / "claims.toml"), known)
 
 
 def test_the_seeds_follow_from_the_pilot(place: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import table_of
-from fedlora.experiments.pictures import curves_of, dots_figure, dots_of
+from fedlora.experiments.pictures import comparison_figure, curves_of, dots_figure, dots_of
 from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import load_experiment
@@ -144,3 +144,38 @@ def test_beside_each_other_two_metrics_have_their_own_directions(tmp_path: Path)
     assert "ositive is better of accuracy" in caption and "negative is better of log-loss" in caption
     scores = table_of("scores", Source(grid, "test, last; test, best"))
     assert scores.columns.count("metric") == 1 and "Accuracy" in scores.caption and "log-loss" in scores.caption
+
+
+@pytest.mark.parametrize("kind", ["data.clients", "clients.own_test", "one test set", "all by clients"])
+def test_clients_on_their_own_data_are_not_set_against_a_server(tmp_path: Path, kind: str) -> None:
+    """Each client on its own test part answers another question than a server on the common set (methods.md): shown,
+    and no difference, place or dot; on one test set, or where all are the clients', it is compared as before."""
+    text = EXPERIMENT.replace("rounds to 0.9", "test, last")
+    if kind != "one test set":
+        files = 'clients = { a = "a.csv", b = "b.csv" }'
+        text = text.replace('train = "x.csv"', files) if kind != "clients.own_test" else text
+        text = text.replace("ranks = [2]", "ranks = [2]\nown_test = 0.3") if kind == "clients.own_test" else text
+    (tmp_path / "e.toml").write_text(text)
+    experiment, results = load_experiment(tmp_path / "e.toml"), {}
+    for run in mains(experiment, "mini", {}):
+        fast = run.cell["method"] == "fast"
+        target = "clients" if fast or kind == "all by clients" else "server"
+        raw = whole(run, "accuracy", {"accuracy": 0.5 + fast / 10 + run.seed * fast / 100})
+        results[run.digest] = stored({**raw, "target": target})
+    grid = Grid(experiment, "mini", results)
+    cells, source = score_cells(grid), Source(grid)
+    assert [row[0] for row in table_of("scores", source).rows] == ["slow", "fast"], "both are shown"
+    below = " ".join(table_of("differences", source).below)
+    if kind in ("data.clients", "clients.own_test"):
+        assert paired(cells, "method", "slow") == [] == placings(cells, "method") == dots_of(grid)
+        assert table_of("places", source).rows == [] and "on the same data" not in below
+        assert "fast" in below and "evaluate.target" in below and "evaluate.clients_at_end" in below
+        whole_figure = comparison_figure(grid, ["slow", "fast"])
+        together = kind == "clients.own_test"  # it gives test data of their own, and no validation data
+        assert whole_figure is not None and len(whole_figure.axes) == (1 if together else 2), "no method is left out"
+        number = score_cells(grid, "validation, best")
+        assert bool(paired(number, "method", "slow")) is together
+    else:
+        assert len(paired(cells, "method", "slow")) == 1 == len(dots_of(grid)) and len(placings(cells, "method")) == 2
+        assert ("on the same data" in below) is (kind == "one test set")
+    assert "clients' own models" in below
