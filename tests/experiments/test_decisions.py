@@ -138,6 +138,32 @@ def test_a_pair_of_different_data_is_refused_before_its_runs(place: Path, main: 
     check_asked(load_claims(place / "claims.toml"), known)
 
 
+def test_what_is_planned_is_the_plan_everywhere(place: Path, rounds: Experiment) -> None:
+    """The profile has eight seeds and the plan fewer. With the plan's runs alone all commands say that all are there,
+    and `table` and `run` end well; a seed beyond the plan is run for who asks for it."""
+    invoke("experiment", "plan", "map_rounds", *options(place))
+    seeds, where = read_plan(place / "results" / "plans" / "map_rounds.json").seeds, options(place)[:4]
+    assert len(seeds) < len(rounds.profile("mini").seeds)
+    write_runs(place / "results", rounds.with_seeds("mini", seeds), "mini", same_level(0.001))
+    count = len(seeds) * sum(1 for _ in rounds.cells("mini"))
+    table = invoke("experiment", "table", "map_rounds", *where)
+    run = invoke("experiment", "run", "map_rounds", "--work", str(place / "work"), *where)
+    some = invoke("experiment", "run", "map_rounds", "--seeds", "0:2", "--work", str(place / "work"), *where)
+    assert not any("Not whole" in said.output for said in (table, run, some))
+    status = json.loads(invoke("experiment", "status", "map_rounds", "--json", *where).stdout)["map_rounds"]
+    assert status["runs"] == [count, count] and status["to_do"] == 0
+    more = invoke("experiment", "run", "map_rounds", "--plan", "--seeds", "7", *where).output
+    assert any(f" {count // len(seeds)} " in line for line in more.splitlines() if "map_ro" in line), "a seed a cell"
+
+
+def test_cells_of_several_set_ups_have_no_places(place: Path, rounds: Experiment) -> None:
+    """Twelve cells of three set-ups were ranked in one order, each label three times."""
+    write_runs(place / "results", rounds, "mini", same_level(0.001))
+    pages = Stored.read(place / "experiments", place / "results", place / "claims.toml")
+    with pytest.raises(ConfigError, match=r"(?s)map_rounds.*setup.*scores"):
+        filled("<!-- filled: map_rounds mini places -->\n<!-- end -->\n", pages)
+
+
 def test_the_seeds_follow_from_the_pilot(place: Path) -> None:
     """Noise of 0.002 a run is a spread of 0.0028 of a gap; at a margin of 0.005 and four questions that takes seven
     seeds or so (simulated in test_verdicts). The rate that was best on validation by construction is 1e-3."""

@@ -87,6 +87,13 @@ def test_no_mean_and_no_difference_where_a_run_has_no_number(tmp_path: Path, fif
     assert orders(cells) == (2, 5)
 
 
+def test_those_without_a_number_share_the_last_place() -> None:
+    """By hand: on seed 0 nobody gets there, and nobody is first; on seed 1 "a" does, and the two others are last."""
+    cells = [CellScore({"method": m}, {1: 5.0} if m == "a" else {}, 2, None, none=(0, 1)[: 2 - (m == "a")], less=True)
+             for m in "abc"]  # fmt: skip
+    assert [p.counts for p in placings(cells, "method")] == [(1, 0, 1), (0, 0, 2), (0, 0, 2)]
+
+
 def test_a_median_is_there_while_it_has_a_number() -> None:
     """Of five with two missing it is the third best, 30; of four with two missing it falls on a missing one."""
     five = CellScore({}, {0: 10.0, 1: 30.0, 2: 20.0}, 5, None, none=(3, 4), less=True)
@@ -127,7 +134,6 @@ def test_numbers_of_two_metrics_are_never_subtracted(tmp_path: Path) -> None:
     for kind in ("scores", "differences"):
         below = " ".join(table_of(kind, Source(measured)).below)
         assert "share" in below and "accuracy" in below and "log-loss" in below and "evaluate.metric" in below
-    assert table_of("places", Source(measured)).rows == []
     titles = {title: [*lines] for title, lines in curves_of(measured).items()}
     assert sorted(titles.values()) == [["nats"], ["nats"], ["share"], ["share"]], "one panel has one metric"
 
