@@ -156,6 +156,27 @@ def test_what_is_planned_is_the_plan_everywhere(place: Path, rounds: Experiment)
     assert any(f" {count // len(seeds)} " in line for line in more.splitlines() if "map_ro" in line), "a seed a cell"
 
 
+@pytest.mark.parametrize("name", ["map_rounds", "map_once"])
+def test_a_label_that_was_redefined_after_the_plan_is_named(place: Path, main: Callable[..., Said], name: str) -> None:
+    """GLoRA 0.5 of another budget is another question under the same name, of runs and of mergers; another word in the
+    title, or one seed more, is none."""
+    invoke("experiment", "plan", name, *options(place))
+    path = place / "experiments" / f"{name}.toml"
+    text = path.read_text()
+    path.write_text(text.replace("When does", "When, if ever, does").replace("5, 6, 7]", "5, 6, 7, 8]"))
+    assert main("experiment", "decide", name, *options(place)).code == 0
+    for old in ("rho = 0.5", '"method.rho" = 0.5'):
+        text = text.replace(old, old.replace("0.5", "0.4"))
+    path.write_text(text)
+    said = main("experiment", "decide", name, *options(place)).error()
+    assert "GLoRA 0.5, " in said or ", GLoRA 0.5" in said
+    assert "FlexLoRA" not in said and "--again" in said
+    page = place / "page.md"
+    page.write_text(f"<!-- filled: {name} mini seeds -->\n<!-- end -->\n")
+    where = options(place)
+    assert "GLoRA 0.5" in main("experiment", "fill", page, *where[:4], *where[-2:]).error()
+
+
 def test_cells_of_several_set_ups_have_no_places(place: Path, rounds: Experiment) -> None:
     """Twelve cells of three set-ups were ranked in one order, each label three times."""
     write_runs(place / "results", rounds, "mini", same_level(0.001))
