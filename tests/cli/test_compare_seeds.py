@@ -75,6 +75,33 @@ def test_means_and_paired_intervals_are_scipys(compared: tuple[Path, Any], proje
                 assert d["p"] == pytest.approx(test.pvalue) and d["decided"] == (test.pvalue < 0.05)
 
 
+def test_places_in_json_have_the_direction_of_their_number(project: Path, tmp_path: Path) -> None:
+    """By hand, of the runs' own files: of a loss the smaller is first, and of a number of rounds the fewer; who never
+    gets there is last."""
+    out, both = tmp_path / "runs", ("glora", "ffa-lora")
+    loss = ("--seeds", "0:2", "--set", "evaluate.metric=loss", "--json", "--metric")
+
+    def places(metric: str, *more: str) -> Any:
+        return json.loads(compare(project, out, *loss, metric, *more, methods=",".join(both)).stdout)["places"]
+
+    never = 99.0  # more than any loss here
+
+    def counted(each: dict[str, list[float]]) -> dict[str, list[int]]:
+        pairs = {m: list(zip(each[m], each[n], strict=True)) for m, n in (both, both[::-1])}
+        first = {m: sum(x <= y and x < never for x, y in of) for m, of in pairs.items()}
+        return {m: [first[m], 2 - first[m]] for m in both}
+
+    found = places("test, last")
+    last = {m: [RunFolder(out / m / f"seed-{s}").read_json("summary.json")["test"]["last"]["loss"] for s in range(2)]
+            for m in both}  # fmt: skip
+    assert found == counted(last) and found["glora"][0] != found["ffa-lora"][0], "they differ, so a direction shows"
+    curves = {m: [[line["metrics"]["loss"] for line in RunFolder(out / m / f"seed-{s}").metrics()] for s in range(2)]
+              for m in both}  # fmt: skip
+    between = (min(c[0][0] for c in curves.values()) + max(c[0][0] for c in curves.values())) / 2
+    rounds = {m: [next((k for k, x in enumerate(curve) if x <= between), never) for curve in curves[m]] for m in both}
+    assert places(f"rounds to {between}", "--resume") == counted(rounds)
+
+
 def test_what_people_see(compared: tuple[Path, Any]) -> None:
     """Every number whole off a terminal; the reference, undecided and the number of comparisons in words; a method that
     cannot run once, not once a seed."""

@@ -125,6 +125,66 @@ def test_the_files_of_this_repository_fit_each_other() -> None:
     assert all(set(family.claims) <= set(claims.claims) for family in claims.families.values())
 
 
+def test_a_pair_of_different_data_is_refused_before_its_runs(place: Path, main: Callable[..., Said]) -> None:
+    """GLoRA by its server on the common test set, GLoRA 0.5 by each client on its own: no verdict can be formed. By
+    its clients on the common set it is a pair as before."""
+    path = place / "experiments" / "map_rounds.toml"
+    text = path.read_text().replace('"method.rho" = 0.5 }', '"method.rho" = 0.5, "evaluate.target" = "clients" }')
+    path.write_text(text.replace("ranks = [8]", "ranks = [8]\nown_test = 0.2"))
+    said = main("experiment", "plan", "map_rounds", *options(place)).error()
+    assert "half-budget" in said and "GLoRA 0.5" in said and "evaluate.target" in said
+    path.write_text(text)
+    known = {name: load_experiment(path.with_stem(name)) for name in ("map_once", "map_rounds")}
+    check_asked(load_claims(place / "claims.toml"), known)
+
+
+def test_what_is_planned_is_the_plan_everywhere(place: Path, rounds: Experiment) -> None:
+    """The profile has eight seeds and the plan fewer. With the plan's runs alone all commands say that all are there,
+    and `table` and `run` end well; a seed beyond the plan is run for who asks for it."""
+    invoke("experiment", "plan", "map_rounds", *options(place))
+    seeds, where = read_plan(place / "results" / "plans" / "map_rounds.json").seeds, options(place)[:4]
+    assert len(seeds) < len(rounds.profile("mini").seeds)
+    write_runs(place / "results", rounds.with_seeds("mini", seeds), "mini", same_level(0.001))
+    count = len(seeds) * sum(1 for _ in rounds.cells("mini"))
+    table = invoke("experiment", "table", "map_rounds", *where)
+    run = invoke("experiment", "run", "map_rounds", "--work", str(place / "work"), *where)
+    some = invoke("experiment", "run", "map_rounds", "--seeds", "0:2", "--work", str(place / "work"), *where)
+    assert not any("Not whole" in said.output for said in (table, run, some))
+    status = json.loads(invoke("experiment", "status", "map_rounds", "--json", *where).stdout)["map_rounds"]
+    assert status["runs"] == [count, count] and status["to_do"] == 0
+    more = invoke("experiment", "run", "map_rounds", "--plan", "--seeds", "7", *where).output
+    assert any(f" {count // len(seeds)} " in line for line in more.splitlines() if "map_ro" in line), "a seed a cell"
+
+
+@pytest.mark.parametrize("name", ["map_rounds", "map_once"])
+def test_a_label_that_was_redefined_after_the_plan_is_named(place: Path, main: Callable[..., Said], name: str) -> None:
+    """GLoRA 0.5 of another budget is another question under the same name, of runs and of mergers; another word in the
+    title, or one seed more, is none."""
+    invoke("experiment", "plan", name, *options(place))
+    path = place / "experiments" / f"{name}.toml"
+    text = path.read_text()
+    path.write_text(text.replace("When does", "When, if ever, does").replace("5, 6, 7]", "5, 6, 7, 8]"))
+    assert main("experiment", "decide", name, *options(place)).code == 0
+    for old in ("rho = 0.5", '"method.rho" = 0.5'):
+        text = text.replace(old, old.replace("0.5", "0.4"))
+    path.write_text(text)
+    said = main("experiment", "decide", name, *options(place)).error()
+    assert "GLoRA 0.5, " in said or ", GLoRA 0.5" in said
+    assert "FlexLoRA" not in said and "--again" in said
+    page = place / "page.md"
+    page.write_text(f"<!-- filled: {name} mini seeds -->\n<!-- end -->\n")
+    where = options(place)
+    assert "GLoRA 0.5" in main("experiment", "fill", page, *where[:4], *where[-2:]).error()
+
+
+def test_cells_of_several_set_ups_have_no_places(place: Path, rounds: Experiment) -> None:
+    """Twelve cells of three set-ups were ranked in one order, each label three times."""
+    write_runs(place / "results", rounds, "mini", same_level(0.001))
+    pages = Stored.read(place / "experiments", place / "results", place / "claims.toml")
+    with pytest.raises(ConfigError, match=r"(?s)map_rounds.*setup.*scores"):
+        filled("<!-- filled: map_rounds mini places -->\n<!-- end -->\n", pages)
+
+
 def test_the_seeds_follow_from_the_pilot(place: Path) -> None:
     """Noise of 0.002 a run is a spread of 0.0028 of a gap; at a margin of 0.005 and four questions that takes seven
     seeds or so (simulated in test_verdicts). The rate that was best on validation by construction is 1e-3."""

@@ -4,6 +4,7 @@ structural."""
 from __future__ import annotations
 
 import json
+from math import isnan
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -101,6 +102,20 @@ def test_a_seed_that_the_reference_lacks_does_not_count_and_one_seed_has_no_inte
     price = next(p for p in prices(Grid(grid, "mini", done)) if (p.row, p.peaceful, p.score) == ("slow", False, "loss"))
     assert price.pairs == 1 and price.low is None and price.better == pytest.approx(0.38)
     assert price.mean == pytest.approx(0.62), "of the same seed"
+
+
+def test_a_row_on_clients_own_data_has_no_price(tmp_path: Path) -> None:
+    """Each client on its own test part, the reference's server model on the common set: shown, and not subtracted."""
+    (tmp_path / "own.toml").write_text(GRID.replace("count = 5", "count = 5\nown_test = 0.3"))
+    own = load_experiment(tmp_path / "own.toml")
+    done = results(own)
+    for run in mains(own, "mini", {}):
+        if run.cell["rule"] == "slow":
+            done[run.digest] = done[run.digest].model_copy(update={"target": "clients"})
+    of = {price.row: price for price in prices(Grid(own, "mini", done)) if price.score == "loss" and price.peaceful}
+    assert isnan(of["slow"].better) and of["slow"].low is None and of["none"].better == 0
+    cell = price_rows([*of.values()], "loss")[1][1][1]
+    assert cell.startswith("0.550 (") and "other data" in cell
 
 
 def test_other_experiments_have_no_prices(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import table_of
-from fedlora.experiments.pictures import curves_of, dots_figure, dots_of
+from fedlora.experiments.pictures import comparison_figure, curves_of, dots_figure, dots_of
 from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import load_experiment
@@ -88,6 +88,13 @@ def test_no_mean_and_no_difference_where_a_run_has_no_number(tmp_path: Path, fif
     assert orders(cells) == (2, 5)
 
 
+def test_those_without_a_number_share_the_last_place() -> None:
+    """By hand: on seed 0 nobody gets there, and nobody is first; on seed 1 "a" does, and the two others are last."""
+    cells = [CellScore({"method": m}, {1: 5.0} if m == "a" else {}, 2, None, none=(0, 1)[: 2 - (m == "a")], less=True)
+             for m in "abc"]  # fmt: skip
+    assert [p.counts for p in placings(cells, "method")] == [(1, 0, 1), (0, 0, 2), (0, 0, 2)]
+
+
 def test_a_median_is_there_while_it_has_a_number() -> None:
     """Of five with two missing it is the third best, 30; of four with two missing it falls on a missing one."""
     five = CellScore({}, {0: 10.0, 1: 30.0, 2: 20.0}, 5, None, none=(3, 4), less=True)
@@ -128,7 +135,6 @@ def test_numbers_of_two_metrics_are_never_subtracted(tmp_path: Path) -> None:
     for kind in ("scores", "differences"):
         below = " ".join(table_of(kind, Source(measured)).below)
         assert "share" in below and "accuracy" in below and "log-loss" in below and "evaluate.metric" in below
-    assert table_of("places", Source(measured)).rows == []
     titles = {title: [*lines] for title, lines in curves_of(measured).items()}
     assert sorted(titles.values()) == [["nats"], ["nats"], ["share"], ["share"]], "one panel has one metric"
 
@@ -149,3 +155,38 @@ def test_beside_each_other_two_metrics_have_their_own_directions(tmp_path: Path)
     ]
     scores = table_of("scores", Source(grid, "test, last; test, best"))
     assert scores.columns.count("metric") == 1 and "Accuracy" in scores.caption and "log-loss" in scores.caption
+
+
+@pytest.mark.parametrize("kind", ["data.clients", "clients.own_test", "one test set", "all by clients"])
+def test_clients_on_their_own_data_are_not_set_against_a_server(tmp_path: Path, kind: str) -> None:
+    """Each client on its own test part answers another question than a server on the common set (methods.md): shown,
+    and no difference, place or dot; on one test set, or where all are the clients', it is compared as before."""
+    text = EXPERIMENT.replace("rounds to 0.9", "test, last")
+    if kind != "one test set":
+        files = 'clients = { a = "a.csv", b = "b.csv" }'
+        text = text.replace('train = "x.csv"', files) if kind != "clients.own_test" else text
+        text = text.replace("ranks = [2]", "ranks = [2]\nown_test = 0.3") if kind == "clients.own_test" else text
+    (tmp_path / "e.toml").write_text(text)
+    experiment, results = load_experiment(tmp_path / "e.toml"), {}
+    for run in mains(experiment, "mini", {}):
+        fast = run.cell["method"] == "fast"
+        target = "clients" if fast or kind == "all by clients" else "server"
+        raw = whole(run, "accuracy", {"accuracy": 0.5 + fast / 10 + run.seed * fast / 100})
+        results[run.digest] = stored({**raw, "target": target})
+    grid = Grid(experiment, "mini", results)
+    cells, source = score_cells(grid), Source(grid)
+    assert [row[0] for row in table_of("scores", source).rows] == ["slow", "fast"], "both are shown"
+    below = " ".join(table_of("differences", source).below)
+    if kind in ("data.clients", "clients.own_test"):
+        assert paired(cells, "method", "slow") == [] == placings(cells, "method") == dots_of(grid)
+        assert table_of("places", source).rows == [] and "on the same data" not in below
+        assert "fast" in below and "evaluate.target" in below and "evaluate.clients_at_end" in below
+        whole_figure = comparison_figure(grid, ["slow", "fast"])
+        together = kind == "clients.own_test"  # it gives test data of their own, and no validation data
+        assert whole_figure is not None and len(whole_figure.axes) == (1 if together else 2), "no method is left out"
+        number = score_cells(grid, "validation, best")
+        assert bool(paired(number, "method", "slow")) is together
+    else:
+        assert len(paired(cells, "method", "slow")) == 1 == len(dots_of(grid)) and len(placings(cells, "method")) == 2
+        assert ("on the same data" in below) is (kind == "one test set")
+    assert "clients' own models" in below

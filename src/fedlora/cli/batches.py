@@ -81,14 +81,12 @@ def run_stages(
     places: Places,
     workers: str,
     *,
-    only: Sequence[int] | None = None,
     given_up: Callable[[Sequence[Outcome]], Collection[str]],
     wanted: Callable[[PlannedRun], bool],
 ) -> list[Outcome]:
     """The search, then what it decides, each run at most once. Returns what failed.
 
     Args:
-        only: these seeds of the profile.
         given_up: from what has failed so far, the digests of runs of the search that it goes without.
         wanted: asked before a run is started; one that is not wanted is left out.
     """
@@ -100,7 +98,7 @@ def run_stages(
             failed.append(outcome)
 
     for _ in range(2):
-        todo = missing(experiment, profile, places, only, given_up(failed))
+        todo = missing(experiment, profile, places, given_up(failed))
         todo = [run for run in todo if run.digest not in tried and wanted(run)]
         todo.sort(key=lambda run: (not run.searching, run.seed))  # seed by seed: what an interrupt leaves can be paired
         tried |= {run.digest for run in todo}

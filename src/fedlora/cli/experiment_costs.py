@@ -18,9 +18,7 @@ from fedlora.training.metrics import generates
 _Counted = tuple[PlannedRun, Workload]
 
 
-def show_plan(
-    chosen: Sequence[Experiment], profile: str, places: Places, only: Sequence[int] | None, rate: float | None
-) -> None:
+def show_plan(chosen: Sequence[Experiment], profile: str, places: Places, rate: float | None) -> None:
     """A row for each experiment. rate: examples a second, in place of what finished runs took."""
     done, given_up, count = places.finished(unclean=True), places.given_up(), Workloads(places.data_root)
     paces = _paces(done)
@@ -36,10 +34,9 @@ def show_plan(
     )
     lacking: dict[str, str] = {}
     for experiment in chosen:
-        seeds = [s for s in experiment.profile(profile).seeds if only is None or s in only]
         search = searches(experiment, profile)
         planned = [*mains(experiment, profile, done, given_up), *waiting(experiment, profile, done, given_up)]
-        runs = {run.digest: run for run in planned if run.seed in seeds}
+        runs = {run.digest: run for run in planned}
         todo = [run for run in search if run.digest not in done and run.digest not in given_up]
         todo += [run for digest, run in runs.items() if digest not in done]
         work = [(run, count.of(run.config)) for run in todo]

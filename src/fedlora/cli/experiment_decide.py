@@ -114,7 +114,7 @@ def answers_of(project: Project, claims: Claims, experiment: Experiment) -> list
     known = project.known(experiment)
     check_asked(claims, known)
     plan = read_plan(path_of(project.results, experiment.name))
-    check_plan(plan, claims, experiment.name)
+    check_plan(plan, claims, experiment)
     grid = project.grid(experiment, plan.profile)
     return answers_from(claims, grid, known, plan.seeds)
 

@@ -15,8 +15,9 @@ from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
 from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import left_out
+from fedlora.experiments.seed_plan import path_of, read_plan
 from fedlora.experiments.spec import Experiment, load_all, load_experiment, names_in
-from fedlora.experiments.store import read_results
+from fedlora.experiments.store import exists, read_results
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,12 @@ class Project:
             known = ", ".join(names_in(self.experiments)) or "none"
             raise ConfigError(f"there is no experiment {path}; in {self.experiments} there are: {known}.")
         return load_experiment(path)
+
+    def planned(self, experiment: Experiment, profile: str) -> Experiment:
+        """With the seeds of a stored plan of this profile in place of the profile's: no others are planned."""
+        path = path_of(self.results, experiment.name)
+        plan = read_plan(path) if exists(path) else None
+        return experiment if plan is None or plan.profile != profile else experiment.with_seeds(profile, plan.seeds)
 
     def known(self, experiment: Experiment) -> dict[str, Experiment]:
         """By name: the experiment, which may be of another place, and all of the folder, which a gate may name."""

@@ -28,22 +28,24 @@ def run_missing(
 ) -> None:  # fmt: skip
     """Said of each argument: `fedlora experiment run --help`."""
     places = project.places
-    loaded = [project.named(name) for name in names]
     only = None if seeds is None else parse_seeds(seeds, "--seeds")
-    _check(project, loaded, profile, only)
+    loaded = [_of_seeds(project, project.named(name), profile, only) for name in names]
+    for experiment in loaded:
+        check_number(experiment, profile, experiment.compared(profile))
+        check_runnable(missing(experiment, profile, places, places.given_up()))
     if rate is not None and not plan:
         raise ConfigError("--plan computes hours from --rate: give both, or leave it out.")
     if plan:
-        show_plan(loaded, profile, places, only, rate)
+        show_plan(loaded, profile, places, rate)
         return
     for experiment in loaded:
-        todo = missing(experiment, profile, places, only, places.given_up())
+        todo = missing(experiment, profile, places, places.given_up())
         if gone := missing_files(todo):
             raise ConfigError(f"experiment {experiment.name}: {' '.join(gone)}")
         tell(other_files(todo, places.finished(unclean=True)))
     for experiment in loaded:
         run_stages(
-            experiment, profile, places, workers, only=only, given_up=lambda _: places.given_up(),
+            experiment, profile, places, workers, given_up=lambda _: places.given_up(),
             wanted=lambda run: not places.failure(run).exists(),
         )  # fmt: skip
     project.tell_left_out([(experiment, profile) for experiment in loaded])
@@ -58,17 +60,16 @@ def run_missing(
         raise typer.Exit(NOT_WHOLE)
 
 
-def _check(project: Project, loaded: Sequence[Experiment], profile: str, only: list[int] | None) -> None:
-    """Raises `ConfigError` for what can be known before anything runs."""
-    for experiment in loaded:
-        known = experiment.profile(profile).seeds
-        if unknown := sorted({*(only or [])} - {*known}):
-            raise ConfigError(
-                f"--seeds {unknown[0]} is not a seed of {experiment.name}, profile {profile}: it has "
-                f"{', '.join(map(str, known))}."
-            )
-        check_number(experiment, profile, experiment.compared(profile))
-        check_runnable(missing(experiment, profile, project.places, only, project.given_up))
+def _of_seeds(project: Project, experiment: Experiment, profile: str, only: list[int] | None) -> Experiment:
+    """With the seeds that were asked for, else with those that are planned. Raises `ConfigError` for one that the
+    profile does not have."""
+    known = experiment.profile(profile).seeds
+    if unknown := sorted({*(only or [])} - {*known}):
+        raise ConfigError(
+            f"--seeds {unknown[0]} is not a seed of {experiment.name}, profile {profile}: it has "
+            f"{', '.join(map(str, known))}."
+        )
+    return project.planned(experiment, profile) if only is None else experiment.with_seeds(profile, only)
 
 
 def forget_failures(results: Path, work: Path) -> None:
@@ -87,11 +88,11 @@ def show_status(project: Project, names: Sequence[str], profile: str, as_json: b
     shown = Table("experiment", "search", "runs", "failed", "to do", title=f"Experiments, profile {profile}")
     found: dict[str, Any] = {}
     for name in names:
-        experiment = project.named(name)
+        experiment = project.planned(project.named(name), profile)
         search = searches(experiment, profile)
         cells = sum(1 for _ in experiment.cells(profile)) * len(experiment.profile(profile).seeds)
         finished = sum(run.result(done) is not None for run in mains(experiment, profile, done, given_up))
-        left = missing(experiment, profile, places, None, given_up)
+        left = missing(experiment, profile, places, given_up)
         failed = sum(places.failure(run).exists() for run in left)
         tell(other_files(left, done))
         project.tell_left_out([(experiment, profile)])

@@ -18,7 +18,6 @@ from fedlora.experiments.claims import Claims
 from fedlora.experiments.decision_words import by_score, margins
 from fedlora.experiments.decisions import Answers
 from fedlora.experiments.filled_pages import Stored, asked_of, filled, read_page
-from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import is_whole
 from fedlora.experiments.page_tables import tables_of
 from fedlora.experiments.prices import prices
@@ -33,12 +32,12 @@ from fedlora.experiments.store import exists
 
 def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format) -> None:
     """Scores, differences, prices and budgets; under them what a reader has to know."""
-    experiment = project.named(name)
+    experiment = project.planned(project.named(name), profile)
     grid = project.grid(experiment, profile)
     parse_number(grid.which(metric or ""))
     show_scores(
         grid, metric or "", tables_of(grid, metric or ""), form,
-        beside=other_files(missing(experiment, profile, project.places, None, grid.failed), grid.results),
+        beside=other_files(missing(experiment, profile, project.places, grid.failed), grid.results),
         more={"prices": [vars(price) for price in prices(grid)]},
     )  # fmt: skip
     project.tell_left_out([(experiment, profile)])
@@ -50,14 +49,13 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
 
 def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
     """The map of what is decided and its set-ups, or what has been run."""
-    experiment = project.named(name)
+    experiment = project.planned(project.named(name), profile)
     target = out or project.results / "plots" / f"{experiment.name}-{profile}.png"
     project.tell_left_out([(experiment, profile)])
     grid = project.grid(experiment, profile)
     asked, decided = project.asked, list[Answers]()
     if asked is not None and profile in {family.profile for family in asked.of(experiment.name).values()}:
         decided = answers_of(project, asked, experiment)
-        grid = grid.of_seeds(read_plan(path_of(project.results, experiment.name)).seeds)
     waiting = [
         f"{a.there} of {a.wanted} planned seeds of {experiment.name} are there" for a in decided if not a.complete
     ]
@@ -112,24 +110,17 @@ def report(project: Project, names: Sequence[str], out: Path, profile: str) -> N
         for name in experiment.profiles:
             if name in pilots or not (name == profile or (profile == "mini" and name != "paper")):
                 continue
-            grid = project.grid(experiment, name)
+            grid = project.grid(project.planned(experiment, name), name)
             if words := still_open(project.results, grid):
                 late.append(f"not shown: {words}, and nothing is shown until all are.")
             else:
-                grids.append(_planned_seeds(project, grid))
+                grids.append(grid)
     decided = None if claims is None else _decided(project, claims, shown)
     waiting = {one.family.experiment for one in decided.answers if not one.complete} if decided else set()
     grids = [grid for grid in grids if grid.experiment.name not in waiting]
     write_report(out, grids, project.experiments / "paper_numbers.toml", decided)
     tell(late)
     notes.print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
-
-
-def _planned_seeds(project: Project, grid: Grid) -> Grid:
-    """Without seeds beyond a plan of this profile."""
-    path = path_of(project.results, grid.experiment.name)
-    plan = read_plan(path) if exists(path) else None
-    return grid if plan is None or plan.profile != grid.profile else grid.of_seeds(plan.seeds)
 
 
 def _decided(project: Project, claims: Claims, experiments: Sequence[Experiment]) -> Decided:

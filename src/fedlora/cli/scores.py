@@ -14,7 +14,7 @@ from fedlora.experiments.lost import lost_lines, lost_of
 from fedlora.experiments.result import unclean_lines
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.table_source import Table
-from fedlora.experiments.tables import CellScore, Difference, measured_by, paired, score_cells
+from fedlora.experiments.tables import CellScore, Difference, metrics_of, paired, score_cells
 from fedlora.runs.attack_words import attacks_of
 
 
@@ -41,7 +41,8 @@ def show_scores(
     below = [line for table in tables for line in table.below]
     remarks = dict.fromkeys([*loud, *missing, *below, *direction(which, cells), *beside, *unclean_lines(results)])
     value = {
-        "metric": which, "score": measured_by(cells), "smaller_is_better": less.pop() if len(less) == 1 else None,
+        "metric": which, "score": " and ".join(metrics_of(cells)) or None,
+        "smaller_is_better": less.pop() if len(less) == 1 else None,
         "reference": reference, "cells": [cell_value(cell) for cell in cells],
         "differences": [_difference(d) for d in differences], "attacks": attacks, "not_for_use": " ".join(loud),
         "missing": missing, "failed": [vars(one) for one in lost_of(grid) if one.why],

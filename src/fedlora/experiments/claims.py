@@ -10,6 +10,8 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.plan import first_run
+from fedlora.experiments.scores import of_clients, parse_number
 from fedlora.experiments.spec import Experiment, Part
 from fedlora.experiments.verdicts import ALPHA, POWER, Power, powers
 from fedlora.given_files import read_toml
@@ -184,6 +186,7 @@ def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
                 f"seed {shared[0]} of {asked.name} is in the pilot ({family.pilot}) and in the runs that answer "
                 f"({family.profile}) of {whose}: give the two different seeds."
             )
+        _check_data(whose, family, asked)
         if (gate := claims.gates.get(family.experiment)) is not None:
             mine = gate.lora if gate.head_of else [*gate.lora, gate.head]
             _check_cells(experiments, f"the gate of {asked.name}", asked.name, mine, family.setups, family.profile)
@@ -191,6 +194,23 @@ def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
         _check_cells(experiments, f"the gate of {name}", name, gate.lora, [], None)
         if (other := gate.head_of) is not None:
             _check_cells(experiments, f"the gate of {name}", other.experiment, [gate.head], [other.setup], None)
+
+
+def _check_data(whose: str, family: Family, experiment: Experiment) -> None:
+    """Raises `ConfigError` for a pair of which one is measured on clients' own data, and the other on the common ones.
+    Mergers are measured on these."""
+    rows, axis, number = experiment.rows[0], setup_axis(experiment), parse_number("test, last")
+    cells = [] if experiment.merged else [*experiment.cells(family.profile)]
+    configs = {(cell[rows], cell[axis]): first_run(experiment, family.profile, cell).config for cell in cells}
+    own = {at for at, config in configs.items() if of_clients(config) and number.own_data(config)}
+    for question in family.questions:
+        mine = [label for label in (question.first, question.second) if (label, question.setup) in own]
+        if len(mine) == 1:
+            raise ConfigError(
+                f"{whose} asks {question.words}, and their numbers are of different data: that of {mine[0]} is of each "
+                f"client's own model on its own test data, the other's of the server's model on the common test set. "
+                f"Set evaluate.target = 'clients' for both, or name a common test set (data.test = a file)."
+            )
 
 
 def _check_cells(

@@ -13,6 +13,7 @@ from pathlib import Path
 from fedlora.errors import ConfigError, DataError
 from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import clients_of
+from fedlora.experiments.scores import of_clients
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
 from fedlora.server.sampling import sample_clients
@@ -147,9 +148,8 @@ def _turns(names: tuple[str, ...], share: float, seed: int, rounds: int) -> Mapp
 def _scored(config: RunConfig, held: Held) -> int:
     """Validation by rounds, the test sets of the last and of the best round, and clients' own at the end."""
     e, rounds = config.evaluate, config.run.rounds
-    roles = config.method.build().roles(0)
     validation, test, probes = held.validation, held.test, held.probes
-    if e.target == "clients" or (e.target == "auto" and "local" in (roles.B, roles.A)):
+    if of_clients(config):
         validation = held.own_validation or held.clients * validation
         test, probes = held.own_test or held.clients * test, held.clients * probes
     at_end = (held.own_test or held.clients * held.test) if e.clients_at_end else 0

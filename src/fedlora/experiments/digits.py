@@ -16,12 +16,15 @@ def alike(a: float, b: float) -> bool:
 
 
 def places(scores: Sequence[float], *, smaller_is_better: bool = False) -> tuple[int, ...]:
-    """The place of each, from 0: how many are better. Scores that are alike share the better place."""
+    """The place of each, from 0: how many are better. Scores that are alike share the better place; those without a
+    number (infinite) share the last one."""
     order = sorted(range(len(scores)), key=lambda k: scores[k] if smaller_is_better else -scores[k])
     found = [0] * len(scores)
     for place, k in enumerate(order):
         before = order[place - 1]
         found[k] = found[before] if place and alike(scores[k], scores[before]) else place
+        if math.isinf(scores[k]):
+            found[k] = len(scores) - 1
     return tuple(found)
 
 

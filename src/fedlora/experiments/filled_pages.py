@@ -64,7 +64,7 @@ class Stored:
         name = grid.experiment.name
         if name not in self.planned:
             asked, plan = load_claims(claims), read_plan(path_of(plans, name))
-            check_plan(plan, asked, name)
+            check_plan(plan, asked, grid.experiment)
             gate = asked.gates.get(name)
             beside = gate.head_of.experiment if gate is not None and gate.head_of is not None else name
             known = {one: self.grid(one, plan.profile).experiment for one in (name, beside)}

@@ -31,11 +31,11 @@ def notes(
         searched: whether values at the edge of their grid are told.
     """
     of = grid.used if of is None else of
-    of_target = number is not None and parse_number(grid.which(number)).of_target
+    which = "" if number is None else grid.which(number)
     return [
         *without_number(cells),
         *of_two_units(cells, grid.rows),
-        *(whose_models(grid.rows, of) if of_target else []),
+        *(whose_models(grid.rows, of, which) if which and parse_number(which).of_target else []),
         *mixtures(grid.rows, of),
         *(edges(grid, of) if searched else []),
     ]
@@ -65,21 +65,28 @@ def gate_notes(gate: Gate, setups: Collection[str], grid: Grid) -> list[str]:
     ]
 
 
-def whose_models(axis: str, of: Used) -> list[str]:
+def whose_models(axis: str, of: Used, which: str) -> list[str]:
     """Where scores are of clients' own models: a line, for they stand beside those of a server's."""
-    own = list(dict.fromkeys(run.cell[axis] for run, result in of if _of_clients(result)))
-    others = {run.cell[axis] for run, result in of if not _of_clients(result)}
-    if not own:
+    labels: dict[str, dict[str, None]] = {}
+    for run, result in of:
+        labels.setdefault(_whose(result, which), {})[run.cell[axis]] = None
+    if {*labels} <= {_OF_SERVER}:
         return []
-    score = "the mean score of the clients' own models on the same data"
-    if not others:
-        return [f"Every number is {score}, not the score of a server's model."]
-    return [f"{', '.join(own)}: {score}. The others: the score of the server's model."]
+    if len(labels) == 1:
+        return [f"Every number is {next(iter(labels))}, not {_OF_SERVER}."]
+    each = [f"{', '.join(mine)}: {score}." for score, mine in labels.items() if score != _OF_SERVER]
+    return [" ".join([*each, *([f"The others: {_OF_SERVER}."] if _OF_SERVER in labels else [])])]
 
 
-def _of_clients(result: Result) -> bool:
+_OF_SERVER = "the score of the server's model"
+
+
+def _whose(result: Result, which: str) -> str:
     alone = result.of is not None and result.of.merger.get("control") == ALONE
-    return result.target == "clients" or alone
+    if result.target != "clients" and not alone:
+        return _OF_SERVER
+    data = ", each on its client's own data" if result.on_own_data(which) else " on the same data"
+    return f"the mean score of the clients' own models{data}"
 
 
 def mixtures(axis: str, of: Used) -> list[str]:

@@ -53,5 +53,4 @@ class Grid:
 
     def of_seeds(self, seeds: Sequence[int]) -> Grid:
         """With these seeds in place of the profile's: those that a plan asks for."""
-        profile = self.experiment.profile(self.profile).model_copy(update={"seeds": list(seeds)})
-        return replace(self, experiment=self.experiment.with_profile(self.profile, profile))
+        return replace(self, experiment=self.experiment.with_seeds(self.profile, seeds))

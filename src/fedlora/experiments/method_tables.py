@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
+from fedlora.errors import ConfigError
 from fedlora.experiments.result import Result
 from fedlora.experiments.table_source import Source, Table
 from fedlora.experiments.tables import in_its_unit, orders, placings, score_cells
@@ -12,16 +13,22 @@ from fedlora.experiments.tables import in_its_unit, orders, placings, score_cell
 _PLACES = 5  # so many places have a column of their own on 80 characters
 _SHARED = (
     "Places: methods of the same score, to one in a million, share the better place, which counts for each of them; "
-    "the next place stays empty. An order with a shared place counts as another order."
+    "the next place stays empty. Those without a number share the last one. An order with a shared place counts as "
+    "another order."
 )
 
 
 def places(source: Source) -> Table:
     """How often each label of the first row axis was first, second, ...: of an experiment of one axis. words: a
-    number's name, or nothing."""
+    number's name, or nothing. Raises `ConfigError` for one of several: cells of two set-ups have no order."""
     grid = source.grid
     scored = [cell for cell in score_cells(grid, source.words) if cell.ranked()]
     seeds = grid.experiment.profile(grid.profile).seeds
+    if grid.axes != [grid.rows]:
+        raise ConfigError(
+            f"'places' orders the labels of {grid.rows}, and profile {grid.profile} of {grid.experiment.name} has "
+            f"cells of {', '.join(grid.axes)}. Ask for 'scores' or 'differences', or for a profile with one set-up."
+        )
     found = placings(scored, grid.rows) if len(scored) > 1 < len(seeds) else []
     if not found:
         return Table([], [], "")

@@ -24,11 +24,10 @@ from fedlora.experiments.tables import (
     CellScore,
     Difference,
     in_its_unit,
+    metrics_of,
     paired,
-    scales_of,
     score_categories,
     score_cells,
-    units_of,
 )
 
 _ONE = "Each interval is of one comparison; none is corrected for their number."
@@ -94,7 +93,7 @@ def _scores(source: Source) -> Table:
         for name, of in each.items()
         if name == which or any(cell.scores for cell in of)
     }
-    if len(units_of(cells)) > 1:
+    if len(metrics := metrics_of(cells)) > 1:
         columns["metric"] = lambda k: cells[k].metric or ""
     columns["seeds"] = lambda k: _of_planned(cells[k])
     searched = ""
@@ -104,7 +103,7 @@ def _scores(source: Source) -> Table:
         searched = f" *{tune.key}*: the value that the search chose on validation, on seed {seeds}, not compared here."
     rows = [[*grid.place(cells[k].cell), *(column(k) for column in columns.values())] for k in there]
     alone = "; of one seed its number" if any(len(cells[k].scores) == 1 for k in there) else ""
-    what = capital(in_its_unit(which, cells) if len(each) == 1 else scales_of(cells) or scale("accuracy"))
+    what = capital(in_its_unit(which, cells) if len(each) == 1 else " or ".join(map(scale, metrics or ["accuracy"])))
     caption = f"{what}: mean ± standard deviation over seeds{alone}.{searched}"
     return Table([*grid.axes, *columns], rows, caption, notes(grid, which, cells=cells), len(grid.axes))
 

@@ -30,7 +30,7 @@ from fedlora.experiments.budgets import Budget, spendings
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
 from fedlora.experiments.scores import scale
-from fedlora.experiments.tables import Difference, paired, score_cells
+from fedlora.experiments.tables import OWN_DATA, Difference, paired, score_cells
 from fedlora.runs.attack_words import attacks_of
 from fedlora.runs.drawing import COLOURS, saved, under_attack, words
 
@@ -123,13 +123,17 @@ _BANDS = 5  # lines of one panel that are shaded: more pile up to a brown in whi
 
 
 def curves_of(grid: Grid) -> dict[str, dict[str, dict[int, Result]]]:
-    """The other labels -> lines, of what has been run and evaluated after several rounds; a panel has one metric."""
+    """The other labels -> lines, of what has been run and evaluated after several rounds; a panel has one metric, on
+    one kind of data."""
     found: dict[str, dict[str, dict[int, Result]]] = {}
-    mixed = len({result.metric for _, result in grid.used}) > 1
+    kinds = {
+        run.digest: words(result.metric) + (OWN_DATA if result.on_own_data("validation, best") else "")
+        for run, result in grid.used
+    }
     for run, result in grid.used:
         if len(result.history.evaluated) > 1:
             where = [label for axis, label in run.cell.items() if axis != grid.rows]
-            title = ", ".join([*where, *([words(result.metric)] if mixed else [])])
+            title = ", ".join([*where, *([kinds[run.digest]] if len({*kinds.values()}) > 1 else [])])
             found.setdefault(title, {}).setdefault(run.cell[grid.rows], {})[run.seed] = result
     return found
 
@@ -429,23 +433,26 @@ def _draw_budgets(axis: Any, found: Sequence[Budget], labels: Sequence[str], sco
 def comparison_figure(grid: Grid, order: Sequence[str]) -> Figure | None:
     """Curves, where methods were evaluated after several rounds, above the differences to the reference, where there
     are several seeds. order: all labels, which give the colours. None of one seed and one evaluated round."""
-    lines = next(iter(curves_of(grid).values()), {})
+    curves = curves_of(grid)
     shown = [panel for panel in dots_of(grid) if panel.rows]
-    if not lines and not shown:
+    if not curves and not shown:
         return None
-    heights = [4.2] * bool(lines) + [
+    labels = {label for lines in curves.values() for label in lines}
+    heights = [4.2] * len(curves) + [
         1.2 + 0.22 * sum(2 + len(d.other) // _SHORT for d in panel.rows) for panel in shown
     ]
-    size = {"figsize": (7.2, sum(heights) + 0.4 + 0.25 * len(lines)), "height_ratios": heights}
+    size = {"figsize": (7.2, sum(heights) + 0.4 + 0.25 * len(labels)), "height_ratios": heights}
     figure: Figure
     figure, axes = plt.subplots(len(heights), 1, layout="constrained", squeeze=False, **size)
     column = list(axes[:, 0])
-    if lines:
+    for title, lines in curves.items():
         axis, seeds = column.pop(0), max(map(len, lines.values()))
         _draw_curves(axis, lines, order)
-        axis.set_title("one seed" if seeds == 1 else f"mean of {seeds} seeds; shaded: ± standard error")
-        handles = _handles(order, [lines])
-        _legend(figure, [handle for label, handle in zip(order, handles, strict=True) if label in lines])
+        told = "one seed" if seeds == 1 else f"mean of {seeds} seeds; shaded: ± standard error"
+        axis.set_title("\n".join([*([wrapped(title, 56)] if title else []), told]))
+    if curves:
+        handles = _handles(order, list(curves.values()))
+        _legend(figure, [handle for label, handle in zip(order, handles, strict=True) if label in labels])
     for axis, panel in zip(column, shown, strict=True):
         end = _reach([panel])
         _draw_dots(axis, panel, end)

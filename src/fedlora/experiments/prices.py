@@ -18,7 +18,7 @@ class Price:
     """One row against the reference in one place. where: the labels of the other axes. peaceful: nobody attacks there.
     mean: of the row itself. better: how much better than the reference it is, negative where it is worse, the mean over
     the seeds that both have; low, high: its 95 % interval (paired t), None with one seed. Where a run has no number
-    mean or better is NaN."""
+    mean or better is NaN; better also where the reference was measured on other data, and then unlike is true."""
 
     row: str
     where: Mapping[str, str]
@@ -29,6 +29,7 @@ class Price:
     better: float
     low: float | None
     high: float | None
+    unlike: bool = False
 
 
 def prices(grid: Grid) -> list[Price]:
@@ -38,6 +39,7 @@ def prices(grid: Grid) -> list[Price]:
     if peace is None or reference is None:
         return []
     found: dict[tuple[str, str, tuple[tuple[str, str], ...]], dict[int, float]] = {}
+    own = {(run.cell[grid.rows], result.on_own_data("test, last")) for run, result in grid.used}
     for run, result in grid.used:
         where = tuple((name, label) for name, label in run.cell.items() if name != grid.rows)
         for score in SCORES:
@@ -53,13 +55,14 @@ def prices(grid: Grid) -> list[Price]:
             continue
         up = 1.0 if METRICS[score].larger_is_better else -1.0
         pairs = [(up * ours[seed], up * theirs[seed]) for seed in seeds]
-        whole = not any(math.isnan(one) for pair in pairs for one in pair)
+        unlike = {of for label, of in own if label == row} != {of for label, of in own if label == reference}
+        whole = not unlike and not any(math.isnan(one) for pair in pairs for one in pair)
         gap = difference(reference, row, dict(where), pairs) if len(seeds) > 1 and whole else None
         alone = pairs[0][0] - pairs[0][1] if whole else math.nan
         better, low, high = (gap.mean, gap.low, gap.high) if gap else (alone, None, None)
         peaceful = dict(where).get(peace.axis) == peace.label
         mean = fmean(ours[seed] for seed in seeds)
-        made.append(Price(row, dict(where), peaceful, score, len(seeds), mean, better, low, high))
+        made.append(Price(row, dict(where), peaceful, score, len(seeds), mean, better, low, high, unlike))
     return made
 
 
@@ -82,6 +85,8 @@ def _cell(price: Price | None) -> str:
     """The score, and behind it what it cost (peace) or saved, with its interval."""
     if price is None:
         return ""
+    if price.unlike:
+        return f"{price.mean:.3f} (of other data: not compared)"
     if math.isnan(price.better):
         return "none: a run has no number"
     amount = (-price.better if price.peaceful else price.better) + 0.0  # no minus before a zero

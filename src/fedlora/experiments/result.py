@@ -236,6 +236,11 @@ class Result(Part):
         """How far the last update moves, relatively, when clients write theirs in other coordinates."""
         return self.gauge_drift.get(self.method)
 
+    def on_own_data(self, which: str) -> bool:
+        """Whether a number is of clients' own models, each on its client's own data: none of a server's is like it. A
+        merger is measured on the common data."""
+        return self.target == "clients" and self.of is None and parse_number(which).own_data(self.settings)
+
     def tested(self, score: str) -> float | None:
         """A score on the test set after the last round; None where there is no finite number."""
         value = _number(self.test.last.get(score))

@@ -54,20 +54,14 @@ class Outcome:
     busy: bool = False
 
 
-def missing(
-    experiment: Experiment,
-    profile: str,
-    places: Places,
-    seeds: Sequence[int] | None = None,
-    failed: Collection[str] = (),
-) -> list[PlannedRun]:
+def missing(experiment: Experiment, profile: str, places: Places, failed: Collection[str] = ()) -> list[PlannedRun]:
     """The runs that can be started now: of the search, or, where it is done for a cell, of the cell. failed: digests of
     runs of the search that it goes without."""
     done = places.finished(unclean=True)
     wanted = [*searches(experiment, profile), *mains(experiment, profile, done, failed)]
     found: dict[str, PlannedRun] = {}
     for run in wanted:
-        if (left := run.left(done)) is not None and (seeds is None or run.searching or run.seed in seeds):
+        if (left := run.left(done)) is not None:
             found[run.digest] = with_mergers_of(left, found.get(run.digest))
     return list(found.values())
 

@@ -42,6 +42,15 @@ class Number:
         """Whether it is measured on what `evaluate.target` names, the server's model or the clients' own ones."""
         return self.where not in ("clients", "server")
 
+    def own_data(self, config: RunConfig) -> bool:
+        """Whether clients have held-out data of their own for it: there a client's own model is measured on these, and
+        a server's model on the common ones."""
+        if not self.of_target or self.where in _PROBES:
+            return False
+        part = config.data.test if self.where == "test" else config.data.validation
+        dealt = self.where == "test" and config.clients.own_test is not None
+        return dealt or config.data.task == "superni" or (bool(config.data.clients) and not isinstance(part, str))
+
     def smaller_is_better(self, metric: str) -> bool:
         return self.where in ("rounds", "server") or self.changes or not find_metric(metric).larger_is_better
 
@@ -69,6 +78,12 @@ class Number:
         if needs_validation and there < wanted:
             return f"it takes {wanted} evaluations, and run.rounds = {rounds} with evaluate.every = {every} has {there}"
         return None
+
+
+def of_clients(config: RunConfig) -> bool:
+    """Whether a run measures its clients' own models: it is asked to, or its method has no server model."""
+    roles, target = config.method.build().roles(0), config.evaluate.target
+    return target == "clients" or (target == "auto" and "local" in (roles.B, roles.A))
 
 
 def parse_number(name: str) -> Number:

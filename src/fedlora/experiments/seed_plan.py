@@ -24,11 +24,12 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Question
 from fedlora.experiments.decisions import Scores, gaps_of
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import PlannedRun, at_the_edge, chosen_value, level_values, searches
+from fedlora.experiments.plan import PlannedRun, at_the_edge, chosen_value, first_run, level_values, searches
 from fedlora.experiments.result import Commit, Part, Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import exists
 from fedlora.experiments.verdicts import seeds_needed, weigh
+from fedlora.runs.inputs import named
 
 
 class Rate(Part):
@@ -49,12 +50,13 @@ class Before(Part):
 
 
 class SeedPlan(Part):
-    """A plan's file. asked: a digest of what is asked. needed: family -> the seeds that it takes. spreads: family ->
-    question -> standard deviation of its gaps in the pilot. results: what was there already. before: when earlier plans
-    of it were written, and how many seeds they had."""
+    """A plan's file. asked: a digest of what is asked. defined: of each cell (`definitions`). needed: family -> the
+    seeds that it takes. spreads: family -> question -> standard deviation of its gaps in the pilot. results: what was
+    there already. before: when earlier plans of it were written, and how many seeds they had."""
 
     experiment: str
     asked: str
+    defined: dict[str, str]
     written: str
     commit: Commit | None
     profile: str
@@ -95,6 +97,18 @@ def asked(claims: Claims, experiment: str) -> str:
     }
     gate = claims.gates.get(experiment)
     told = [families, claims.alpha, claims.power, gate.model_dump(mode="json") if gate else None]
+    return _digest(told)
+
+
+def definitions(experiment: Experiment, profile: str) -> dict[str, str]:
+    """Cell, in words -> a digest of what its runs are, whatever their seed: the configuration, by the names of its
+    files, and a merger's settings."""
+    alike = experiment.with_seeds(profile, [0])
+    runs = [first_run(alike, profile, cell) for cell in alike.cells(profile)]
+    return {", ".join(run.cell.values()): _digest([named(run.config).digest(), run.mergers]) for run in runs}
+
+
+def _digest(told: object) -> str:
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -132,6 +146,7 @@ def make_plan(
     there = sum(run.result(grid.results if seen is None else seen) is not None for run in planned)
     return SeedPlan(
         experiment=experiment.name, asked=asked(claims, experiment.name), commit=commit,
+        defined=definitions(experiment, grid.profile),
         written=datetime.now(UTC).isoformat(timespec="seconds"), profile=grid.profile, seeds=seeds, needed=needed,
         spreads=spreads, rates=rates(grid), results=Before(there=there, of=len(planned)),
     )  # fmt: skip
@@ -237,13 +252,21 @@ def read_plan(path: Path) -> SeedPlan:
         raise ConfigError(f"the plan {path} cannot be read: {why:.300}. Restore it (git).") from error
 
 
-def check_plan(plan: SeedPlan, claims: Claims, experiment: str) -> None:
-    """Raises `ConfigError` where the questions are others than those that were planned."""
-    if plan.asked != asked(claims, experiment):
+def check_plan(plan: SeedPlan, claims: Claims, experiment: Experiment) -> None:
+    """Raises `ConfigError` where the questions are others than those that were planned, or a label has become another
+    thing."""
+    now = definitions(experiment, plan.profile)
+    changed = [cell for cell, digest in plan.defined.items() if now.get(cell, digest) != digest]
+    what = (
+        "pairs, set-ups, margins, error rates or the gate have" if plan.asked != asked(claims, experiment.name) else ""
+    )
+    if changed:
+        more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
+        what = f"the runs of {'; '.join(changed[:5])}{more} are defined otherwise: [run], an axis or the profile has"
+    if what:
         raise ConfigError(
-            f"the questions of {experiment} are not those of its plan of {plan.written}: pairs, set-ups, margins, "
-            f"error rates or the gate have changed since. Put them back, or plan again (fedlora experiment plan "
-            f"{experiment} --again), which the plan will show."
+            f"the questions of {experiment.name} are not those of its plan of {plan.written}: {what} changed since. "
+            f"Put that back, or plan again (fedlora experiment plan {experiment.called} --again): it will show it."
         )
 
 

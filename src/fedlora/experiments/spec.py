@@ -11,7 +11,7 @@ title, question, claims         words
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -143,9 +143,10 @@ class Experiment(Part):
         """The number that is compared: the profile's, or the experiment's."""
         return self.profile(profile).metric or self.metric
 
-    def with_profile(self, name: str, profile: Profile) -> Experiment:
-        """The experiment with that in place of its profile."""
-        made = self.model_copy(update={"profiles": {**self.profiles, name: profile}})
+    def with_seeds(self, profile: str, seeds: Sequence[int]) -> Experiment:
+        """The experiment with these in place of the profile's."""
+        changed = self.profile(profile).model_copy(update={"seeds": list(seeds)})
+        made = self.model_copy(update={"profiles": {**self.profiles, profile: changed}})
         made._folder = self.folder  # private attributes are not of a model's fields
         return made
 

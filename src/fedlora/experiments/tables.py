@@ -10,8 +10,10 @@ from statistics import fmean, stdev
 from fedlora.experiments.digits import ALIKE, alike, in_words, places
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import chosen_value
-from fedlora.experiments.scores import explained, parse_number, scale
+from fedlora.experiments.scores import explained, parse_number
 from fedlora.experiments.spec import Cell
+
+OWN_DATA = ", of each client's own model on its own data"
 
 
 @dataclass(frozen=True)
@@ -120,7 +122,8 @@ def score_cells(grid: Grid, number: str = "") -> list[CellScore]:
         mine = found[key]
         if result is not None:
             less = parse_number(which).smaller_is_better(result.metric)
-            mine = replace(mine, metric=result.metric, less=less, unit=explained(which, result.metric))
+            unit = explained(which, result.metric) + (OWN_DATA if result.on_own_data(which) else "")
+            mine = replace(mine, metric=result.metric, less=less, unit=unit)
         value = None if result is None else result.score(which)
         if value is not None:
             mine = replace(mine, scores={**mine.scores, run.seed: value})
@@ -159,25 +162,27 @@ def of_two_units(cells: Sequence[CellScore], axis: str) -> list[str]:
         places.setdefault(where, []).append(cell)
     return [
         f"{where + ': ' if where else ''}{'; '.join(f'{_labels(there, axis, unit)}: {unit}' for unit in units)}. "
-        f"These are numbers of different metrics and are not compared: no difference and no place is formed between "
-        f"them. To compare them, give these cells one evaluate.metric."
+        f"These are numbers of {_METRICS if len(metrics_of(there)) > 1 else _DATA}"
         for where, there in places.items()
         if len(units := units_of(there)) > 1
     ]
+
+
+_APART = "and are not compared: no difference and no place is formed between them. To compare them,"
+_METRICS = f"different metrics {_APART} give these cells one evaluate.metric."
+_DATA = (
+    f"different data {_APART} measure the clients' own models of all of them: set evaluate.target = 'clients'; or set "
+    f"evaluate.clients_at_end = true and compare 'clients, last'."
+)
 
 
 def _labels(cells: Sequence[CellScore], axis: str, unit: str) -> str:
     return ", ".join(dict.fromkeys(cell.cell[axis] for cell in cells if cell.unit == unit))
 
 
-def measured_by(cells: Sequence[CellScore]) -> str | None:
-    """The metric of the cells' scores, or all of them; None where nothing was run."""
-    return " and ".join(dict.fromkeys(cell.metric for cell in cells if cell.metric is not None)) or None
-
-
-def scales_of(cells: Sequence[CellScore]) -> str:
-    """Their metrics in words, with units; "" where nothing was run."""
-    return " or ".join(dict.fromkeys(scale(cell.metric) for cell in cells if cell.metric is not None))
+def metrics_of(cells: Iterable[CellScore]) -> list[str]:
+    """Each once, of the cells that were run."""
+    return list(dict.fromkeys(cell.metric for cell in cells if cell.metric is not None))
 
 
 def score_categories(grid: Grid, which: str) -> dict[str, dict[str, float]]:

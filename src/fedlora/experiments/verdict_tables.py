@@ -9,9 +9,10 @@ from fedlora.experiments import decision_words
 from fedlora.experiments.claims import Family, setup_axis
 from fedlora.experiments.decision_words import UNITS, margin_in_words, seeds_in_words
 from fedlora.experiments.digits import in_words, shown
+from fedlora.experiments.scores import scale
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.table_source import Source, Table
-from fedlora.experiments.tables import scales_of, score_cells
+from fedlora.experiments.tables import metrics_of, score_cells
 from fedlora.experiments.verdicts import per_cent
 
 
@@ -103,7 +104,7 @@ def rates(source: Source) -> Table:
                  for scores in each]  # fmt: skip
         chosen = "none" if rate.value is None else shown(rate.value)
         rows.append([rate.of, chosen + (f" ({rate.at_the_edge} tried)" if rate.at_the_edge else ""), *means])
-    told = scales_of(score_cells(source.grid)) or "the score"
+    told = " or ".join(map(scale, metrics_of(score_cells(source.grid)))) or "the score"
     caption = (
         f"The value of {tune.key} that the search chose for each row, and {told} on validation data at each value "
         f"tried, the mean over seed{'s' if len(tune.seeds) > 1 else ''} {', '.join(map(str, tune.seeds))} of the "
