@@ -12,6 +12,7 @@ import resource
 import signal
 import weakref
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from fedlora import METHODS, Adapter, Client, LoRA, Server, ServerState, Upload,
 from fedlora.core.method import Roles
 from fedlora.core.summing import FromMeans, FromSums
 from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, RankTie, UploadRefused
+from fedlora.server.product_sums import ProductSums
 from support.federations import noise
 from support.processes import Program
 
@@ -298,6 +300,45 @@ def test_a_disk_that_fills_meanwhile_loses_the_round_and_not_the_process() -> No
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert s.aggregate(before, us).round == 1  # there is room again
+
+
+def test_a_round_that_was_interrupted_or_closed_takes_and_closes_nothing_more() -> None:
+    """A caller who goes on after an exception (Ctrl-C in a notebook, a limit of time, a full disk) had a mean without
+    the uploads that were being added up, whose clients were counted. Each step is interrupted once."""
+    for step in range(3):
+        s, _ = pair("glora, cut")
+        opened, us = s.open(start(s)), uploads(20)
+        real, left = ProductSums.add, [step]
+
+        def interrupted(self: ProductSums, *given: Any, real: Any = real, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            real(self, *given)
+
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(ProductSums, "add", interrupted)
+            for u in us:
+                opened.add(u)
+        for call in (lambda o=opened, u=us[-1]: o.add(u), opened.close):
+            with pytest.raises(HyperparameterError, match=r"server\.open"):
+                call()
+    s, _ = pair("glora, cut")
+    opened = s.open(start(s))
+    for u in uploads(20):
+        opened.add(u)
+    assert opened.close().round == 1
+    with pytest.raises(HyperparameterError, match=r"server\.open"):
+        opened.close()
+
+
+def test_several_threads_may_add() -> None:
+    s, _ = pair("glora, cut")
+    us = uploads(60)
+    opened, want = s.open(start(s)), s.aggregate(start(s), us)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(opened.add, us))
+    assert apart(update(s, opened.close(), "a"), update(s, want, "a")) < 1e-6
 
 
 def test_an_upload_that_is_written_to_before_it_is_added_up_is_named() -> None:

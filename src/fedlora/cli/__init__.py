@@ -42,6 +42,7 @@ _WAYS_OUT = {
 app = typer.Typer(
     cls=lazy_group(__name__, COMMANDS),
     help="Federated LoRA: GLoRA and its baselines. PEFT adapters in and out.",
+    epilog="Begin with `fedlora demo`, or with docs/start/tour.md.",
     no_args_is_help=True,
     suggest_commands=False,
     pretty_exceptions_enable=False,

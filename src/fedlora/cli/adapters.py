@@ -79,9 +79,9 @@ def diff(
     limit: Limit = None,
     json: AsJson = False,
 ) -> None:
-    """Is it the same update in another gauge? Distances and angles, module by module, and what differs beside them.
+    """Do two adapters hold the same update? Distances and angles for each module, and differences in other tensors.
 
-    Beside the pairs are trained heads and copies of the base model's tensors."""
+    Other tensors are trained heads and copies of the base model's tensors."""
     from fedlora.adapters.merging import open_adapters
     from fedlora.analysis.inspection import comparable, difference, heads_apart
 

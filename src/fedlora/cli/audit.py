@@ -38,7 +38,7 @@ def audit(
     limit: Limit = None,
     json: AsJson = False,
 ) -> None:
-    """Re-express adapters in random coordinates and see which methods' results move; and which hit the true mean."""
+    """Rewrite adapters with random Q: which methods' results change, and which equal the true mean?"""
     from fedlora.analysis.audit import MOST
     from fedlora.analysis.audit import audit as audit_method
     from fedlora.cli.method_names import parse_methods

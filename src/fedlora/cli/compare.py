@@ -19,7 +19,7 @@ from fedlora.cli.runs import WorkersHelp
 def compare(
     config: Config,
     methods: Annotated[
-        str, typer.Option(help="names, separated by commas, as 'glora, glora gamma=1'; all")
+        str, typer.Option(help="names or 'all', separated by commas, such as 'glora, glora gamma=1'")
     ] = "glora,flexlora,padded-average",
     seeds: Annotated[
         str | None, typer.Option(help="such as 0:8 (eight seeds), 0,3,5 or 7 (default: the config's)")

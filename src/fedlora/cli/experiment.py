@@ -22,10 +22,10 @@ ProfileName = Annotated[
 ]
 Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
 Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
-Work = Annotated[Path, typer.Option("--work", help="where run folders, failures and unclean results go")]
+Work = Annotated[Path, typer.Option("--work", help="where run folders, failures, and results of uncommitted code go")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 Claimed = Annotated[
-    Path, typer.Option("--claims", help="the file of questions and claims; or claims.toml beside the experiments")
+    Path, typer.Option("--claims", help="questions and claims (if missing: claims.toml in the experiments' folder)")
 ]
 EXPERIMENTS, RESULTS, WORK, CLAIMS = map(Path, ("experiments", "results", "runs/experiments", "docs/claims.toml"))
 
@@ -106,7 +106,7 @@ def plan(
     work: Work = WORK,
     claims: Claimed = CLAIMS,
 ) -> None:
-    """Fix the number of seeds, from the pilot's spread, before the runs that count."""
+    """Fix the number of seeds before the main runs, from the spread of a pilot (`run NAME --profile pilot`)."""
     from fedlora.cli.experiment_decide import plan_seeds
     from fedlora.cli.experiment_project import Project
 
@@ -123,7 +123,7 @@ def decide(
     format: FormatOption = Format.table,
     json: JsonAlias = False,
 ) -> None:
-    """Better, worse, equivalent or undecided: for each question, once all planned seeds are there."""
+    """Decide each question (better, worse, equivalent or undecided) when all planned seeds have run."""
     from fedlora.cli.experiment_decide import show_answers
     from fedlora.cli.experiment_project import Project
 
@@ -142,7 +142,8 @@ def plot(
 ) -> None:
     """Curves over rounds, dots of merged runs, or a map.
 
-    With `budgets` scores by epsilon; of what docs/claims.toml asks the heat map, and the panels in NAME-setups.png."""
+    If it has `budgets`: scores by epsilon. If docs/claims.toml asks about it: a heat map of the verdicts, and panels in
+    NAME-setups.png."""
     from fedlora.cli.experiment_project import Project
     from fedlora.cli.experiment_shown import draw
 
@@ -176,7 +177,7 @@ def report(
     work: Work = WORK,
     claims: Claimed = CLAIMS,
 ) -> None:
-    """One self-contained HTML page: what is decided, and all of these experiments that has results."""
+    """One self-contained HTML page with the verdicts and all results of these experiments."""
     from fedlora.cli import experiment_shown
     from fedlora.cli.experiment_project import Project
 

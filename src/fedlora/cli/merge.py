@@ -44,7 +44,7 @@ _LISTED = 8  # names, of those with other weights
 def merge(
     adapters: Adapters,
     out: Out = None,
-    weights: Annotated[str | None, typer.Option(help="one an adapter, separated by commas (default: equal)")] = None,
+    weights: Annotated[str | None, typer.Option(help="one per adapter, separated by commas (default: equal)")] = None,
     weights_from: Annotated[str | None, typer.Option(help="num_examples: from each upload.json")] = None,
     sum: Annotated[
         bool, typer.Option("--sum", help="a sum, not a mean: weights as they are, also negative (default: all 1)")
@@ -55,7 +55,10 @@ def merge(
         str | None,
         typer.Option(help="how to count a module that an adapter lacks: zero or renormalise (default: zero)"),
     ] = None,
-    heads: Annotated[str, typer.Option(help="fully trained modules: average, holders, first or drop")] = "average",
+    heads: Annotated[
+        str,
+        typer.Option(help="whole trained modules: average, holders (mean of those that have it), first or drop"),
+    ] = "average",
     dtype: DType = None,
     max_error: MaxError = None,
     serve: For = None,
@@ -64,7 +67,8 @@ def merge(
     ] = False,
     state: Annotated[Path | None, typer.Option(help="folder that keeps the server's state between merges")] = None,
     readout: Annotated[
-        str | None, typer.Option(help="also write each client's adapter: 'same', or a TOML file of client = rank")
+        str | None,
+        typer.Option(help="also write an adapter per client: 'same' (the rank it sent), or a TOML file, client = rank"),
     ] = None,
     defence: Annotated[
         str | None,
@@ -78,7 +82,7 @@ def merge(
     max_tensors: MaxTensors = None,
     json: AsJson = False,
 ) -> None:
-    """Merge adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank."""
+    """Merge adapters into one: the exact weighted mean of their updates; with --rank its best approximation."""
     from fedlora.adapters import merging
     from fedlora.adapters.merge_request import Place, Result
     from fedlora.cli.method_names import parse_defence
@@ -135,7 +139,7 @@ def resize(
     max_tensors: MaxTensors = None,
     json: AsJson = False,
 ) -> None:
-    """Write an adapter at another rank: the best approximation that it has, and what that loses."""
+    """Write an adapter at another rank (the best approximation), and report the error."""
     from fedlora.adapters import merging
 
     report = merging.resize(

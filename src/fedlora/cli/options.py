@@ -32,9 +32,7 @@ AllowUnknown = Annotated[
 ]
 Force = Annotated[
     bool,
-    typer.Option(
-        "--force", help="replace the result of an earlier call of this command, known by the mark in its weights"
-    ),
+    typer.Option("--force", help="replace an earlier result of this command; anything else there is refused"),
 ]
 MaxBytes = Annotated[
     int | None,
@@ -48,7 +46,8 @@ Limit = Annotated[
     list[str] | None,
     typer.Option(
         help=f"NAME=VALUE, a limit on files and work (repeatable): "
-        f"{', '.join(field.name for field in fields(Limits))}; such as total=80GiB",
+        f"{', '.join(field.name for field in fields(Limits))}; such as total=80GiB "
+        "(docs/reference/adapters-from-strangers.md)",
         show_default=False,
     ),
 ]

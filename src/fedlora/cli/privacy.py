@@ -53,7 +53,7 @@ def privacy(
     data_root: DataRoot = None,
     json: AsJson = False,
 ) -> None:
-    """What a private run will cost and what is left of its signal, or what a ledger has spent.
+    """Plan a private run (epsilon, and signal against noise), or compute the epsilon spent so far from a ledger.
 
     With --budget, --charge or --adopt: a decision about a ledger, which writes one line with the reason.
 

@@ -59,7 +59,7 @@ def train(
     limit: Limit = None,
     force: Force = False,
 ) -> None:
-    """A site's half of a round: train a received adapter on own data, and write the upload to hand back."""
+    """A site's part of a round without a network: train the adapter it received on its data, and write the upload."""
     from fedlora.adapters.labels import labels_of
     from fedlora.adapters.writer import TRAIN, upload_folder
     from fedlora.offline.examples import Columns, kind_of, parse_class_weights, read_examples

@@ -10,6 +10,9 @@ not hold them they lie on disk.
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from fedlora.core.lora import Adapter, named_tensors
@@ -85,6 +88,8 @@ class Uploads:
         self._size = 0
         self._sums: dict[str, ProductSums | FactorSums] = {}
         self._heads: HeadSums | None = None
+        self._lost = False
+        self._one_at_a_time = threading.RLock()
 
     @own_modes()
     def add(self, upload: Upload) -> None:
@@ -92,8 +97,13 @@ class Uploads:
 
         Raises:
             UploadRefused: with the client id and the reason; also numbers of examples that running sums cannot carry.
-            HyperparameterError: an upload that is held was written to since.
+            HyperparameterError: an upload that is held was written to since, or an exception has ended the round.
         """
+        with self._one_at_a_time:
+            self._add(upload)
+
+    def _add(self, upload: Upload) -> None:
+        self._require_whole()
         if not self._attendance.take(upload):
             return
         client = upload.client.id
@@ -128,13 +138,20 @@ class Uploads:
 
         Raises:
             QuorumNotMet: too few good uploads. RankMismatch, RankTie: as the method says.
-            HyperparameterError: an upload was written to after it was added.
+            HyperparameterError: an upload was written to after it was added; uploads were added up, and an exception
+                has ended the round, or it was closed.
         """
-        if not self._sums:
-            self._require_unwritten()
-            return close_whole(self._held, self._attendance)
-        self._add_up()
-        self._attendance.require_quorum()
+        with self._one_at_a_time:
+            self._require_whole()
+            if not self._sums:
+                self._require_unwritten()
+                return close_whole(self._held, self._attendance)
+            self._add_up()
+            self._attendance.require_quorum()
+            self._lost = True  # the sums are used up
+            return self._closed()
+
+    def _closed(self) -> ServerState:
         terms, counts = self._terms, self._attendance.counts
         everyone = math.fsum(counts.values()) if terms.missing == "zero" else None
 
@@ -153,6 +170,21 @@ class Uploads:
         heads = self._heads.mean(terms.state.heads) if self._heads is not None else {}
         return closed(terms, modules, heads, self._attendance.tally(shares(dict(sorted(counts.items())))))
 
+    @contextmanager
+    def _changing_sums(self) -> Iterator[None]:
+        """What interrupts this, an exception or Ctrl-C, leaves sums without some of the uploads: the round is lost."""
+        self._lost = True
+        yield
+        self._lost = False
+
+    def _require_whole(self) -> None:
+        if self._lost:
+            raise HyperparameterError(
+                "this round takes and closes nothing any more: it was closed, or an exception came while its uploads "
+                "were added up, which leaves sums without some of them. The state before it is unchanged. Open the "
+                "round again (`server.open(state)`) and add all uploads to it."
+            )
+
     def _require_unwritten(self) -> None:
         for client, upload in self._held.items():
             if _versions(upload) != self._versions[client]:
@@ -166,6 +198,10 @@ class Uploads:
     def _add_up(self) -> None:
         """Add the uploads that are held to the sums, and drop them."""
         self._require_unwritten()
+        with self._changing_sums():
+            self._add_held()
+
+    def _add_held(self) -> None:
         uploads, counts = [self._held[c] for c in sorted(self._held)], self._attendance.counts
         self._held, self._versions, self._size = {}, {}, 0
         with workers(self._terms.workers) as each:

@@ -16,7 +16,7 @@ import typer
 from fedlora.cli.screen import complain, notes
 from fedlora.errors import ConfigError
 
-Folder = Annotated[Path, typer.Argument(help="a folder of `fedlora flower init`", show_default=False)]
+Folder = Annotated[Path, typer.Argument(help="the folder that `fedlora flower init` made", show_default=False)]
 
 
 def needed() -> None:

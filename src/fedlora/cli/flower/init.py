@@ -30,7 +30,7 @@ def init(
         str | None, typer.Option(metavar="NAME=RANK,...", help="the sites and their ranks, such as acme=8,berlin=4")
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="a TOML file as of `fedlora run` (a trial's default: the demo with three sites)")
+        Path | None, typer.Option(help="a TOML file as for `fedlora run` (a trial's default: the demo, three sites)")
     ] = None,
     labels: Annotated[
         str | None, typer.Option(metavar="NAME,...", help="the classes, in the order of their numbers, such as no,yes")
@@ -40,12 +40,12 @@ def init(
     ] = None,
     set: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="port of the proxy, where sites connect")] = 443,
-    superlink_port: Annotated[int, typer.Option(min=1, max=65535, help="its port, on loopback")] = 18080,
+    superlink_port: Annotated[int, typer.Option(min=1, max=65535, help="the SuperLink's port, on loopback")] = 18080,
 ) -> None:
-    """At the server: write all that a federation needs.
+    """At the server: make FOLDER with settings, certificates and a join file for each site.
 
-    With --server-name and --sites it asks for no site's data, and each site gets FOLDER/join/NAME.toml; without both it
-    is a trial on this machine, whose sites lie in FOLDER/sites."""
+    With --server-name and --sites: a real federation; send FOLDER/join/NAME.toml to each site. Without both: a trial on
+    this machine, with its sites in FOLDER/sites."""
     needed()
     from fedlora.flower.terms import names
 
@@ -66,7 +66,7 @@ def init(
         return
     if config is None:
         raise ConfigError(
-            "--config is missing: a TOML file as of `fedlora run` that says what to train ([model] path and task, "
+            "--config is missing: a TOML file as for `fedlora run` that says what to train ([model] path and task, "
             "[lora], [train], [run] rounds), without [data] train or clients, because each site has its own."
         )
     clients, name, classes = names.sites(sites), names.server_name(server_name), _classes(labels)

@@ -11,7 +11,7 @@ from fedlora.cli.flower.common import needed
 
 
 def install(
-    folder: Annotated[Path, typer.Argument(help="a folder of `fedlora flower init` or `site`", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="the folder that `flower init` or `site` made", show_default=False)],
     print_: Annotated[
         bool, typer.Option("--print", help="print the script that root should run, and do nothing")
     ] = False,
@@ -28,8 +28,9 @@ def install(
     """At the server, and at a site: install and start the systemd units of FOLDER.
 
     They are root's own files in /etc/systemd/system. Call it as the user who owns FOLDER. It shows the units and the
-    commands, and then runs them by sudo, which asks for the password. What was installed before is written anew: after
-    an upgrade, for another place of the program, other options. A unit that runs goes on until it is restarted.
+    commands, and then runs them by sudo, which asks for the password. Call it again after
+    an upgrade, after fedlora moved, or for other options: it replaces the old units. A running unit keeps running as it
+    is until you restart it.
     """
     needed()
     from fedlora.flower.setup.installing import carry_out, steps

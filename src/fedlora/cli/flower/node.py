@@ -20,9 +20,10 @@ def node(
 
     It checks this site, waits until the server lets it in, and is its SuperNode until SIGTERM or Ctrl-C.
 
-    Where the server is away, does not know the key yet, or cannot be believed, it says why, and waits. A SuperNode that
-    ends is started again by systemd or compose, not by this. Exit codes: 0 after SIGTERM or SIGINT; 1, 70: the server
-    is gone, no memory, no room, it may pass; 2: this site's own files are wrong, and nothing was sent.
+    If the server cannot be reached, does not know this key yet, or has a certificate that fails the check, the node
+    says so and waits. If the SuperNode ends, systemd or compose restarts it. Exit codes: 0 after SIGTERM or SIGINT; 1,
+    70: the server is gone, or memory or disk is full (a restart may help); 2: this site's own files are wrong, and
+    nothing was sent.
     """
     needed()
     from fedlora.flower.places import SiteFolder

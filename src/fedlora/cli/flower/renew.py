@@ -7,11 +7,11 @@ from fedlora.cli.screen import console
 
 
 def renew(folder: Folder) -> None:
-    """At the server: the next certificates, and all derived files anew.
+    """At the server: make new certificates, and write all derived files again.
 
-    Proxy, app, containers and join files become what federation.toml and policy.toml now say. For a certificate that
-    ends, another name or port in federation.toml, a folder that was moved, an upgrade. Keys, settings, policy and what
-    the rounds left stay as they are.
+    Proxy, app, containers and join files become what federation.toml and policy.toml now say. Use it when a
+    certificate is about to expire, after you changed the name or port in federation.toml, moved the folder, or
+    upgraded. It leaves keys, settings, policy and results alone.
     """
     needed()
     from fedlora.flower.setup.renewal import renew as renewed

@@ -25,13 +25,13 @@ def serve(
 ) -> None:
     """At the server: play the rounds to their end.
 
-    The SuperLink and the run are started, followed and ended together.
+    It starts the SuperLink and the run, watches both, and stops both.
 
-    It waits for sites as long as it takes, and for room on a full disk. Each round is a line, and each site that did
-    not train is one with the reason. SIGTERM and Ctrl-C end it in order. What dies ends all of it; systemd, or compose,
-    starts it again, and it goes on after the last round.
-    Exit code 0: all rounds are played, or it was asked to stop. 1: something died, or could not be started; it may
-    pass. 2: the folder is wrong, and starting again does not mend it.
+    It waits for sites as long as needed, and for free space if the disk is full. It prints a line for each round, and
+    one with the reason for each site that did not train. SIGTERM and Ctrl-C end it in order. If one of its processes
+    dies, it stops the others. systemd or compose then restarts it, and it continues after the last finished round.
+    Exit code 0: all rounds are done, or it was told to stop. 1: a process died or could not start; a restart may
+    help. 2: an error in the folder; a restart will not help.
     """
     needed()
     from fedlora.flower.places import FederationFolder
@@ -52,9 +52,9 @@ def status(
     json: AsJson = False,
     rounds: Annotated[int, typer.Option(min=0, help="how many of the last rounds to show")] = 5,
 ) -> None:
-    """At the server: who is online and seen when, the round, losses and fates of the last rounds.
+    """At the server: which sites are online and when each was last heard; losses and sites of the last rounds.
 
-    Also while nothing runs."""
+    It says what became of each site, also while the server is not running."""
     needed()
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.serving.status import status_of

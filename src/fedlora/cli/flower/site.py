@@ -32,14 +32,14 @@ def site(
     threads: Annotated[int | None, typer.Option(min=1, help="threads of the processor")] = None,
     rotate: Annotated[bool, typer.Option("--rotate", help="make another key for an existing folder")] = False,
 ) -> None:
-    """At a site: make its folder, its key and settings, from the server's join file, and check what it has.
+    """At a site: make its folder from the server's join file, and check data, base model and connection.
 
     Data and base model are read, and nothing is sent. Then send FOLDER/request.toml to the server, and start
     `fedlora flower node FOLDER`.
 
-    For a folder that is there: --rotate makes a new key and request; the old key works until the server has admitted
-    the new one, and the node goes over to it by itself; --rotate once more deletes the old one. --join alone takes the
-    server's new join file.
+    If the folder exists: --rotate makes a new key and request. The old key works until the server admits the new one;
+    the node then switches by itself. A second --rotate deletes the old key. --join alone takes the server's new join
+    file.
     """
     needed()
     from fedlora.flower.site.site_checks import is_site

@@ -22,7 +22,7 @@ def admit(
         typer.Option(metavar="NAME=RANK", help="invite a site and write its join file (NAME alone: for a known site)"),
     ] = None,
 ) -> None:
-    """At the server: let a site take part, by the request that it sent; or invite a new one.
+    """At the server: admit a site with the request.toml it sent, or invite a new site.
 
     A running server is told at once.
 
@@ -67,7 +67,7 @@ def admit(
 
 
 def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", show_default=False)]) -> None:
-    """At the server: a site takes part no longer, from the next round on.
+    """At the server: remove a site. It takes effect in the next round.
 
     Its key and request are kept in FOLDER/removed."""
     needed()

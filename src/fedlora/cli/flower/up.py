@@ -6,10 +6,10 @@ from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, say
 
 
 def up(folder: Folder) -> None:
-    """A trial on loopback: SuperLink, a node for each site, all rounds; then everything is taken down again.
+    """Run a trial on this machine: start the SuperLink and a node for each site, play all rounds, stop everything.
 
-    What dies ends all of it, with exit code 1. Called again it goes on after the last finished round, and says so where
-    all are played. Ctrl-C ends it in order.
+    If one of the processes dies, it stops the others, with exit code 1. Call it again to continue after the last
+    finished round; if all rounds are done, it says so. Ctrl-C ends it in order.
     """
     needed()
     from fedlora.cli.flower.serve import stopping, tell_end

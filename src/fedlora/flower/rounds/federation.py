@@ -23,6 +23,7 @@ from fedlora.flower.rounds.measured_where import check, choosing_of
 from fedlora.flower.rounds.membership import capped
 from fedlora.flower.rounds.private_federation import planned
 from fedlora.flower.rounds.results import check_readouts
+from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
 from fedlora.flower.rounds.settings_history import History, held_out_digest
 from fedlora.flower.terms.agreement import check as check_facts
@@ -91,6 +92,12 @@ def begun(folder: Path, *, measure: bool = True) -> Begun:
         at_server = load_at_server(config, seed_adapter)
     choosing = choosing_of(settings, at_server, server.has_global_model(state.server)) if measure else None
     rounds = checkpoint.newest_round(home.checkpoints) or 0
+    if rounds > (told := rounds_done(home.rounds)):  # a round's line is written before its state
+        raise ConfigError(
+            f"{home.checkpoints} has the state of round {rounds}, and {home.rounds} ends with round {told}: these files "
+            f"are of different times. Probably a backup was unpacked over a newer folder. Move this folder away, unpack "
+            f"the backup into an empty place, and start again."
+        )
     if rounds > settings.run.rounds:
         raise ConfigError(
             f"{rounds} rounds are played, and run.rounds = {settings.run.rounds} asks for fewer: rounds cannot be "

@@ -79,9 +79,9 @@ def _nearest(geometry: Geometry, p: Tensor, f: int, count: int) -> Weighed:
     c = torch.zeros_like(p)
     c[chosen] = p[chosen]
     worst = scores[chosen[-1]] ** 0.5 * geometry.unit
-    least = "the least" if count == 1 else f"of the {count} least, which go up to"
+    kept = "that of the client that was kept is" if count == 1 else f"the {count} clients that were kept have at most"
     why = {
-        k: f"the distance to its {n - f} nearest is {scores[k] ** 0.5 * geometry.unit:.4g}, not {least} {worst:.4g}"
+        k: f"the distance to its {n - f} nearest is {scores[k] ** 0.5 * geometry.unit:.4g}; {kept} {worst:.4g}"
         for k in order[count:]
     }
     return Weighed(c / c.sum(), {"liars": float(f), "score": worst}, why)
