@@ -94,9 +94,9 @@ def begun(folder: Path, *, measure: bool = True) -> Begun:
     rounds = checkpoint.newest_round(home.checkpoints) or 0
     if rounds > (told := rounds_done(home.rounds)):  # a round's line is written before its state
         raise ConfigError(
-            f"{home.checkpoints} has the state of round {rounds}, and {home.rounds} ends with round {told}: these files "
-            f"are of different times. Probably a backup was unpacked over a newer folder. Move this folder away, unpack "
-            f"the backup into an empty place, and start again."
+            f"{home.checkpoints} has the state of round {rounds}, and {home.rounds} ends with round {told}: these "
+            f"files are of different times. Probably a backup was unpacked over a newer folder. Move this folder away, "
+            f"unpack the backup into an empty place, and start again."
         )
     if rounds > settings.run.rounds:
         raise ConfigError(
