@@ -205,6 +205,14 @@ class AllAtOnce(ABC, Generic[S]):
     ) -> list[S]:
         """`aggregate` of each matrix; `each` runs what is left to do one by one."""
 
+    @abstractmethod
+    def readout(self, state: S, client: str | None, rank: int) -> Readout:
+        """As `Method.readout`."""
+
+    def readouts(self, states: Sequence[S], client: str | None, ranks: Sequence[int]) -> list[Readout]:
+        """`readout` of each matrix, for one client."""
+        return [self.readout(state, client, rank) for state, rank in zip(states, ranks, strict=True)]
+
 
 def aggregate_all(
     method: Method[S], states: Sequence[S], updates: Sequence[Sequence[Update]], each: Each = one_by_one
@@ -214,3 +222,12 @@ def aggregate_all(
         found: list[S] = method.aggregate_all(states, updates, each)
         return found
     return each(lambda pair: method.aggregate(*pair), list(zip(states, updates, strict=True)))
+
+
+def readouts(
+    method: Method[S], states: Sequence[S], client: str | None, ranks: Sequence[int]
+) -> list[Readout]:
+    """`method.readout` of several matrices for one client, all at once where the method can."""
+    if isinstance(method, AllAtOnce):
+        return method.readouts(states, client, ranks)
+    return [method.readout(state, client, rank) for state, rank in zip(states, ranks, strict=True)]

@@ -9,10 +9,13 @@ number format leaves of such columns is a share of `terms`, which may be any num
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from fedlora.linalg.basics import gram, norm, unit_roundoff
+from fedlora.linalg.batches import in_batches, stacked
+from fedlora.linalg.parallel import Each, one_by_one
 from fedlora.linalg.shapes import Tensor
 from fedlora.linalg.shortest import shortest
 
@@ -21,19 +24,37 @@ ARITHMETIC = 64 * unit_roundoff(torch.float64)
 
 
 def may_cancel(B: Tensor, A: Tensor, times: float = 100.0) -> tuple[bool, float]:
-    """(whether `terms` may be more than `times` ||B A||, ||B A|| where it is not), from r x r Gram matrices in the
-    factors' own dtype, float32 at least. Never False where it is so, for `times` up to 300. Cost: r^2 (d_out + d_in).
+    """`all_that_may_cancel` of one pair."""
+    return all_that_may_cancel([(B, A)], times)[0]
+
+
+def all_that_may_cancel(
+    pairs: Sequence[tuple[Tensor, Tensor]], times: float = 100.0, each: Each = one_by_one
+) -> list[tuple[bool, float]]:
+    """Of each pair (whether `terms` may be more than `times` ||B A||, ||B A|| where it is not), from r x r Gram
+    matrices in the factors' own dtype, float32 at least. Never False where it is so, for `times` up to 300. Cost: r^2
+    (d_out + d_in), of pairs of one shape at once.
     """
-    wide = torch.promote_types(torch.promote_types(B.dtype, A.dtype), torch.float32)
-    B, A = B.detach().to(wide), A.detach().to(wide)
-    of_B, of_A = B.mT @ B, A @ A.mT
-    terms = float((of_B.diagonal() * of_A.diagonal()).sqrt().sum(dtype=torch.float64))
-    square = float((of_B * of_A).sum(dtype=torch.float64))
-    if terms == 0 and not (bool(B.any()) and bool(A.any())):
-        return False, 0.0
-    if not 1e-15 < terms < 1e15:  # squares of such sizes are no numbers of float32, or round to none
-        return True, 0.0
-    return square * times**2 <= terms**2, math.sqrt(max(square, 0.0))
+
+    def measured(members: list[int]) -> list[tuple[bool, float]]:
+        B, A = (stacked([pairs[k][side].detach() for k in members]) for side in (0, 1))
+        wide = torch.promote_types(torch.promote_types(B.dtype, A.dtype), torch.float32)
+        B, A = B.to(wide), A.to(wide)
+        of_B, of_A = B.mT @ B, A @ A.mT
+        lengths = (of_B.diagonal(dim1=1, dim2=2) * of_A.diagonal(dim1=1, dim2=2)).sqrt()
+        terms, squares = lengths.sum(dim=1, dtype=torch.float64), (of_B * of_A).sum(dim=(1, 2), dtype=torch.float64)
+        found = []
+        for k, size, square in zip(members, terms.tolist(), squares.tolist(), strict=True):
+            if size == 0 and not all(bool(t.any()) for t in pairs[k]):
+                found.append((False, 0.0))
+            elif not 1e-15 < size < 1e15:  # squares of such sizes are no numbers of float32, or round to none
+                found.append((True, 0.0))
+            else:
+                found.append((square * times**2 <= size**2, math.sqrt(max(square, 0.0))))
+        return found
+
+    kinds = [(B.shape, A.shape, B.dtype, A.dtype, B.device) for B, A in pairs]
+    return in_batches(measured, kinds, [8 * max(B.numel(), A.numel()) for B, A in pairs], each)
 
 
 def terms_and_size(B: Tensor, A: Tensor) -> tuple[float, float]:

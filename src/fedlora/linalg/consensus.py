@@ -385,7 +385,7 @@ def _projected(core: _Core, votes: _Votes, stored: float, budget: Budget, dtype:
     U, Vh = _lift(core.Q, directions), _lift(core.P, Wh.mH).mH
     stored_U, stored_s, stored_Vh = U.to(dtype), (s * unit).to(dtype), Vh.to(dtype)
     root = (s * unit).sqrt()
-    sides = ((U, stored_U), (Vh.mH, stored_Vh.mH))
+    sides = ((U.mH, stored_U.mH), (Vh, stored_Vh))
     of_U, of_Vh = (rounding_of(x.clone(), y, root, stored_s.sqrt()).sqrt() for x, y in sides)
     off = float(storing_error(of_U, of_Vh, root)) / unit
     off += ARITHMETIC * terms  # of the float64 arithmetic; an upper bound
@@ -414,14 +414,14 @@ def _strongest(C: Tensor, budget: Budget, stored: float, roundoffs: Tensor) -> _
 
 
 def rounding_of(exact: Tensor, stored: Tensor, root: Tensor, stored_root: Tensor) -> Tensor:
-    """What storing a side (*, d, l) of a spectrum costs each column of (U sqrt(s)) (sqrt(s) Vh), squared (*, l).
+    """What storing a side (*, l, d), U^T or Vh, costs each column of (U sqrt(s)) (sqrt(s) Vh), squared (*, l).
 
     That product is what `effective` hands out, so the rounding of its making counts too. root, stored_root (*, l):
     sqrt(s), of the exact and of the stored one. `exact` (float64) is used up.
     """
-    made = stored * stored_root[..., None, :]
-    squares: Tensor = exact.mul_(root[..., None, :]).sub_(made.double()).square_().sum(dim=-2)
-    return squares
+    made = stored * stored_root[..., None]
+    off: Tensor = torch.linalg.vector_norm(exact.mul_(root[..., None]).sub_(made.double()), dim=-1)
+    return off.square_()
 
 
 def storing_error(of_U: Tensor, of_Vh: Tensor, root: Tensor) -> Tensor:

@@ -10,14 +10,15 @@ family.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from fedlora.linalg.basics import eigh, gram, unit_roundoff
+from fedlora.linalg.basics import PANEL, eigh, gram, unit_roundoff
+from fedlora.linalg.batches import in_batches, stacked
 from fedlora.linalg.consensus import (
     ARITHMETIC,
     Budget,
@@ -30,18 +31,15 @@ from fedlora.linalg.consensus import (
     tie_tolerance,
     tied_block,
 )
-from fedlora.linalg.gauge import CACHED
 from fedlora.linalg.parallel import Each, one_by_one
-from fedlora.linalg.spectrum import Spectrum, cut_by_rounding, with_canonical_signs
+from fedlora.linalg.spectrum import Spectrum, canonical_signs, cut_by_rounding
 
 _U64 = unit_roundoff(torch.float64)
 # The least pivot of columns of norm 1. What is made from their Gram matrix is orthonormal to 1e-16 over its square.
-_LEAST_PIVOT = 1e-4
+_LEAST_PIVOT, _CERTAIN_PIVOT = 1e-4, 0.1
 # Singular values of the mean, relative to the largest, down to which an eigenproblem of its square does for both sides;
 # and the least that the largest may be, relative to the terms that were added up.
 _LEAST_OF_MEAN, _LEAST_OF_TERMS = 1e-4, 1e-2
-# Rows of a tall product at a time: what is made of them stays in cache.
-_PANEL = 1024
 
 
 def consensus_means(
@@ -52,22 +50,15 @@ def consensus_means(
     Raises:
         RankTie: as `consensus_mean`.
     """
-    alike: dict[tuple[object, ...], list[int]] = {}
-    for k, (s, budget) in enumerate(zip(sent, budgets, strict=True)):
-        B, A = s.every_pair[0]
-        ordinary = s.dtype == torch.float32 and budget.basis == "projector" and min(s.weights, default=0) > 0
-        if ordinary and min(s.ranks) > 0 and max(s.ranks) <= min(len(B), A.shape[1]):
-            shape = (B.device, len(B), A.shape[1], tuple(s.ranks), s.rest is None)
-            alike.setdefault((shape, budget), []).append(k)
-    batches = []
-    for members in alike.values():
-        s = sent[members[0]]
-        at_once = max(1, CACHED // (8 * sum(s.ranks) * max(len(s.every_pair[0][0]), s.every_pair[0][1].shape[1])))
-        batches += [members[first : first + at_once] for first in range(0, len(members), at_once)]
-    found = each(lambda batch: _Batch.of([sent[k] for k in batch]).means(budgets[batch[0]]), batches)
-    made: dict[int, ConsensusMean] = {}
-    for members, means in zip(batches, found, strict=True):
-        made |= {k: mean for k, mean in zip(members, means, strict=True) if mean is not None}
+    kinds = [_kind(s, budget) for s, budget in zip(sent, budgets, strict=True)]
+    ordinary = [k for k, kind in enumerate(kinds) if kind is not None]
+    found = in_batches(
+        lambda at: _Batch.of([sent[ordinary[k]] for k in at]).means(budgets[ordinary[at[0]]]),
+        [kinds[k] for k in ordinary],
+        [8 * sum(sent[k].ranks) * max(len(sent[k].pairs[0][0]), sent[k].pairs[0][1].shape[1]) for k in ordinary],
+        each,
+    )
+    made = {k: mean for k, mean in zip(ordinary, found, strict=True) if mean is not None}
     # Clients that sent nothing for a matrix are what most often keeps it from here: once more without them.
     others = [k for k in range(len(sent)) if k not in made]
     active = {k: [bool(B.any()) for B, _ in sent[k].pairs] for k in others}
@@ -78,6 +69,15 @@ def consensus_means(
     others = [k for k in others if k not in made]
     made |= dict(zip(others, each(lambda k: consensus_mean(sent[k], budgets[k]), others), strict=True))
     return [made[k] for k in range(len(sent))]
+
+
+def _kind(sent: Contributions, budget: Budget) -> tuple[object, ...] | None:
+    """What matrices of one batch have in common; None for one that is left to the reference."""
+    B, A = sent.every_pair[0]
+    ordinary = sent.dtype == torch.float32 and budget.basis == "projector" and min(sent.weights, default=0) > 0
+    if not ordinary or not 0 < min(sent.ranks) <= max(sent.ranks) <= min(len(B), A.shape[1]):
+        return None
+    return B.device, len(B), A.shape[1], tuple(sent.ranks), sent.rest is None, budget
 
 
 def _only(sent: Contributions, active: Sequence[bool]) -> Contributions:
@@ -119,9 +119,9 @@ class _Cut:
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """m matrices of one shape, their clients' factors side by side, the rest behind them; float64.
+    """m matrices of one shape, their clients' factors side by side, the rest behind them.
 
-    B (m, d_out, S), A (m, S, d_in). scale (m, S): D, which makes B's columns 1 long. w (m, S): p / D. sizes (m, S):
+    B (m, d_out, S), A (m, S, d_in), float32: whoever multiplies them does it in float64, panel by panel. scale (m, S): D, which makes B's columns 1 long. w (m, S): p / D. sizes (m, S):
     ||a_j||. G: Gram of B D, or None where S > d_out; H: Gram of A's rows, or None where S > d_in. T (m, mm, S).
     """
 
@@ -138,21 +138,22 @@ class _Batch:
 
     @classmethod
     def of(cls, sent: Sequence[Contributions]) -> _Batch:
-        B = _stacked([torch.cat([B for B, _ in s.every_pair], dim=1) for s in sent]).double()
-        A = _stacked([torch.cat([A for _, A in s.every_pair], dim=0) for s in sent]).double()
+        pairs = list(zip(*(s.every_pair for s in sent), strict=True))  # of each client: of each matrix
+        B = torch.cat([stacked([B for B, _ in each]) for each in pairs], dim=2)
+        A = torch.cat([stacked([A for _, A in each]) for each in pairs], dim=1)
         S = B.shape[2]
         G, H = (gram(B) if B.shape[1] >= S else None), (gram(A.mT) if A.shape[2] >= S else None)
-        lengths = _diagonal(G) if G is not None else B.square().sum(dim=1)
-        sizes = (_diagonal(H) if H is not None else A.square().sum(dim=2)).sqrt()
+        lengths = _diagonal(G) if G is not None else B.double().square().sum(dim=1)
+        sizes = (_diagonal(H) if H is not None else A.double().square().sum(dim=2)).sqrt()
         scale = lengths.clamp(min=1e-300).rsqrt()
-        p = torch.stack([s.per_column(s.every_weight) for s in sent])
+        p = _per_column(sent, [s.every_weight for s in sent])
         sound = lengths.amin(dim=1) > 0
         if G is not None:
             G = scale[:, :, None] * G * scale[:, None, :]
             L, sound = _cholesky(G, sound)
             T = L.mT
         else:
-            T = B * scale[:, None, :]
+            T = B.double() * scale[:, None, :]
         alike, sound = _own(sent, T, G, A, H, scale, sound)
         return cls(sent, B, A, scale, p / scale, sizes, H, T, alike, sound)
 
@@ -162,7 +163,7 @@ class _Batch:
         Tw = self.T * self.w[:, None, :]
         C = None
         if self.H is None:
-            C = Tw @ self.A  # (m, mm, d_in)
+            C = Tw @ self.A.double()  # (m, mm, d_in)
             square = C @ C.mT
         else:
             square = Tw @ self.H @ Tw.mT  # C C^T too
@@ -189,14 +190,12 @@ class _Batch:
         weak = s < _LEAST_OF_MEAN * s[:, :1]
         if bool((weak.any(dim=1) & sound).any()):
             Vh = self._with_weak_ones(weak, directions, s, rows, exact=C is not None)
-        roots = s.sqrt(), s.float().sqrt()
-        U, off_U = self._left(directions, roots)
+        Ut, off_U = _stored(*self._left(directions), s)
         if Vh is None and C is None:
-            left = rows / s[:, :, None]
-            Vh, off_V = _stored((left @ panel for panel in torch.split(self.A, _PANEL, dim=2)), roots, turned=True)
+            Vh, off_V = _stored(rows / s[:, :, None], self.A, s)
         else:
-            Vh, off_V = _stored([rows / s[:, :, None] if Vh is None else Vh.clone()], roots, turned=True)
-        return self._results(U, s, Vh, (off_U, off_V), directions, total, left_out, terms, cut, sound, mm)
+            Vh, off_V = _stored(rows / s[:, :, None] if Vh is None else Vh, None, s)
+        return self._results(Ut, s, Vh, (off_U, off_V), directions, total, left_out, terms, cut, sound, mm)
 
     def _consensus(self, budget: Budget, square: Tensor, sound: Tensor) -> tuple[_Cut, Tensor]:
         """The top-R eigenvectors of K in coordinates, and where they may be trusted."""
@@ -240,7 +239,7 @@ class _Batch:
             if exact:
                 Vh[k] = rows[k]
             else:
-                torch.matmul(rows[k], self.A[k], out=Vh[k])
+                torch.matmul(rows[k], self.A[k].double(), out=Vh[k])
             Vh[k, :strong] /= s[k, :strong, None]
             if strong == Vh.shape[1]:
                 continue
@@ -255,23 +254,25 @@ class _Batch:
         """T's columns of each client of a group (m, c, mm, r)."""
         return _blocks(self.T, group.at)
 
-    def _left(self, directions: Tensor, roots: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def _left(self, directions: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What `_stored` makes U^T of."""
         if self.B.shape[2] > self.B.shape[1]:
-            return _stored([directions.clone()], roots)
+            return directions.mT, None
         inner = torch.linalg.solve_triangular(self.T, directions, upper=True)
-        right = self.scale[:, :, None] * inner
-        return _stored((panel @ right for panel in torch.split(self.B, _PANEL, dim=1)), roots)
+        return (self.scale[:, :, None] * inner).mT, self.B.mT
 
     def _results(
-        self, U: Tensor, s: Tensor, Vh: Tensor, off: tuple[Tensor, Tensor], directions: Tensor,
+        self, Ut: Tensor, s: Tensor, Vh: Tensor, off: tuple[Tensor, Tensor], directions: Tensor,
         total: Tensor, left_out: Tensor, terms: Tensor, cut: _Cut, sound: Tensor, mm: int,
     ) -> list[ConsensusMean | None]:  # fmt: skip
-        tolerances = torch.stack([s.per_column(s.every_tolerance) for s in self.sent])
+        tolerances = _per_column(self.sent, [s.every_tolerance for s in self.sent])
         floors = torch.linalg.vector_norm(tolerances * self.w * self.sizes, dim=1)
-        every = with_canonical_signs(U, s.float(), Vh)
+        sign = canonical_signs(Ut.mT)
+        Ut, Vh, single = Ut.mul_(sign[:, :, None]), Vh.mul_(sign[:, :, None]), s.float()
+        U = Ut.new_empty(Ut.mT.shape).copy_(Ut.mT)  # row after row in memory, for readouts and files, as Vh
         bases, alignments = self._clients(directions)
         cost = storing_error(off[0], off[1], s.sqrt()) + ARITHMETIC * terms
-        numbers = [x.tolist() for x in (total, left_out, terms, floors, cost, sound, every.s[:, 0] > 0, s)]
+        numbers = [x.tolist() for x in (total, left_out, terms, floors, cost, sound, single[:, 0] > 0, s)]
         results: list[ConsensusMean | None] = [None] * len(self.sent)
         for k, (energy, out, size, floor, off_by, safe, some, values) in enumerate(zip(*numbers, strict=True)):
             if not safe or not some:
@@ -283,7 +284,7 @@ class _Batch:
                 continue
             trimmed = math.fsum(x * x for x in values[keep:])
             captured, dropped, error = accounts(energy, left_out=out + trimmed, dropped=trimmed, off=off_by)
-            spectrum = Spectrum(every.U[k], every.s[k], every.Vh[k], noise, rounding)
+            spectrum = Spectrum(U[k], single[k], Vh[k], noise, rounding)
             along = alignments[k]
             if keep < len(values):
                 spectrum, along = spectrum.head(keep), [a[:keep] for a in along]
@@ -305,10 +306,12 @@ class _Batch:
             D = torch.diag_embed(self.scale[:, group.at])
             to_basis = torch.linalg.solve_triangular(group.own, D, upper=False).mT  # U_i = B_i of it
             r, starts = group.at.shape[1], _starts(self.sent[0].ranks)
+            # Histories are float32. So can their products be, of columns that are far from depending on each other.
+            dtype = torch.float32 if float(_diagonal(group.own).amin()) > _CERTAIN_PIVOT else torch.float64
             for j, i in enumerate(group.clients):
                 B = self.B[:, :, starts[i] : starts[i] + r]
                 # One piece of memory for each client, for its history lives as long as it stays away.
-                each = (B @ to_basis[:, j]).float().unbind()
+                each = (B.to(dtype) @ to_basis[:, j].to(dtype)).float().unbind()
                 for k, (basis, score) in enumerate(zip(each, scores[:, j].unbind(), strict=True)):
                     bases[k][i], alignments[k][i] = basis, score
         return bases, alignments
@@ -338,7 +341,7 @@ def _own(
         if H is not None:
             of_A = H[:, columns, rows]
         else:
-            own = _blocks(A.mT, at).mT
+            own = _blocks(A.mT, at).mT.double()
             of_A = own @ own.mT
         tolerance = torch.tensor([[s.tolerances[i] for i in clients] for s in sent], dtype=torch.float64).to(T)
         L, failed = torch.linalg.cholesky_ex(of_B)
@@ -348,11 +351,12 @@ def _own(
         fine = fine & (pivot > torch.clamp(4 * tolerance * r**0.5, min=1e-3)).all(dim=1)
         unscale = 1 / scale[:, at]
         of_A = unscale[..., :, None] * of_A * unscale[..., None, :]
-        used = torch.linalg.eigvalsh(L.mT @ of_A @ L)  # squares of Ahat_i's singular values
+        squares = L.mT @ of_A @ L  # whose eigenvalues are the squares of Ahat_i's singular values
         lengths = _diagonal(of_A).sqrt()
         level = torch.linalg.vector_norm(L.mT.abs() @ lengths[..., None], dim=(2, 3))
-        least = torch.maximum(1e-12 * used[..., -1], (2 * tolerance * level).square())
-        sound = sound & fine & (used[..., 0] > least).all(dim=1)
+        least = torch.maximum(1e-12 * _diagonal(squares).sum(dim=2), (2 * tolerance * level).square())
+        _, failed = torch.linalg.cholesky_ex(squares - least[..., None, None] * torch.eye(r).to(L))
+        sound = sound & fine & (failed == 0).all(dim=1)  # all of them above the least
         alike.append(_Alike(clients, at, L))
     return alike, sound
 
@@ -366,10 +370,6 @@ def _blocks(X: Tensor, at: Tensor) -> Tensor:
     return X[:, :, at.flatten()].reshape(*X.shape[:2], *at.shape).transpose(1, 2)
 
 
-def _stacked(matrices: list[Tensor]) -> Tensor:
-    return torch.stack(matrices) if len(matrices) > 1 else matrices[0][None]
-
-
 def _diagonal(X: Tensor) -> Tensor:
     return X.diagonal(dim1=-2, dim2=-1)
 
@@ -381,11 +381,22 @@ def _cholesky(G: Tensor, sound: Tensor) -> tuple[Tensor, Tensor]:
     return L, sound & (failed == 0) & (_diagonal(L).amin(dim=1) > _LEAST_PIVOT)
 
 
-def _stored(panels: Iterable[Tensor], roots: tuple[Tensor, Tensor], *, turned: bool = False) -> tuple[Tensor, Tensor]:
-    """A side (m, d, l) that comes in float64 in panels of rows, in float32, and what `rounding_of` says of it (m, l).
-    Uses the panels up. turned: (m, l, d), in panels of columns."""
-    made, off = [], torch.zeros_like(roots[0])
-    for exact in panels:
-        made.append(exact.float())
-        off += rounding_of(exact.mT, made[-1].mT, *roots) if turned else rounding_of(exact, made[-1], *roots)
-    return made[0] if len(made) == 1 else torch.cat(made, dim=2 if turned else 1), off.sqrt()
+def _per_column(sent: Sequence[Contributions], values: Sequence[Sequence[float]]) -> Tensor:
+    """Each pair's value once for each of its columns (m, S), float64."""
+    ranks = sent[0].ranks
+    rows = [[x for x, r in zip(of_one, ranks, strict=True) for _ in range(r)] for of_one in values]
+    return torch.tensor(rows, dtype=torch.float64).to(sent[0].pairs[0][0].device)
+
+
+def _stored(small: Tensor, tall: Tensor | None, s: Tensor) -> tuple[Tensor, Tensor]:
+    """small (m, l, S) @ tall (m, S, d), U^T or V^T, from float64 in float32, and what `rounding_of` says of it (m, l).
+    Panel by panel, so that what is made of one stays in cache. tall: float32; None: small is the product, used up."""
+    root, stored_root, off = s.sqrt(), s.float().sqrt(), torch.zeros_like(s)
+    made = torch.empty(*small.shape[:2], (small if tall is None else tall).shape[2], device=small.device)
+    width = max(256, PANEL // (8 * len(small) * small.shape[2]))
+    for first in range(0, made.shape[2], width):
+        at = slice(first, first + width)
+        exact = small[:, :, at].clone() if tall is None else small @ tall[:, :, at].double()
+        made[:, :, at] = exact
+        off += rounding_of(exact, made[:, :, at], root, stored_root)
+    return made, off.sqrt()

@@ -18,12 +18,10 @@ from typing import Literal
 import torch
 
 from fedlora.linalg.basics import count_above, eigh, unit_roundoff
+from fedlora.linalg.batches import in_batches
 from fedlora.linalg.shapes import Float, Tensor
 
 Canonical = Literal["product", "B"]
-
-# Bytes of one factor of a batch in float64, so that a batch and what is made of it stay in a core's cache.
-CACHED = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,21 +117,19 @@ def gauge_splits(
     to 1e-9. Whatever is not - deficient, badly conditioned, float64 - goes through `gauge_split` itself. dtype: of the
     results; all is computed in float64.
     """
-    alike: dict[tuple[torch.Size, torch.Size, torch.dtype, float], list[int]] = {}
-    for k, (B, A) in enumerate(pairs):
-        alike.setdefault((B.shape, A.shape, torch.promote_types(B.dtype, A.dtype), tolerances[k]), []).append(k)
-    found: dict[int, Split] = {}
-    for (shape, _, stored, tolerance), members in alike.items():
-        if stored != torch.float64 and 0 < shape[1] <= shape[0]:
-            at_once = max(1, CACHED // (8 * pairs[members[0]][0].numel()))
-            for first in range(0, len(members), at_once):
-                some = members[first : first + at_once]
-                made = _ordinary([pairs[k] for k in some], tolerance)
-                found |= {k: split.to(dtype) for k, split in zip(some, made, strict=True) if split is not None}
-    for k, (B, A) in enumerate(pairs):
-        if k not in found:
-            found[k] = gauge_split(B, A, tolerance=tolerances[k], canonical=canonical).to(dtype)
-    return [found[k] for k in range(len(pairs))]
+
+    def split(members: list[int]) -> list[Split]:
+        B, A = pairs[members[0]]
+        ordinary = torch.promote_types(B.dtype, A.dtype) != torch.float64 and 0 < B.shape[1] <= B.shape[0]
+        some = [pairs[k] for k in members]
+        made = _ordinary(some, tolerances[members[0]]) if ordinary else [None] * len(members)
+        return [
+            (found or gauge_split(*pairs[k], tolerance=tolerances[k], canonical=canonical)).to(dtype)
+            for k, found in zip(members, made, strict=True)
+        ]
+
+    kinds = [(B.shape, A.shape, B.dtype, A.dtype, t) for (B, A), t in zip(pairs, tolerances, strict=True)]
+    return in_batches(split, kinds, [8 * B.numel() for B, _ in pairs])
 
 
 def _ordinary(pairs: Sequence[tuple[Tensor, Tensor]], tolerance: float) -> list[Split | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -42,7 +43,12 @@ class Spectrum:
         """l, all components."""
         return self.s.shape[0]
 
-    @property
+    @cached_property
+    def root(self) -> Tensor:
+        """sqrt(s)."""
+        return self.s.sqrt()
+
+    @cached_property
     def sound(self) -> int:
         """How many components, from the strongest, are larger than `noise`."""
         return count_above(self.s, self.noise)
@@ -67,8 +73,7 @@ class Spectrum:
     @property
     def balanced(self) -> tuple[Tensor, Tensor]:
         """The update as a pair (B, A) with sqrt(s) on both."""
-        root = self.s.sqrt()
-        return self.U * root, self.Vh * root[:, None]
+        return self.U * self.root, self.Vh * self.root[:, None]
 
 
 def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor, noise: float = 0.0, rounding: float = 0.0) -> Spectrum:
@@ -78,10 +83,16 @@ def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor, noise: float = 0.0, r
     """
     if s.shape[-1] == 0:
         return Spectrum(U, s, Vh, noise, rounding)
-    low, high = U.amin(dim=-2, keepdim=True), U.amax(dim=-2, keepdim=True)
-    sign = torch.where(high >= -low, 1.0, -1.0).to(U)
+    sign = canonical_signs(U)
     # Both were made by our callers, nobody else has them. Row after row in memory, for readouts and files.
-    return Spectrum(U.mul_(sign).contiguous(), s, Vh.mul_(sign.mT).contiguous(), noise, rounding)
+    return Spectrum(
+        U.mul_(sign[..., None, :]).contiguous(), s, Vh.mul_(sign[..., None]).contiguous(), noise, rounding
+    )
+
+
+def canonical_signs(U: Tensor) -> Tensor:
+    """Of each column (*, l), what makes its entry of largest magnitude positive."""
+    return torch.where(U.amax(dim=-2) >= -U.amin(dim=-2), 1.0, -1.0).to(U)
 
 
 def svd_of_product(

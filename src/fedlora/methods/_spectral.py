@@ -104,18 +104,20 @@ def instantiate(
         seed: names the fresh rows for slots still empty; they carry B = 0, so the update is the chosen sum exactly.
     """
     chosen = chosen.to(spectrum.s.device)
-    s = spectrum.s[chosen]
-    on_B, on_A = (s.sqrt(), s.sqrt()) if split == "balanced" else (s, torch.ones_like(s))
-    B = spectrum.U.index_select(1, chosen) * on_B
-    A = spectrum.Vh.index_select(0, chosen) * on_A[:, None]
-    empty = rank - len(s)
+    B, A = spectrum.U.index_select(1, chosen), spectrum.Vh.index_select(0, chosen)
+    if split == "balanced":
+        root = spectrum.root[chosen]
+        B, A = B.mul_(root), A.mul_(root[:, None])
+    else:
+        B = B.mul_(spectrum.s[chosen])
+    empty = rank - len(chosen)
     if empty == 0:
         return LoRA(B, A)
     B = pad(B, (0, empty))
     if start is None:
-        return LoRA(B, torch.cat([A, fresh_rows(rank, A.shape[1], *seed, like=A)[len(s) :]]))
+        return LoRA(B, torch.cat([A, fresh_rows(rank, A.shape[1], *seed, like=A)[len(chosen) :]]))
     A = pad(A, (0, 0, 0, empty))
-    A[len(s) : len(start)] = start[len(s) : rank]
+    A[len(chosen) : len(start)] = start[len(chosen) : rank]
     return revive(LoRA(B, A), *seed)
 
 

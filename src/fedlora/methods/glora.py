@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -43,6 +43,7 @@ from fedlora.linalg import (
     rank_tolerance,
     unit_roundoff,
 )
+from fedlora.linalg.batches import in_batches, stacked
 from fedlora.linalg.consensus import Basis, Tie
 from fedlora.linalg.parallel import Each, one_by_one
 from fedlora.methods._rank_partition import partitioned
@@ -110,6 +111,16 @@ class GLoRAState:
     history: Mapping[str, tuple[Trace, ...]]
     cut: Cut | None
     alignment: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class _Asked(NamedTuple):
+    """Of one matrix for one client: components 0..core go to everybody, up to `budget` by `score` (n,) of those from
+    `core` on; None: in order. roundoff: in which the scores' basis came."""
+
+    core: int
+    budget: int
+    roundoff: float = 0.0
+    score: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -339,35 +350,58 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         return self.rank or max(1, math.ceil(self.rho * total - 1e-9))
 
     def readout(self, state: GLoRAState, client: str | None, rank: int) -> Readout:
-        chosen = self.select(state, client, rank)
-        seed = (state.key, state.round, client or "")
-        lora = instantiate(state.spectrum, chosen, rank, split=self.factor_split, start=state.start, seed=seed)
-        return Readout(lora, fresh=True)
+        return self.readouts([state], client, [rank])[0]
+
+    def readouts(self, states: Sequence[GLoRAState], client: str | None, ranks: Sequence[int]) -> list[Readout]:
+        made = []
+        for state, rank, chosen in zip(states, ranks, self.selected(states, client, ranks), strict=True):
+            seed = (state.key, state.round, client or "")
+            lora = instantiate(state.spectrum, chosen, rank, split=self.factor_split, start=state.start, seed=seed)
+            made.append(Readout(lora, fresh=True))
+        return made
 
     def select(self, state: GLoRAState, client: str | None, rank: int) -> Tensor:
-        """Indices of the components that `client` gets at `rank`, ascending: the core, then the best aligned tail.
+        """`selected` of one matrix."""
+        return self.selected([state], client, [rank])[0]
 
-        At most `rank` and at most as many as there are. Alignment scores equal within what rounding of the client's
+    def selected(self, states: Sequence[GLoRAState], client: str | None, ranks: Sequence[int]) -> list[Tensor]:
+        """Indices of the components that `client` gets of each matrix, ascending: the core, then the best aligned tail.
+
+        At most the rank and at most as many as there are. Alignment scores equal within what rounding of the client's
         upload can tell go in spectral order, so that the set is a function of the subspaces alone. Source: paper
         section 4.3, Algorithm 3 lines 4-10.
         """
-        spectrum = state.spectrum
+        asked = [self._asked(state, client, rank) for state, rank in zip(states, ranks, strict=True)]
+
+        def chosen(members: list[int]) -> Sequence[Tensor]:
+            core, budget, _, score = asked[members[0]]
+            if score is None:
+                return [torch.arange(budget)] * len(members)
+            scores = stacked([asked[k].score for k in members])  # type: ignore[misc]
+            roundoffs = torch.tensor([asked[k].roundoff for k in members], dtype=torch.float64).to(scores)
+            grid = roundoffs.sqrt() * scores.amax(dim=1).clamp(min=1e-300)
+            order = torch.argsort(torch.round(scores / grid[:, None]), dim=1, descending=True, stable=True)
+            tails = core + order[:, : budget - core].sort(dim=1).values.cpu()
+            return torch.cat([torch.arange(core).expand(len(members), core), tails], dim=1).unbind()
+
+        kinds = [(a.core, a.budget, a.score is None or (len(a.score), a.score.device)) for a in asked]
+        return in_batches(chosen, kinds, [8 * state.spectrum.rank for state in states])
+
+    def _asked(self, state: GLoRAState, client: str | None, rank: int) -> _Asked:
+        spectrum, trace = state.spectrum, self._trace(state, client)
         budget = min(rank, spectrum.sound)
         core = min(math.floor(self.gamma * rank + 1e-9), budget)
-        trace = self._trace(state, client)
         if trace is None or core == budget:
-            return torch.arange(budget)
+            return _Asked(core, budget)
+        at = slice(core, spectrum.sound)
         known = state.alignment.get(client or "") if trace.round == state.round else None
         if known is not None:
-            score = known[core : spectrum.sound].double()
+            score = known[at].double()
         else:
-            score = (trace.basis.mH.to(spectrum.U) @ spectrum.U[:, core : spectrum.sound]).double().square().sum(dim=0)
+            score = (trace.basis.mH.to(spectrum.U) @ spectrum.U[:, at]).double().square().sum(dim=0)
         if self.score == "energy":
-            score = score * spectrum.s[core : spectrum.sound].double().square()
-        roundoff = max(trace.roundoff, unit_roundoff(trace.basis.dtype))
-        grid = roundoff**0.5 * float(score.max().clamp(min=1e-300))
-        tail = torch.argsort(torch.round(score / grid), descending=True, stable=True)[: budget - core]
-        return torch.cat([torch.arange(core), core + tail.sort().values.cpu()])
+            score = score * spectrum.s[at].double().square()
+        return _Asked(core, budget, max(trace.roundoff, unit_roundoff(trace.basis.dtype)), score)
 
     def effective(self, state: GLoRAState) -> LoRA:
         return whole(state.spectrum)

@@ -25,7 +25,7 @@ import torch
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
 from fedlora.core.multiplied import multiplied_how, plain_pair
-from fedlora.linalg.cancelling import ARITHMETIC, may_cancel, terms_and_size
+from fedlora.linalg.cancelling import ARITHMETIC, all_that_may_cancel, terms_and_size
 from fedlora.linalg.parallel import Each
 from fedlora.server.changes import measurable
 from fedlora.server.terms import Terms
@@ -55,25 +55,27 @@ def cancelling(terms: Terms, uploads: Sequence[Upload], each: Each) -> Cancellin
     """Looks at each module of each upload. Cost: r^2 (d_out + d_in) each, and a QR of both sides where terms cancel."""
     if not terms.roles.both_shared or not uploads:
         return Cancelling()
-    names = list(terms.state.modules)
-    found = dict(zip(names, each(lambda name: _looked(name, uploads), names), strict=True))
-    if not any(one.suspects for one in found.values()):
+    held = [(name, k) for name in terms.state.modules for k, u in enumerate(uploads) if name in u.adapter.modules]
+    pairs = [uploads[k].adapter.modules[name].factors for name, k in held]
+    looked = all_that_may_cancel(pairs, each=each)
+    suspects = [at for at, (suspect, _) in enumerate(looked) if suspect]
+    if not suspects:
         return Cancelling()
+    measured = dict(zip(suspects, each(lambda at: terms_and_size(*pairs[at]), suspects), strict=True))
     borne = _BORNE[multiplied_how(terms.method)]
-    norms, noise = torch.zeros(2, len(uploads), dtype=torch.float64)
+    squares, noises = [0.0] * len(uploads), [0.0] * len(uploads)
     plain: dict[str, set[str]] = {}
     worst: dict[str, tuple[float, str]] = {}
-    for name, one in found.items():
-        squares = one.sizes.square()
-        for k in one.suspects:
-            client, (size_of_terms, size) = uploads[k].client.id, one.suspects[k]
-            squares[k] = size**2
-            noise[k] += (ARITHMETIC * size_of_terms) ** 2
-            if borne < math.inf and size_of_terms > borne * size:
-                plain.setdefault(name, set()).add(client)
-                worst[client] = max(worst.get(client, (0.0, "")), (size_of_terms / max(size, 1e-300), name))
-        norms += squares
-    norms, noise = norms.sqrt(), noise.sqrt()
+    for at, (name, k) in enumerate(held):
+        size_of_terms, size = measured.get(at, (0.0, looked[at][1]))
+        rounding = ARITHMETIC * size_of_terms
+        squares[k] += size * size
+        noises[k] += rounding * rounding
+        if borne < math.inf and size_of_terms > borne * size:
+            client = uploads[k].client.id
+            plain.setdefault(name, set()).add(client)
+            worst[client] = max(worst.get(client, (0.0, "")), (size_of_terms / max(size, 1e-300), name))
+    norms, noise = (torch.tensor(x, dtype=torch.float64).sqrt() for x in (squares, noises))
     norms = torch.where(norms > noise, norms, 0.0)
     sound, middle = measurable(norms, noise).tolist(), float(norms.median())
     refused = {
@@ -85,33 +87,6 @@ def cancelling(terms: Terms, uploads: Sequence[Upload], each: Each) -> Cancellin
     }
     _say(terms.number, {client: facts for client, facts in worst.items() if client not in refused})
     return Cancelling(plain, refused)
-
-
-# ------------------------------------------------------------------------------------------------------------- inside
-
-
-@dataclass(frozen=True, eq=False)
-class _Looked:
-    """One matrix. sizes (n,): of the updates whose terms do not cancel. suspects: at -> (size of its terms, of the
-    update), of all others."""
-
-    sizes: torch.Tensor
-    suspects: Mapping[int, tuple[float, float]]
-
-
-def _looked(name: str, uploads: Sequence[Upload]) -> _Looked:
-    sizes = torch.zeros(len(uploads), dtype=torch.float64)
-    suspects = {}
-    for k, upload in enumerate(uploads):
-        lora = upload.adapter.modules.get(name)
-        if lora is None:
-            continue
-        suspect, size = may_cancel(*lora.factors)
-        if suspect:
-            suspects[k] = terms_and_size(*lora.factors)
-        else:
-            sizes[k] = size
-    return _Looked(sizes, suspects)
 
 
 def _say(number: int, worst: Mapping[str, tuple[float, str]]) -> None:

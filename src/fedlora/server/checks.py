@@ -15,6 +15,7 @@ from fedlora.core.lora import Adapter, LoRA, compute_dtype, factor_name, head_na
 from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.errors import UploadRefused
+from fedlora.linalg.batches import norms
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -107,8 +108,8 @@ def _check_heads(upload: Upload, heads: Mapping[str, Tensor]) -> None:
 
 def _check_numbers(upload: Upload) -> None:
     client = upload.client.id
-    sizes: dict[str, float] = {}
-    for name, tensor in named_tensors(upload.adapter):
+    tensors = dict(named_tensors(upload.adapter))
+    for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise UploadRefused(
                 client, f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64."
@@ -117,16 +118,16 @@ def _check_numbers(upload: Upload) -> None:
             raise UploadRefused(
                 client, f"{name} is {tensor.layout} on {tensor.device.type}; adapters are plain dense tensors."
             )
-        # One pass for both questions: a norm is finite only where every entry is.
-        size = float(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64))
-        if not math.isfinite(size) and not bool(torch.isfinite(tensor).all()):
+    # One pass for both questions: a norm is finite only where every entry is.
+    sizes = dict(zip(tensors, norms(list(tensors.values())), strict=True))
+    for name, tensor in tensors.items():
+        if not math.isfinite(sizes[name]) and not bool(torch.isfinite(tensor).all()):
             bad = int((~torch.isfinite(tensor)).sum())
             raise UploadRefused(
                 client,
                 f"{name} holds NaN or Inf in {bad} of {tensor.numel()} entries: training diverged there "
                 f"(a lower learning rate or gradient clipping helps).",
             )
-        sizes[name] = size
     for name, lora in upload.adapter.modules.items():
         factors = [sizes[factor_name(factor, name)] for factor in lora.tensors()]
         size = max(*factors, math.prod(factors))

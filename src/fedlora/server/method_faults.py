@@ -13,6 +13,7 @@ from torch import Tensor
 from fedlora.core.base_change import BaseChange
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import Method, Readout, Role, Roles
+from fedlora.core.method import readouts as method_readouts
 from fedlora.errors import FedLoRAError, MethodFault
 
 
@@ -117,12 +118,10 @@ def readouts(
     Raises:
         MethodFault: it is nothing that a client can start from. RankMismatch: the method cannot serve that rank.
     """
-    found = {}
-    for name, rank in ranks.items():
-        with blamed_on(method, "readout"):
-            made = method.readout(states[name], client, rank)
-        found[name] = checked_readout(method, made, start.modules[name], rank, roles)
-    return found
+    with blamed_on(method, "readout"):
+        made = method_readouts(method, [states[name] for name in ranks], client, list(ranks.values()))
+        found = dict(zip(ranks, made, strict=True))
+    return {name: checked_readout(method, one, start.modules[name], ranks[name], roles) for name, one in found.items()}
 
 
 def checked_roles(method: Method[Any], made: Any) -> Roles:

@@ -1,0 +1,58 @@
+"""Work on many small matrices in few calls: those of one kind side by side, as many as stay in a core's cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
+
+import torch
+
+from fedlora.linalg.parallel import Each, one_by_one
+from fedlora.linalg.shapes import Tensor
+
+# Bytes of one stacked operand, so that it and what is made of it stay in a core's cache.
+CACHED = 2**20
+Y = TypeVar("Y")
+
+
+def in_batches(
+    work: Callable[[list[int]], Sequence[Y]], kinds: Sequence[Hashable], nbytes: Sequence[int], each: Each = one_by_one
+) -> list[Y]:
+    """`work` on the places of equal kinds together, in batches of about `CACHED` bytes, which are the same for any
+    `each`: the results by place.
+
+    Example:
+        >>> in_batches(lambda at: [f"{k} of {at}" for k in at], ["a", "b", "a"], nbytes=[8] * 3)
+        ['0 of [0, 2]', '1 of [1]', '2 of [0, 2]']
+    """
+    alike: dict[Hashable, list[int]] = {}
+    for k, kind in enumerate(kinds):
+        alike.setdefault(kind, []).append(k)
+    batches = []
+    for members in alike.values():
+        at_once = max(1, CACHED // max(1, nbytes[members[0]]))
+        batches += [members[first : first + at_once] for first in range(0, len(members), at_once)]
+    found: dict[int, Y] = {}
+    for members, made in zip(batches, each(work, batches), strict=True):
+        found |= zip(members, made, strict=True)
+    return [found[k] for k in range(len(kinds))]
+
+
+def stacked(matrices: Sequence[Tensor]) -> Tensor:
+    """They as one tensor; a single one is not copied."""
+    return torch.stack(list(matrices)) if len(matrices) > 1 else matrices[0][None]
+
+
+def norms(tensors: Sequence[Tensor]) -> list[float]:
+    """||X||_F of each, those of one shape at once: in float32, and in float64 where that has no number for it or they
+    came so. Not finite where an entry is not."""
+
+    def measured(members: list[int]) -> list[float]:
+        X = stacked([tensors[k].detach() for k in members])
+        X = X.reshape(len(members), X[0].numel())
+        plain: list[float] = torch.linalg.vector_norm(X, dim=1, dtype=torch.promote_types(X.dtype, torch.float32)).tolist()
+        return [n if math.isfinite(n) else float(torch.linalg.vector_norm(x, dtype=torch.float64)) for n, x in zip(plain, X, strict=True)]
+
+    kinds = [(t.shape, t.dtype, t.device) for t in tensors]
+    return in_batches(measured, kinds, [8 * t.numel() for t in tensors])
