@@ -46,6 +46,9 @@ class LoRA:
     A: Tensor | None
 
     def __post_init__(self) -> None:
+        B, A = self.B, self.A
+        if B is not None and A is not None and B.ndim == A.ndim == 2 and B.shape[1] == A.shape[0]:
+            return
         shapes = {name: tuple(t.shape) for name, t in (("B", self.B), ("A", self.A)) if t is not None}
         if not shapes:
             raise ShapeError("a LoRA needs at least one of its factors B (d_out, r) and A (r, d_in); got neither.")
@@ -101,7 +104,9 @@ class LoRA:
 
     def tensors(self) -> dict[str, Tensor]:
         """The factors that are present, by name."""
-        return {name: t for name, t in (("B", self.B), ("A", self.A)) if t is not None}
+        if self.B is None or self.A is None:
+            return {name: t for name, t in (("B", self.B), ("A", self.A)) if t is not None}
+        return {"B": self.B, "A": self.A}
 
     def __repr__(self) -> str:
         def side(t: Tensor | None) -> str:
@@ -144,6 +149,12 @@ class Adapter:
     def ranks(self) -> dict[str, int]:
         """Module -> rank r."""
         return {name: lora.rank for name, lora in self.modules.items()}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every factor and head, in the order of `named_tensors`."""
+        for lora in self.modules.values():
+            yield from lora.tensors().values()
+        yield from self.heads.values()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Adapter:
         """The same adapter with `change` applied to every tensor of its modules and heads; of the same base."""
@@ -236,5 +247,5 @@ def head_name(head: str) -> str:
 
 def compute_dtype(lora: LoRA) -> torch.dtype:
     """float32, or float64 where a factor is: what the tall products are computed in."""
-    wide = any(t is not None and t.dtype == torch.float64 for t in (lora.B, lora.A))
+    wide = torch.float64 in (getattr(lora.B, "dtype", None), getattr(lora.A, "dtype", None))
     return torch.float64 if wide else torch.float32

@@ -106,11 +106,11 @@ def instantiate(
     chosen = chosen.to(spectrum.s.device)
     B, A = spectrum.U.index_select(1, chosen), spectrum.Vh.index_select(0, chosen)
     if split == "balanced":
-        root = spectrum.root[chosen]
+        root = spectrum.root.index_select(0, chosen)
         B, A = B.mul_(root), A.mul_(root[:, None])
     else:
         B = B.mul_(spectrum.s[chosen])
-    empty = rank - len(chosen)
+    empty = rank - chosen.shape[0]
     if empty == 0:
         return LoRA(B, A)
     B = pad(B, (0, empty))

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -377,14 +378,14 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
             core, budget, _, score = asked[members[0]]
             if score is None:
                 return [torch.arange(budget)] * len(members)
-            scores = stacked([asked[k].score for k in members])  # type: ignore[misc]
+            scores = stacked([asked[k].score for k in members]).double()  # type: ignore[misc]
             roundoffs = torch.tensor([asked[k].roundoff for k in members], dtype=torch.float64).to(scores)
             grid = roundoffs.sqrt() * scores.amax(dim=1).clamp(min=1e-300)
             order = torch.argsort(torch.round(scores / grid[:, None]), dim=1, descending=True, stable=True)
             tails = core + order[:, : budget - core].sort(dim=1).values.cpu()
             return torch.cat([torch.arange(core).expand(len(members), core), tails], dim=1).unbind()
 
-        kinds = [(a.core, a.budget, a.score is None or (len(a.score), a.score.device)) for a in asked]
+        kinds = [(a.core, a.budget, a.score is None or (a.score.shape, a.score.dtype, a.score.device)) for a in asked]
         return in_batches(chosen, kinds, [8 * state.spectrum.rank for state in states])
 
     def _asked(self, state: GLoRAState, client: str | None, rank: int) -> _Asked:
@@ -396,18 +397,18 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         at = slice(core, spectrum.sound)
         known = state.alignment.get(client or "") if trace.round == state.round else None
         if known is not None:
-            score = known[at].double()
+            score = known[at]
         else:
             score = (trace.basis.mH.to(spectrum.U) @ spectrum.U[:, at]).double().square().sum(dim=0)
         if self.score == "energy":
-            score = score * spectrum.s[at].double().square()
+            score = score.double() * spectrum.s[at].double().square()
         return _Asked(core, budget, max(trace.roundoff, unit_roundoff(trace.basis.dtype)), score)
 
     def effective(self, state: GLoRAState) -> LoRA:
         return whole(state.spectrum)
 
     def diagnostics(self, state: GLoRAState) -> Mapping[str, object]:
-        cut = {} if state.cut is None else {f.name: getattr(state.cut, f.name) for f in fields(Cut)}
+        cut = {} if state.cut is None else vars(state.cut)
         return {
             "rank": state.spectrum.sound,
             "components": state.spectrum.rank,
@@ -416,7 +417,7 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
             "deviations": self.deviations,
         }
 
-    @property
+    @cached_property
     def deviations(self) -> tuple[str, ...]:
         """The options in force that differ from the paper's literal choice, as "option=value"."""
         paper = self.PRESETS["paper"]

@@ -11,13 +11,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fedlora.core.lora import Adapter, LoRA, compute_dtype, factor_name, head_name, named_tensors
+from fedlora.core.lora import Adapter, LoRA, compute_dtype, named_tensors
 from fedlora.core.messages import Client, Upload
 from fedlora.core.method import Roles
 from fedlora.errors import UploadRefused
 from fedlora.linalg.batches import norms
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_LARGEST = {dtype: math.sqrt(torch.finfo(dtype).max) for dtype in (torch.float32, torch.float64)}  # with an energy
 
 
 def check_types(upload: object) -> None:
@@ -29,9 +30,9 @@ def check_types(upload: object) -> None:
         raise UploadRefused(
             client, f"its adapter is a {type(adapter).__name__}, or has modules that are not LoRA pairs."
         )
-    for name, tensor in named_tensors(adapter):
-        if not isinstance(tensor, Tensor):
-            raise UploadRefused(client, f"{name} is a {type(tensor).__name__}; adapters hold torch tensors.")
+    if not all(isinstance(tensor, Tensor) for tensor in adapter.tensors()):
+        name, tensor = next((name, t) for name, t in named_tensors(adapter) if not isinstance(t, Tensor))
+        raise UploadRefused(client, f"{name} is a {type(tensor).__name__}; adapters hold torch tensors.")
 
 
 def check_count(upload: Upload) -> None:
@@ -107,35 +108,38 @@ def _check_heads(upload: Upload, heads: Mapping[str, Tensor]) -> None:
 
 
 def _check_numbers(upload: Upload) -> None:
-    client = upload.client.id
-    tensors = dict(named_tensors(upload.adapter))
-    for name, tensor in tensors.items():
+    client, tensors = upload.client.id, list(upload.adapter.tensors())
+
+    def name(at: int) -> str:
+        return [name for name, _ in named_tensors(upload.adapter)][at]
+
+    for k, tensor in enumerate(tensors):
         if tensor.dtype not in _DTYPES:
             raise UploadRefused(
-                client, f"{name} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64."
+                client, f"{name(k)} is {tensor.dtype}; adapters are float16, bfloat16, float32 or float64."
             )
-        if tensor.layout != torch.strided or tensor.device.type == "meta":
+        if tensor.layout != torch.strided or tensor.is_meta:
             raise UploadRefused(
-                client, f"{name} is {tensor.layout} on {tensor.device.type}; adapters are plain dense tensors."
+                client, f"{name(k)} is {tensor.layout} on {tensor.device.type}; adapters are plain dense tensors."
             )
     # One pass for both questions: a norm is finite only where every entry is.
-    sizes = dict(zip(tensors, norms(list(tensors.values())), strict=True))
-    for name, tensor in tensors.items():
-        if not math.isfinite(sizes[name]) and not bool(torch.isfinite(tensor).all()):
-            bad = int((~torch.isfinite(tensor)).sum())
+    sizes = norms(tensors)
+    for k, size in enumerate(sizes):
+        if not math.isfinite(size) and not bool(torch.isfinite(tensors[k]).all()):
+            bad = int((~torch.isfinite(tensors[k])).sum())
             raise UploadRefused(
                 client,
-                f"{name} holds NaN or Inf in {bad} of {tensor.numel()} entries: training diverged there "
+                f"{name(k)} holds NaN or Inf in {bad} of {tensors[k].numel()} entries: training diverged there "
                 f"(a lower learning rate or gradient clipping helps).",
             )
-    for name, lora in upload.adapter.modules.items():
-        factors = [sizes[factor_name(factor, name)] for factor in lora.tensors()]
+    left = iter(sizes)
+    for module, lora in upload.adapter.modules.items():
+        factors = [next(left) for _ in lora.tensors()]
         size = max(*factors, math.prod(factors))
-        if size > math.sqrt(torch.finfo(compute_dtype(lora)).max):
+        if size > _LARGEST[compute_dtype(lora)]:
             raise UploadRefused(
-                client, f"the update of module {name!r} has size up to {size:.1e}; its energy would overflow."
+                client, f"the update of module {module!r} has size up to {size:.1e}; its energy would overflow."
             )
-    for name, head in upload.adapter.heads.items():
-        size = sizes[head_name(name)]
-        if size > math.sqrt(torch.finfo(head.dtype if head.dtype == torch.float64 else torch.float32).max):
-            raise UploadRefused(client, f"the head {name!r} has size {size:.1e}; its energy would overflow.")
+    for (head, tensor), size in zip(upload.adapter.heads.items(), left, strict=True):
+        if size > _LARGEST[torch.promote_types(tensor.dtype, torch.float32)]:
+            raise UploadRefused(client, f"the head {head!r} has size {size:.1e}; its energy would overflow.")

@@ -85,9 +85,11 @@ def updates_of(module: str, uploads: Sequence[Upload], weights: Mapping[str, flo
     dtype = reduce(torch.promote_types, (compute_dtype(u.adapter.modules[module]) for u in uploads))
     updates = []
     for u in uploads:
-        lora, rank = u.adapter.modules[module], u.client.ranks({module: None})[module]
+        lora, rank = u.adapter.modules[module], u.client.rank
         handed = found.handed_on(module, u.client.id, promoted(lora, dtype))
-        updates.append(Update(u.client.id, weights[u.client.id], rank, handed, _stored_dtype(lora)))
+        updates.append(
+            Update(u.client.id, weights[u.client.id], rank if isinstance(rank, int) else rank[module], handed, _stored_dtype(lora))
+        )
     return updates
 
 
@@ -100,4 +102,5 @@ def promoted(lora: LoRA, dtype: torch.dtype) -> LoRA:
 
 def _stored_dtype(lora: LoRA) -> torch.dtype:
     """The narrower of the dtypes in which the factors arrived."""
-    return max((t.dtype for t in lora.tensors().values()), key=lambda d: torch.finfo(d).eps)
+    dtypes = {t.dtype for t in lora.tensors().values()}
+    return max(dtypes, key=lambda d: torch.finfo(d).eps) if len(dtypes) > 1 else dtypes.pop()

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fedlora.core.lora import Adapter, named_tensors
+from fedlora.core.lora import Adapter
 from fedlora.core.messages import Upload
 from fedlora.core.method import Method
 from fedlora.core.summing import FromMeans, FromSums, Summing
@@ -233,7 +233,7 @@ class Uploads:
 
 def _versions(upload: Upload) -> list[int]:
     """How often each tensor was written to in place, as torch counts; what shares numpy's memory is not seen."""
-    return [0 if t.is_inference() else t._version for _, t in named_tensors(upload.adapter)]
+    return [0 if t.is_inference() else t._version for t in upload.adapter.tensors()]
 
 
 def _require_room(start: Adapter, memory: float) -> None:
