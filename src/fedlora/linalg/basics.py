@@ -55,6 +55,9 @@ def gram(X: Float[Tensor, "*m d n"], dtype: torch.dtype = torch.float64) -> Floa
     """
     n, strip = X.shape[-1], 48
     if n <= 2 * strip and X.shape[-2] <= 2048:
+        if X.dim() == 3 and len(X) > 1:  # few at a time, which stay in cache
+            few = max(1, PANEL // (8 * X[0].numel()))
+            return torch.cat([P.mT @ P for P in (part.to(dtype) for part in X.split(few))])
         X = X.to(dtype)
         return X.mT @ X
     G = torch.zeros(*X.shape[:-2], n, n, dtype=dtype, device=X.device)

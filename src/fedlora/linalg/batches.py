@@ -17,9 +17,13 @@ Y = TypeVar("Y")
 
 
 def in_batches(
-    work: Callable[[list[int]], Sequence[Y]], kinds: Sequence[Hashable], nbytes: Sequence[int], each: Each = one_by_one
+    work: Callable[[list[int]], Sequence[Y]],
+    kinds: Sequence[Hashable],
+    nbytes: Sequence[int],
+    each: Each = one_by_one,
+    most: int = CACHED,
 ) -> list[Y]:
-    """`work` on the places of equal kinds together, in batches of about `CACHED` bytes, which are the same for any
+    """`work` on the places of equal kinds together, in batches of about `most` bytes, which are the same for any
     `each`: the results by place.
 
     Example:
@@ -31,7 +35,7 @@ def in_batches(
         alike.setdefault(kind, []).append(k)
     batches = []
     for members in alike.values():
-        at_once = max(1, CACHED // max(1, nbytes[members[0]]))
+        at_once = max(1, most // max(1, nbytes[members[0]]))
         batches += [members[first : first + at_once] for first in range(0, len(members), at_once)]
     found: dict[int, Y] = {}
     for members, made in zip(batches, each(work, batches), strict=True):

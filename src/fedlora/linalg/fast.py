@@ -10,12 +10,13 @@ family.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedlora.linalg.basics import PANEL, eigh, gram, unit_roundoff
 from fedlora.linalg.batches import in_batches, stacked
@@ -37,6 +38,8 @@ from fedlora.linalg.spectrum import Spectrum, canonical_signs, cut_by_rounding
 _U64 = unit_roundoff(torch.float64)
 # The least pivot of columns of norm 1. What is made from their Gram matrix is orthonormal to 1e-16 over its square.
 _LEAST_PIVOT, _CERTAIN_PIVOT = 1e-4, 0.1
+# Bytes of a batch's factor in float64. Its tall matrices are gone through in panels, its small ones all at once.
+_AT_ONCE = 2**22
 # Singular values of the mean, relative to the largest, down to which an eigenproblem of its square does for both sides;
 # and the least that the largest may be, relative to the terms that were added up.
 _LEAST_OF_MEAN, _LEAST_OF_TERMS = 1e-4, 1e-2
@@ -57,6 +60,7 @@ def consensus_means(
         [kinds[k] for k in ordinary],
         [8 * sum(sent[k].ranks) * max(len(sent[k].pairs[0][0]), sent[k].pairs[0][1].shape[1]) for k in ordinary],
         each,
+        most=_AT_ONCE,
     )
     made = {k: mean for k, mean in zip(ordinary, found, strict=True) if mean is not None}
     # Clients that sent nothing for a matrix are what most often keeps it from here: once more without them.
@@ -99,11 +103,13 @@ def _with_idle(mean: ConsensusMean, sent: Contributions, active: Sequence[bool])
 
 
 @dataclass(frozen=True, eq=False)
-class _Alike:
-    """The clients of one rank r in a batch. at (c, r): their columns. own (m, c, r, r): the Cholesky factors of their
-    columns' Gram matrices, lower, so that B_i D = U_i own^T."""
+class _Clients:
+    """The clients' columns, block by block, those of lower ranks filled up to the largest r by a column of zeros.
 
-    clients: list[int]
+    at (c, r): the columns, S for one that fills up. own (m, c, r, r): the Cholesky factors of their columns' Gram
+    matrices, lower, so that B_i D = U_i own^T; 1 on the diagonal of what fills up.
+    """
+
     at: Tensor
     own: Tensor
 
@@ -133,15 +139,15 @@ class _Batch:
     sizes: Tensor
     H: Tensor | None
     T: Tensor
-    alike: list[_Alike]
+    clients: _Clients
     sound: Tensor
 
     @classmethod
     def of(cls, sent: Sequence[Contributions]) -> _Batch:
-        pairs = list(zip(*(s.every_pair for s in sent), strict=True))  # of each client: of each matrix
-        B = torch.cat([stacked([B for B, _ in each]) for each in pairs], dim=2)
-        A = torch.cat([stacked([A for _, A in each]) for each in pairs], dim=1)
+        pairs = [s.every_pair for s in sent]
+        B = torch.cat([stacked([B for B, _ in each]) for each in zip(*pairs, strict=True)], dim=2)
         S = B.shape[2]
+        A = torch.cat([A for each in pairs for _, A in each]).reshape(len(sent), S, -1)
         G, H = (gram(B) if B.shape[1] >= S else None), (gram(A.mT) if A.shape[2] >= S else None)
         lengths = _diagonal(G) if G is not None else B.double().square().sum(dim=1)
         sizes = (_diagonal(H) if H is not None else A.double().square().sum(dim=2)).sqrt()
@@ -154,8 +160,8 @@ class _Batch:
             T = L.mT
         else:
             T = B.double() * scale[:, None, :]
-        alike, sound = _own(sent, T, G, A, H, scale, sound)
-        return cls(sent, B, A, scale, p / scale, sizes, H, T, alike, sound)
+        clients, sound = _own(sent, T, G, A, H, scale, sound)
+        return cls(sent, B, A, scale, p / scale, sizes, H, T, clients, sound)
 
     def means(self, budget: Budget) -> list[ConsensusMean | None]:
         """One for each matrix, None where it is not safe."""
@@ -199,12 +205,13 @@ class _Batch:
 
     def _consensus(self, budget: Budget, square: Tensor, sound: Tensor) -> tuple[_Cut, Tensor]:
         """The top-R eigenvectors of K in coordinates, and where they may be trusted."""
-        votes = torch.zeros_like(self.T)  # the rest has none
-        for group in self.alike:
-            own = torch.linalg.solve_triangular(group.own, self._columns(group).mT, upper=False).mT  # U_i
-            root = torch.tensor([[s.weights[k] for k in group.clients] for s in self.sent], dtype=torch.float64).sqrt()
-            own = own * root.to(own)[:, :, None, None]
-            votes[:, :, group.at.flatten()] = own.transpose(1, 2).flatten(2)
+        at, own = self.clients.at, self.clients.own
+        bases = torch.linalg.solve_triangular(own, _blocks(self.T, at).mT, upper=False).mT  # U_i
+        root = torch.tensor([s.weights for s in self.sent], dtype=torch.float64).sqrt()
+        bases = bases * root.to(own)[:, :, None, None]
+        votes = self.T.new_zeros(*self.T.shape[:2], self.T.shape[2] + 1)  # the rest has none
+        votes[:, :, at.flatten()] = bases.transpose(1, 2).flatten(2)
+        votes = votes[:, :, :-1]
         values, X = eigh(votes @ votes.mT)
         values, X = values.flip(1), X.flip(2)
         noise = torch.tensor(
@@ -250,10 +257,6 @@ class _Batch:
             Vh[k, strong:] = Wh @ Q.mT
         return Vh
 
-    def _columns(self, group: _Alike) -> Tensor:
-        """T's columns of each client of a group (m, c, mm, r)."""
-        return _blocks(self.T, group.at)
-
     def _left(self, directions: Tensor) -> tuple[Tensor, Tensor | None]:
         """What `_stored` makes U^T of."""
         if self.B.shape[2] > self.B.shape[1]:
@@ -269,7 +272,7 @@ class _Batch:
         floors = torch.linalg.vector_norm(tolerances * self.w * self.sizes, dim=1)
         sign = canonical_signs(Ut.mT)
         Ut, Vh, single = Ut.mul_(sign[:, :, None]), Vh.mul_(sign[:, :, None]), s.float()
-        U = Ut.new_empty(Ut.mT.shape).copy_(Ut.mT)  # row after row in memory, for readouts and files, as Vh
+        U = _turned(Ut)  # row after row in memory, for readouts and files, as Vh
         bases, alignments = self._clients(directions)
         cost = storing_error(off[0], off[1], s.sqrt()) + ARITHMETIC * terms
         numbers = [x.tolist() for x in (total, left_out, terms, floors, cost, sound, single[:, 0] > 0, s)]
@@ -300,20 +303,18 @@ class _Batch:
         count = len(self.sent[0].pairs)
         bases = [[torch.empty(0)] * count for _ in self.sent]
         alignments = [[torch.empty(0)] * count for _ in self.sent]
-        for group in self.alike:
-            along = self._columns(group).mT @ directions[:, None]  # (B_i D)^T U
-            scores = torch.linalg.solve_triangular(group.own, along, upper=False).square().sum(dim=2)
-            D = torch.diag_embed(self.scale[:, group.at])
-            to_basis = torch.linalg.solve_triangular(group.own, D, upper=False).mT  # U_i = B_i of it
-            r, starts = group.at.shape[1], _starts(self.sent[0].ranks)
-            # Histories are float32. So can their products be, of columns that are far from depending on each other.
-            dtype = torch.float32 if float(_diagonal(group.own).amin()) > _CERTAIN_PIVOT else torch.float64
-            for j, i in enumerate(group.clients):
-                B = self.B[:, :, starts[i] : starts[i] + r]
-                # One piece of memory for each client, for its history lives as long as it stays away.
-                each = (B.to(dtype) @ to_basis[:, j].to(dtype)).float().unbind()
-                for k, (basis, score) in enumerate(zip(each, scores[:, j].unbind(), strict=True)):
-                    bases[k][i], alignments[k][i] = basis, score
+        at, own, ranks = self.clients.at, self.clients.own, self.sent[0].ranks
+        along = pad(self.T.mT @ directions, (0, 0, 0, 1))[:, at]  # (B_i D)^T U
+        scores = torch.linalg.solve_triangular(own, along, upper=False).square().sum(dim=2)
+        D = torch.diag_embed(_filled(self.scale, at, 1.0))
+        to_basis = torch.linalg.solve_triangular(own, D, upper=False).mT  # U_i = B_i of it
+        # Histories are float32. So can their products be, of columns that are far from depending on each other.
+        dtype = torch.float32 if float(_diagonal(own).amin()) > _CERTAIN_PIVOT else torch.float64
+        for i, B in enumerate(self.B.split(ranks, dim=2)[:count]):
+            # One piece of memory for each client, for its history lives as long as it stays away.
+            each = (B.to(dtype) @ to_basis[:, i, : ranks[i], : ranks[i]].to(dtype)).float().unbind()
+            for k, (basis, score) in enumerate(zip(each, scores[:, i].unbind(), strict=True)):
+                bases[k][i], alignments[k][i] = basis, score
         return bases, alignments
 
 
@@ -325,49 +326,55 @@ def _own(
     H: Tensor | None,
     scale: Tensor,
     sound: Tensor,
-) -> tuple[list[_Alike], Tensor]:
-    """The clients by rank, and of which matrices all have factors of full rank, beyond what rounding can do."""
-    ranks, starts = sent[0].ranks[: len(sent[0].pairs)], _starts(sent[0].ranks)
-    alike = []
-    for r in sorted(set(ranks)):
-        clients = [i for i, rank in enumerate(ranks) if rank == r]
-        at = torch.tensor([[*range(starts[i], starts[i] + r)] for i in clients], device=T.device)
-        columns, rows = at[:, :, None], at[:, None, :]
-        if G is not None:
-            of_B = G[:, columns, rows]
-        else:
-            own = _blocks(T, at)
-            of_B = own.mT @ own
-        if H is not None:
-            of_A = H[:, columns, rows]
-        else:
-            own = _blocks(A.mT, at).mT.double()
-            of_A = own @ own.mT
-        tolerance = torch.tensor([[s.tolerances[i] for i in clients] for s in sent], dtype=torch.float64).to(T)
-        L, failed = torch.linalg.cholesky_ex(of_B)
-        fine = (failed == 0).all(dim=1)
-        L = torch.where(fine[:, None, None, None], L, torch.eye(r).to(L))
-        pivot = _diagonal(L).amin(dim=2)
-        fine = fine & (pivot > torch.clamp(4 * tolerance * r**0.5, min=1e-3)).all(dim=1)
-        unscale = 1 / scale[:, at]
-        of_A = unscale[..., :, None] * of_A * unscale[..., None, :]
-        squares = L.mT @ of_A @ L  # whose eigenvalues are the squares of Ahat_i's singular values
-        lengths = _diagonal(of_A).sqrt()
-        level = torch.linalg.vector_norm(L.mT.abs() @ lengths[..., None], dim=(2, 3))
-        least = torch.maximum(1e-12 * _diagonal(squares).sum(dim=2), (2 * tolerance * level).square())
-        _, failed = torch.linalg.cholesky_ex(squares - least[..., None, None] * torch.eye(r).to(L))
-        sound = sound & fine & (failed == 0).all(dim=1)  # all of them above the least
-        alike.append(_Alike(clients, at, L))
-    return alike, sound
+) -> tuple[_Clients, Tensor]:
+    """The clients, and of which matrices all have factors of full rank, beyond what rounding can do."""
+    S, ranks = T.shape[2], sent[0].ranks[: len(sent[0].pairs)]
+    r, starts = max(ranks), accumulate(ranks, initial=0)
+    at = torch.tensor([[*range(i, i + k), *[S] * (r - k)] for i, k in zip(starts, ranks, strict=False)]).to(T.device)
+    filling = torch.diag_embed((at == S).to(T))
+    of_B, of_A = _own_grams(T, G, at), _own_grams(A.mT, H, at)
+    tolerance = torch.tensor([s.tolerances for s in sent], dtype=torch.float64).to(T)
+    L, failed = torch.linalg.cholesky_ex(of_B + filling)
+    fine = (failed == 0).all(dim=1)
+    L = torch.where(fine[:, None, None, None], L, torch.eye(r).to(L))
+    fine = fine & (_diagonal(L).amin(dim=2) > torch.clamp(4 * tolerance * r**0.5, min=1e-3)).all(dim=1)
+    unscale = 1 / _filled(scale, at, 1.0)
+    of_A = unscale[..., :, None] * of_A * unscale[..., None, :]
+    squares = L.mT @ of_A @ L  # whose eigenvalues are the squares of Ahat_i's singular values
+    lengths = _diagonal(of_A).sqrt()
+    level = torch.linalg.vector_norm(L.mT.abs() @ lengths[..., None], dim=(2, 3))
+    least = torch.maximum(1e-12 * _diagonal(squares).sum(dim=2), (2 * tolerance * level).square())
+    above = torch.diag_embed(torch.where(at == S, 1.0, -least[:, :, None]))
+    _, failed = torch.linalg.cholesky_ex(squares + above)
+    return _Clients(at, L), sound & fine & (failed == 0).all(dim=1)  # all of them above the least
 
 
-def _starts(ranks: Sequence[int]) -> list[int]:
-    return [end - r for r, end in zip(ranks, accumulate(ranks), strict=True)]
+def _own_grams(X: Tensor, gram_of_all: Tensor | None, at: Tensor) -> Tensor:
+    """X_i^T X_i (m, c, r, r) of the clients' columns of X (m, n, S), from the Gram matrix of all where there is one."""
+    if gram_of_all is None:
+        own = _blocks(X, at).double()
+        return own.mT @ own
+    return pad(gram_of_all, (0, 1, 0, 1))[:, at[:, :, None], at[:, None, :]]
 
 
 def _blocks(X: Tensor, at: Tensor) -> Tensor:
     """The columns `at` (c, r) of X (m, n, S), block by block (m, c, n, r)."""
-    return X[:, :, at.flatten()].reshape(*X.shape[:2], *at.shape).transpose(1, 2)
+    return pad(X, (0, 1))[:, :, at.flatten()].reshape(*X.shape[:2], *at.shape).transpose(1, 2)
+
+
+def _filled(each: Tensor, at: Tensor, by: float) -> Tensor:
+    """The columns' numbers (m, S), block by block (m, c, r)."""
+    return pad(each, (0, 1), value=by)[:, at]
+
+
+def _turned(X: Tensor) -> Tensor:
+    """X^T of each (m, l, d), row after row in memory. Torch turns large matrices three times faster one by one."""
+    turned = X.new_empty(X.shape[0], X.shape[2], X.shape[1])
+    if X[0].numel() < PANEL // 8:
+        return turned.copy_(X.mT)
+    for there, one in zip(turned, X, strict=True):
+        there.copy_(one.mT)
+    return turned
 
 
 def _diagonal(X: Tensor) -> Tensor:
@@ -393,10 +400,16 @@ def _stored(small: Tensor, tall: Tensor | None, s: Tensor) -> tuple[Tensor, Tens
     Panel by panel, so that what is made of one stays in cache. tall: float32; None: small is the product, used up."""
     root, stored_root, off = s.sqrt(), s.float().sqrt(), torch.zeros_like(s)
     made = torch.empty(*small.shape[:2], (small if tall is None else tall).shape[2], device=small.device)
-    width = max(256, PANEL // (8 * len(small) * small.shape[2]))
-    for first in range(0, made.shape[2], width):
-        at = slice(first, first + width)
-        exact = small[:, :, at].clone() if tall is None else small @ tall[:, :, at].double()
-        made[:, :, at] = exact
-        off += rounding_of(exact, made[:, :, at], root, stored_root)
+    for k, at in _panels(*made.shape):
+        exact = small[k, :, at].clone() if tall is None else small[k] @ tall[k, :, at].double()
+        made[k, :, at] = exact
+        off[k] += rounding_of(exact, made[k, :, at], root[k], stored_root[k])
     return made, off.sqrt()
+
+
+def _panels(m: int, S: int, d: int) -> Iterator[tuple[slice, slice]]:
+    """Matrices and columns of (m, S, d) that make up about `PANEL` bytes, until all have come."""
+    columns = min(d, max(256, PANEL // (8 * S)))
+    matrices = max(1, PANEL // (8 * S * columns))
+    for first, start in product(range(0, m, matrices), range(0, d, columns)):
+        yield slice(first, first + matrices), slice(start, start + columns)
