@@ -224,9 +224,7 @@ def aggregate_all(
     return each(lambda pair: method.aggregate(*pair), list(zip(states, updates, strict=True)))
 
 
-def readouts(
-    method: Method[S], states: Sequence[S], client: str | None, ranks: Sequence[int]
-) -> list[Readout]:
+def readouts(method: Method[S], states: Sequence[S], client: str | None, ranks: Sequence[int]) -> list[Readout]:
     """`method.readout` of several matrices for one client, all at once where the method can."""
     if isinstance(method, AllAtOnce):
         return method.readouts(states, client, ranks)

@@ -55,8 +55,13 @@ def norms(tensors: Sequence[Tensor]) -> list[float]:
     def measured(members: list[int]) -> list[float]:
         X = stacked([tensors[k].detach() for k in members])
         X = X.reshape(len(members), X[0].numel())
-        plain: list[float] = torch.linalg.vector_norm(X, dim=1, dtype=torch.promote_types(X.dtype, torch.float32)).tolist()
-        return [n if math.isfinite(n) else float(torch.linalg.vector_norm(x, dtype=torch.float64)) for n, x in zip(plain, X, strict=True)]
+        plain: list[float] = torch.linalg.vector_norm(
+            X, dim=1, dtype=torch.promote_types(X.dtype, torch.float32)
+        ).tolist()
+        return [
+            n if math.isfinite(n) else float(torch.linalg.vector_norm(x, dtype=torch.float64))
+            for n, x in zip(plain, X, strict=True)
+        ]
 
     kinds = [(t.shape, t.dtype, t.device) for t in tensors]
     return in_batches(measured, kinds, [8 * t.numel() for t in tensors])

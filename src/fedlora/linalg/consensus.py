@@ -77,8 +77,8 @@ class Contributions:
 
     def per_column(self, values: Sequence[float]) -> Float[Tensor, " S"]:
         """Each pair's value once for each of its columns, float64."""
-        each = torch.tensor(values, dtype=torch.float64).repeat_interleave(torch.tensor(self.ranks))
-        return each.to(self.every_pair[0][0].device)
+        each = [x for x, r in zip(values, self.ranks, strict=True) for _ in range(r)]
+        return torch.tensor(each, dtype=torch.float64).to(self.every_pair[0][0].device)
 
 
 @dataclass(frozen=True)

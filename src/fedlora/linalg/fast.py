@@ -127,8 +127,9 @@ class _Cut:
 class _Batch:
     """m matrices of one shape, their clients' factors side by side, the rest behind them.
 
-    B (m, d_out, S), A (m, S, d_in), float32: whoever multiplies them does it in float64, panel by panel. scale (m, S): D, which makes B's columns 1 long. w (m, S): p / D. sizes (m, S):
-    ||a_j||. G: Gram of B D, or None where S > d_out; H: Gram of A's rows, or None where S > d_in. T (m, mm, S).
+    B (m, d_out, S), A (m, S, d_in): float32, and float64 panel by panel where they are multiplied. The others float64:
+    scale (m, S): D, which makes B's columns 1 long. w (m, S): p / D. sizes (m, S): ||a_j||. H: Gram of A's rows, or
+    None where S > d_in. T (m, mm, S): B D in coordinates, itself where S > d_out.
     """
 
     sent: Sequence[Contributions]
@@ -152,7 +153,7 @@ class _Batch:
         lengths = _diagonal(G) if G is not None else B.double().square().sum(dim=1)
         sizes = (_diagonal(H) if H is not None else A.double().square().sum(dim=2)).sqrt()
         scale = lengths.clamp(min=1e-300).rsqrt()
-        p = _per_column(sent, [s.every_weight for s in sent])
+        p = torch.stack([s.per_column(s.every_weight) for s in sent])
         sound = lengths.amin(dim=1) > 0
         if G is not None:
             G = scale[:, :, None] * G * scale[:, None, :]
@@ -268,7 +269,7 @@ class _Batch:
         self, Ut: Tensor, s: Tensor, Vh: Tensor, off: tuple[Tensor, Tensor], directions: Tensor,
         total: Tensor, left_out: Tensor, terms: Tensor, cut: _Cut, sound: Tensor, mm: int,
     ) -> list[ConsensusMean | None]:  # fmt: skip
-        tolerances = _per_column(self.sent, [s.every_tolerance for s in self.sent])
+        tolerances = torch.stack([s.per_column(s.every_tolerance) for s in self.sent])
         floors = torch.linalg.vector_norm(tolerances * self.w * self.sizes, dim=1)
         sign = canonical_signs(Ut.mT)
         Ut, Vh, single = Ut.mul_(sign[:, :, None]), Vh.mul_(sign[:, :, None]), s.float()
@@ -310,7 +311,7 @@ class _Batch:
         to_basis = torch.linalg.solve_triangular(own, D, upper=False).mT  # U_i = B_i of it
         # Histories are float32. So can their products be, of columns that are far from depending on each other.
         dtype = torch.float32 if float(_diagonal(own).amin()) > _CERTAIN_PIVOT else torch.float64
-        for i, B in enumerate(self.B.split(ranks, dim=2)[:count]):
+        for i, B in enumerate(torch.split(self.B, ranks, dim=2)[:count]):
             # One piece of memory for each client, for its history lives as long as it stays away.
             each = (B.to(dtype) @ to_basis[:, i, : ranks[i], : ranks[i]].to(dtype)).float().unbind()
             for k, (basis, score) in enumerate(zip(each, scores[:, i].unbind(), strict=True)):
@@ -386,13 +387,6 @@ def _cholesky(G: Tensor, sound: Tensor) -> tuple[Tensor, Tensor]:
     L, failed = torch.linalg.cholesky_ex(G)
     L = torch.where(failed[:, None, None] > 0, torch.eye(L.shape[1]).to(L), L)  # not to be used, only to be finite
     return L, sound & (failed == 0) & (_diagonal(L).amin(dim=1) > _LEAST_PIVOT)
-
-
-def _per_column(sent: Sequence[Contributions], values: Sequence[Sequence[float]]) -> Tensor:
-    """Each pair's value once for each of its columns (m, S), float64."""
-    ranks = sent[0].ranks
-    rows = [[x for x, r in zip(of_one, ranks, strict=True) for _ in range(r)] for of_one in values]
-    return torch.tensor(rows, dtype=torch.float64).to(sent[0].pairs[0][0].device)
 
 
 def _stored(small: Tensor, tall: Tensor | None, s: Tensor) -> tuple[Tensor, Tensor]:

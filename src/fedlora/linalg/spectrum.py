@@ -85,9 +85,7 @@ def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor, noise: float = 0.0, r
         return Spectrum(U, s, Vh, noise, rounding)
     sign = canonical_signs(U)
     # Both were made by our callers, nobody else has them. Row after row in memory, for readouts and files.
-    return Spectrum(
-        U.mul_(sign[..., None, :]).contiguous(), s, Vh.mul_(sign[..., None]).contiguous(), noise, rounding
-    )
+    return Spectrum(U.mul_(sign[..., None, :]).contiguous(), s, Vh.mul_(sign[..., None]).contiguous(), noise, rounding)
 
 
 def canonical_signs(U: Tensor) -> Tensor:

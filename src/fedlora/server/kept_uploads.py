@@ -88,7 +88,13 @@ def updates_of(module: str, uploads: Sequence[Upload], weights: Mapping[str, flo
         lora, rank = u.adapter.modules[module], u.client.rank
         handed = found.handed_on(module, u.client.id, promoted(lora, dtype))
         updates.append(
-            Update(u.client.id, weights[u.client.id], rank if isinstance(rank, int) else rank[module], handed, _stored_dtype(lora))
+            Update(
+                u.client.id,
+                weights[u.client.id],
+                rank if isinstance(rank, int) else rank[module],
+                handed,
+                _stored_dtype(lora),
+            )
         )
     return updates
 
