@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+
 import jaxtyping
 import numpy as np
 import pytest
@@ -20,12 +23,38 @@ from fedlora.linalg import (
     svd_of_product,
     unit_roundoff,
 )
+from fedlora.linalg.batches import in_batches, norms
+from fedlora.linalg.parallel import X, Y
 from fedlora.linalg.spectrum import cut_by_rounding
 from support import families
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def test_batches_are_of_one_kind_and_give_results_by_place() -> None:
+    """By hand: two kinds, at most two of 8 bytes at once, in any order of the batches."""
+    seen: list[list[int]] = []
+
+    def work(at: list[int]) -> list[str]:
+        seen.append(at)
+        return [f"{k}" for k in at]
+
+    def backwards(work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]:
+        return [work(item) for item in items[::-1]][::-1]
+
+    assert in_batches(work, ["a", "b", "a", "a"], [8] * 4, backwards, most=16) == ["0", "1", "2", "3"]
+    assert sorted(seen) == [[0, 2], [1], [3]]
+
+
+def test_norms_of_many_are_those_of_each_in_float64() -> None:
+    """Against float64, of sizes whose squares are no numbers of float32, of no entries, and of what is not finite."""
+    plain = [randn(5, 3), randn(5, 3, seed=1) * 1e25, randn(7), randn(2, 0), randn(3, 3).mT[1:], torch.tensor(-2.0)]
+    tensors = [t.to(dtype) for t in plain for dtype in (torch.float64, torch.float32, torch.bfloat16)]
+    assert norms(tensors) == pytest.approx([float(t.double().square().sum().sqrt()) for t in tensors], rel=1e-5)
+    bad = [torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.inf]), torch.ones(2)]
+    assert [math.isfinite(x) for x in norms(bad)] == [False, False, True]
 
 
 def orthonormality(U: Tensor) -> float:

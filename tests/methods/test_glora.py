@@ -430,3 +430,28 @@ def test_impossible_history_limits() -> None:
     for limit in (-1, 1.5):
         with pytest.raises(HyperparameterError, match="history_limit"):
             build("glora", history_limit=limit)
+
+
+@pytest.mark.parametrize("hparams", [{}, {"score": "energy", "gamma": 0.25}, {"history_lag": 1}], ids=str)
+def test_readouts_of_several_matrices_are_those_of_each(hparams: dict[str, object]) -> None:
+    """Bit for bit, of clients that took part in the last round, in the one before, and never; of ranks that differ."""
+    g = torch.Generator().manual_seed(2)
+    shapes = {"m0": (12, 9), "m1": (12, 9), "m2": (7, 11)}
+    ranks = {"a": 3, "b": {"m0": 2, "m1": 4, "m2": 3}, "c": 2, "new": 3}
+
+    def adapter(client: str, zero: bool = False) -> Adapter:
+        r = {m: ranks[client] if isinstance(ranks[client], int) else ranks[client][m] for m in shapes}  # type: ignore[index]
+        return Adapter({m: LoRA(torch.randn(d, r[m], generator=g) * (not zero), torch.randn(r[m], k, generator=g))
+                        for m, (d, k) in shapes.items()})  # type: ignore[arg-type] # fmt: skip
+
+    server = Server(build("glora", **hparams))
+    state = server.init(
+        Adapter({m: LoRA(torch.zeros(d, 4), torch.randn(4, k, generator=g)) for m, (d, k) in shapes.items()})
+    )
+    for present in ("abc", "ab"):
+        state = server.aggregate(state, [Upload(Client(c, ranks[c]), 1, adapter(c)) for c in present])  # type: ignore[arg-type]
+    for client, rank in ranks.items():
+        got = server.download(state, Client(client, rank)).adapter.modules  # type: ignore[arg-type]
+        for module, lora in got.items():
+            alone = server.method.readout(state.modules[module], client, lora.rank).lora
+            assert all(torch.equal(x, y) for x, y in zip(lora.factors, alone.factors, strict=True))

@@ -248,6 +248,15 @@ class ForgetsAMatrix(Sound, AllAtOnce[Any]):
 
 
 @dataclass(frozen=True)
+class ForgetsAReadout(Sound, AllAtOnce[Any]):
+    def aggregate_all(self, states: Sequence[Any], updates: Sequence[Sequence[Update]], each: Any = None) -> list[Any]:
+        return [self.aggregate(*pair) for pair in zip(states, updates, strict=True)]
+
+    def readouts(self, states: Sequence[Any], client: str | None, ranks: Sequence[int]) -> list[Readout]:
+        return super().readouts(states[:-1], client, ranks[:-1])
+
+
+@dataclass(frozen=True)
 class TransposedModel(Sound):
     def effective(self, state: Any) -> LoRA | None:
         return LoRA(state.mean.A.mT, state.mean.B.mT)
@@ -382,6 +391,7 @@ def test_what_goes_wrong_elsewhere_is_a_broken_contract_and_no_traceback() -> No
         (AsksForWhatStaysHome, "leave to the client"),
         (NoRoles, "None"),
         (ForgetsAMatrix, "states came back for"),
+        (ForgetsAReadout, "readout"),
         (TransposedModel, "update of a matrix (22, 30)"),
     ):
         findings = check(cls())

@@ -1,8 +1,8 @@
 """Thin-matrix numerics in torch alone: gauge, consensus subspace, spectra. No d_out x d_in matrix below S = d.
 
-`basics` what everything rests on; `gauge` one client's factors; `shortest` a sum of products as one pair; `distinct`
-columns that pairs share; `spectrum` an update in energy order; `consensus` the mean update of a round, cut or whole,
-written to be read; `fast` what runs in its place where that is safe.
+`basics` what everything rests on; `batches` many small matrices in few calls; `gauge` one client's factors; `shortest`
+a sum of products as one pair; `distinct` columns that pairs share; `spectrum` an update in energy order; `consensus`
+the mean update of a round, cut or whole, written to be read; `fast` what runs in its place where that is safe.
 """
 
 from fedlora.linalg.basics import eigh, gram, norm, rank_tolerance, right_svd, unit_roundoff

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import TypeVar
 
 import torch
 
-from fedlora.linalg.parallel import Each, one_by_one
+from fedlora.linalg.parallel import Each, Y, one_by_one
 from fedlora.linalg.shapes import Tensor
 
 # Bytes of one stacked operand, so that it and what is made of it stay in a core's cache.
 CACHED = 2**20
-Y = TypeVar("Y")
 
 
 def in_batches(
