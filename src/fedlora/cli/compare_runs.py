@@ -148,11 +148,9 @@ def _say_before(base: RunConfig, seeds: Sequence[int], by_default: bool, workers
     asked = {"run.threads": base.run.threads > 1, "run.workers": base.run.workers not in (None, 1)}
     threads = "".join(f" in place of {key}" for key, more in asked.items() if more)
     more = "" if workers != "1" or cores() == 1 else f"; --workers auto uses all {cores()} cores"
-    notes.print(
-        f"each run uses one process and one thread{threads}, so --workers changes no result{more}", markup=False
-    )
+    notes.print(f"each run uses one process and one thread{threads}, so --workers changes no result{more}")
     if len(seeds) == 1 and by_default:
-        notes.print("one seed: there will be no interval; add --seeds 0:8", style="yellow", markup=False)
+        notes.warn("one seed: there will be no interval; add --seeds 0:8")
 
 
 # ---- what came of it -------------------------------------------------------------------------------------------------
@@ -222,7 +220,7 @@ def _drawing(grid: Grid, kept: ComparedRuns) -> Callable[[], list[Path]]:
         stem = stem if len(mine) == len(every) else "-".join([stem, *sorted(mine)])[:200]
         figure = comparison_figure(grid, [mine.get(name, name) for name in every])
         if figure is None:
-            notes.print("no picture of one seed and one evaluated round; add --seeds 0:8, or more rounds", markup=False)
+            notes.print("no picture of one seed and one evaluated round; add --seeds 0:8, or more rounds")
             return []
         return save(figure, kept.work / f"{stem}.pdf", kept.work / f"{stem}.png")
 

@@ -52,12 +52,12 @@ def show_plan(chosen: Sequence[Experiment], profile: str, places: Places, rate: 
         )  # fmt: skip
     console.print(table)
     for why, name in lacking.items():
-        console.print(f"{name}: its data were not read: {why}", soft_wrap=True, markup=False)
+        console.print(f"{name}: its data were not read: {why}")
     if lacking:
-        console.print("at most: without data, each client counts with whole batches", soft_wrap=True)
+        console.print("at most: without data, each client counts with whole batches")
     said = "the time of finished runs of the same model and max_length, all included, on any machine"
     by = f"--rate, {rate:g} examples a second: training only, without scoring" if rate else said
-    console.print(f"hours of one process by {by}", soft_wrap=True)
+    console.print(f"hours of one process by {by}")
 
 
 def _sum(each: Sequence[int | None]) -> int | None:

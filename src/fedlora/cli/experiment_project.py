@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,10 +91,4 @@ class Project:
         places = self.places
         if unclean := read_results(places.unclean):
             for experiment, profile in asked:
-                tell(left_out(experiment, profile, self.done, unclean, places.unclean, self.given_up))
-
-
-def tell(lines: Sequence[str]) -> None:
-    """In yellow, beside the result."""
-    for line in lines:
-        notes.print(line, style="yellow", markup=False, soft_wrap=True)
+                notes.warn(*left_out(experiment, profile, self.done, unclean, places.unclean, self.given_up))

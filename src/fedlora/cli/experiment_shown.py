@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from fedlora.cli.experiment_decide import answers_of
-from fedlora.cli.experiment_project import Project, tell
+from fedlora.cli.experiment_project import Project
 from fedlora.cli.formats import Format
 from fedlora.cli.scores import show_scores
 from fedlora.cli.screen import NOT_WHOLE, notes, plotted
@@ -42,7 +42,7 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
     )  # fmt: skip
     project.tell_left_out([(experiment, profile)])
     if late := still_open(project.results, grid):
-        tell([f"Too early to judge: {late}."])
+        notes.warn(f"Too early to judge: {late}.")
     if not is_whole(grid):
         raise typer.Exit(NOT_WHOLE)
 
@@ -92,7 +92,7 @@ def fill_pages(project: Project, pages: Sequence[Path]) -> None:
     for page, text, new in found:
         if new != text:
             files.write(page.resolve(), new)  # a link stays one
-        notes.print(f"{page}: {'filled' if new != text else 'as it was'}", markup=False, highlight=False)
+        notes.print(f"{page}: {'filled' if new != text else 'as it was'}")
     asked = dict.fromkeys(pair for _, text, _ in found for pair in asked_of(text))
     project.tell_left_out([(project.named(name), profile) for name, profile in asked])
 
@@ -119,8 +119,8 @@ def report(project: Project, names: Sequence[str], out: Path, profile: str) -> N
     waiting = {one.family.experiment for one in decided.answers if not one.complete} if decided else set()
     grids = [grid for grid in grids if grid.experiment.name not in waiting]
     write_report(out, grids, project.experiments / "paper_numbers.toml", decided)
-    tell(late)
-    notes.print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
+    notes.warn(*late)
+    notes.print(f"report: {out}")
 
 
 def _decided(project: Project, claims: Claims, experiments: Sequence[Experiment]) -> Decided:

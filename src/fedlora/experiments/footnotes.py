@@ -10,7 +10,7 @@ from fedlora.experiments.claims import Family, Gate, setup_axis
 from fedlora.experiments.digits import shown
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.merger_settings import ALONE
-from fedlora.experiments.plan import PlannedRun, at_the_edge, level_values
+from fedlora.experiments.plan import PlannedRun, at_the_edge
 from fedlora.experiments.result import Result
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.tables import CellScore, of_two_units, without_number
@@ -138,7 +138,7 @@ def edges(grid: Grid, of: Used) -> list[str]:
     found: dict[tuple[str, str], list[str]] = {}
     for where, run in {tuple(run.cell[axis] for axis in tune.over): run for run, _ in of}.items():
         edge = at_the_edge(grid.experiment, grid.profile, run.tuned)
-        level = level_values(grid.experiment, grid.profile, run.cell, grid.results, grid.failed)
+        level = grid.choice(run.cell).level
         label = ", ".join(name for axis, name in zip(tune.over, where, strict=True) if axis in over) or "all"
         if level:
             what = f"{', '.join(map(shown, level))} tie on validation, and the smallest was taken"

@@ -25,10 +25,6 @@ from fedlora.runs.inputs import named
 _OF_THE_MACHINE = (OSError, MemoryError, CheckpointError, WorkerDied, BrokenProcessPool, torch.OutOfMemoryError)
 
 
-class FilesChanged(DataError, OSError):
-    """A file that a run is known by changed while the experiment ran. That says nothing of the run."""
-
-
 @dataclass(frozen=True)
 class Places:
     """Where things are. results: finished runs of a clean checkout. work: run folders, failures, unclean results."""

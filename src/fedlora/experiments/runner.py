@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from filelock import Timeout
 
 from fedlora.data.demo import PACKAGED
-from fedlora.errors import FedLoRAError, WorkerDied
+from fedlora.errors import FedLoRAError, FilesChanged, WorkerDied
 from fedlora.experiments.origin import made_by, note
-from fedlora.experiments.places import FilesChanged, Places, by_machine
+from fedlora.experiments.places import Places, by_machine
 from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
 from fedlora.experiments.pool import run_in_processes
 from fedlora.experiments.result import content

@@ -24,7 +24,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Question
 from fedlora.experiments.decisions import Scores, gaps_of
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import PlannedRun, at_the_edge, chosen_value, first_run, level_values, searches
+from fedlora.experiments.plan import PlannedRun, at_the_edge, first_run, searches
 from fedlora.experiments.result import Commit, Part, Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import exists
@@ -215,11 +215,10 @@ def rates(grid: Grid) -> list[Rate]:
     for cell in experiment.cells(profile):
         key = tuple(cell[axis] for axis in over)
         if key not in chosen:
-            value = chosen_value(experiment, profile, cell, grid.results, grid.failed)
-            level = level_values(experiment, profile, cell, grid.results, grid.failed)
+            made = grid.choice(cell)
             chosen[key] = Rate(
-                of=", ".join(key) or "all", key=experiment.tune.key, value=value, validation=evidence.get(key, {}),
-                at_the_edge=None if level else at_the_edge(experiment, profile, value),
+                of=", ".join(key) or "all", key=experiment.tune.key, value=made.value, validation=evidence.get(key, {}),
+                at_the_edge=None if made.level else at_the_edge(experiment, profile, made.value),
             )  # fmt: skip
     return list(chosen.values())
 

@@ -1,6 +1,6 @@
 """Who looks at each round that a run has played, one after the other: uploads kept, the log, trackers, checkpoints.
 
-An observer is told of a round before anybody outside is. `seen_by_all` makes what they look at: the round's record with
+An observer is told of a round before anybody outside is. `diagnosed` makes what they look at: the round's record with
 its diagnosis, as one line of metrics.jsonl.
 """
 
