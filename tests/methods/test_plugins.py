@@ -394,4 +394,10 @@ def test_code_that_changes_after_its_import_is_refused_until_it_is_imported_anew
     sys.modules["my_method"].late()
     with pytest.raises(FilesChanged, match=str(helper)):
         code_of(find("my_method:Toy"))
-    del sys.modules["toy_helper"]
+    for name in ("toy_helper", "my_method"):
+        del sys.modules[name]
+    method.write_text(f"{MODULE}\n# another time\n")
+    cls = find("my_method:Toy")
+    method.write_text(MODULE)
+    with pytest.raises(FilesChanged, match=str(method)):
+        code_of(cls)  # asked for the first time, and not as it was imported

@@ -39,6 +39,7 @@ from fedlora.experiments.table_source import Source
 from fedlora.experiments.tables import CellScore, placings, score_cells
 from fedlora.runs.config import RunConfig, load_config, overridden
 from fedlora.runs.inputs import contents
+from fedlora.runs.reading import flat
 from fedlora.runs.sections import MethodSection
 
 _BESIDE = ("validation, best", "test, best", "test, last")  # numbers that stand beside the compared one
@@ -127,16 +128,12 @@ def _no_contradiction(
     overrides: Sequence[str], seeds: str | None, tune: Tune | None, base: RunConfig, labels: Mapping[str, MethodSection]
 ) -> None:
     """Raises `ConfigError` where --set says what another option says, or says it to nobody."""
-    said = overridden(overrides)
-    if seeds is not None and "seed" in said.get("run", {}):
+    said = flat(overridden(overrides))
+    if seeds is not None and "run.seed" in said:
         raise ConfigError("--seeds and --set run.seed=... both set the seeds; give one.")
-    if tune is not None:
-        there: Any = said
-        for part in tune.key.split("."):
-            there = there.get(part) if isinstance(there, Mapping) else None
-        if there is not None:
-            raise ConfigError(f"--tune and --set {tune.key}=... both set {tune.key}; give one.")
-    if "method" in said and base.method.name not in labels:
+    if tune is not None and tune.key in said:
+        raise ConfigError(f"--tune and --set {tune.key}=... both set {tune.key}; give one.")
+    if any(key.startswith("method.") for key in said) and base.method.name not in labels:
         raise ConfigError(
             f"--set method.... changes the config's method, {base.method.name}, which is not among --methods "
             f"{', '.join(labels)}; write settings after a name, such as 'svd energy=0.9'."

@@ -22,16 +22,8 @@ def show_plan(chosen: Sequence[Experiment], profile: str, places: Places, rate: 
     """A row for each experiment. rate: examples a second, in place of what finished runs took."""
     done, given_up, count = places.finished(unclean=True), places.given_up(), Workloads(places.data_root)
     paces = _paces(done)
-    table = Table(
-        "experiment",
-        "search runs",
-        "runs",
-        "finished",
-        "examples to train",
-        "texts to score",
-        "hours",
-        "MB that travel",
-    )
+    numbers = ("search runs", "runs", "finished", "examples to train", "texts to score", "hours", "MB that travel")
+    table = Table("experiment", *numbers)
     lacking: dict[str, str] = {}
     for experiment in chosen:
         search = searches(experiment, profile)

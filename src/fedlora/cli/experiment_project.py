@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +13,10 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, load_claims
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
-from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import left_out
-from fedlora.experiments.seed_plan import path_of, read_plan
+from fedlora.experiments.seed_plan import plan_there
 from fedlora.experiments.spec import Experiment, load_all, load_experiment, names_in
-from fedlora.experiments.store import exists, read_results
+from fedlora.experiments.store import read_results
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,6 @@ class Project:
     @property
     def places(self) -> Places:
         return Places(self.results, self.work, self.data_root)
-
-    @property
-    def done(self) -> Mapping[str, Result]:
-        """Digest -> result, of code that a commit describes."""
-        return self.places.finished()
-
-    @property
-    def given_up(self) -> dict[str, str]:
-        return self.places.given_up()
 
     @cached_property
     def all(self) -> list[Experiment]:
@@ -66,7 +56,7 @@ class Project:
     def grid(self, experiment: Experiment, profile: str, *, unclean: bool = False) -> Grid:
         """With what has come of it. unclean: also of code that no commit describes."""
         done = self.places.finished(unclean=unclean)
-        return Grid(experiment, profile, done, self.given_up, self.places.failed_by_machine())
+        return Grid(experiment, profile, done, self.places.given_up(), self.places.failed_by_machine())
 
     def named(self, name: str) -> Experiment:
         """NAME.toml of the folder, or a path. Raises `ConfigError` for none, with those that there are."""
@@ -78,8 +68,7 @@ class Project:
 
     def planned(self, experiment: Experiment, profile: str) -> Experiment:
         """With the seeds of a stored plan of this profile in place of the profile's: no others are planned."""
-        path = path_of(self.results, experiment.name)
-        plan = read_plan(path) if exists(path) else None
+        plan = plan_there(self.results, experiment.name)
         return experiment if plan is None or plan.profile != profile else experiment.with_seeds(profile, plan.seeds)
 
     def known(self, experiment: Experiment) -> dict[str, Experiment]:
@@ -90,5 +79,6 @@ class Project:
         """Of which finished runs of these experiments and profiles nothing is shown, and why."""
         places = self.places
         if unclean := read_results(places.unclean):
+            told = places.finished(), unclean, places.unclean, places.given_up()
             for experiment, profile in asked:
-                notes.warn(*left_out(experiment, profile, self.done, unclean, places.unclean, self.given_up))
+                notes.warn(*left_out(experiment, profile, *told))

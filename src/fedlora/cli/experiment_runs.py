@@ -30,19 +30,20 @@ def run_missing(
     places = project.places
     only = None if seeds is None else parse_seeds(seeds, "--seeds")
     loaded = [_of_seeds(project, project.named(name), profile, only) for name in names]
-    for experiment in loaded:
-        check_number(experiment, profile, experiment.compared(profile))
-        check_runnable(missing(experiment, profile, places, places.given_up()))
     if rate is not None and not plan:
         raise ConfigError("--plan computes hours from --rate: give both, or leave it out.")
-    if plan:
-        show_plan(loaded, profile, places, rate)
-        return
     for experiment in loaded:
+        check_number(experiment, profile, experiment.compared(profile))
         todo = missing(experiment, profile, places, places.given_up())
+        check_runnable(todo)
+        if plan:
+            continue
         if gone := missing_files(todo):
             raise ConfigError(f"experiment {experiment.name}: {' '.join(gone)}")
         notes.warn(*other_files(todo, places.finished(unclean=True)))
+    if plan:
+        show_plan(loaded, profile, places, rate)
+        return
     for experiment in loaded:
         run_stages(
             experiment, profile, places, workers, given_up=lambda _: places.given_up(),

@@ -25,9 +25,8 @@ from fedlora.experiments.report import Decided, write_report
 from fedlora.experiments.runnable import other_files
 from fedlora.experiments.runner import missing
 from fedlora.experiments.scores import parse_number
-from fedlora.experiments.seed_plan import path_of, read_plan, still_open
+from fedlora.experiments.seed_plan import plan_there, still_open
 from fedlora.experiments.spec import Experiment
-from fedlora.experiments.store import exists
 
 
 def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format) -> None:
@@ -127,9 +126,8 @@ def _decided(project: Project, claims: Claims, experiments: Sequence[Experiment]
     """Every family of each of these that has a plan."""
     found, grids, past = list[Answers](), {}, {}
     for experiment in experiments:
-        path = path_of(project.results, experiment.name)
-        if claims.of(experiment.name) and exists(path):
-            plan = read_plan(path)
+        plan = plan_there(project.results, experiment.name) if claims.of(experiment.name) else None
+        if plan is not None:
             found += answers_of(project, claims, experiment)
             past[experiment.name] = plan.history
             grid = project.grid(experiment, plan.profile)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from fedlora.errors import CheckpointError
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
-from fedlora.experiments.spec import flat
 from fedlora.experiments.store import read_results, read_results_of
+from fedlora.runs.reading import flat
 
 if TYPE_CHECKING:
     from pandas import DataFrame

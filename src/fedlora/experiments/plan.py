@@ -18,6 +18,7 @@ from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, located, parse_config
 from fedlora.runs.inputs import contents, digest_of
 from fedlora.runs.private_simulation import LEDGER, simulated, with_ledger
+from fedlora.runs.reading import place_of, set_in
 from fedlora.training.metrics import best_of
 
 # (axes but the merged one, seed, searched value) -> (configuration, digest, files)
@@ -119,11 +120,12 @@ def waiting(
 class Choice:
     """What a search came to. value: the best on validation; None while a run of it is missing, and where none can be
     taken, for the reason `why`. level: all values that share the best score, the chosen one among them; empty where
-    that one is alone."""
+    that one is alone. edge: "largest" or "smallest" where that one is of those tried: the best may lie beyond."""
 
     value: float | None = None
     why: str | None = None
     level: tuple[float, ...] = ()
+    edge: str | None = None
 
 
 def choice(
@@ -177,15 +179,10 @@ def choice(
             why=f"none of {grid} has a score on validation that is a number: all of them diverged. Try others."
         )
     level = tuple(value for value, mean in means if alike(mean, best[1]))
-    return Choice(min(level), level=level if len(level) > 1 else ())
-
-
-def at_the_edge(experiment: Experiment, profile: str, value: float | None) -> str | None:
-    """ "largest" or "smallest" where the searched value is that one of those tried: the best may lie beyond."""
-    values = _values(experiment, profile)
-    if value is None or len(values) < 2 or values[0] < value < values[-1]:
-        return None
-    return "largest" if value == values[-1] else "smallest"
+    if len(level) > 1:
+        return Choice(min(level), level=level)
+    ends = {values[0]: "smallest", values[-1]: "largest"}
+    return Choice(level[0], edge=ends.get(level[0]))
 
 
 def _searched(experiment: Experiment, profile: str) -> list[Cell]:
@@ -277,19 +274,8 @@ def _check_number_key(config: RunConfig, key: str, where: str) -> None:
 
 def _apply(raw: dict[str, Any], changes: Changes) -> None:
     for key, value in changes.items():
-        *path, last = key.split(".")
-        table = raw
-        for depth, part in enumerate(path, start=1):
-            table = table.setdefault(part, {})
-            if not isinstance(table, dict):
-                known = ".".join(path[:depth])
-                raise ConfigError(f"{key!r} is no key: {known} is a value, not a table.")
         if value == {}:
+            table, last = place_of(raw, key)
             table.pop(last, None)  # a table that an axis before made, taken away
-        elif not path and isinstance(value, dict) and isinstance(old := raw.get(key), dict) and {*old} - {*value}:
-            raise ConfigError(
-                f"{key} = {value!r} would replace the whole table, without {', '.join(sorted({*old} - {*value}))}. "
-                f'Say what changes alone: "{key}.{next(iter(value))}" = ...'
-            )
         else:
-            table[last] = deepcopy(value)
+            set_in(raw, key, deepcopy(value))

@@ -21,6 +21,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.merger_settings import resolved
 from fedlora.experiments.scores import parse_number
 from fedlora.given_files import read_toml
+from fedlora.runs.reading import flat
 
 # What changes no score, and what a search would be judged by.
 NOT_TO_SEARCH = ("run.seed", "run.threads", "run.workers", "data.validation", "data.test", "data.max_test")
@@ -281,11 +282,3 @@ def _check_apart(experiment: Experiment, path: Path) -> None:
                     f"{path}: {one} = {label!r} sets {both[0]} = {here[both[0]]!r}, and {other} = {beside!r} sets "
                     f"{there[both[0]]!r}: which of the two counts? Leave it out of one axis."
                 )
-
-
-def flat(table: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """The tables within it as dotted keys: of {"train": {"lr": 0.1}} {"train.lr": 0.1}."""
-    found: dict[str, Any] = {}
-    for key, value in table.items():
-        found |= flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
-    return found
