@@ -34,7 +34,7 @@ from fedlora.privacy.exact import squared_norm
 from fedlora.privacy.mechanism import Mechanism
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from support.flower_grid import RANKS, LocalGrid, Watching, bits, seed_adapter
+from support.flower_grid import RANKS, FastClock, LocalGrid, Watching, bits, seed_adapter
 from support.private_flower import DELTA, fixed_noise, private_federation, private_run, same_noise, same_release
 from support.processes import Program
 
@@ -190,17 +190,42 @@ def test_strangers_are_not_asked_and_nobody_is_asked_twice(tmp_path: Path) -> No
 
 def test_a_round_without_answers_takes_place_and_is_charged(tmp_path: Path) -> None:
     """Pure noise: z = 1 and n = 3, so that the mean change of each of 3 x 3 x 2 numbers and the head has deviation 1/3.
-    It waits for the members as long as a round's deadline, and then goes on."""
+    After round 1 it waits for the members as long as a round's deadline, and then goes on."""
     strategy, grid = private_federation(tmp_path, run=private_run(tmp_path, geometry=Geometry()))
+    strategy.start(grid, num_rounds=1)
+    before, sent = strategy.memory.state.server, len(grid.sent)
     grid.offline = set(RANKS)
     began = strategy._clock.monotonic()
-    strategy.start(grid, num_rounds=1)
-    assert strategy.round == 1 and not grid.sent and strategy._clock.monotonic() - began >= 50.0
-    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 1
-    before, after = start(strategy.server, seed_adapter()).server, strategy.memory.state.server
+    strategy.start(grid, num_rounds=2)
+    assert strategy.round == 2 and len(grid.sent) == sent and strategy._clock.monotonic() - began >= 50.0
+    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 2
+    after = strategy.memory.state.server
     moved = (after.heads["head.weight"] - before.heads["head.weight"]).double()
     assert 0.1 < float(moved.std()) < 0.6
     assert "ALL 3 clients " in (tmp_path / "private" / "log").read_text()
+
+
+def test_round_1_waits_for_all_members_however_long_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As docs/how-to/privacy.md says, also where no `serve` waits first. One comes after a day; one never does, and is
+    taken out of the policy. Who is waited for stands in private/log alone."""
+    path = tmp_path / "policy.toml"
+    path.write_text("retries = 0\nquarantine = 0\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
+
+    class Day(FastClock):
+        def sleep(self, seconds: float, /) -> None:
+            super().sleep(3600.0)
+            if self.now > 24 * 3600.0:
+                grid.offline = {"three"}
+            if self.now > 48 * 3600.0:
+                path.write_text("retries = 0\nquarantine = 0\n[clients]\none = 2\ntwo = 4\n")
+
+    strategy, grid = private_federation(tmp_path, policy=Policy.read(path), policy_file=path, clock=Day())
+    grid.offline = {"two", "three"}
+    strategy.start(grid, num_rounds=1)
+    assert strategy.round == 1 and strategy._clock.monotonic() > 48 * 3600.0
+    assert [grid.nodes[m.metadata.dst_node_id][0] for m in grid.sent] == ["one", "two"]
+    assert "three, two" in (tmp_path / "private" / "log").read_text()
+    assert "all 3 members" in caplog.text and "three" not in caplog.text.replace("three may take part", "")
 
 
 def test_the_mean_is_divided_by_the_members_whoever_is_in_the_policy(
