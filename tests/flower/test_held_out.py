@@ -87,8 +87,10 @@ def test_another_file_is_refused_with_a_way_out(tmp_path: Path, dealt: list[tupl
 
 def texts(count: int, prefix: str = "row") -> TextData:
     numbers = range(count)
-    return TextData("classification", text=tuple(f"{prefix} {k}" for k in numbers), labels=tuple(k % 2 for k in numbers),
-                    label_names=("no", "yes"))  # fmt: skip
+    return TextData(
+        "classification", text=tuple(f"{prefix} {k}" for k in numbers), labels=tuple(k % 2 for k in numbers),
+        label_names=("no", "yes"),
+    )  # fmt: skip
 
 
 def drawn(data: TextData) -> Parts:

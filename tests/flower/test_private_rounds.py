@@ -35,7 +35,7 @@ from fedlora.privacy.mechanism import Mechanism
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from support.flower_grid import RANKS, FastClock, LocalGrid, Watching, bits, seed_adapter
-from support.private_flower import DELTA, fixed_noise, private_federation, private_run, same_noise, same_release
+from support.private_flower import DELTA, fixed_noise, leave, private_federation, private_run, same_noise, same_release
 from support.processes import Program
 
 TESTS = Path(__file__).parents[1]
@@ -171,7 +171,7 @@ def test_a_huge_change_is_cut_to_the_clip(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Mechanism, "noised", same_noise)
     strategy, grid = private_federation(tmp_path)
     grid.meddle = {"two": of_values(1e4)}
-    grid.offline = {"one", "three"}
+    leave(grid, "one", "three")
     strategy.start(grid, num_rounds=1)
     total = released(tmp_path, 1)
     mechanism = Mechanism.of(1.0, 1.0, len(total))
@@ -293,7 +293,7 @@ def test_nothing_that_leaves_tells_what_became_of_a_site(
         if kind == "harmed" and harm in HARM:
             grid.meddle = {"two": HARM[harm]}
         elif kind == "harmed":
-            grid.offline = {"two"}
+            leave(grid, "two")
         caplog.clear()
         with caplog.at_level(logging.INFO, "fedlora"):
             result = strategy.start(grid, num_rounds=2)
@@ -315,7 +315,7 @@ def test_every_round_is_told_with_epsilon_and_members_and_no_more(tmp_path: Path
     from fedlora.privacy import epsilon
 
     strategy, grid = private_federation(tmp_path)
-    grid.offline = {"two"}
+    leave(grid, "two")
     strategy.start(grid, num_rounds=2)
     lines = without_times((tmp_path / "out" / "rounds.jsonl").read_text())
     assert [line["privacy"]["epsilon"] for line in lines] == pytest.approx([epsilon(1.0, t, DELTA) for t in (1, 2)])
