@@ -294,7 +294,7 @@ def _answer(connection: socket.socket, work: Work, path: Path) -> bool:
 
 def _say(line: str) -> None:
     """To the trainer's log, if its disk takes it."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         print(line, file=sys.stderr, flush=True)
 
 
