@@ -59,21 +59,15 @@ def keep_held_out(drawn: Parts, record: Path, *, first: bool) -> Parts:
         raise ConfigError(f"{record} cannot be read: {error}. It says which rows are held out. {_CURE}.") from error
     goes = [[places.get(one, 0) for one in digests(part)] for part in drawn]
     kept = rearranged(drawn, goes)
-    if any(to != k for k, each in enumerate(goes) for to in each) or _gone(held, kept):
+    if any(to != k for k, each in enumerate(goes) for to in each):
         _tell(held, kept)
     return kept
 
 
-def _gone(held: dict[str, list[str]], kept: Parts) -> dict[str, int]:
-    """How many of the recorded rows are not in the file any more, of the parts that miss some."""
-    missed = {name: len(set(held[name]) - set(digests(part))) for name, part in zip(_HELD, kept[1:], strict=True)}
-    return {name: count for name, count in missed.items() if count}
-
-
 def _tell(held: dict[str, list[str]], kept: Parts) -> None:
     """That the file has changed, in the site's own log. Raises `ConfigError` where nothing is left of a part."""
-    gone = _gone(held, kept)
-    empty = [name for name in _HELD if gone.get(name) == len(held[name]) > 0] + ["training"] * (not len(kept[0]))
+    gone = {name: len(set(held[name]) - set(digests(part))) for name, part in zip(_HELD, kept[1:], strict=True)}
+    empty = [name for name in _HELD if gone[name] == len(held[name]) > 0] + ["training"] * (not len(kept[0]))
     if empty:
         raise ConfigError(
             f"the data file of this site has changed since the rounds before, and it has no row left for "
@@ -83,7 +77,7 @@ def _tell(held: dict[str, list[str]], kept: Parts) -> None:
     log.warning(
         "the data file has changed since the rounds before. This site trains on %d examples, and holds out the same "
         "rows as before%s",
-        len(kept[0]), "".join(f", without {n} for {name} that are gone" for name, n in gone.items()),
+        len(kept[0]), "".join(f", without {n} for {name} that are gone" for name, n in gone.items() if n),
     )  # fmt: skip
 
 

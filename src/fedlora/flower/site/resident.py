@@ -26,6 +26,7 @@ from pathlib import Path
 from flwr.app import RecordDict
 
 from fedlora.errors import FedLoRAError
+from fedlora.flower import children
 from fedlora.flower.messages.wire import receive_message, send_message
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import SiteFolder
@@ -114,8 +115,7 @@ def _connected(site: SiteFolder) -> socket.socket:
             return found
         private_directory(site.logs)
         log_file = _log(site)
-        if _size(log_file) > _MOST_LOG:
-            log_file.replace(log_file.with_suffix(".log.1"))
+        children.trim(log_file, _MOST_LOG)
         began = _size(log_file)
         owner = owner_of_this()
         command = [sys.executable, "-m", "fedlora.flower.site.resident", str(site.site)]
