@@ -8,6 +8,7 @@ weighting always did: the result was off by 2e-4 up to several times itself, in 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build, receive, send
+from fedlora.core.summing import FromMeans, FromSums
 from support.formulas import ROWS, Expected, Matrix, Pairs, mean, np64, product, raflora
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -109,16 +111,33 @@ def shared_out(oracle: Any) -> Any:
     return made
 
 
-@pytest.mark.quick(96)
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("label", HARD)
-def test_a_hard_round_is_what_the_method_promises(label: str, seed: int) -> None:
-    """To eight roundoffs of the result's dtype, and what float64 leaves of terms that cancel; `error` is no less."""
-    method, oracle, mixed = HARD[label]
-    drawn = HardRound(method, mixed, seed)
+def judged(label: str, drawn: HardRound) -> None:
+    oracle = HARD[label][1]
     errors, facts = drawn.errors(shared_out(oracle) if "raflora" in label else oracle)
     storing = 8 * DEARER.get(label, 1) * torch.finfo(drawn.dtype).eps / 2
     borne = storing + 1e3 * 2**-53 / drawn.near
     assert errors and max(errors.values()) < borne
     if "error" in facts:
         assert errors["update"] <= facts["error"] < 2 * borne
+
+
+@pytest.mark.quick(96)
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("label", HARD)
+def test_a_hard_round_is_what_the_method_promises(label: str, seed: int) -> None:
+    """To eight roundoffs of the result's dtype, and what float64 leaves of terms that cancel; `error` is no less."""
+    method, _, mixed = HARD[label]
+    judged(label, HardRound(method, mixed, seed))
+
+
+ADDED_UP = [label for label, (method, _, _) in HARD.items() if isinstance(method, FromSums | FromMeans)]
+
+
+@pytest.mark.quick(24)
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("label", sorted({*ADDED_UP} - {"raflora", "glora raflora", "padded subspace"}))
+def test_so_is_one_whose_uploads_are_added_up_and_forgotten(label: str, seed: int) -> None:
+    method, _, mixed = HARD[label]
+    drawn = HardRound(replace(method, history_limit=0) if "glora" in label else method, mixed, seed)
+    drawn.server = replace(drawn.server, memory=0.0045)
+    judged(label, drawn)
