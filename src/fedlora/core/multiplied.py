@@ -15,10 +15,6 @@ Updates with m = 1 are handed over as they came. With others the list has to bec
 
 A client with m = 0 has no update in the first two. A method that says nothing gets "factors", which every method can
 take.
-
-Where the terms b_j a_j of an update cancel, its columns are huge beside what they add up to. A method that takes
-products gets the update as a pair that does not cancel instead, also with m = 1: what it would round in a float32 of
-such columns is as large as everybody's update. The pair is made in float64, and rounded to the dtype of the upload.
 """
 
 from __future__ import annotations
@@ -34,13 +30,8 @@ from torch import Tensor
 from fedlora.core.lora import LoRA
 from fedlora.core.method import NOBODY, Update
 from fedlora.linalg import distinct, shortest, unit_roundoff
-from fedlora.linalg.cancelling import cancels, may_cancel
 
 How = Literal["products", "terms", "factors"]
-
-_CANCELS = (
-    100.0  # the sum of its terms' norms over the norm of an update, from which on its columns are not handed over
-)
 
 
 class TakesMultipliers(ABC):
@@ -72,12 +63,12 @@ def multiplied(how: How, updates: Sequence[Update], begun: Sequence[LoRA], m: Se
 
     Args:
         updates: as they came, of one compute dtype. begun: what each client was sent. m: >= 0 each; an update with
-            m = 1 stays the same one, unless its terms cancel.
+            m = 1 stays the same one.
     """
     each = [(u, _like(R, u), k) for u, R, k in zip(updates, begun, m, strict=True)]
     if how == "factors" or any(len(u.lora.tensors()) < 2 for u in updates):
         return [u if k == 1 else replace(u, lora=_between(u.lora, R, k)) for u, R, k in each]
-    own = [replace(u, weight=k * u.weight, lora=_plain(u.lora)) for u, _, k in each if k]
+    own = [replace(u, weight=k * u.weight) for u, _, k in each if k]
     rest = [replace(u, weight=(1 - k) * u.weight, lora=R) for u, R, k in each if k != 1]
     if how == "terms" or not rest:
         return own + rest
@@ -107,12 +98,6 @@ def plain_pair(sent: LoRA) -> LoRA:
     may be zero."""
     B, A = (t.to(sent.factors[0].dtype) for t in shortest([(1.0, *sent.factors)]))
     return LoRA(_padded(B, len(B), sent.rank), _padded(A, sent.rank, A.shape[1]))
-
-
-def _plain(sent: LoRA) -> LoRA:
-    """`sent` itself, or where its terms cancel its `plain_pair`."""
-    terms_cancel = may_cancel(*sent.factors, _CANCELS)[0] and cancels(*sent.factors, _CANCELS)
-    return plain_pair(sent) if terms_cancel else sent
 
 
 def _between(sent: LoRA, begun: LoRA, m: float) -> LoRA:

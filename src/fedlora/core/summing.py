@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,14 +27,13 @@ class Summing:
     """What a method needs of a round.
 
     votes: K = sum_i p_i U_i U_i^T. bases: of how many clients it keeps U_i, the last ones by name; 0: nobody's.
-    canonical: whose columns span U_i, as `linalg.gauge_split` says. weighting: n_i, or 1 for everybody. rank_tol: the
-    tolerance of a client's rank; None: by its stored dtype.
+    canonical: whose columns span U_i, as `linalg.gauge_split` says. rank_tol: the tolerance of a client's rank; None:
+    by its stored dtype.
     """
 
     votes: bool = False
     bases: int = 0
     canonical: Canonical = "product"
-    weighting: Literal["examples", "uniform"] = "examples"
     rank_tol: float | None = None
 
     def tolerance(self, stored: torch.dtype) -> float:
