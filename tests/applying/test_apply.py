@@ -316,7 +316,7 @@ def test_a_classifier_is_loaded_by_its_own_config(
     assert written.startswith(front) and "AutoModelForSequenceClassification" in written
     assert (
         written.index("A full model with a LoRA adapter")
-        < written.index("of another model")
+        < written.index("another model")
         < written.index("# Of the base")
     )
     assert (

@@ -1,4 +1,4 @@
-"""Tensors as the bytes of a safetensors file. The library's own writer needs numpy, which the core does not bring."""
+"""Writes tensors as safetensors bytes. The library's own writer needs numpy, which the core does not install."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ TYPES = {
 
 
 def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The content of a safetensors file. The widest types come first, so that each tensor begins at its alignment.
+    """The content of a safetensors file. The widest types come first, so that every tensor is aligned.
 
-    Raises `KeyError` for a data type that the format does not have.
+    Raises `KeyError` for a data type that safetensors lacks.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     pieces, at = [], 0
