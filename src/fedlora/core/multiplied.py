@@ -13,8 +13,8 @@ Updates with m = 1 are passed on as they came. For other m, the list becomes one
 * "factors": one update of the same shape with each travelling factor moved: B_0 + m (B_i - B_0), A_0 + m (A_i - A_0).
   The sum is exact if one factor travels beside a common one; otherwise it is what this method makes of factors.
 
-A client with m = 0 has no update in the first two. A method that says nothing gets "factors", which every method can
-take.
+A client with m = 0 has no update in the first two forms. A method that does not say gets "factors", which every method
+can take.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def multiplied(how: How, updates: Sequence[Update], begun: Sequence[LoRA], m: Se
     """One matrix's updates, with each change from `begun` counted m times.
 
     Args:
-        updates: as they came, of one compute dtype. begun: what each client was sent. m: >= 0 each; an update with
-            m = 1 stays the same one.
+        updates: as they came, all in one compute dtype. begun: what each client was sent. m: >= 0 each; an update with
+            m = 1 is returned as it is.
     """
     each = [(u, _like(R, u), k) for u, R, k in zip(updates, begun, m, strict=True)]
     if how == "factors" or any(len(u.lora.tensors()) < 2 for u in updates):

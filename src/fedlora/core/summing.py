@@ -26,9 +26,9 @@ S = TypeVar("S")
 class Summing:
     """What a method needs from a round.
 
-    votes: K = sum_i p_i U_i U_i^T. bases: of how many clients it keeps U_i, the last ones by name; 0: nobody's.
-    canonical: whose columns span U_i, as `linalg.gauge_split` says. rank_tol: the tolerance of a client's rank; None:
-    by its stored dtype.
+    votes: K = sum_i p_i U_i U_i^T. bases: the number of clients whose U_i to keep, the last by name; 0: none.
+    canonical: whose columns span U_i, as in `linalg.gauge_split`. rank_tol: the tolerance for a client's rank; None:
+    set by its stored dtype.
     """
 
     votes: bool = False
