@@ -94,8 +94,7 @@ def prepare(
     Args:
         data_root: where the files of `data.task` are. Not part of the configuration: it says where, not what.
         label_names: the classes of a run that is gone on with, `stored_classes` of its folder. By default data.labels,
-            or all that occur.
-        keep: as `deal` has it.
+            or all that occur. keep: as `deal` has it.
 
     Raises:
         ConfigError, DataError, HyperparameterError: the configuration cannot be run as written.
@@ -111,7 +110,6 @@ def prepare(
         torch.set_num_threads(threads)
     check_trackers(config.run.track)
     config.model.check_targets(config.lora.targets)
-    check_task(config)
     data, adversary = _data(config, data_root, label_names, keep)
     parts = data.parts
     a_round = len(sample_clients(list(parts), config.run.participation, seed=0, round=0))
@@ -153,6 +151,7 @@ def prepare(
 def _data(
     config: RunConfig, data_root: Path | None, label_names: Sequence[str], keep: Keep | None
 ) -> tuple[Dealt, Adversary | None]:
+    check_task(config)
     data, adversary = dealt_out(config, data_root, label_names, keep)
     if config.data.task == "mnli" and not data.probes:
         log.warning(
