@@ -395,7 +395,7 @@ def test_seeds_as_they_are_typed() -> None:
         (("--tune", "train.lr=1e-3,1e-2", "--set", "data.validation=0"), "data.validation = 0 leaves none"),
         (("--json", "--format", "csv"), "two formats"),
         (("--seeds", "0:2", "--set", "run.seed =1"), "--seeds and --set run.seed=... both"),
-        (("--seeds", "0:2", "--set", "run={seed=1}"), "--seeds and --set run.seed=... both"),
+        (("--seeds", "0:2", "--set", "run={seed=1}"), "run.seed"),
         (("--tune", "train.lr=1e-3,1e-2", "--set", "train.lr=1"), "--tune and --set train.lr=... both"),
         (("--methods", "svd", "--set", "method.rho=0.5"), "--set method.... "),
         (("--tune-seeds", "77"), "--tune KEY=VALUES"),

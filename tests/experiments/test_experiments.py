@@ -255,7 +255,7 @@ def test_a_change_below_a_value_is_refused(experiment: Experiment) -> None:
 def test_a_label_that_would_replace_a_whole_table_is_refused(experiment: Experiment) -> None:
     """What the base says and the label does not would be lost; a table that is not there yet is made."""
     axes = {**experiment.axes, "method": {"FedIT": {"train": {"optimizer": "sgd"}}}}
-    with pytest.raises(ConfigError, match=r'batch_size, steps.*"train.optimizer"'):
+    with pytest.raises(ConfigError, match=r"batch_size, steps.*train\.optimizer"):
         mains(experiment.model_copy(update={"axes": axes}), "one", {})
     axes["method"] = {"FedIT": {"evaluate": {"every": 2}}}
     assert mains(experiment.model_copy(update={"axes": axes}), "one", {})[0].config.evaluate.every == 2

@@ -278,7 +278,7 @@ def test_a_method_edited_while_its_runs_are_made_is_stored_as_it_ran(
     assert lacks(restored) == 1, "of the old code the third seed is left"
 
 
-EDIT = "\n# edited while its runs are made\n"
+EDIT = "\n# edited\n"
 
 
 def edits(keep: Callable[..., None], file: Path) -> Callable[..., None]:
