@@ -113,33 +113,37 @@ def shared_out(oracle: Any) -> Any:
     return made
 
 
-def judged(label: str, drawn: HardRound) -> None:
+def judge(label: str, drawn: HardRound) -> None:
     oracle = HARD[label][1]
     errors, facts = drawn.errors(shared_out(oracle) if "raflora" in label else oracle)
     storing = 8 * DEARER.get(label, 1) * torch.finfo(drawn.dtype).eps / 2
-    borne = storing + 1e3 * 2**-53 / drawn.near
-    assert errors and max(errors.values()) < borne
+    left = 1e3 * 2**-53 / drawn.near  # what float64 leaves of terms that cancel; GLoRA's bound of it is coarser
+    assert errors and max(errors.values()) < storing + left, (drawn.stored, drawn.near, errors)
     if "error" in facts:
-        assert errors["update"] <= facts["error"] < 2 * borne
+        assert errors["update"] <= facts["error"] < 2 * storing + 10 * left
 
 
-@pytest.mark.quick(200)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.quick(len(HARD))
+@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("label", HARD)
-def test_a_hard_round_is_what_the_method_promises(label: str, seed: int) -> None:
+def test_hard_rounds_are_what_the_method_promises(label: str, part: int) -> None:
     """To eight roundoffs of the result's dtype, and what float64 leaves of terms that cancel; `error` is no less."""
     method, _, mixed = HARD[label]
-    judged(label, HardRound(method, mixed, seed))
+    for seed in range(12 * part, 12 * part + 12):
+        judge(label, HardRound(method, mixed, seed))
 
 
 ADDED_UP = [label for label, (method, _, _) in HARD.items() if isinstance(method, FromSums | FromMeans)]
+ADDED_UP = sorted({*ADDED_UP} - {"raflora", "glora raflora", "padded subspace"})  # which need all uploads at once
 
 
-@pytest.mark.quick(60)
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("label", sorted({*ADDED_UP} - {"raflora", "glora raflora", "padded subspace"}))
-def test_so_is_one_whose_uploads_are_added_up_and_forgotten(label: str, seed: int) -> None:
+@pytest.mark.quick(len(ADDED_UP))
+@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("label", ADDED_UP)
+def test_so_are_those_whose_uploads_are_added_up_and_forgotten(label: str, part: int) -> None:
     method, _, mixed = HARD[label]
-    drawn = HardRound(replace(method, history_limit=0) if "glora" in label else method, mixed, seed)
-    drawn.server = replace(drawn.server, memory=0.0045)
-    judged(label, drawn)
+    method = replace(method, history_limit=0) if "glora" in label else method
+    for seed in range(12 * part, 12 * part + 12):
+        drawn = HardRound(method, mixed, seed)
+        drawn.server = replace(drawn.server, memory=0.0045)
+        judge(label, drawn)
