@@ -21,7 +21,7 @@ import torch
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Update, Upload, build, keep, read_adapter, receive, send
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from fedlora.core.method import TailPenalty
-from fedlora.errors import HyperparameterError, RankMismatch
+from fedlora.errors import HyperparameterError, LostUpdate, RankMismatch
 from fedlora.methods.rolora import _alive
 from support.formulas import ROWS, STARTS, Expected, Matrix, Pairs, averaged, best, fair_loss, mean, np64
 
@@ -225,6 +225,21 @@ def test_rank_partition_by_hand_and_as_the_mean(stored: torch.dtype) -> None:
     assert_close(method.effective(state_of(method, pairs, stored)).delta(), want, 1e-5)
     pairs = [(p, *(np64(torch.from_numpy(f).to(stored)) for f in (B, small * A))) for p, B, A in drawn(3, 3, 3)]
     assert_close(method.effective(state_of(method, pairs, stored)).delta(), mean(pairs), 1e-5)
+
+
+def test_the_dense_solver_hands_out_no_rounding() -> None:
+    """Of an update of rank 2 in float32, at 200 x 150: LAPACK's own noise, 5 roundoffs large, is no component; and a
+    mean that float32 cannot hold is an error with either solver."""
+    g = np.random.default_rng(4)
+    B, A = (
+        g.standard_normal((200, 2)) @ g.standard_normal((2, 8)),
+        g.standard_normal((8, 2)) @ g.standard_normal((2, 150)),
+    )
+    for solver in ("thin", "dense"):
+        method = build("flexlora", solver=solver)
+        assert method.diagnostics(state_of(method, [(1.0, B, A)], torch.float32))["rank"] == 2
+        with pytest.raises(LostUpdate):
+            state_of(method, [(1.0, 1e-30 * B, 1e-30 * A)], torch.float32)
 
 
 @pytest.mark.parametrize(("values", "energy", "rank"), [

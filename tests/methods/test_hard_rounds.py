@@ -65,13 +65,14 @@ class HardRound:
         B, A, Q = self.normal(self.shape[0], r), self.normal(r, self.shape[1]), np.linalg.qr(self.normal(r, r))[0]
         Q = Q if self.rng.integers(2) else np.eye(r)
         counts = {name: int(self.rng.integers(1, 99)) for name in self.ranks} | {"away": 30}
-        counts["b"], uploads, pairs = counts["a"], [], []
+        counts["b"] = counts["a"] if self.rng.integers(3) else counts["b"]  # else b's numbers are stored anew
+        part, uploads, pairs = counts["a"] / counts["b"], [], []
         total = sum(counts.values()) - (0 if self.zero else 30)
         for name, k in [*self.ranks.items(), ("away", None)]:
             given = dict(self.handed_out(self.before, name, k).modules)
             if k is not None:
                 own = (size * self.normal(self.shape[0], k), size * self.normal(k, self.shape[1]))
-                own = {"a": (B, A), "b": (-B @ Q, Q.T @ A)}.get(name, own)
+                own = {"a": (B, A), "b": (-part * B @ Q, Q.T @ A)}.get(name, own)
                 kept = (roles.B == "frozen", roles.A == "frozen")
                 moved = zip(given["m"].factors, own, kept, strict=True)
                 given["m"] = LoRA(*(t if frozen else torch.from_numpy(x).to(self.stored) for t, x, frozen in moved))
@@ -86,12 +87,13 @@ class HardRound:
         want = oracle(0, self.pairs, Expected(None, tuple(map(np64, start.factors))))
         after = self.server.aggregate(self.before, self.uploads)
         facts = dict(self.server.diagnostics(after)["m"])
+        tensors = self.server.download(after, Client("new", {"m": self.top, "other": 1})).adapter.modules["m"].tensors()
+        assert {t.dtype for t in tensors.values()} == {self.dtype}
         if want.pair is None or self.server.method.name == "fedex-lora":
             got = self.server.global_update(after)["m"].map(torch.Tensor.double).delta()
             return {"update": off(np64(got), want.update)}, facts
         B, A = want.pair
         live = A.any(axis=1) if B is None else B.any(axis=0)  # dead slots were given fresh rows
-        tensors = self.server.download(after, Client("new", {"m": self.top, "other": 1})).adapter.modules["m"].tensors()
         pairs = {"B": None if B is None else B.T, "A": A}
         found = {x: np64(t.mT if x == "B" else t)[live] for x, t in tensors.items()}
         return {x: off(found[x], pairs[x][live]) for x in found}, facts
@@ -111,33 +113,37 @@ def shared_out(oracle: Any) -> Any:
     return made
 
 
-def judged(label: str, drawn: HardRound) -> None:
+def judge(label: str, drawn: HardRound) -> None:
     oracle = HARD[label][1]
     errors, facts = drawn.errors(shared_out(oracle) if "raflora" in label else oracle)
     storing = 8 * DEARER.get(label, 1) * torch.finfo(drawn.dtype).eps / 2
-    borne = storing + 1e3 * 2**-53 / drawn.near
-    assert errors and max(errors.values()) < borne
+    left = 1e3 * 2**-53 / drawn.near  # what float64 leaves of terms that cancel; GLoRA's bound of it is coarser
+    assert errors and max(errors.values()) < storing + left, (drawn.stored, drawn.near, errors)
     if "error" in facts:
-        assert errors["update"] <= facts["error"] < 2 * borne
+        assert errors["update"] <= facts["error"] < 2 * storing + 10 * left
 
 
-@pytest.mark.quick(96)
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.quick(len(HARD))
+@pytest.mark.parametrize("part", range(5))
 @pytest.mark.parametrize("label", HARD)
-def test_a_hard_round_is_what_the_method_promises(label: str, seed: int) -> None:
+def test_hard_rounds_are_what_the_method_promises(label: str, part: int) -> None:
     """To eight roundoffs of the result's dtype, and what float64 leaves of terms that cancel; `error` is no less."""
     method, _, mixed = HARD[label]
-    judged(label, HardRound(method, mixed, seed))
+    for seed in range(12 * part, 12 * part + 12):
+        judge(label, HardRound(method, mixed, seed))
 
 
 ADDED_UP = [label for label, (method, _, _) in HARD.items() if isinstance(method, FromSums | FromMeans)]
+ADDED_UP = sorted({*ADDED_UP} - {"raflora", "glora raflora", "padded subspace"})  # which need all uploads at once
 
 
-@pytest.mark.quick(24)
-@pytest.mark.parametrize("seed", range(40))
-@pytest.mark.parametrize("label", sorted({*ADDED_UP} - {"raflora", "glora raflora", "padded subspace"}))
-def test_so_is_one_whose_uploads_are_added_up_and_forgotten(label: str, seed: int) -> None:
+@pytest.mark.quick(len(ADDED_UP))
+@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("label", ADDED_UP)
+def test_so_are_those_whose_uploads_are_added_up_and_forgotten(label: str, part: int) -> None:
     method, _, mixed = HARD[label]
-    drawn = HardRound(replace(method, history_limit=0) if "glora" in label else method, mixed, seed)
-    drawn.server = replace(drawn.server, memory=0.0045)
-    judged(label, drawn)
+    method = replace(method, history_limit=0) if "glora" in label else method
+    for seed in range(12 * part, 12 * part + 12):
+        drawn = HardRound(method, mixed, seed)
+        drawn.server = replace(drawn.server, memory=0.0045)
+        judge(label, drawn)

@@ -94,7 +94,7 @@ def svd_of_matrix(
     the result. worked_in: of LAPACK's work on X, whose rounding then counts as that of stored factors does."""
     require_some(norm(X)[None], dtype)
     U, s, Vh = torch.linalg.svd(X.to(worked_in), full_matrices=False)
-    stored = max(stored, 4 * unit_roundoff(worked_in) * float(norm(s)))
+    stored = max(stored, max(X.shape) ** 0.5 * unit_roundoff(worked_in) * float(norm(s)))
     keep, noise, rounding = cut_by_rounding(s.tolist(), terms=terms, stored=stored, stored_in=dtype)
     return with_canonical_signs(U[:, :keep].to(dtype), s[:keep].to(dtype), Vh[:keep].to(dtype), noise, rounding)
 
