@@ -389,7 +389,7 @@ def test_seeds_as_they_are_typed() -> None:
         (("--seeds", "0:2", "--set", "run.seed=1"), "--seeds and --set run.seed=... both"),
         (("--workers", "0"), "at least 1, or auto; got '0'"),
         (("--reference", "svd"), "methods: glora, flexlora"),
-        (("--tune", "train.lr"), "--tune takes KEY=NUMBERS"),
+        (("--tune", "train.lr"), "train.lr=NUMBERS"),
         (("--tune", "train.rl=1,2"), "unknown key 'train.rl'; known: lr"),
         (("--tune", "train.lr=1e-3,1e-2", "--tune-seeds", "0"), "seed 0 is both"),
         (("--tune", "train.lr=1e-3,1e-2", "--set", "data.validation=0"), "data.validation = 0 leaves none"),

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,6 +108,16 @@ def test_tensors_come_back_bit_for_bit(dtype: torch.dtype) -> None:
     back = to_tensor(message.content.array_records["arrays"]["x"], (3, 5), "x")
     assert back.dtype == dtype
     assert torch.equal(back.contiguous().view(torch.uint8), tensor.mT.contiguous().view(torch.uint8))
+
+
+def test_a_transposed_array_of_a_stock_client_is_taken() -> None:
+    """numpy stores it in Fortran's order, as Flower's own `Array` packs it; with one row or column it is in both."""
+    for rows, columns in ((3, 5), (1, 4), (4, 1)):
+        wanted = torch.arange(rows * columns, dtype=torch.float32).reshape(rows, columns)
+        found = to_tensor(Array(np.asfortranarray(wanted.numpy())), (rows, None), "B")
+        assert torch.equal(found, wanted) and found.is_contiguous()
+    cube = np.arange(24.0).reshape(2, 3, 4)
+    assert to_tensor(Array(cube.transpose()), (4, 3, 2), "x").tolist() == cube.transpose().tolist()
 
 
 def test_a_parcel_comes_back_as_it_was() -> None:

@@ -164,8 +164,7 @@ def _tell(done: Applied) -> None:
         lines.append(f"left out of the base model: {', '.join(done.left_out[:_LISTED])}{rest}")
     if done.cost is not None:
         lines += _costs(done.cost)
-    for line in lines:
-        notes.warn(line)
+    notes.warn(*lines)
 
 
 def _costs(cost: Cost) -> list[str]:

@@ -43,7 +43,7 @@ def run_batch(
     quiet_libraries()
     if private := [run for run in todo if run.config.privacy is not None]:
         place = places.folder(private[0]).path.parent / "*" / "private" / "log"
-        notes.print(where_to_look(place), style="yellow", markup=False, highlight=False, soft_wrap=True)
+        notes.warn(where_to_look(place))
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), MofNCompleteColumn(),
         TextColumn("{task.fields[unit]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
@@ -67,7 +67,7 @@ def run_batch(
             for outcome in outcomes:
                 finished += 1
                 if not notes.is_terminal:
-                    end = "done" if outcome.error is None else f"failed: {outcome.error}"
+                    end = "done" if outcome.error is None else f"failed: {outcome.error.rstrip('.')}"
                     _log(f"{title}: {finished} of {len(todo)}: {outcome.run.label} {end}, {outcome.seconds:.0f} s")
                 if outcome.run.digest in rows:
                     progress.remove_task(rows.pop(outcome.run.digest))
@@ -107,7 +107,7 @@ def run_stages(
 
 
 def _log(line: str) -> None:
-    notes.print(f"{datetime.now():%H:%M:%S} {line}", markup=False, highlight=False, soft_wrap=True)
+    notes.print(f"{datetime.now():%H:%M:%S} {line}")
 
 
 def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:

@@ -39,6 +39,7 @@ from fedlora.experiments.table_source import Source
 from fedlora.experiments.tables import CellScore, placings, score_cells
 from fedlora.runs.config import RunConfig, load_config, overridden
 from fedlora.runs.inputs import contents
+from fedlora.runs.reading import flat
 from fedlora.runs.sections import MethodSection
 
 _BESIDE = ("validation, best", "test, best", "test, last")  # shown beside the compared score
@@ -127,16 +128,12 @@ def _no_contradiction(
     overrides: Sequence[str], seeds: str | None, tune: Tune | None, base: RunConfig, labels: Mapping[str, MethodSection]
 ) -> None:
     """Raises `ConfigError` if --set repeats another option, or changes a method that does not run."""
-    said = overridden(overrides)
-    if seeds is not None and "seed" in said.get("run", {}):
+    said = flat(overridden(overrides))
+    if seeds is not None and "run.seed" in said:
         raise ConfigError("--seeds and --set run.seed=... both set the seeds; give one.")
-    if tune is not None:
-        there: Any = said
-        for part in tune.key.split("."):
-            there = there.get(part) if isinstance(there, Mapping) else None
-        if there is not None:
-            raise ConfigError(f"--tune and --set {tune.key}=... both set {tune.key}; give one.")
-    if "method" in said and base.method.name not in labels:
+    if tune is not None and tune.key in said:
+        raise ConfigError(f"--tune and --set {tune.key}=... both set {tune.key}; give one.")
+    if any(key.startswith("method.") for key in said) and base.method.name not in labels:
         raise ConfigError(
             f"--set method.... changes the config's method, {base.method.name}, which is not among --methods "
             f"{', '.join(labels)}; write settings after a name, such as 'svd energy=0.9'."
@@ -148,11 +145,9 @@ def _say_before(base: RunConfig, seeds: Sequence[int], by_default: bool, workers
     asked = {"run.threads": base.run.threads > 1, "run.workers": base.run.workers not in (None, 1)}
     threads = "".join(f" in place of {key}" for key, more in asked.items() if more)
     more = "" if workers != "1" or cores() == 1 else f"; --workers auto uses all {cores()} cores"
-    notes.print(
-        f"each run uses one process and one thread{threads}, so --workers changes no result{more}", markup=False
-    )
+    notes.print(f"each run uses one process and one thread{threads}, so --workers changes no result{more}")
     if len(seeds) == 1 and by_default:
-        notes.print("one seed: there will be no interval; add --seeds 0:8", style="yellow", markup=False)
+        notes.warn("one seed: there will be no interval; add --seeds 0:8")
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
@@ -222,7 +217,7 @@ def _drawing(grid: Grid, kept: ComparedRuns) -> Callable[[], list[Path]]:
         stem = stem if len(mine) == len(every) else "-".join([stem, *sorted(mine)])[:200]
         figure = comparison_figure(grid, [mine.get(name, name) for name in every])
         if figure is None:
-            notes.print("no picture of one seed and one evaluated round; add --seeds 0:8, or more rounds", markup=False)
+            notes.print("no picture of one seed and one evaluated round; add --seeds 0:8, or more rounds")
             return []
         return save(figure, kept.work / f"{stem}.pdf", kept.work / f"{stem}.png")
 

@@ -22,16 +22,8 @@ def show_plan(chosen: Sequence[Experiment], profile: str, places: Places, rate: 
     """Show a row for each experiment. rate: examples a second, instead of the pace of finished runs."""
     done, given_up, count = places.finished(unclean=True), places.given_up(), Workloads(places.data_root)
     paces = _paces(done)
-    table = Table(
-        "experiment",
-        "search runs",
-        "runs",
-        "finished",
-        "examples to train",
-        "texts to score",
-        "hours",
-        "MB that travel",
-    )
+    numbers = ("search runs", "runs", "finished", "examples to train", "texts to score", "hours", "MB that travel")
+    table = Table("experiment", *numbers)
     lacking: dict[str, str] = {}
     for experiment in chosen:
         search = searches(experiment, profile)
@@ -52,12 +44,12 @@ def show_plan(chosen: Sequence[Experiment], profile: str, places: Places, rate: 
         )  # fmt: skip
     console.print(table)
     for why, name in lacking.items():
-        console.print(f"{name}: its data were not read: {why}", soft_wrap=True, markup=False)
+        console.print(f"{name}: its data were not read: {why}")
     if lacking:
-        console.print("at most: without data, each client counts with whole batches", soft_wrap=True)
+        console.print("at most: without data, each client counts with whole batches")
     said = "the time of finished runs of the same model and max_length, all included, on any machine"
     by = f"--rate, {rate:g} examples a second: training only, without scoring" if rate else said
-    console.print(f"hours of one process by {by}", soft_wrap=True)
+    console.print(f"hours of one process by {by}")
 
 
 def _sum(each: Sequence[int | None]) -> int | None:

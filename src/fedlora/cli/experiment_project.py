@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,11 +13,10 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, load_claims
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
-from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import left_out
-from fedlora.experiments.seed_plan import path_of, read_plan
+from fedlora.experiments.seed_plan import plan_there
 from fedlora.experiments.spec import Experiment, load_all, load_experiment, names_in
-from fedlora.experiments.store import exists, read_results
+from fedlora.experiments.store import read_results
 
 
 @dataclass(frozen=True)
@@ -35,15 +34,6 @@ class Project:
     @property
     def places(self) -> Places:
         return Places(self.results, self.work, self.data_root)
-
-    @property
-    def done(self) -> Mapping[str, Result]:
-        """Digest -> result, only from committed code."""
-        return self.places.finished()
-
-    @property
-    def given_up(self) -> dict[str, str]:
-        return self.places.given_up()
 
     @cached_property
     def all(self) -> list[Experiment]:
@@ -66,7 +56,7 @@ class Project:
     def grid(self, experiment: Experiment, profile: str, *, unclean: bool = False) -> Grid:
         """The grid with its results. unclean: also from uncommitted code."""
         done = self.places.finished(unclean=unclean)
-        return Grid(experiment, profile, done, self.given_up, self.places.failed_by_machine())
+        return Grid(experiment, profile, done, self.places.given_up(), self.places.failed_by_machine())
 
     def named(self, name: str) -> Experiment:
         """NAME.toml in the folder, or a path. Raises `ConfigError` if there is none; the message lists the names."""
@@ -78,8 +68,7 @@ class Project:
 
     def planned(self, experiment: Experiment, profile: str) -> Experiment:
         """The experiment with the seeds of this profile's stored plan, if there is one."""
-        path = path_of(self.results, experiment.name)
-        plan = read_plan(path) if exists(path) else None
+        plan = plan_there(self.results, experiment.name)
         return experiment if plan is None or plan.profile != profile else experiment.with_seeds(profile, plan.seeds)
 
     def known(self, experiment: Experiment) -> dict[str, Experiment]:
@@ -90,11 +79,6 @@ class Project:
         """Print which finished runs of these experiments and profiles are not shown, and why."""
         places = self.places
         if unclean := read_results(places.unclean):
+            told = places.finished(), unclean, places.unclean, places.given_up()
             for experiment, profile in asked:
-                tell(left_out(experiment, profile, self.done, unclean, places.unclean, self.given_up))
-
-
-def tell(lines: Sequence[str]) -> None:
-    """Print the lines in yellow, next to the result."""
-    for line in lines:
-        notes.print(line, style="yellow", markup=False, soft_wrap=True)
+                notes.warn(*left_out(experiment, profile, *told))

@@ -10,7 +10,7 @@ import typer
 
 from fedlora.cli.batches import run_stages
 from fedlora.cli.experiment_costs import show_plan
-from fedlora.cli.experiment_project import Project, tell
+from fedlora.cli.experiment_project import Project
 from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError, counted
@@ -30,19 +30,20 @@ def run_missing(
     places = project.places
     only = None if seeds is None else parse_seeds(seeds, "--seeds")
     loaded = [_of_seeds(project, project.named(name), profile, only) for name in names]
-    for experiment in loaded:
-        check_number(experiment, profile, experiment.compared(profile))
-        check_runnable(missing(experiment, profile, places, places.given_up()))
     if rate is not None and not plan:
         raise ConfigError("--plan computes hours from --rate: give both, or leave it out.")
+    for experiment in loaded:
+        check_number(experiment, profile, experiment.compared(profile))
+        todo = missing(experiment, profile, places, places.given_up())
+        check_runnable(todo)
+        if plan:
+            continue
+        if gone := missing_files(todo):
+            raise ConfigError(f"experiment {experiment.name}: {' '.join(gone)}")
+        notes.warn(*other_files(todo, places.finished(unclean=True)))
     if plan:
         show_plan(loaded, profile, places, rate)
         return
-    for experiment in loaded:
-        todo = missing(experiment, profile, places, places.given_up())
-        if gone := missing_files(todo):
-            raise ConfigError(f"experiment {experiment.name}: {' '.join(gone)}")
-        tell(other_files(todo, places.finished(unclean=True)))
     for experiment in loaded:
         run_stages(
             experiment, profile, places, workers, given_up=lambda _: places.given_up(),
@@ -52,7 +53,7 @@ def run_missing(
     broken = 0
     for experiment in loaded:
         grid = project.grid(experiment, profile, unclean=True)
-        tell(lost_lines(grid))
+        notes.warn(*lost_lines(grid))
         broken += sum(len(one.seeds) for one in lost_of(grid) if one.why) + len(dead_ends(grid))
     if broken:
         said = f"{counted(broken, 'run')} failed; see {places.work / 'failures'}. Mend the cause, then: fedlora "
@@ -94,7 +95,7 @@ def show_status(project: Project, names: Sequence[str], profile: str, as_json: b
         finished = sum(run.result(done) is not None for run in mains(experiment, profile, done, given_up))
         left = missing(experiment, profile, places, given_up)
         failed = sum(places.failure(run).exists() for run in left)
-        tell(other_files(left, done))
+        notes.warn(*other_files(left, done))
         project.tell_left_out([(experiment, profile)])
         searched = [sum(run.result(done) is not None for run in search), len(search)]
         found[experiment.name] = {

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from fedlora.cli.experiment_decide import answers_of
-from fedlora.cli.experiment_project import Project, tell
+from fedlora.cli.experiment_project import Project
 from fedlora.cli.formats import Format
 from fedlora.cli.scores import show_scores
 from fedlora.cli.screen import NOT_WHOLE, notes, plotted
@@ -25,9 +25,8 @@ from fedlora.experiments.report import Decided, write_report
 from fedlora.experiments.runnable import other_files
 from fedlora.experiments.runner import missing
 from fedlora.experiments.scores import parse_number
-from fedlora.experiments.seed_plan import path_of, read_plan, still_open
+from fedlora.experiments.seed_plan import plan_there, still_open
 from fedlora.experiments.spec import Experiment
-from fedlora.experiments.store import exists
 
 
 def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format) -> None:
@@ -42,7 +41,7 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
     )  # fmt: skip
     project.tell_left_out([(experiment, profile)])
     if late := still_open(project.results, grid):
-        tell([f"Too early to judge: {late}."])
+        notes.warn(f"Too early to judge: {late}.")
     if not is_whole(grid):
         raise typer.Exit(NOT_WHOLE)
 
@@ -92,7 +91,7 @@ def fill_pages(project: Project, pages: Sequence[Path]) -> None:
     for page, text, new in found:
         if new != text:
             files.write(page.resolve(), new)  # a link stays one
-        notes.print(f"{page}: {'filled' if new != text else 'as it was'}", markup=False, highlight=False)
+        notes.print(f"{page}: {'filled' if new != text else 'as it was'}")
     asked = dict.fromkeys(pair for _, text, _ in found for pair in asked_of(text))
     project.tell_left_out([(project.named(name), profile) for name, profile in asked])
 
@@ -119,17 +118,16 @@ def report(project: Project, names: Sequence[str], out: Path, profile: str) -> N
     waiting = {one.family.experiment for one in decided.answers if not one.complete} if decided else set()
     grids = [grid for grid in grids if grid.experiment.name not in waiting]
     write_report(out, grids, project.experiments / "paper_numbers.toml", decided)
-    tell(late)
-    notes.print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
+    notes.warn(*late)
+    notes.print(f"report: {out}")
 
 
 def _decided(project: Project, claims: Claims, experiments: Sequence[Experiment]) -> Decided:
     """Every family with a plan that asks about these experiments."""
     found, grids, past = list[Answers](), {}, {}
     for experiment in experiments:
-        path = path_of(project.results, experiment.name)
-        if claims.of(experiment.name) and exists(path):
-            plan = read_plan(path)
+        plan = plan_there(project.results, experiment.name) if claims.of(experiment.name) else None
+        if plan is not None:
             found += answers_of(project, claims, experiment)
             past[experiment.name] = plan.history
             grid = project.grid(experiment, plan.profile)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import click
 import typer
@@ -107,13 +107,6 @@ def meant(error: click.NoSuchOption) -> str | None:
 
 def _keys(name: str) -> list[str]:
     """All keys called `name` or its plural, and `name` of the table with that name: `method.name`."""
-    from fedlora.runs.config import RunConfig  # imports pydantic and torch, so only after a typing error
+    from fedlora.runs.config import KEYS  # imports pydantic and torch, so only after a typing error
 
-    found = []
-    for section, field in RunConfig.model_fields.items():
-        table = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), field.annotation)
-        keys = getattr(table, "model_fields", {})
-        found += [f"{section}.{key}" for key in (name, f"{name}s") if key in keys]
-        if name == section and "name" in keys:
-            found.append(f"{section}.name")
-    return found
+    return [key for key in KEYS if key.partition(".")[2] in (name, f"{name}s") or key == f"{name}.name"]

@@ -52,8 +52,7 @@ def show_scores(
     lines = [{**line, **aloud} for line in _records(which, cells, differences, grid.rows)]
     show(Printed(tables, lines, value, [*remarks], long_records(grid) if form is Format.long else []), form)
     if form is Format.json:  # the JSON is for a program; this is for people
-        for line in missing:
-            notes.warn(line)
+        notes.warn(*missing)
 
 
 def _records(which: str, cells: Sequence[CellScore], differences: Sequence[Difference], axis: str) -> list[Any]:

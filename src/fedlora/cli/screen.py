@@ -37,9 +37,10 @@ class Screen(Console):
         options = {"highlight": False, **({"soft_wrap": True} if words else {}), **options}
         super().print(*(_printable(o) if isinstance(o, str) else o for o in objects), **options)
 
-    def warn(self, line: str) -> None:
-        """Print a line in yellow: what to know before using the result."""
-        self.print(line, style="yellow")
+    def warn(self, *lines: str) -> None:
+        """Print lines in yellow: what to know before using the result."""
+        for line in lines:
+            self.print(line, style="yellow")
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Escape every string, also in tables, which never pass `print`."""
@@ -102,8 +103,7 @@ def can_write(out: Path) -> None:
 
 def tell_remarks(remarks: Sequence[str]) -> None:
     """Print each assumption about sound adapters on its own line."""
-    for remark in remarks:
-        notes.warn(f"note: {remark}")
+    notes.warn(*(f"note: {remark}" for remark in remarks))
 
 
 def tell_gone(gone: Sequence[str]) -> None:
@@ -129,6 +129,8 @@ def plotted(draw: Callable[[], Iterable[Path]]) -> None:
             notes.print(f"plot: {path}")
     except ImportError:
         notes.print("no plots: matplotlib is missing (pip install 'fedlora[plot]')")
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"the picture cannot be written: {error}.") from error
 

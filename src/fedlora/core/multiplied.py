@@ -15,10 +15,6 @@ Updates with m = 1 are passed on as they came. For other m, the list becomes one
 
 A client with m = 0 has no update in the first two forms. A method that does not say gets "factors", which every method
 can take.
-
-Where the terms b_j a_j of an update cancel, its columns are huge compared with their sum, and rounding such columns in
-float32 would introduce errors as large as everybody's update. A method that takes products therefore gets the update as
-a pair that does not cancel, even with m = 1. The pair is made in float64 and rounded to the upload's dtype.
 """
 
 from __future__ import annotations
@@ -34,11 +30,8 @@ from torch import Tensor
 from fedlora.core.lora import LoRA
 from fedlora.core.method import NOBODY, Update
 from fedlora.linalg import distinct, shortest, unit_roundoff
-from fedlora.linalg.cancelling import cancels, may_cancel
 
 How = Literal["products", "terms", "factors"]
-
-_CANCELS = 100.0  # rewrite an update once the sum of its terms' norms exceeds this many times its own norm
 
 
 class TakesMultipliers(ABC):
@@ -70,12 +63,12 @@ def multiplied(how: How, updates: Sequence[Update], begun: Sequence[LoRA], m: Se
 
     Args:
         updates: as they came, all in one compute dtype. begun: what each client was sent. m: >= 0 each; an update with
-            m = 1 is returned as is, unless its terms cancel.
+            m = 1 is returned as it is.
     """
     each = [(u, _like(R, u), k) for u, R, k in zip(updates, begun, m, strict=True)]
     if how == "factors" or any(len(u.lora.tensors()) < 2 for u in updates):
         return [u if k == 1 else replace(u, lora=_between(u.lora, R, k)) for u, R, k in each]
-    own = [replace(u, weight=k * u.weight, lora=_plain(u.lora)) for u, _, k in each if k]
+    own = [replace(u, weight=k * u.weight) for u, _, k in each if k]
     rest = [replace(u, weight=(1 - k) * u.weight, lora=R) for u, R, k in each if k != 1]
     if how == "terms" or not rest:
         return own + rest
@@ -105,12 +98,6 @@ def plain_pair(sent: LoRA) -> LoRA:
     columns may be zero."""
     B, A = (t.to(sent.factors[0].dtype) for t in shortest([(1.0, *sent.factors)]))
     return LoRA(_padded(B, len(B), sent.rank), _padded(A, sent.rank, A.shape[1]))
-
-
-def _plain(sent: LoRA) -> LoRA:
-    """`sent` itself, or its `plain_pair` if its terms cancel."""
-    terms_cancel = may_cancel(*sent.factors, _CANCELS)[0] and cancels(*sent.factors, _CANCELS)
-    return plain_pair(sent) if terms_cancel else sent
 
 
 def _between(sent: LoRA, begun: LoRA, m: float) -> LoRA:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,14 +27,13 @@ class Summing:
     """What a method needs from a round.
 
     votes: K = sum_i p_i U_i U_i^T. bases: the number of clients whose U_i to keep, the last by name; 0: none.
-    canonical: whose columns span U_i, as in `linalg.gauge_split`. weighting: n_i, or 1 for everybody. rank_tol: the
-    tolerance for a client's rank; None: set by its stored dtype.
+    canonical: whose columns span U_i, as in `linalg.gauge_split`. rank_tol: the tolerance for a client's rank; None:
+    set by its stored dtype.
     """
 
     votes: bool = False
     bases: int = 0
     canonical: Canonical = "product"
-    weighting: Literal["examples", "uniform"] = "examples"
     rank_tol: float | None = None
 
     def tolerance(self, stored: torch.dtype) -> float:

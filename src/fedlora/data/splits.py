@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -76,8 +77,8 @@ Parts = tuple[TextData, TextData, TextData]  # train, validation, test
 def follow(parts: Mapping[str, Parts]) -> dict[str, Parts]:
     """Align several files' parts, so that copies of one text do not straddle two splits across files either.
 
-    A text that several files hold goes, in all of them, to the part it has in the first of these files; a copy that
-    moves is appended to its new part. Nothing is lost, and files that share no text stay as they were.
+    A text that several files hold goes, in all of them, where the first of these files has it. Nothing is lost, and
+    files that share no text are as they were.
 
     Args:
         parts: file -> its parts, with all copies of a text within one part (as from `split`).
@@ -89,19 +90,26 @@ def follow(parts: Mapping[str, Parts]) -> dict[str, Parts]:
     found: dict[str, Parts] = {}
     for name, three in parts.items():
         goes = [[places.setdefault(one, k) for one in inputs(part)] for k, part in enumerate(three)]
-        moved = sum(to != k for k, each in enumerate(goes) for to in each)
-        new: list[TextData] = []
-        for k, which in enumerate(("train", "validation", "test")):
-            order = [k, *(j for j in range(3) if j != k)]  # what arrives follows what stays
-            new.append(TextData.concat([three[j].select(np.flatnonzero(np.equal(goes[j], k))) for j in order]))
-            if len(three[k]) and not len(new[k]):
+        found[name] = rearranged(three, goes)
+        for which, old, new in zip(("train", "validation", "test"), three, found[name], strict=True):
+            if len(old) and not len(new):
+                moved = sum(to != k for k, each in enumerate(goes) for to in each)
                 raise DataError(
                     f"{name!r} has no {which} example left: {moved} of its {sum(map(len, three))} examples are copies "
                     f"of texts in earlier files and follow those, so that no file is tested on what another trains on. "
                     f"Remove the copies from one of the files, or ask for other shares."
                 )
-        found[name] = (new[0], new[1], new[2])
     return found
+
+
+def rearranged(parts: Parts, goes: Sequence[Sequence[int]]) -> Parts:
+    """The same examples in other parts: goes[j][i] is the part that example i of part j goes to. What comes stands
+    behind what stays."""
+    new = []
+    for k in range(3):
+        order = (k, *(j for j in range(3) if j != k))
+        new.append(TextData.concat([parts[j].select(np.flatnonzero(np.equal(goes[j], k))) for j in order]))
+    return new[0], new[1], new[2]
 
 
 def inputs(data: TextData) -> list[tuple[str, str]]:
@@ -110,6 +118,11 @@ def inputs(data: TextData) -> list[tuple[str, str]]:
     if data.history is not None:  # the input is everything the model reads before its answer
         pairs = tuple(" ".join(content for _, content in before) for before in data.history)
     return [(_normalised(text), _normalised(pair)) for text, pair in zip(data.text, pairs, strict=True)]
+
+
+def digests(data: TextData) -> list[str]:
+    """Each example's input in 32 hexadecimal digits of SHA-256, by which two copies are known as such."""
+    return [hashlib.sha256(ascii(one).encode()).hexdigest()[:32] for one in inputs(data)]
 
 
 def _normalised(text: str) -> str:

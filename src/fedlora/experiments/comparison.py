@@ -88,7 +88,7 @@ def comparison(
     for label in methods:
         if (same := folders.setdefault(folder_name(label), label)) != label:
             raise ConfigError(f"the runs of {same!r} and {label!r} would share the folder {folder_name(label)!r}.")
-    run = one_thread.model_dump(mode="json", exclude_defaults=True)
+    run = one_thread.model_dump(mode="json", exclude_defaults=True, exclude={"method"})  # the axis has it
     axis = {
         label: {"method": {"name": section.name, **section.model_dump(mode="json", exclude_defaults=True)}}
         for label, section in methods.items()

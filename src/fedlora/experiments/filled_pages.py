@@ -25,9 +25,9 @@ from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import KINDS, PLANNED, table_of
 from fedlora.experiments.plan import searches
 from fedlora.experiments.result import Result
-from fedlora.experiments.seed_plan import SeedPlan, check_plan, path_of, read_plan, still_open
+from fedlora.experiments.seed_plan import SeedPlan, check_plan, path_of, plan_there, read_plan, still_open
 from fedlora.experiments.spec import load_experiment
-from fedlora.experiments.store import exists, read_failed, read_results
+from fedlora.experiments.store import read_failed, read_results
 from fedlora.experiments.table_source import Source
 
 _MARKER = re.compile(r"<!--\s*(filled|end)\b", flags=re.IGNORECASE)  # anything meant as one
@@ -121,7 +121,7 @@ def _block(asked: str, stored: Stored) -> str:
     grid = stored.grid(name, profile)
     source = Source(grid, words.strip())
     plan: SeedPlan | None = None
-    planned = stored.plans is not None and exists(path_of(stored.plans, name))
+    planned = stored.plans is not None and plan_there(stored.plans, name) is not None
     if kind in PLANNED and not planned:
         return "No plan of it is written yet.\n"
     if kind in PLANNED and stored.claims is None:

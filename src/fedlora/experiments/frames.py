@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedlora.errors import CheckpointError
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
 from fedlora.experiments.store import read_results, read_results_of
+from fedlora.runs.reading import flat
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -50,7 +52,8 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
         the test set after the last round ("test loss"). By round: digest, method, seed, round, metric, client, value.
 
     Raises:
-        CheckpointError: a file there that holds no results. FileNotFoundError: nothing is there.
+        CheckpointError: the folder of one run, or a file there that holds no results. FileNotFoundError: nothing is
+            there.
 
     Example:
         >>> runs = results("results")
@@ -60,6 +63,11 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
     from pandas import DataFrame
 
     place = Path(path)
+    if (place / "manifest.json").is_file():
+        raise CheckpointError(
+            f"{place} is the folder of one run: its scores are in summary.json, and those of each round in "
+            f"metrics.jsonl. A frame is of many runs: give the --out of fedlora compare, or a folder of results."
+        )
     files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
     if not files:
         raise FileNotFoundError(f"{place} has no results (NAME.jsonl).")
@@ -68,7 +76,7 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
     found = [*{d: (file.stem, result) for file in files for d, result in read_results_of(file).items()}.values()]
     if by_round:
         return DataFrame([row for _, result in found for row in rounds_of(result)])
-    settings = [_flat(result.settings.model_dump(mode="json")) for _, result in found]
+    settings = [flat(result.settings.model_dump(mode="json")) for _, result in found]
     differing = {key for one in settings for key in one if any(one[key] != other.get(key) for other in settings)}
     return DataFrame(
         [
@@ -100,10 +108,3 @@ def long_records(grid: Grid) -> list[dict[str, object]]:
         for row in rounds_of(result)
         if row["client"] is None
     ]
-
-
-def _flat(table: Mapping[str, object], where: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in table.items():
-        found |= _flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
-    return found

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fedlora.experiments.plan import PlannedRun, mains
+from fedlora.experiments.plan import Choice, PlannedRun, choice, mains
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import Cell, Experiment
 
@@ -31,6 +31,10 @@ class Grid:
     def used(self) -> list[tuple[PlannedRun, Result]]:
         """Those that have a result."""
         return [(run, result) for run in self.runs if (result := run.result(self.results)) is not None]
+
+    def choice(self, cell: Cell) -> Choice:
+        """What the search came to for a cell."""
+        return choice(self.experiment, self.profile, cell, self.results, self.failed)
 
     @property
     def rows(self) -> str:

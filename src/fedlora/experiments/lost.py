@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fedlora.experiments.digits import shown
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import PlannedRun, dead_end, searches
+from fedlora.experiments.plan import PlannedRun, searches
 from fedlora.experiments.spec import Cell
 
 _NAMED = 5  # cells that were not run, of which the names are told
@@ -66,10 +66,8 @@ def lost_of(grid: Grid) -> list[Lost]:
 
 def dead_ends(grid: Grid) -> dict[str, str]:
     """Cell, in words -> why its search, which is done, chose nothing."""
-    whys = {
-        ", ".join(cell.values()): dead_end(grid.experiment, grid.profile, cell, grid.results, grid.failed)
-        for cell in grid.experiment.cells(grid.profile)
-    }
+    cells = grid.experiment.cells(grid.profile)
+    whys = {", ".join(cell.values()): grid.choice(cell).why for cell in cells}
     return {cell: why for cell, why in whys.items() if why is not None}
 
 

@@ -12,9 +12,9 @@ from fedlora.experiments.tables import in_its_unit, orders, placings, score_cell
 
 _PLACES = 5  # so many places have a column of their own on 80 characters
 _SHARED = (
-    "Places: methods of the same score, to one in a million, share the better place, which counts for each of them; "
-    "the next place stays empty. Those without a number share the last one. An order with a shared place counts as "
-    "another order."
+    "Places: methods of the same score, to one in a hundred thousand, share the better place, which counts for each of "
+    "them; the next place stays empty. Those without a number share the last one. An order with a shared place counts "
+    "as another order."
 )
 
 

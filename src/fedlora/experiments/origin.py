@@ -19,11 +19,6 @@ from fedlora.core import checkpoint
 from fedlora.runs.folder import PARTS, RunFolder
 
 
-def is_clean(commit: object) -> bool:
-    """Whether a commit as manifests have it is of a checkout without local changes. None: code outside a checkout."""
-    return isinstance(commit, Mapping) and commit.get("clean") is True
-
-
 def made_by(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Commit and machine of what computes now. manifest: of this process, not a stored one."""
     machine = {

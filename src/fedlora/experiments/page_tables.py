@@ -15,7 +15,6 @@ from fedlora.experiments.costs import times_of
 from fedlora.experiments.digits import difference_in_words, shown
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import at_the_edge, level_values
 from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.result import SCORES, Result
 from fedlora.experiments.scores import capital, scale
@@ -231,9 +230,8 @@ def _value(grid: Grid, cell: CellScore) -> str:
     """What the search chose; whether other values were as good, or nothing beyond it was tried."""
     if cell.tuned is None:
         return ""
-    level = level_values(grid.experiment, grid.profile, cell.cell, grid.results, grid.failed)
-    edge = at_the_edge(grid.experiment, grid.profile, cell.tuned)
-    told = f" (of {len(level)} that tie)" if level else f" ({edge} tried)" if edge else ""
+    found = grid.choice(cell.cell)
+    told = f" (of {len(found.level)} that tie)" if found.level else f" ({found.edge} tried)" if found.edge else ""
     return f"{shown(cell.tuned)}{told}"
 
 

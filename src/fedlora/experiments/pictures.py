@@ -116,6 +116,14 @@ def figure_of(grid: Grid, margins: Mapping[str, float] | None = None) -> Figure 
     return drawing or dots_figure(grid, margins)
 
 
+def _without(grid: Grid) -> str:
+    """A line of a title that names what its axis has and the picture lacks."""
+    there = {run.cell[grid.rows] for run, _ in grid.used}
+    cells = grid.experiment.cells(grid.profile)
+    gone = dict.fromkeys(cell[grid.rows] for cell in cells if cell[grid.rows] not in there)
+    return f"\n{wrapped('no result: ' + ', '.join(gone), 56)}" if gone else ""
+
+
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 Lines = Mapping[str, Mapping[int, Result]]  # label of the first row axis -> seed -> result
@@ -154,7 +162,7 @@ def curves_figure(grid: Grid, against: str | None = None) -> Figure | None:
     of = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     shaded = f"95 % interval of the gap to {against}" if against else "± standard error"
     bands = f"\nshaded: {shaded}" if any(len(p) <= _BANDS for p in panels.values()) and seeds[-1] > 1 else ""
-    figure.suptitle(f"{wrapped(grid.experiment.title, 56)}\nmean of {of} seeds{bands}", fontsize=13)
+    figure.suptitle(f"{wrapped(grid.experiment.title, 56)}\nmean of {of} seeds{bands}{_without(grid)}", fontsize=13)
     if attacks := attacks_of([result.settings.model_dump() for _, result in grid.used]):
         under_attack(figure, f"some of these runs, by {'; '.join(attacks)}")
     return figure
@@ -306,7 +314,7 @@ def dots_figure(grid: Grid, margins: Mapping[str, float] | None = None) -> Figur
     strip = f"; grey: within the margin {panels[0].margin:g}" if panels[0].margin else ""
     title = wrapped(grid.experiment.title, 56)
     told = wrapped(f"paired by seed, 95 % intervals; hollow: zero inside{strip}{_dotted(panels, ends)}", 56)
-    figure.suptitle(f"{title}\n{told}", fontsize=13)
+    figure.suptitle(f"{title}\n{told}{_without(grid)}", fontsize=13)
     return figure
 
 
@@ -459,6 +467,8 @@ def comparison_figure(grid: Grid, order: Sequence[str]) -> Figure | None:
         dotted = _dotted([panel], {panel.metric: end})
         axis.set_title(f"paired by seed, 95 % interval; hollow: zero inside{dotted}", loc="right")
         axis.set_xlabel(wrapped(f"better than {panel.label} by, {scale(panel.metric)} ({grid.which()})", 56))
+    if gone := _without(grid):
+        figure.suptitle(gone.strip(), fontsize=13)
     if attacks := attacks_of([result.settings.model_dump() for _, result in grid.used]):
         under_attack(figure, "; ".join(attacks))
     return figure

@@ -14,7 +14,6 @@ from filelock import FileLock
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError, DataError, WorkerDied
-from fedlora.experiments.origin import is_clean
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.result import Result
 from fedlora.experiments.store import forget_failed, gather, note_failed, read_failed, read_results, summarise
@@ -23,10 +22,6 @@ from fedlora.runs.folder import RunFolder
 from fedlora.runs.inputs import named
 
 _OF_THE_MACHINE = (OSError, MemoryError, CheckpointError, WorkerDied, BrokenProcessPool, torch.OutOfMemoryError)
-
-
-class FilesChanged(DataError, OSError):
-    """A file that a run is known by changed while the experiment ran. That says nothing of the run."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +106,7 @@ class Places:
         """Note a failed run; beside the results where it failed by itself, in a clean checkout."""
         files.write(self.failure(run), failure_report(run, error))
         commit = manifest.commit_of_code()
-        if commit and is_clean(commit) and not by_machine(error) and not isinstance(error, ConfigError | DataError):
+        if commit and commit["clean"] and not by_machine(error) and not isinstance(error, ConfigError | DataError):
             told = {"label": run.label, "error": type(error).__name__, "commit": commit}
             note_failed(self.results, run.digest, told)
 

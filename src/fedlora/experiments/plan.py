@@ -18,6 +18,7 @@ from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, located, parse_config
 from fedlora.runs.inputs import contents, digest_of
 from fedlora.runs.private_simulation import LEDGER, simulated, with_ledger
+from fedlora.runs.reading import place_of, set_in
 from fedlora.training.metrics import best_of
 
 # (axes but the merged one, seed, searched value) -> (configuration, digest, files)
@@ -87,11 +88,11 @@ def with_mergers_of(run: PlannedRun, other: PlannedRun | None) -> PlannedRun:
 def mains(
     experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
 ) -> list[PlannedRun]:
-    """The runs that count, of those cells whose search is done. failed: as `chosen_value` takes it."""
+    """The runs that count, of those cells whose search is done. failed: as `choice` takes it."""
     planned = []
     known: Known = {}
     for cell in experiment.cells(profile):
-        value = _search(experiment, profile, cell, results, failed, known).value
+        value = choice(experiment, profile, cell, results, failed, known).value
         if value is None and experiment.tune is not None:
             continue
         for seed in experiment.profile(profile).seeds:
@@ -107,7 +108,7 @@ def waiting(
     planned: dict[str, PlannedRun] = {}
     known: Known = {}
     for cell in experiment.cells(profile) if experiment.tune is not None else ():
-        if _search(experiment, profile, cell, results, failed, known) == _Choice():
+        if choice(experiment, profile, cell, results, failed, known) == Choice():
             for seed in experiment.profile(profile).seeds:
                 value = _values(experiment, profile)[-1]
                 run = _planned(experiment, profile, cell, seed, value, searching=False, known=known)
@@ -115,52 +116,35 @@ def waiting(
     return list(planned.values())
 
 
-def chosen_value(
-    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
-) -> float | None:
-    """The searched value that is best on validation, in the mean over the search's runs of all cells that share it.
-
-    Best by the runs' metric: the largest, or of a loss the least. None while one of them is missing, and where no value
-    has a score (`dead_end` says so). A tie goes to the smaller value.
-
-    Args:
-        failed: digests of runs that cannot be had. A value with one of them is none of the search.
-    """
-    return _search(experiment, profile, cell, results, failed).value
-
-
-def level_values(
-    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
-) -> tuple[float, ...]:
-    """All values that share the best score on validation, the chosen one among them; empty where that one is alone."""
-    return _search(experiment, profile, cell, results, failed).level
-
-
-def dead_end(
-    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
-) -> str | None:
-    """Why a search that is done could choose nothing; None where it chose or is not done."""
-    return _search(experiment, profile, cell, results, failed).why
-
-
 @dataclass(frozen=True)
-class _Choice:
-    """What a search came to. why: there is no value, where there can be none. level: as `level_values`."""
+class Choice:
+    """What a search came to. value: the best on validation; None while a run of it is missing, and where none can be
+    taken, for the reason `why`. level: all values that share the best score, the chosen one among them; empty where
+    that one is alone. edge: "largest" or "smallest" where that one is of those tried: the best may lie beyond."""
 
     value: float | None = None
     why: str | None = None
     level: tuple[float, ...] = ()
+    edge: str | None = None
 
 
-def _search(
-    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str],
+def choice(
+    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = (),
     known: Known | None = None,
-) -> _Choice:  # fmt: skip
+) -> Choice:  # fmt: skip
+    """The searched value that is best on validation, in the mean over the search's runs of all cells that share it.
+
+    Best by the runs' metric: the largest, or of a loss the least. A tie goes to the smallest value.
+
+    Args:
+        failed: digests of runs that cannot be had. A value with one of them is none of the search. known: as `_planned`
+            takes it.
+    """
     tune, values = experiment.tune, _values(experiment, profile)
     if tune is None:
-        return _Choice()
+        return Choice()
     if len(values) == 1:
-        return _Choice(values[0])
+        return Choice(values[0])
     if experiment.merged is not None:  # controls go by what they are held against
         axis, label = experiment.merged, cell[experiment.merged]
         cell = {**cell, axis: searched_as(experiment.axes[axis], label, experiment.reference)}
@@ -178,7 +162,7 @@ def _search(
             continue
         found = [result for run in runs if (result := run.result(results)) is not None]
         if len(found) < len(runs):
-            return _Choice()
+            return Choice()
         means.append((value, fmean(result.validation_best for result in found)))
         metrics |= {result.metric for result in found}
     if len(metrics) > 1:
@@ -188,22 +172,17 @@ def _search(
         )
     grid = f"{tune.key} = {', '.join(map(shown, values))}"
     if not means:
-        return _Choice(why=f"no run of the search over {grid} came to its end.")
+        return Choice(why=f"no run of the search over {grid} came to its end.")
     best = best_of(metrics.pop(), means, lambda pair: pair[1])
     if best is None:
-        return _Choice(
+        return Choice(
             why=f"none of {grid} has a score on validation that is a number: all of them diverged. Try others."
         )
     level = tuple(value for value, mean in means if alike(mean, best[1]))
-    return _Choice(best[0], level=level if len(level) > 1 else ())
-
-
-def at_the_edge(experiment: Experiment, profile: str, value: float | None) -> str | None:
-    """ "largest" or "smallest" where the searched value is that one of those tried: the best may lie beyond."""
-    values = _values(experiment, profile)
-    if value is None or len(values) < 2 or values[0] < value < values[-1]:
-        return None
-    return "largest" if value == values[-1] else "smallest"
+    if len(level) > 1:
+        return Choice(min(level), level=level)
+    ends = {values[0]: "smallest", values[-1]: "largest"}
+    return Choice(level[0], edge=ends.get(level[0]))
 
 
 def _searched(experiment: Experiment, profile: str) -> list[Cell]:
@@ -295,14 +274,8 @@ def _check_number_key(config: RunConfig, key: str, where: str) -> None:
 
 def _apply(raw: dict[str, Any], changes: Changes) -> None:
     for key, value in changes.items():
-        *path, last = key.split(".")
-        table = raw
-        for depth, part in enumerate(path, start=1):
-            table = table.setdefault(part, {})
-            if not isinstance(table, dict):
-                known = ".".join(path[:depth])
-                raise ConfigError(f"{key!r} is no key: {known} is a value, not a table.")
         if value == {}:
+            table, last = place_of(raw, key)
             table.pop(last, None)  # a table that an axis before made, taken away
         else:
-            table[last] = deepcopy(value)
+            set_in(raw, key, deepcopy(value))

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from filelock import Timeout
 
 from fedlora.data.demo import PACKAGED
-from fedlora.errors import FedLoRAError, WorkerDied
+from fedlora.errors import FedLoRAError, FilesChanged, WorkerDied
 from fedlora.experiments.origin import made_by, note
-from fedlora.experiments.places import FilesChanged, Places, by_machine
+from fedlora.experiments.places import Places, by_machine
 from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
 from fedlora.experiments.pool import run_in_processes
 from fedlora.experiments.result import content
@@ -152,11 +152,11 @@ def _note(places: Places, run: PlannedRun, error: Exception) -> None:
 
 def _lost(run: PlannedRun, places: Places, error: object) -> Outcome:
     """A run that never came back from its process."""
-    why = f"{type(error).__name__}: {error}"
-    if isinstance(error, BrokenProcessPool):
-        why = "its process was killed twice, perhaps for want of memory (try fewer --workers)"
-    _note(places, run, WorkerDied(why) if isinstance(error, BrokenProcessPool) else RuntimeError(why))
-    return Outcome(run, 0.0, why, by_machine=isinstance(error, BrokenProcessPool))
+    killed = isinstance(error, BrokenProcessPool)
+    told = "its process was killed twice, perhaps for want of memory (try fewer --workers)"
+    why = told if killed else f"{type(error).__name__}: {error}"
+    _note(places, run, WorkerDied(why) if killed else RuntimeError(why))
+    return Outcome(run, 0.0, why, by_machine=killed)
 
 
 def _merge(run: PlannedRun, prepared: Prepared, places: Places) -> None:

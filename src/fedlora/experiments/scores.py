@@ -7,6 +7,7 @@ that is best on validation, "last" at the last one.
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fedlora.errors import ConfigError
@@ -89,9 +90,9 @@ def of_clients(config: RunConfig) -> bool:
 def parse_number(name: str) -> Number:
     """The number of a name. Raises `ConfigError`, with all that there are, for one that is none."""
     if name.startswith("rounds to "):
-        target = _finite(name.removeprefix("rounds to "))
-        if target is not None:
-            return Number(name, "rounds", "to", target)
+        with suppress(ValueError):  # Matthews correlation can be negative, so that any finite one will do
+            if math.isfinite(target := float(name.removeprefix("rounds to "))):
+                return Number(name, "rounds", "to", target)
     where, _, what = name.partition(", ")
     if where == "validation" and what.startswith("mean of last "):
         count = what.removeprefix("mean of last ")
@@ -103,15 +104,6 @@ def parse_number(name: str) -> Number:
         f"no number of a run is called {name!r}; there are: {'; '.join(KNOWN)}. K is a whole number of at least 1, X a "
         f"value of evaluate.metric, as in 'rounds to 0.92'."
     )
-
-
-def _finite(text: str) -> float | None:
-    """A finite number; Matthews correlation can be negative, so that any will do."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
 
 
 # ---- in words ------------------------------------------------------------------------------------------------------

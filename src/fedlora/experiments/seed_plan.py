@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -24,10 +25,9 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Question
 from fedlora.experiments.decisions import Scores, gaps_of
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import PlannedRun, at_the_edge, chosen_value, first_run, level_values, searches
+from fedlora.experiments.plan import PlannedRun, first_run, searches
 from fedlora.experiments.result import Commit, Part, Result
 from fedlora.experiments.spec import Experiment
-from fedlora.experiments.store import exists
 from fedlora.experiments.verdicts import seeds_needed, weigh
 from fedlora.runs.inputs import named
 
@@ -215,11 +215,10 @@ def rates(grid: Grid) -> list[Rate]:
     for cell in experiment.cells(profile):
         key = tuple(cell[axis] for axis in over)
         if key not in chosen:
-            value = chosen_value(experiment, profile, cell, grid.results, grid.failed)
-            level = level_values(experiment, profile, cell, grid.results, grid.failed)
+            made = grid.choice(cell)
             chosen[key] = Rate(
-                of=", ".join(key) or "all", key=experiment.tune.key, value=value, validation=evidence.get(key, {}),
-                at_the_edge=None if level else at_the_edge(experiment, profile, value),
+                of=", ".join(key) or "all", key=experiment.tune.key, value=made.value, validation=evidence.get(key, {}),
+                at_the_edge=made.edge,
             )  # fmt: skip
     return list(chosen.values())
 
@@ -227,7 +226,7 @@ def rates(grid: Grid) -> list[Rate]:
 def write_plan(path: Path, plan: SeedPlan, *, again: bool) -> SeedPlan:
     """Returns what is stored. Raises `ConfigError` where there is one already, unless `again`, which says so in the new
     one."""
-    if exists(path):
+    if os.path.lexists(path):
         old = read_plan(path)
         if not again:
             raise ConfigError(
@@ -252,6 +251,12 @@ def read_plan(path: Path) -> SeedPlan:
         raise ConfigError(f"the plan {path} cannot be read: {why:.300}. Restore it (git).") from error
 
 
+def plan_there(results: Path, experiment: str) -> SeedPlan | None:
+    """The plan among the results; None where there is none, not even a damaged one. Raises as `read_plan`."""
+    path = path_of(results, experiment)
+    return read_plan(path) if os.path.lexists(path) else None
+
+
 def check_plan(plan: SeedPlan, claims: Claims, experiment: Experiment) -> None:
     """Raises `ConfigError` where the questions are others than those that were planned, or a label has become another
     thing."""
@@ -273,8 +278,8 @@ def check_plan(plan: SeedPlan, claims: Claims, experiment: Experiment) -> None:
 def still_open(results: Path, grid: Grid) -> str:
     """ "2 of 4 planned seeds of small are there", of a profile whose plan waits for runs; else "". A number of these
     runs would be a look before its time."""
-    path = path_of(results, grid.experiment.name)
-    if not exists(path) or (plan := read_plan(path)).profile != grid.profile:
+    plan = plan_there(results, grid.experiment.name)
+    if plan is None or plan.profile != grid.profile:
         return ""
     planned = grid.of_seeds(plan.seeds)
     cells = sum(1 for _ in grid.experiment.cells(grid.profile))

@@ -21,6 +21,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.merger_settings import resolved
 from fedlora.experiments.scores import parse_number
 from fedlora.given_files import read_toml
+from fedlora.runs.reading import flat
 
 # What changes no score, and what a search would be judged by.
 NOT_TO_SEARCH = ("run.seed", "run.threads", "run.workers", "data.validation", "data.test", "data.max_test")
@@ -241,13 +242,14 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
         look("tune.at", axis, label)
     if tune is not None and tune.key in NOT_TO_SEARCH:
         refuse(f"tune.key = {tune.key!r}: that is no setting to search.")
-    if _sets(experiment.run, "run.seed"):
+    if "run.seed" in flat(experiment.run):
         refuse("[run.run] sets seed, but runs take the seeds of their profile: write [profiles.NAME] seeds instead.")
-    if tune is not None and _sets(experiment.run, tune.key):
+    if tune is not None and tune.key in flat(experiment.run):
         refuse(
             f"[run] sets {tune.key}, but the search does: write its values in [tune] values, and leave it out there."
         )
     check_set_once(experiment, f"{path}: ")
+    _check_apart(experiment, path)
 
 
 def check_set_once(experiment: Experiment, where: str = "") -> None:
@@ -261,15 +263,22 @@ def check_set_once(experiment: Experiment, where: str = "") -> None:
     tune = experiment.tune
     for key, whose in {"run.seed": "the seeds of the profile", **({tune.key: "the search"} if tune else {})}.items():
         for name, of in changes.items():
-            if _sets(of, key):
+            if key in flat(of):
                 raise ConfigError(
                     f"{where}{name} sets {key}, and so do {whose}: which of the two counts? Leave one of them out."
                 )
 
 
-def _sets(changes: Changes, key: str) -> bool:
-    """Whether these changes say a value for a key, as "train.lr" or within a table."""
-    return any(
-        own == key or (key.startswith(f"{own}.") and isinstance(value, dict) and _sets(value, key[len(own) + 1 :]))
-        for own, value in changes.items()
-    )
+def _check_apart(experiment: Experiment, path: Path) -> None:
+    """Raises `ConfigError` for labels of two axes that set one key to different values in one cell: the later axis
+    would win, under the name of both."""
+    axes = [(axis, labels) for axis, labels in experiment.axes.items() if axis != experiment.merged]
+    for (one, ours), (other, theirs) in itertools.combinations(axes, 2):
+        for label, beside in itertools.product(ours, theirs):
+            here, there = flat(ours[label]), flat(theirs[beside])
+            both = [key for key in here if key in there and here[key] != there[key]]
+            if both and not experiment.skips({one: label, other: beside}):
+                raise ConfigError(
+                    f"{path}: {one} = {label!r} sets {both[0]} = {here[both[0]]!r}, and {other} = {beside!r} sets "
+                    f"{there[both[0]]!r}: which of the two counts? Leave it out of one axis."
+                )

@@ -278,8 +278,3 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def exists(path: Path) -> bool:
-    """Whether there is something, be it damaged: what cannot be read is not taken for nothing."""
-    return os.path.lexists(path)

@@ -9,7 +9,6 @@ from statistics import fmean, stdev
 
 from fedlora.experiments.digits import ALIKE, alike, in_words, places
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import chosen_value
 from fedlora.experiments.scores import explained, parse_number
 from fedlora.experiments.spec import Cell
 
@@ -114,9 +113,9 @@ def score_cells(grid: Grid, number: str = "") -> list[CellScore]:
     """Every cell of the profile with what has been run of it. number: a name as `Result.score` takes it."""
     which, experiment = grid.which(number), grid.experiment
     found: dict[tuple[str, ...], CellScore] = {}
+    seeds = len(experiment.profile(grid.profile).seeds)
     for cell in experiment.cells(grid.profile):
-        tuned = chosen_value(experiment, grid.profile, cell, grid.results, grid.failed)
-        found[tuple(cell.values())] = CellScore(cell, {}, len(experiment.profile(grid.profile).seeds), tuned)
+        found[tuple(cell.values())] = CellScore(cell, {}, seeds, grid.choice(cell).value)
     for run in grid.runs:
         key, result = tuple(run.cell.values()), run.result(grid.results)
         mine = found[key]
@@ -137,8 +136,8 @@ def without_number(cells: Sequence[CellScore]) -> list[str]:
     """A line for each cell that has numbers on some of its runs only; "0 of 5" says it of none."""
     return [
         f"{', '.join(cell.cell.values())}: no number on seed{'s' if len(cell.none) > 1 else ''} "
-        f"{', '.join(map(str, cell.none))}: the run diverged, failed or never got there. So there is no mean, and no "
-        f"difference from another."
+        f"{', '.join(map(str, cell.none))}: the run diverged, failed, stopped early or never got there. So "
+        f"there is no mean, and no difference from another."
         for cell in cells
         if cell.none and cell.scores
     ]

@@ -26,7 +26,7 @@ from fedlora.flower import children
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.site.owner import end_with
+from fedlora.flower.site.owner import end_with, owner_of_this
 from fedlora.flower.site.resident import TrainerFailed, ask
 from fedlora.flower.site.site_work import Do
 from fedlora.flower.terms.agreement import Disagreement
@@ -97,6 +97,8 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
             f"this node was started with {', '.join(sorted(map(str, said))) or 'nothing'} for its configuration, and "
             f"needs site, the path of its site.toml; `fedlora flower node` starts it so."
         )
+    if (owner := owner_of_this()) is not None:  # Flower lets a ClientApp wait for ever for a node that has ended
+        end_with(owner)
     site_file = Path(str(said["site"]))
     began = time.monotonic()
     _say_told(message.content)

@@ -12,7 +12,7 @@ import math
 
 import torch
 
-from fedlora.linalg.basics import gram, norm, unit_roundoff
+from fedlora.linalg.basics import norm, unit_roundoff
 from fedlora.linalg.shapes import Tensor
 from fedlora.linalg.shortest import shortest
 
@@ -41,14 +41,3 @@ def terms_and_size(B: Tensor, A: Tensor) -> tuple[float, float]:
     terms = float((norm(B.detach(), dim=0) * norm(A.detach(), dim=1)).sum())
     left, right = shortest([(1.0, B, A)])
     return terms, float(norm(norm(left, dim=0) * norm(right, dim=1)))
-
-
-def cancels(B: Tensor, A: Tensor, times: float) -> bool:
-    """Whether the terms are more than `times` their sum, of any sizes; also where both are zero, no."""
-    B, A = B.detach().double(), A.detach().double()
-    of_B, of_A = (torch.frexp(norm(t, dim=k)).exponent.clamp(-1000, 1000) for k, t in enumerate((B, A)))
-    B, A = torch.ldexp(B, -of_B), torch.ldexp(A, -of_A[:, None])  # any sizes: their squares are numbers now
-    lengths = norm(B, dim=0) * norm(A, dim=1)
-    sizes = torch.where(lengths > 0, of_B + of_A, -4000)
-    w = torch.ldexp(torch.ones_like(lengths), (sizes - sizes.max()).clamp(min=-1000))
-    return float(w @ (gram(B) * gram(A.mT)) @ w) * times**2 < float(w @ lengths) ** 2

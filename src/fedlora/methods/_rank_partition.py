@@ -13,16 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Update
-from fedlora.linalg import rank_tolerance, svd_of_product
+from fedlora.linalg import svd_of_product
+
+Weighting = Literal["examples", "rank-partition"]
 
 
 def partitioned(updates: Sequence[Update]) -> list[Update]:
-    """The same updates with component k of each scaled by sum_j p_j / sum_{j: r_j >= r(k)} p_j."""
+    """The same updates, in float64, with component k of each scaled by sum_j p_j / sum_{j: r_j >= r(k)} p_j."""
     ranks = sorted({u.rank for u in updates})
     everyone = sum(u.weight for u in updates)
     gains: list[float] = []  # by component
@@ -33,6 +36,5 @@ def partitioned(updates: Sequence[Update]) -> list[Update]:
 
 
 def _scaled(update: Update, gains: Sequence[float]) -> LoRA:
-    spectrum = svd_of_product(update.B, update.A, tolerance=rank_tolerance(update.B.dtype))
-    scale = torch.tensor(gains[: spectrum.rank], dtype=spectrum.s.dtype, device=spectrum.s.device)
-    return LoRA(spectrum.U * (spectrum.s * scale), spectrum.Vh)
+    spectrum = svd_of_product(update.B, update.A, tolerance=0.0, dtype=torch.float64)
+    return LoRA(spectrum.U * (spectrum.s * spectrum.s.new_tensor(gains[: spectrum.rank])), spectrum.Vh)

@@ -5,6 +5,7 @@
 The server's update is exact and gauge-invariant, but the pair (B, A) that clients train on is not. Where the product
 B A is over a hundred times the clients' updates, as when one client's factors are (B_i c, A_i / c), the residual would
 lose the mean in rounding: then the factors that are averaged are those of each update's balanced SVD. One common rank.
+Where its terms are over four times the mean update, the residual also makes up for what storing the pair costs.
 The residuals add up in a `BaseChange`, so that a client that missed rounds gets the steps that it lacks. Deviations
 from the authors' code: weights p_i instead of a uniform mean, and no transpose of the residual, which is wrong there
 for `nn.Linear`.
@@ -18,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from fedlora.core.base_change import BaseChange, added, moved
 from fedlora.core.lora import LoRA, revive, stack
 from fedlora.core.method import Readout, Roles, Update
@@ -25,11 +28,13 @@ from fedlora.core.multiplied import How, TakesMultipliers, plain_pair
 from fedlora.linalg import norm
 from fedlora.linalg.weighted_mean import weighted_mean
 from fedlora.methods._factors import require_one_rank, require_readout_rank
-from fedlora.methods._spectral import rounding_share
+from fedlora.methods._spectral import mean_pair, rounding_share
 
 # How much larger than the clients' updates the product of the averaged pair may be. Where one client's factors are
 # (B c, A / c) it is c times as large, and the residual must cancel it: 1e10 leaves 6 digits of float64, 1e16 none.
 _BORNE = 100.0
+# How much larger than the mean update its terms may be before what storing it costs belongs to the residual too.
+_OWN = 4.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,13 +76,16 @@ class FedExLoRA(TakesMultipliers):
         require_one_rank("FedEx-LoRA", state.mean.rank, updates)
         p = [u.weight for u in updates]
         loras = [u.lora for u in updates]
-        mean = _averaged(loras, p)
+        mean, exact = _averaged(loras, p), mean_pair(updates)
         balanced = _size(mean) > _BORNE * math.fsum(abs(w) * _size(lora) for w, lora in zip(p, loras, strict=True))
         if balanced:
-            loras = [plain_pair(lora) for lora in loras]
-            mean = _averaged(loras, p)
-        base = moved(state.base, residual(loras, p, mean), mean.factors[0].dtype)
-        return FedExLoRAState(state.key, state.round + 1, mean, base, rounding_share(updates), balanced)
+            mean = _averaged([plain_pair(lora) for lora in loras], p)
+        if balanced or norm(norm(mean.factors[0], dim=0) * norm(mean.factors[1], dim=1)) > _OWN * exact.norm():
+            step = stack([exact, mean.map(Tensor.double)], [1.0, -1.0])
+        else:
+            step = residual(loras, p)
+        base = moved(state.base, step, mean.factors[0].dtype)
+        return FedExLoRAState(state.key, state.round + 1, mean, base, rounding_share(updates, exact), balanced)
 
     def readout(self, state: FedExLoRAState, client: str | None, rank: int) -> Readout:
         require_readout_rank("FedEx-LoRA", state.mean.rank, client, rank)
@@ -105,13 +113,12 @@ def _size(lora: LoRA) -> float:
     return math.prod(float(norm(t)) for t in lora.factors)
 
 
-def residual(loras: Sequence[LoRA], weights: Sequence[float], mean: LoRA) -> LoRA:
+def residual(loras: Sequence[LoRA], weights: Sequence[float]) -> LoRA:
     """sum_i p_i B_i A_i less the product of the averaged pair, as one pair in float64, without cancellation.
 
     With P = sum_i p_i (below 1 where clients without a module count as zero) and the means B, A over P it is the sum of
     p_i (B_i - B)(A_i - A), and (P - P^2) B A. Clients that are near each other have a small residual, which a
-    difference of two large products would lose in rounding. mean: the averaged pair as it is stored. In coordinates in
-    which its product is larger than the clients' updates, what storing it cost belongs to the residual too.
+    difference of two large products would lose in rounding. Storing the pair costs its own roundoff of either product.
     """
     P = math.fsum(weights)
     pairs = [tuple(t.double() for t in lora.factors) for lora in loras]
@@ -119,9 +126,4 @@ def residual(loras: Sequence[LoRA], weights: Sequence[float], mean: LoRA) -> LoR
     parts, shares = [LoRA(B_i - B, A_i - A) for B_i, A_i in pairs], list(weights)
     if P != 1:
         parts, shares = [*parts, LoRA(B, A)], [*shares, P - P * P]
-    stored_B, stored_A = (t.double() for t in mean.factors)
-    sizes = [_size(LoRA(*pair)) for pair in (*pairs, (stored_B, stored_A))]
-    if sizes[-1] > 8 * math.fsum(p * size for p, size in zip(weights, sizes, strict=False)):
-        parts += [LoRA(P * B - stored_B, P * A), LoRA(stored_B, P * A - stored_A)]
-        shares += [1.0, 1.0]
     return stack(parts, shares)

@@ -24,7 +24,7 @@ from fedlora.core.multiplied import How, TakesMultipliers
 from fedlora.core.summing import FromSums, Summing, Sums
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum, svd_of_matrix
-from fedlora.methods._rank_partition import partitioned
+from fedlora.methods._rank_partition import Weighting, partitioned
 from fedlora.methods._spectral import (
     accumulated_spectrum,
     instantiate,
@@ -36,7 +36,6 @@ from fedlora.methods._spectral import (
 )
 
 Solver = Literal["thin", "dense"]
-Weighting = Literal["examples", "rank-partition"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +56,7 @@ class FlexLoRA(FromSums[FlexLoRAState], Accumulating[FlexLoRAState], TakesMultip
 
     Args:
         solver: of the mean update's SVD: "thin", or "dense", the full SVD of the d_out x d_in mean, as papers time it;
-            the same result.
+            the same result, to a few roundoffs of the uploads' dtype: LAPACK works in it here.
         weighting: "examples" uses the p_i that the server hands in; "rank-partition" is raFLoRA (`preset="raflora"`).
     """
 
@@ -96,14 +95,15 @@ class FlexLoRA(FromSums[FlexLoRAState], Accumulating[FlexLoRAState], TakesMultip
             )
 
     def aggregate(self, state: FlexLoRAState, updates: Sequence[Update]) -> FlexLoRAState:
+        dtype = updates[0].B.dtype
         if self.weighting == "rank-partition":
             updates = partitioned(updates)
         if self.solver == "thin":
-            spectrum = mean_spectrum(updates)
+            spectrum = mean_spectrum(updates, dtype)
         else:
-            B, A = mean_pair(updates).factors
-            terms, stored = rounding_noise(updates)
-            spectrum = svd_of_matrix(B @ A, terms=terms, stored=stored, dtype=updates[0].B.dtype)
+            mean = mean_pair(updates)
+            terms, stored = rounding_noise(updates, mean)
+            spectrum = svd_of_matrix(mean.delta(), terms=terms, stored=stored, dtype=dtype, worked_in=dtype)
         return FlexLoRAState(state.key, state.round + 1, spectrum, None)
 
     def summing(self) -> Summing:

@@ -61,8 +61,9 @@ class FLoRA(TakesMultipliers):
         return "products"
 
     def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:
-        base = moved(state.base, mean_pair(updates), updates[0].B.dtype)
-        return FLoRAState(state.key, state.round + 1, base, state.start, state.d_out, rounding_share(updates))
+        mean = mean_pair(updates)
+        base = moved(state.base, mean, updates[0].B.dtype)
+        return FLoRAState(state.key, state.round + 1, base, state.start, state.d_out, rounding_share(updates, mean))
 
     def readout(self, state: FLoRAState, client: str | None, rank: int) -> Readout:
         A = state.start[:rank]

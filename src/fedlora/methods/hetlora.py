@@ -50,7 +50,8 @@ class HetLoRA(TakesMultipliers):
     Args:
         weights: "sparsity" (the paper's w_i by the norm of the update, module by module) or "examples" (the server's
             p_i).
-        solver: of the norms: "thin" by QR factors, or "dense" from B_i A_i itself, as papers time it; the same numbers.
+        solver: of the norms: "thin" by QR factors, or "dense" from B_i A_i itself, as papers time it; the same numbers,
+            to a few roundoffs of the uploads' dtype.
         pruning: whether clients are asked to penalise and prune their tail.
         strength: weight of that penalty in the clients' loss, >= 0; see `TailPenalty`.
         keep: where the tail begins, as a share of the rank, in (0, 1).

@@ -15,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.summing import FromMeans
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import rank_tolerance, svd_of_product
+from fedlora.linalg import svd_of_product
 from fedlora.methods._slots import first, mean_columns, mean_rows
 
 Coordinates = Literal["factors", "subspace"]
@@ -70,6 +71,7 @@ class PaddedAverage(FromMeans):
         pairs = [(u.B, u.A) if self.coordinates == "factors" else _subspace(u) for u in updates]
         rank = max(state.mean.rank, *(u.lora.rank for u in updates))
         mean = LoRA(mean_columns([B for B, _ in pairs], p, rank), mean_rows([A for _, A in pairs], p, rank))
+        mean = mean.map(lambda t: t.to(updates[0].B))
         return PaddedAverageState(state.key, state.round + 1, mean)
 
     def require_means(self) -> None:
@@ -91,5 +93,5 @@ class PaddedAverage(FromMeans):
 
 
 def _subspace(update: Update) -> tuple[Tensor, Tensor]:
-    spectrum = svd_of_product(update.B, update.A, tolerance=rank_tolerance(update.stored))
+    spectrum = svd_of_product(update.B, update.A, tolerance=0.0, dtype=torch.float64)
     return spectrum.U, spectrum.s[:, None] * spectrum.Vh

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from fedlora.errors import HyperparameterError
+from fedlora.errors import FilesChanged, HyperparameterError
 
 GROUP = "fedlora.methods"
 
@@ -37,6 +38,7 @@ def loaded(place: str, name: str) -> Any:
         HyperparameterError: it cannot be imported, whatever its module raised.
     """
     module, _, path = place.partition(":")
+    new = module not in sys.modules
     try:
         _reach(module.partition(".")[0])
         found: Any = importlib.import_module(module)
@@ -50,6 +52,8 @@ def loaded(place: str, name: str) -> Any:
             f"the method {name!r} cannot be made: {type(error).__name__}: {error}. A class is given as "
             f"package.module:Class, and its module must be importable from here.{hint}"
         ) from error
+    if new and isinstance(found, type):
+        code_of(found)  # as it is imported: its file may be another one by the time that a run asks
     return found
 
 
@@ -73,7 +77,11 @@ _INSTALLED = frozenset(("site-packages", "dist-packages"))
 
 def code_of(cls: type[Any]) -> dict[str, str]:
     """File, as "package/module.py" -> SHA-256, of the code of a class and its bases: their modules, of a package all of
-    it, and what lies beside and is imported. Empty for ours, which are known by version and commit."""
+    it, and what lies beside and is imported. Empty for ours, which are known by version and commit.
+
+    Raises:
+        FilesChanged: this process runs what stood in a file before.
+    """
     found: dict[str, str] = {}
     for base in cls.__mro__:
         module = sys.modules.get(base.__module__)
@@ -85,8 +93,29 @@ def code_of(cls: type[Any]) -> dict[str, str]:
         if top == "__main__":
             root, top = Path(file).parent, Path(file).stem
         for path in _sources(root, top) or {Path(file)}:  # compiled code has no source
-            found[path.relative_to(root).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+            name = path.relative_to(root)
+            parts = name.with_suffix("").parts
+            whose = base.__module__ if path == Path(file) else ".".join(p for p in parts if p != "__init__")
+            found[name.as_posix()] = _digest(path, sys.modules.get(whose))
     return dict(sorted(found.items()))
+
+
+# File -> (what it was imported as, None where it was not; its SHA-256), as this process saw it last.
+_SEEN: dict[Path, tuple[object, str]] = {}
+
+
+def _digest(path: Path, module: ModuleType | None) -> str:
+    """The SHA-256 of a file, which a module was made of. One that is imported anew has another spec."""
+    now = hashlib.sha256(path.read_bytes()).hexdigest()
+    imported = getattr(module, "__spec__", None) or module
+    before, known = _SEEN.get(path, (None, now))
+    if known != now and imported is not None and (before is None or before is imported):
+        raise FilesChanged(
+            f"{path} changed after this process imported it, and the process goes on with the code from before. What "
+            f"is finished is stored as of that code. To use the new one, start the command (or the kernel) again."
+        )
+    _SEEN[path] = imported, now
+    return now
 
 
 def _sources(root: Path, top: str) -> set[Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -50,11 +50,15 @@ class Dealt:
     categories: Mapping[str, str] = field(default_factory=dict)
 
 
-def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] = ()) -> Dealt:
+Keep = Callable[[Parts], Parts]  # the parts of one file as drawn -> as they are to be
+
+
+def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] = (), keep: Keep | None = None) -> Dealt:
     """The run's data.
 
     Args:
-        label_names: the classes that a resumed run began with, in order; by default data.labels, or all that occur.
+        label_names: the classes that a run was begun with, in order; by default data.labels, or all that occur.
+        keep: what is to be held out of each file, where a draw before has decided that.
 
     Raises:
         ConfigError, DataError: data cannot be read, or not be distributed as configured.
@@ -68,7 +72,7 @@ def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] =
         )
     if config.data.task == "superni":
         return _superni(config, data_root)
-    dealt = _glue(config, data_root) if config.data.task is not None else _files(config, label_names)
+    dealt = _glue(config, data_root) if config.data.task is not None else _files(config, label_names, keep)
     _check_classes(config, dealt)
     return dealt if share is None else _with_own_tests(dealt, share, config.run.seed)
 
@@ -188,7 +192,7 @@ def _at_most(data: TextData, limit: int | None, seed: int, *purpose: str) -> Tex
     return data.select(sorted(drawn))
 
 
-def _files(config: RunConfig, label_names: Sequence[str]) -> Dealt:
+def _files(config: RunConfig, label_names: Sequence[str], keep: Keep | None) -> Dealt:
     d = config.data
     shares = {
         part: value if isinstance(value := getattr(d, part), float | int) else 0 for part in ("validation", "test")
@@ -199,6 +203,8 @@ def _files(config: RunConfig, label_names: Sequence[str]) -> Dealt:
     text = _read(config, list(dict.fromkeys(files)), label_names)
     whole = {client: text[path] for client, path in sources.items() if path}
     pieces = follow({c: _split(config, c, data, shares) for c, data in whole.items()})
+    if keep is not None:
+        pieces = {c: keep(drawn) for c, drawn in pieces.items()}
     pieces = {
         c: (
             _at_most(train, d.max_train if d.clients else None, config.run.seed, "train", c),

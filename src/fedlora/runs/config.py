@@ -21,7 +21,7 @@ from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection, attack_reasons
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
-from fedlora.runs.reading import checked, tables_in
+from fedlora.runs.reading import checked, set_in, tables_in
 from fedlora.runs.sections import (
     ClientsSection,
     DataSection,
@@ -154,14 +154,7 @@ def override_in(raw: dict[str, Any], text: str) -> None:
     key, found, value = text.partition("=")
     if not found or not all(key.split(".")):
         raise ConfigError(f"--set takes KEY=VALUE with dots in KEY, such as run.rounds=5; got {text!r}.")
-    parsed = typed(value, f"--set {text!r}")
-    *path, last = key.strip().split(".")
-    table = raw
-    for part in path:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"--set {text}: {part!r} is a value, not a table.")
-    table[last] = parsed
+    set_in(raw, key.strip(), typed(value, f"--set {text!r}"))
 
 
 def typed(text: str, where: str) -> Any:

@@ -25,7 +25,7 @@ from fedlora.errors import ConfigError, DataError, HyperparameterError
 from fedlora.methods.plugins import code_of
 from fedlora.methods.registry import find
 from fedlora.runs.attack_section import with_flipped_labels
-from fedlora.runs.client_data import Dealt, deal
+from fedlora.runs.client_data import Dealt, Keep, deal
 from fedlora.runs.config import KEYS, RunConfig, has_no_effect
 from fedlora.training.content import file_digest, model_content
 
@@ -81,10 +81,10 @@ def there_now(
 
 
 def dealt_out(
-    config: RunConfig, data_root: Path | None, label_names: Sequence[str] = ()
+    config: RunConfig, data_root: Path | None, label_names: Sequence[str] = (), keep: Keep | None = None
 ) -> tuple[Dealt, Adversary | None]:
-    """The clients' training data, with liars' labels flipped; and the liars. Raises like `deal`."""
-    data = deal(config, data_root, label_names)
+    """The data as clients train on them, labels flipped where one lies so; and who lies. Raises as `deal`."""
+    data = deal(config, data_root, label_names, keep)
     adversary = None
     if config.attack.on:
         factors = multiplied_how(config.method.build()) == "factors" and config.server.upload == "factors"

@@ -1,7 +1,7 @@
 """Observers that process each round a run has played, in order: kept uploads, the log, trackers, checkpoints.
 
-They see a round before it is yielded to the caller. `diagnosed` prepares their input: the round's record with its
-diagnosis, as one line of metrics.jsonl.
+An observer is told of a round before anybody outside is. `diagnosed` makes what they look at: the round's record with
+its diagnosis, as one line of metrics.jsonl.
 """
 
 from __future__ import annotations

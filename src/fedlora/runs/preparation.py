@@ -28,7 +28,7 @@ from fedlora.runs.checks import (
     check_task,
     planned_privacy,
 )
-from fedlora.runs.client_data import Dealt
+from fedlora.runs.client_data import Dealt, Keep
 from fedlora.runs.config import RunConfig
 from fedlora.runs.exported import named
 from fedlora.runs.inputs import dealt_out
@@ -86,13 +86,15 @@ class Prepared:
     secrets: Mapping[str, Any] | None = None
 
 
-def prepare(config: RunConfig, data_root: Path | None = None, label_names: Sequence[str] = ()) -> Prepared:
-    """Read and distribute the data, load the model. Writes nothing.
+def prepare(
+    config: RunConfig, data_root: Path | None = None, label_names: Sequence[str] = (), keep: Keep | None = None
+) -> Prepared:
+    """Read the data, deal it out, load the model. Nothing is written.
 
     Args:
-        data_root: where the files for `data.task` are. Not part of the configuration: it says where, not what.
-        label_names: a resumed run's classes, `stored_classes` of its folder. By default data.labels, or all that
-            occur.
+        data_root: where the files of `data.task` are. Not part of the configuration: it says where, not what.
+        label_names: the classes of a run that is gone on with, `stored_classes` of its folder. By default data.labels,
+            or all that occur. keep: as `deal` has it.
 
     Raises:
         ConfigError, DataError, HyperparameterError: the configuration cannot be run as written.
@@ -108,8 +110,7 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
         torch.set_num_threads(threads)
     check_trackers(config.run.track)
     config.model.check_targets(config.lora.targets)
-    check_task(config)
-    data, adversary = _data(config, data_root, label_names)
+    data, adversary = _data(config, data_root, label_names, keep)
     parts = data.parts
     a_round = len(sample_clients(list(parts), config.run.participation, seed=0, round=0))
     processes = config.run.processes(config.model.chosen_device(), a_round)
@@ -147,8 +148,11 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
     )
 
 
-def _data(config: RunConfig, data_root: Path | None, label_names: Sequence[str]) -> tuple[Dealt, Adversary | None]:
-    data, adversary = dealt_out(config, data_root, label_names)
+def _data(
+    config: RunConfig, data_root: Path | None, label_names: Sequence[str], keep: Keep | None
+) -> tuple[Dealt, Adversary | None]:
+    check_task(config)
+    data, adversary = dealt_out(config, data_root, label_names, keep)
     if config.data.task == "mnli" and not data.probes:
         log.warning(
             "data.task = 'mnli' from --data-root has one test set, matched or mixed: whichever the file holds. "

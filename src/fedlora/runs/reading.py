@@ -87,3 +87,39 @@ def tables_in(annotation: Any) -> Iterator[type[Section]]:
         yield annotation
     for inside in get_args(annotation):
         yield from tables_in(inside)
+
+
+# ---- dotted keys -----------------------------------------------------------------------------------------------------
+
+
+def place_of(raw: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The table that a dotted key is in, made where it is not there yet; and the key's name in it. Raises `ConfigError`
+    where a part of the key is no table."""
+    *path, last = key.split(".")
+    table = raw
+    for depth, part in enumerate(path, start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{key!r} is no key: {'.'.join(path[:depth])} is a value, not a table.")
+    return table, last
+
+
+def set_in(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set one dotted key in nested tables. Raises `ConfigError` as `place_of`, and for a table of keys in place of one
+    that has others."""
+    table, last = place_of(raw, key)
+    old = table.get(last) if table is raw else None
+    if isinstance(old, dict) and isinstance(value, dict) and (lost := sorted({*old} - {*value})):
+        raise ConfigError(
+            f"{key} = {value!r} would replace the whole table, without {', '.join(lost)}. Say what changes alone, by "
+            f"its dotted key: {key}.{next(iter(value), lost[0])} = ..."
+        )
+    table[last] = value
+
+
+def flat(table: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """The tables within it as dotted keys: of {"train": {"lr": 0.1}} {"train.lr": 0.1}."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
+    return found

@@ -32,8 +32,8 @@ from fedlora.server.terms import Terms
 
 log = logging.getLogger("fedlora.server")
 
-# Over the size of an update, from which on its columns are not handed over. "terms" are added up in float32; an average
-# of factors is moved by the root of 1e4, and coordinates of condition 1e3 are an audit's own.
+# Over the size of an update, from which on its columns are not handed over. "terms" averages them in float32 too; an
+# average of factors is moved by the root of 1e4, and coordinates of condition 1e3 are an audit's own.
 _BORNE = {"products": math.inf, "terms": 1e2, "factors": 1e4}
 _SHOWN = 4
 

@@ -60,7 +60,7 @@ class ProductSums:
     def add(self, updates: Sequence[Update]) -> None:
         """Some more updates, with weights n_i; in place."""
         wanted = self.wanted
-        counts = [1.0 if wanted.weighting == "uniform" else u.weight for u in updates]
+        counts = [u.weight for u in updates]
         B = torch.cat([n * u.B.double() for n, u in zip(counts, updates, strict=True)], dim=1)
         A = torch.cat([u.A.double() for u in updates])
         self.products.addmm_(B, A)
@@ -87,7 +87,7 @@ class ProductSums:
 
     def mean(self, total: float | None) -> Sums:
         """As methods take it; uses the sums up. total: of all weights, None: of those that were added."""
-        total = self.weight if total is None or self.wanted.weighting == "uniform" else total
+        total = self.weight if total is None else total
         ranks = {client: self.ranks[client] for client in sorted(self.ranks)}
         bases = {client: self.bases[client] for client in sorted(self.bases)}
         return Sums(

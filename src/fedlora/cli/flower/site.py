@@ -128,14 +128,14 @@ def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
     found = checked(Site, {"name": said.site, **settings}).located(Path.cwd())
     notes.print("reading the data and the base model ...")
     with TemporaryDirectory() as place:  # read the weights once; their cache moves into the folder once it exists
-        cache = Path(place) / "base.json"
-        rows, facts = checked_work(said, found, cache)
+        meanwhile = SiteFolder(Path(place))
+        rows, facts = checked_work(said, found, meanwhile)
         if wrong := [text for _, text, sound in rows if sound is False]:
             raise ConfigError(f"{' '.join(wrong)} {folder} was not made, and nothing was sent.")
         rows.append(app_row(said, said.app))
         request = make_site(folder, join, found, facts.table())
-        if cache.is_file():
-            files.write(here.base_cache, cache.read_bytes())
+        if meanwhile.base_cache.is_file():
+            files.write(here.base_cache, meanwhile.base_cache.read_bytes())
     server = [row for row in checked_server(said, here) if row[0] == "clock" or not row[2]]
     table = Table("", "found", "")
     for what, text, sound in [*rows, *server]:

@@ -60,7 +60,7 @@ def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
         raise RecordError(f"{what} is declared as {array.dtype[:20]!r}; it must be one of {', '.join(_TYPES)}.")
     dtype = _TYPES[array.dtype]
     needed = math.prod(declared) * dtype.itemsize
-    begin = _numpy_data(array, declared, what) if array.stype == NUMPY else SALT
+    begin, by_columns = _numpy_data(array, declared, what) if array.stype == NUMPY else (SALT, False)
     if array.stype not in (NUMPY, SALTED):
         raise RecordError(f"{what} is packed as {array.stype[:40]!r}, which is not read.")
     if any(d < 0 for d in declared) or len(array.data) - begin != needed:
@@ -69,11 +69,15 @@ def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
     data = memoryview(array.data)[begin:] if array.stype == NUMPY else unsalted(array.data)
     if not needed:
         return torch.empty(declared, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(declared)
+    values = torch.frombuffer(bytearray(data), dtype=dtype)
+    if by_columns:
+        return values.reshape(declared[::-1]).permute(*reversed(range(len(declared)))).contiguous()
+    return values.reshape(declared)
 
 
-def _numpy_data(array: Array, declared: tuple[int, ...], what: str) -> int:
-    """Where the data of a .npy begin, once its header says what the record says. Nothing is allocated by its word."""
+def _numpy_data(array: Array, declared: tuple[int, ...], what: str) -> tuple[int, bool]:
+    """Where the data of a .npy begin, and whether they lie in Fortran's order (a transposed array's do), once its
+    header says what the record says. Nothing is allocated by its word."""
     file = io.BytesIO(array.data[: _HEADER + 12])
     try:
         version = npy.read_magic(file)
@@ -81,10 +85,10 @@ def _numpy_data(array: Array, declared: tuple[int, ...], what: str) -> int:
         shape, fortran, dtype = read(file, max_header_size=_HEADER)
     except Exception as error:  # whatever a forged header brings about is its sender's
         raise RecordError(f"{what} has a numpy header that is not read: {shown(error, 200)}.") from error
-    said = (_NUMPY_TYPES.get(dtype.str, dtype.str), shape, fortran)
-    if said != (array.dtype, declared, False):
+    said = (_NUMPY_TYPES.get(dtype.str, dtype.str), shape)
+    if said != (array.dtype, declared):
         raise RecordError(f"{what} is declared as {array.dtype} {declared}, and its header says {said[0]} {said[1]}.")
-    return file.tell()
+    return file.tell(), bool(fortran)
 
 
 def _shown(shape: Sequence[int | None]) -> str:

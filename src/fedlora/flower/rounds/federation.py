@@ -25,7 +25,7 @@ from fedlora.flower.rounds.private_federation import planned
 from fedlora.flower.rounds.results import check_readouts
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
-from fedlora.flower.rounds.settings_history import History, held_out_digest
+from fedlora.flower.rounds.settings_history import History
 from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
@@ -105,8 +105,8 @@ def begun(folder: Path, *, measure: bool = True) -> Begun:
         )
     history = History.read(home.server / "settings.json")
     examples = at_server.examples if choosing is not None and choosing.by == "server" else None
-    held_out = held_out_digest(settings, examples) if measure else history.held_out
-    history = history.with_(settings, rounds, held_out)
+    held_out = f"server:{examples[:16]}" if examples is not None else "sites"
+    history = history.with_(settings, rounds, held_out if measure else history.held_out)
     return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, agreement, at_server, choosing,
                  rounds, history)  # fmt: skip
 

@@ -53,6 +53,8 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
             log.info("%s", told(summary))
             return summary
         b.history.write(home.server / "settings.json")
+        for line in b.history.told():
+            log.info("settings: %s", line)
         home.summary.unlink(missing_ok=True)
         recorder.track(strategy.round)
         if stopped is None:

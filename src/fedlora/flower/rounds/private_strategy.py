@@ -32,6 +32,7 @@ from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
 _OURS = (ConfigError, CheckpointError, LedgerError, BudgetSpent)  # whose words are of the server's own files
+_REMIND = 300.0  # seconds until the same is said again
 
 
 class PrivateFedLoRA(FedLoRA):
@@ -87,7 +88,7 @@ class PrivateFedLoRA(FedLoRA):
             asked = bool(intake.asked)
             if asked:
                 self._require_room(number)  # before anybody trains for it
-                self._wait_for_members(grid, deadline)
+                self._wait_for_members(grid, number, deadline)
             trial = self._attempt(grid, intake, 1, deadline)
             if asked:
                 self._tell_lost(number, trial)
@@ -141,11 +142,20 @@ class PrivateFedLoRA(FedLoRA):
         event = releases.event(number, self._privacy.mechanism(plan.size), plan.size, 1.0)
         releases.ledger.check(event, releases.budget, 1)
 
-    def _wait_for_members(self, grid: Grid, seconds: float) -> None:
-        """Until all members are online, or so long: then the round goes on with those who are."""
-        until = self._clock.monotonic() + seconds
-        while set(self.policy.clients) - set(self._online(grid)) and self._clock.monotonic() < until:
+    def _wait_for_members(self, grid: Grid, number: int, seconds: float) -> None:
+        """Until all members are online. Round 1 waits for as long as it takes, for whoever the policy still names; a
+        later one goes on after `seconds` with those who are."""
+        began = told = self._clock.monotonic()
+        while missing := set(self.policy.clients) - set(self._online(grid)):
+            now = self._clock.monotonic()
+            if self.round and now - began >= seconds:
+                return
+            if not self.round and now >= told:
+                told = now + _REMIND
+                self._note(f"round 1 waits for {', '.join(sorted(missing))}")
+                log.warning("round 1 waits until all %d members are online", len(self.policy.clients), extra=RELEASED)
             self._clock.sleep(1.0)
+            self._read_policy(number)
 
     def _out_of_budget(self, number: int, spent: BudgetSpent) -> None:
         why = (

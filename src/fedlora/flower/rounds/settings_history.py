@@ -7,7 +7,6 @@ rounds are measured on, "changed": {key: [before, after]}}. No path of the serve
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,8 +17,6 @@ from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError
 from fedlora.flower.terms.settings import FederationSettings, changed
 from fedlora.given_files import RECORDS, parse_json, read_given
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,21 +73,12 @@ class History:
                 named = "; ".join(f"{c.key} was {_shown(c.before)} and is {_shown(c.after)} now" for c in wrong)
                 raise ConfigError(
                     f"{rounds} rounds are played, and federation.toml says something else than it did for them: "
-                    f"{named}. Sites and server would hold parts that do not belong together. Set it back, or make "
-                    f"another federation (fedlora flower init)."
+                    f"{named}. Sites and server would hold parts that do not belong together, or sites would be "
+                    f"measured on what they trained on. Set it back, or make another federation (fedlora flower init)."
                 )
             _check_schedule(before, settings, rounds)
             _check_promise(before, settings, rounds)
-        for change in changes:
-            log.info(
-                "settings: %s was %s and is %s from round %d on",
-                change.key, _shown(change.before), _shown(change.after), rounds + 1,
-            )  # fmt: skip
         last = self.entries[-1] if self.entries else None
-        if last is not None and rounds and last["held_out"] != held_out:
-            log.info(
-                "what is measured on is another one from round %d on; rounds before it are not compared", rounds + 1
-            )
         if last is not None and not changes and last["held_out"] == held_out:
             return self
         entry = {
@@ -103,16 +91,32 @@ class History:
         kept = [old for old in self.entries if old["rounds"] < rounds] if rounds else []
         return History((*kept, entry))
 
+    def told(self) -> tuple[str, ...]:
+        """What changed last, and from which round on; nothing before the first one."""
+        if len(self.entries) < 2 or not (done := self.entries[-1]["rounds"]):
+            return ()
+        old, last = self.entries[-2:]
+        found = [f"{key} is {_shown(new)} in place of {_shown(was)}" for key, (was, new) in last["changed"].items()]
+        if old["held_out"] != last["held_out"]:
+            found.append("other examples are measured on, and rounds before it are not compared")
+        return tuple(f"from round {done + 1} on: {one}" for one in found)
+
+    def waiting(self, settings: FederationSettings, rounds: int) -> str:
+        """What of federation.toml is otherwise than in the rounds that are being played; "" where nothing is."""
+        before = self.before()
+        changes = changed(before, FederationSettings.from_travelling(settings.travelling())) if before else ()
+        if not changes:
+            return ""
+        try:
+            self.with_(settings, rounds, self.held_out)
+        except ConfigError as error:
+            return str(error)
+        named = "; ".join(f"{one.key} = {_shown(one.after)} (it was {_shown(one.before)})" for one in changes)
+        return f"federation.toml has {named}. Rounds that are being played go on as they began; the next start takes it"
+
     def write(self, path: Path) -> None:
         """All or nothing."""
         files.write(path, json.dumps(list(self.entries), indent=2, sort_keys=True) + "\n")
-
-
-def held_out_digest(settings: FederationSettings, server_examples: str | None) -> str:
-    """What rounds are measured on. server_examples: a digest of the server's validation examples, if it has some."""
-    if server_examples is not None:
-        return f"server:{server_examples[:16]}"
-    return f"sites:{settings.data.validation:g}"
 
 
 def _check_schedule(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
@@ -140,4 +144,4 @@ def _shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else json.dumps(value)
 
 
-__all__ = ["History", "held_out_digest"]
+__all__ = ["History"]

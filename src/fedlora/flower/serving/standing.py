@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.round_lines import rounds_done
+from fedlora.flower.rounds.settings_history import History
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.flower.terms.settings import FederationSettings
@@ -27,7 +28,8 @@ class Standing:
     """name: the federation's. rounds: asked for. done: played. quorum: usable answers that a round needs; of a private
     federation, sites that must be online before it begins, and 0 after that. ranks: of those who may take part. why:
     "complete" or "stopped early" where nothing is left to do, else "". privacy: the table, where the rounds are
-    private: then nothing is said of single sites."""
+    private: then nothing is said of single sites. settings: what changed in federation.toml, in sentences: what holds
+    since a round, and what waits for the next start."""
 
     name: str
     rounds: int
@@ -36,6 +38,7 @@ class Standing:
     ranks: Mapping[str, Any]
     why: str = ""
     privacy: FederationPrivacy | None = None
+    settings: tuple[str, ...] = ()
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -79,7 +82,18 @@ def standing(folder: FederationFolder) -> Standing:
     quorum = settings.server.quorum or 1
     if settings.privacy is not None:  # it begins once all were there, and waits for nobody later
         quorum = 0 if done or has_released(folder) else len(ranks)
-    return Standing(settings.id, rounds, done, quorum, ranks, why, settings.privacy)
+    told = _told(folder, settings, done)
+    return Standing(settings.id, rounds, done, quorum, ranks, why, settings.privacy, told)
+
+
+def _told(folder: FederationFolder, settings: FederationSettings, done: int) -> tuple[str, ...]:
+    """What changed in federation.toml, and what waits. A damaged history is the ServerApp's to refuse."""
+    try:
+        history = History.read(folder.server / "settings.json")
+        waiting = history.waiting(settings, done)
+    except FedLoRAError:
+        return ()
+    return (*history.told(), *([waiting] if waiting else []))
 
 
 def _charged_since(privacy: FederationPrivacy, folder: FederationFolder) -> bool:

@@ -123,7 +123,7 @@ class Status:
         }
 
     def headline(self) -> str:
-        """Two lines for people."""
+        """Two lines for people, and one for each change of the settings."""
         now, progress = self.standing, self.progress
         served = f"served by process {self.served_by}" if self.served_by is not None else "not served at the moment"
         if now.finished:
@@ -136,7 +136,8 @@ class Status:
         else:
             state = f"{now.done} of {counted(now.rounds, 'round')} done"
         began = f", begun {progress.began[:16].replace('T', ' ')} UTC" if progress.began else ""
-        return f"{now.name}: {state}{began}\n{served}; the SuperLink {'answers' if self.answers else 'does not answer'}"
+        answers = "answers" if self.answers else "does not answer"
+        return "\n".join([f"{now.name}: {state}{began}", f"{served}; the SuperLink {answers}", *now.settings])
 
 
 def status_of(folder: FederationFolder) -> Status:

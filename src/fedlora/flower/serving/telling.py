@@ -36,7 +36,7 @@ class Telling:
         self.folder, self._events = folder, EventReader(folder.events)
         self.progress, self.nodes = Progress(), tuple[NodeFacts, ...]()
         self._standing = standing(folder)
-        self._there = ""
+        self._there, self._settings = "", self._standing.settings
         self._said_at: dict[str, float] = {}
 
     def standing(self) -> Standing:
@@ -53,7 +53,12 @@ class Telling:
             self.progress = after(self.progress, event)
             for line in [] if quietly else lines_of(event, self.standing().rounds):
                 self.say(line)
-        self._seen(self.progress, self.nodes, self.standing())
+        now = self.standing()
+        for line in now.settings:
+            if line not in self._settings:
+                self.say(line)
+        self._settings = now.settings
+        self._seen(self.progress, self.nodes, now)
 
     def look(self, nodes: Sequence[NodeFacts]) -> None:
         """Who is there, and who is missing, where that has changed."""

@@ -59,7 +59,7 @@ def steps(
     for name in texts:
         _check_free(place / name, home)
     root = () if os.geteuid() == 0 else ("sudo",)
-    made = _folders_of(home, user)
+    made = [place for place in _folders_of(home, user) if not place.is_dir()]
     as_user = ("runuser", "-u", user or owner(home), "--") if not root else ("sudo", "-u", user or owner(home))
     put = ("install", "-m", "0644", "-o", "root", "-g", "root", "/dev/stdin")
     return [
@@ -118,9 +118,12 @@ def _ledger(home: Path) -> Path | None:
 
 
 def _folders_of(home: Path, user: str | None) -> list[Path]:
-    """What a private federation's unit writes and must be there when it starts."""
-    ledger = None if is_site(home) else _ledger(home)
-    return [] if ledger is None else [ledger.parent, _known(user or owner(home))]
+    """What the units write: a unit does not start where one of these is missing."""
+    if is_site(home):
+        return [SiteFolder(home).state]
+    there, ledger = FederationFolder(home), _ledger(home)
+    outside = [] if ledger is None else [ledger.parent, _known(user or owner(home))]
+    return [*there.written, there.proxy_state, *outside]
 
 
 def _known(user: str) -> Path:

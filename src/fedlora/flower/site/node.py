@@ -73,7 +73,7 @@ class Node:
             Disagreement: the server has another base model, other classes, ...; nothing is trained.
         """
         parcel, run = self._read(record)
-        folder = self._state_of(run)
+        folder = state_of(self._folder, run, self._client)
         state = self._state(run, parcel.round)
         download = unpack(parcel, state.cache)
         played = play_round(download, ClientMemory(state.kept, state.position), self._trainer, self._form)
@@ -108,11 +108,8 @@ class Node:
             raise ConfigError(f"this node is {self._client!r}, and the work is for {parcel.client.id!r}.")
         return parcel, run
 
-    def _state_of(self, run: str) -> Path:
-        return self._folder / re.sub(r"[^A-Za-z0-9._-]", "-", run) / self._client
-
     def _state(self, run: str, round: int) -> NodeState:
-        folder, of = self._state_of(run), f"{run}/{self._client}"
+        folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
         try:
             loaded = checkpoint.load_newest(folder, NodeState, of=of, upto=round, tell=log.warning)
         except Exception as error:
@@ -120,6 +117,11 @@ class Node:
         if loaded is None and round > 0 and any(folder.glob("round-*.safetensors")):
             raise KeptStateError(f"the state before round {round + 1} is not in {folder} any more, only later ones.")
         return loaded[1] if loaded else NodeState()
+
+
+def state_of(folder: Path, run: str, client: str) -> Path:
+    """Below the folder of all states: where that of a client lies, for one run."""
+    return folder / re.sub(r"[^A-Za-z0-9._-]", "-", run) / client
 
 
 def _forget_after(folder: Path, round: int) -> None:

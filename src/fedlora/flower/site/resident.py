@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import fcntl
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -25,6 +26,7 @@ from pathlib import Path
 from flwr.app import RecordDict
 
 from fedlora.errors import FedLoRAError
+from fedlora.flower import children
 from fedlora.flower.messages.wire import receive_message, send_message
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import SiteFolder
@@ -38,6 +40,7 @@ _TRIES = 5  # trainers that may end, or be found to be of other settings, before
 _TAKEN = {"taken": True}  # the trainer's first words to whoever it has time for
 _LONGEST_PATH = 100  # bytes of a socket's path; the system takes 107
 _MOST_LOG = 8 * 2**20
+_LITTLE = 2**16  # bytes that are free on a full disk, at most
 
 Work = Callable[[Do, RecordDict], RecordDict]
 
@@ -58,7 +61,10 @@ def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
     """
     site = SiteFolder(site_file.parent)
     for _ in range(_TRIES):
-        connection = _connected(site)
+        try:
+            connection = _connected(site)
+        except OSError as error:  # a disk that takes neither a lock nor a log, say
+            raise TrainerFailed(told_to_server(error, site.path), f"its trainer is not reached: {error}") from error
         began = _size(_log(site))
         with connection:
             if not _taken(connection):
@@ -109,8 +115,7 @@ def _connected(site: SiteFolder) -> socket.socket:
             return found
         private_directory(site.logs)
         log_file = _log(site)
-        if _size(log_file) > _MOST_LOG:
-            log_file.replace(log_file.with_suffix(".log.1"))
+        children.trim(log_file, _MOST_LOG)
         began = _size(log_file)
         owner = owner_of_this()
         command = [sys.executable, "-m", "fedlora.flower.site.resident", str(site.site)]
@@ -132,19 +137,29 @@ def _connected(site: SiteFolder) -> socket.socket:
             process.kill()  # or it would come later, and be nobody's
             process.wait()
     words = _words(log_file, began)
-    raise TrainerFailed("its trainer did not start", f"the trainer did not start: {words[-1] if words else 'no word'}")
+    full = _full(site)
+    raise TrainerFailed(
+        f"its trainer did not start{full and f': {full}'}",
+        f"the trainer did not start: {words[-1] if words else full or 'no word'}",
+    )
 
 
 def _died(site: SiteFolder, began: int) -> TrainerFailed:
     """What is known of a trainer that ended with work in its hands."""
     words = _words(_log(site), began)
     fatal = [line for line in words if line.startswith("Fatal Python error")]
-    why = fatal[-1] if fatal else (
+    why = fatal[-1] if fatal else _full(site) or (
         "its process ended without a word: somebody killed it, it crashed, or the system did for want of memory "
         "(journalctl -k says so then; MemoryMax of its unit is a limit too, and a smaller train.batch_size needs less)"
     )  # fmt: skip
     told = f"its trainer died in the middle of the work: {why}"
     return TrainerFailed(told, f"{told}. Its last line: {words[-1]}" if words else told)
+
+
+def _full(site: SiteFolder) -> str:
+    """That the site's disk has no room, where it has none: then a trainer ends without a word, and its log is as it
+    was."""
+    return "no space is left on this site's disk" if shutil.disk_usage(site.state).free < _LITTLE else ""
 
 
 def _log(site: SiteFolder) -> Path:
@@ -269,11 +284,18 @@ def _answer(connection: socket.socket, work: Work, path: Path) -> bool:
         except Exception as failure:
             full = f"{type(failure).__name__}: {failure}"
             reply, words = None, {"told": told_to_server(failure, path.parent.parent), "error": full}
-            print(full, file=sys.stderr, flush=True)
-        send_message(connection, words, reply)
+        send_message(connection, words, reply)  # before the log, which a full disk does not take
+        if reply is None:
+            _say(str(words["error"]))
     except (ConnectionError, OSError, ValueError) as error:
-        print(f"a connection broke off: {error}", file=sys.stderr, flush=True)
+        _say(f"a connection broke off: {error}")
     return True
+
+
+def _say(line: str) -> None:
+    """To the trainer's log, if its disk takes it."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 import stat
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 from fedlora.data import TextData
@@ -39,7 +40,7 @@ def checked_site(folder: Path) -> list[Row]:
     if known is None:
         return rows
     join, site = known
-    work, _ = checked_work(join, site, here.base_cache)
+    work, _ = checked_work(join, site, here)
     return [*rows, *work, *checked_server(join, here)]
 
 
@@ -48,7 +49,7 @@ def before_start(here: SiteFolder) -> tuple[list[str], list[str]]:
     no fault here: it may have room again."""
     rows, known = checked_files(here)
     if known is not None:
-        rows += checked_work(*known, here.base_cache)[0]
+        rows += checked_work(*known, here)[0]
     wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
     worth = ("nothing of", ": little")
     told = [f"{what}: {found}" for what, found, _ in rows
@@ -91,28 +92,32 @@ def app_row(join: JoinFile, approved: str | None) -> Row:
     return ("app", f"{approved} alone may run here{note}", True)
 
 
-def checked_work(join: JoinFile, site: Site, cache: Path | None = None) -> tuple[list[Row], Facts]:
+def checked_work(join: JoinFile, site: Site, here: SiteFolder | None = None) -> tuple[list[Row], Facts]:
     """Its data and its base model: whether a round could be played with them. And the facts that the server gets.
 
-    cache: a file that remembers the digest of the base model's weights, which are read once.
+    here: its folder, which remembers the digest of the weights, and which rows are held out.
     """
     try:
         settings = FederationSettings.from_travelling(join.settings)
     except FedLoRAError as error:
         return [("settings", str(error), False)], Facts()
-    rows = _data(settings, join, site)
+    rows = _data(settings, join, site, here)
     if settings.privacy is not None:  # the server's promise; a site sets nothing of it
         rows.append(("privacy", promise(settings.privacy, settings.run.rounds), True))
-    base, facts = _base(settings, join, site, cache)
+    base, facts = _base(settings, join, site, here.base_cache if here is not None else None)
     return [*rows, *base], facts
 
 
-def _data(settings: FederationSettings, join: JoinFile, site: Site) -> list[Row]:
+def _data(settings: FederationSettings, join: JoinFile, site: Site, here: SiteFolder | None) -> list[Row]:
+    from fedlora.flower.site.held_out import keep_held_out, record_of
     from fedlora.runs.client_data import deal
 
     try:
         config = settings.for_site(site, join.rank)
-        dealt = deal(config, None)
+        keep = None
+        if here is not None and (record := record_of(here.state, join.federation, site.name)).exists():
+            keep = partial(keep_held_out, record=record, first=False)
+        dealt = deal(config, None, keep=keep)
         train = dealt.parts[site.name]
         if not len(train):
             raise ConfigError(f"{site.data} leaves no example to train on.")

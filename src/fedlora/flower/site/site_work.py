@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -56,7 +57,7 @@ class SiteWork:
             raise RecordError("the server's message carries no settings; it must come from `fedlora flower serve`.")
         key = self._key(envelope)
         if self._node is None:
-            self._node, self._of = self._loaded(envelope), key
+            self._node, self._of = self._loaded(envelope, record), key
         elif key != self._of:
             raise Changed("site.toml or the server's settings have changed.")
         return self._node.work(record) if do == "train" else self._node.measure(record)
@@ -68,7 +69,9 @@ class SiteWork:
             raise ConfigError(f"the site file {self._file} cannot be read: {error.strerror}.") from error
         return hashlib.sha256(b"\0".join([content, envelope.settings.encode()])).hexdigest()
 
-    def _loaded(self, envelope: Envelope) -> Node:
+    def _loaded(self, envelope: Envelope, record: RecordDict) -> Node:
+        from fedlora.flower.messages.records import record_parcel
+        from fedlora.flower.site.held_out import keep_held_out, record_of
         from fedlora.flower.site.node import Node
         from fedlora.flower.terms.agreement import Facts, check
         from fedlora.flower.terms.facts import loaded_facts, site_facts
@@ -83,7 +86,9 @@ class SiteWork:
         files = site_facts(site, settings, cache)  # before the model is loaded, whose errors would hide the cause
         for line in check(server, files, site.name, whole=False):
             log.warning("%s", line)
-        prepared = prepare(settings.for_site(site), None)
+        parcel, run = record_parcel(record)
+        keep = partial(keep_held_out, record=record_of(state, run, site.name), first=parcel.round == 0)
+        prepared = prepare(settings.for_site(site), None, keep=keep)
         return Node(
             site.name, prepared.trainer, state, form=settings.server.upload,
             evaluators={"validation": prepared.validation, "test": prepared.test},

@@ -44,15 +44,21 @@ Held = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-# What may not change once a round is played: sites and the server would hold parts that do not belong together.
-FIXED = ("id", "model", "lora", "method", "data.labels", "run.seed", "server.heads", "server.upload", "privacy")
+# What may not change once a round is played: sites and the server would hold parts that do not belong together, or
+# sites would be measured on rows that they trained on.
+FIXED = (
+    "id", "model", "lora", "method", "data.labels", "data.text", "data.pair", "data.label", "data.prompt",
+    "data.response", "data.messages", "data.validation", "data.test", "run.seed", "server.heads", "server.upload",
+    "privacy",
+)  # fmt: skip
 
 # Of the table [privacy] these may: where it is charged, and how much all runs together may spend.
 _FREE = ("privacy.ledger", "privacy.budget")
 
 _HEAD = f"""\
 # What server and sites agree on. Sites receive it with every message: edit it here, and nowhere else.
-# Between rounds these stay as they are: {", ".join(FIXED)}.
+# Between rounds these stay as they are: {", ".join(FIXED[:10])},
+# {", ".join(FIXED[10:])}.
 
 """
 
