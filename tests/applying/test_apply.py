@@ -203,11 +203,11 @@ def test_a_narrow_base_is_rounded_once(dtype: torch.dtype, tmp_path: Path, main:
 
 
 TOKENS_WRONG: Mapping[str, tuple[Any, str]] = {
-    "out of range": ([1, 40], r"names token 40, 'model.embed_tokens.weight' has 0 to 39"),
+    "out of range": ([1, 40], r"names token 40, but 'model.embed_tokens.weight' has 0 to 39"),
     "negative": ([1, -1], "names token -1|whole numbers from 0"),
     "twice": ([3, 3], "names token 3 .* twice"),
     "too few": ([1], "trainable_token_indices names 1"),
-    "of another table": ({"words": [1, 2]}, "names 'words', and the file has no rows of it"),
+    "of another table": ({"words": [1, 2]}, "names 'words', but the file has no rows of it"),
     "no numbers": ([1, True], "whole numbers|does not say which rows"),
 }
 

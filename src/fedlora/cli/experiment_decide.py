@@ -1,4 +1,4 @@
-"""`fedlora experiment plan | decide`: the number of seeds before, the verdicts after, and every look in between."""
+"""`fedlora experiment plan | decide`: the number of seeds before the runs, and the verdicts after them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fedlora.runs.manifest import commit_of_code
 
 
 def plan_seeds(project: Project, names: Sequence[str], *, again: bool) -> None:
-    """A plan for each experiment, written and shown."""
+    """Write and show a plan for each experiment."""
     claims = _claims(project)
     for name in names:
         experiment = project.named(name)
@@ -58,7 +58,7 @@ def _claims(project: Project) -> Claims:
 
 
 def _show_plan(asked: Claims, grid: Grid, plan: SeedPlan, path: Path, name: str) -> None:
-    """What pages show of it; what is too few; and the next command. name: as the experiment was typed."""
+    """Show the plan as pages do, what it lacks, and the next command. name: the experiment as typed."""
     experiment = grid.experiment
     if plan.results.there:
         notes.warn(
@@ -87,7 +87,7 @@ def _show_plan(asked: Claims, grid: Grid, plan: SeedPlan, path: Path, name: str)
 
 
 def show_answers(project: Project, names: Sequence[str], form: Format) -> None:
-    """The verdicts of each family that asks the experiments."""
+    """Show the verdicts of each family that asks about these experiments."""
     claims, found, past = _claims(project), list[Answers](), list[str]()
     for name in names:
         experiment = project.named(name)
@@ -113,7 +113,7 @@ def _in_unit(family: Family, value: float) -> str:
 
 
 def answers_of(project: Project, claims: Claims, experiment: Experiment) -> list[Answers]:
-    """The families of one experiment. Raises `ConfigError` where there is no plan."""
+    """The answers of one experiment's families. Raises `ConfigError` if there is no plan."""
     known = project.known(experiment)
     check_asked(claims, known)
     plan = read_plan(path_of(project.results, experiment.name))

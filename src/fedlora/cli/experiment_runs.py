@@ -1,4 +1,4 @@
-"""`fedlora experiment run | retry | status`: what is missing is run, and how much there is."""
+"""`fedlora experiment run | retry | status`: run what is missing, and count the runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def run_missing(
     project: Project, names: Sequence[str], profile: str, seeds: str | None, workers: str, plan: bool,
     rate: float | None,
 ) -> None:  # fmt: skip
-    """Said of each argument: `fedlora experiment run --help`."""
+    """Run what is missing; `fedlora experiment run --help` explains each argument."""
     places = project.places
     only = None if seeds is None else parse_seeds(seeds, "--seeds")
     loaded = [_of_seeds(project, project.named(name), profile, only) for name in names]
@@ -62,8 +62,8 @@ def run_missing(
 
 
 def _of_seeds(project: Project, experiment: Experiment, profile: str, only: list[int] | None) -> Experiment:
-    """With the seeds that were asked for, else with those that are planned. Raises `ConfigError` for one that the
-    profile does not have."""
+    """The experiment with the requested seeds, otherwise with the planned ones. Raises `ConfigError` for a seed that
+    the profile lacks."""
     known = experiment.profile(profile).seeds
     if unknown := sorted({*(only or [])} - {*known}):
         raise ConfigError(
@@ -74,7 +74,7 @@ def _of_seeds(project: Project, experiment: Experiment, profile: str, only: list
 
 
 def forget_failures(results: Path, work: Path) -> None:
-    """Of this machine and beside the results."""
+    """Forget the failures on this machine and those stored with the results."""
     found = sorted((work / "failures").glob("*.json"))
     forget_failed(results, {path.stem for path in found})
     for path in found:
@@ -83,7 +83,7 @@ def forget_failures(results: Path, work: Path) -> None:
 
 
 def show_status(project: Project, names: Sequence[str], profile: str, as_json: bool) -> None:
-    """A row for each experiment."""
+    """Show a row for each experiment."""
     places = project.places
     done, given_up = places.finished(unclean=True), places.given_up()
     shown = Table("experiment", "search", "runs", "failed", "to do", title=f"Experiments, profile {profile}")

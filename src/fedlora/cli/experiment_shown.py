@@ -1,4 +1,4 @@
-"""`fedlora experiment table | plot | fill | report`: what came of the runs."""
+"""`fedlora experiment table | plot | fill | report`: show the results of runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedlora.experiments.spec import Experiment
 
 
 def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format) -> None:
-    """Scores, differences, prices and budgets; under them what a reader has to know."""
+    """Show scores, differences, prices and budgets, with the notes that a reader needs below."""
     experiment = project.planned(project.named(name), profile)
     grid = project.grid(experiment, profile)
     parse_number(grid.which(metric or ""))
@@ -47,7 +47,7 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
 
 
 def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
-    """The map of what is decided and its set-ups, or what has been run."""
+    """Draw the map of verdicts and its set-ups, or the finished runs."""
     experiment = project.planned(project.named(name), profile)
     target = out or project.results / "plots" / f"{experiment.name}-{profile}.png"
     project.tell_left_out([(experiment, profile)])
@@ -83,7 +83,7 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
 
 
 def fill_pages(project: Project, pages: Sequence[Path]) -> None:
-    """Each page's tables from the results."""
+    """Fill each page's tables from the results."""
     stored = Stored.read(
         project.experiments, project.results, (project.claims_file if project.asked else None) or Path()
     )
@@ -97,8 +97,8 @@ def fill_pages(project: Project, pages: Sequence[Path]) -> None:
 
 
 def report(project: Project, names: Sequence[str], out: Path, profile: str) -> None:
-    """The page, of these or all experiments that have the profile; with "mini" of all their profiles but "paper" and
-    pilots."""
+    """Write the page on these or all experiments with this profile; with "mini", on all their profiles except "paper"
+    and pilots."""
     shown = [project.named(name) for name in names] or project.all
     if not shown:
         raise ConfigError(f"there are no experiments in {project.experiments}.")
@@ -123,7 +123,7 @@ def report(project: Project, names: Sequence[str], out: Path, profile: str) -> N
 
 
 def _decided(project: Project, claims: Claims, experiments: Sequence[Experiment]) -> Decided:
-    """Every family of each of these that has a plan."""
+    """Every family with a plan that asks about these experiments."""
     found, grids, past = list[Answers](), {}, {}
     for experiment in experiments:
         plan = plan_there(project.results, experiment.name) if claims.of(experiment.name) else None

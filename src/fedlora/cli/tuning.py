@@ -1,4 +1,4 @@
-"""A search as it is typed: `--tune KEY=VALUES`, with seeds of its own."""
+"""A search as typed: `--tune KEY=VALUES`, with its own seeds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedlora.experiments.spec import NOT_TO_SEARCH, Tune
 
 
 def parse_search(tune: str | None, seeds: str | None) -> Tune | None:
-    """Raises `ConfigError` also for seeds of a search that there is none of."""
+    """The search, or None. Raises `ConfigError`, also for seeds of a search that does not exist."""
     if tune is None and seeds is not None:
         raise ConfigError(f"--tune-seeds {seeds} sets the seeds of a search; add --tune KEY=VALUES.")
     if tune is None:
