@@ -1,4 +1,4 @@
-"""Which runs an experiment is made of: the search for a learning rate first, then every cell with every seed."""
+"""The runs of an experiment: first the search for a learning rate, then every cell with every seed."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from fedlora.runs.private_simulation import LEDGER, simulated, with_ledger
 from fedlora.runs.reading import place_of, set_in
 from fedlora.training.metrics import best_of
 
-# (axes but the merged one, seed, searched value) -> (configuration, digest, files)
+# (axes except the merged one, seed, searched value) -> (configuration, digest, files)
 Known = dict[tuple[Any, ...], tuple[RunConfig, str, Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run. tuned: the searched value. searching: whether it belongs to the search. digest: what it is known by.
-    files: key -> content of its own data, model and method, where it is known by these (`inputs.contents`).
-    mergers: label -> settings of what is made of its uploads (`mergers`); of one cell the one label that it stands for.
-    experiment: the one that asks for it, whose file its result goes to."""
+    """One run. tuned: the searched value. searching: whether it belongs to the search. digest: its identity. files: key
+    -> content of its own data, model and method, if they are part of its identity (`inputs.contents`). mergers: label
+    -> settings of the mergers of its uploads (`mergers`); for one cell, its one label. experiment: the one that
+    requests it, whose file gets the result."""
 
     cell: Cell
     seed: int
@@ -43,7 +43,7 @@ class PlannedRun:
     experiment: str = ""
 
     def result(self, results: Mapping[str, Result]) -> Result | None:
-        """What came of it, among results by digest: of its cell's merger where it has one. None where that lacks."""
+        """Its result, among results by digest; its cell's merger, if it has one. None if that is missing."""
         found = results.get(self.digest)
         if found is None or not self.mergers:
             return found
@@ -51,7 +51,7 @@ class PlannedRun:
         return None if None in each else each[0]
 
     def left(self, results: Mapping[str, Result]) -> PlannedRun | None:
-        """What of it is to be done: with those mergers that were not made yet. None where all is there."""
+        """What remains to be done: the run with the mergers that are missing. None if nothing is."""
         found = results.get(self.digest)
         if found is None:
             return self
@@ -66,7 +66,7 @@ class PlannedRun:
 
 
 def searches(experiment: Experiment, profile: str) -> list[PlannedRun]:
-    """The runs of the search; none where there is one value only."""
+    """The runs of the search; none if there is only one value."""
     tune, values = experiment.tune, _values(experiment, profile)
     if tune is None or len(values) < 2:
         return []
@@ -81,14 +81,14 @@ def searches(experiment: Experiment, profile: str) -> list[PlannedRun]:
 
 
 def with_mergers_of(run: PlannedRun, other: PlannedRun | None) -> PlannedRun:
-    """The run with the mergers of another one of its digest as well: one training serves both."""
+    """The run, with the mergers of another run with its digest: one training serves both."""
     return run if other is None else replace(other, mergers={**other.mergers, **run.mergers})
 
 
 def mains(
     experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
 ) -> list[PlannedRun]:
-    """The runs that count, of those cells whose search is done. failed: as `choice` takes it."""
+    """The runs that count, of cells whose search is done. failed: as in `choice`."""
     planned = []
     known: Known = {}
     for cell in experiment.cells(profile):
@@ -103,8 +103,8 @@ def mains(
 def waiting(
     experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
 ) -> list[PlannedRun]:
-    """A stand-in, at the largest value tried, for each run of a cell whose search is not done: what it will cost, and
-    not what will be run."""
+    """A substitute, at the largest value tried, for each run of a cell whose search is not done: it shows the cost, not
+    the run."""
     planned: dict[str, PlannedRun] = {}
     known: Known = {}
     for cell in experiment.cells(profile) if experiment.tune is not None else ():
@@ -118,9 +118,9 @@ def waiting(
 
 @dataclass(frozen=True)
 class Choice:
-    """What a search came to. value: the best on validation; None while a run of it is missing, and where none can be
-    taken, for the reason `why`. level: all values that share the best score, the chosen one among them; empty where
-    that one is alone. edge: "largest" or "smallest" where that one is of those tried: the best may lie beyond."""
+    """The result of a search. value: the best on validation; None while a run is missing, or if no value can be chosen,
+    for the reason `why`. level: all values that share the best score, including the chosen one; empty if it is alone.
+    edge: "largest" or "smallest" if the choice is one of these: the best may lie beyond."""
 
     value: float | None = None
     why: str | None = None
@@ -134,18 +134,18 @@ def choice(
 ) -> Choice:  # fmt: skip
     """The searched value that is best on validation, in the mean over the search's runs of all cells that share it.
 
-    Best by the runs' metric: the largest, or of a loss the least. A tie goes to the smallest value.
+    Best by the runs' metric: the largest, or the least loss. A tie goes to the smallest value.
 
     Args:
-        failed: digests of runs that cannot be had. A value with one of them is none of the search. known: as `_planned`
-            takes it.
+        failed: digests of runs that are impossible. A value with one of them is out of the search. known: as in
+            `_planned`.
     """
     tune, values = experiment.tune, _values(experiment, profile)
     if tune is None:
         return Choice()
     if len(values) == 1:
         return Choice(values[0])
-    if experiment.merged is not None:  # controls go by what they are held against
+    if experiment.merged is not None:  # a control uses the value of the label that it is compared with
         axis, label = experiment.merged, cell[experiment.merged]
         cell = {**cell, axis: searched_as(experiment.axes[axis], label, experiment.reference)}
     shared = [c for c in _searched(experiment, profile) if all(c[axis] == cell[axis] for axis in tune.over)]
@@ -186,8 +186,8 @@ def choice(
 
 
 def _searched(experiment: Experiment, profile: str) -> list[Cell]:
-    """The cells on which the search is run: the profile's, at the labels to which the search is confined. These need
-    not be the profile's own."""
+    """The cells of the search: the profile's, at the labels to which the search is confined. These need not be the
+    profile's own."""
     at = experiment.tune.at if experiment.tune else {}
     found: list[Cell] = []
     for cell in experiment.cells(profile):
@@ -198,7 +198,7 @@ def _searched(experiment: Experiment, profile: str) -> list[Cell]:
 
 
 def first_run(experiment: Experiment, profile: str, cell: Cell) -> PlannedRun:
-    """The cell's run on the profile's first seed, at the smallest value that is searched."""
+    """The cell's run on the profile's first seed, at the smallest searched value."""
     value = _values(experiment, profile)[0] if experiment.tune else None
     return _planned(experiment, profile, cell, experiment.profile(profile).seeds[0], value, searching=False)
 
@@ -213,7 +213,7 @@ def _planned(
     experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, *, searching: bool,
     known: Known | None = None,
 ) -> PlannedRun:  # fmt: skip
-    """known: configurations of runs that were planned before, by all that they follow from: mergers share them."""
+    """known: configurations of runs planned before, by everything that determines them; mergers share them."""
     where = f"experiment {experiment.name}, {dict(cell)}"
     key = (tuple(pair for pair in cell.items() if pair[0] != experiment.merged), seed, value)
     known = {} if known is None else known
@@ -237,7 +237,7 @@ def _configured(
         for change in changes:
             _apply(raw, change)
         _apply(raw, experiment.profile(profile).set)
-        for change in changes:  # a cell's own changes win over the profile's scale
+        for change in changes:  # a cell's own changes take precedence over the profile's
             _apply(raw, change)
         _apply(raw, {"run.seed": seed})
         if value is not None and experiment.tune is not None:
@@ -257,14 +257,14 @@ def _configured(
     return config, digest_of(config, files) if files else digest, files
 
 
-@lru_cache(maxsize=4096)  # tables, pages and verdicts plan the same runs again and again
+@lru_cache(maxsize=4096)  # tables, pages and verdicts plan the same runs repeatedly
 def _parsed(text: str) -> tuple[RunConfig, str]:
     config = parse_config(json.loads(text))
     return config, config.digest()
 
 
 def _check_number_key(config: RunConfig, key: str, where: str) -> None:
-    """A key that is searched has a number, and no list or table that was made of one."""
+    """A searched key must hold a number, not a list or table made from one."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part, None)
@@ -276,6 +276,6 @@ def _apply(raw: dict[str, Any], changes: Changes) -> None:
     for key, value in changes.items():
         if value == {}:
             table, last = place_of(raw, key)
-            table.pop(last, None)  # a table that an axis before made, taken away
+            table.pop(last, None)  # remove a table that an earlier axis made
         else:
             set_in(raw, key, deepcopy(value))

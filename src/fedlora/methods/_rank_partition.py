@@ -1,12 +1,12 @@
-"""Rank-partition weighting: average each stretch of components over those clients whose rank reaches it (raFLoRA,
+"""Rank-partition weighting: average each stretch of components over the clients whose rank reaches it (raFLoRA,
 2602.13486).
 
     B_i A_i = U_i diag(s_i) V_i^T,  component k gets weight p_i / sum_{j: r_j >= r(k)} p_j
 
-r(k) is the smallest rank in the round that is at least k. With p_i alone, the directions that only high-rank clients
-can hold are divided by the weight of everybody, in every round again, until the energy sits in the smallest rank ("rank
-collapse"). A function of products only, so gauge-invariant; the plain mean where all ranks are equal. Our
-reconstruction of the rule from the paper's abstract. An option of glora and flexlora.
+r(k) is the smallest rank in the round that is at least k. With p_i alone, directions that only high-rank clients can
+hold are divided by everybody's weight in every round, until the energy sits in the smallest rank ("rank collapse"). The
+rule depends only on products, so it is gauge-invariant; with equal ranks it is the plain mean. We reconstructed it from
+the paper's abstract. An option of glora and flexlora.
 """
 
 from __future__ import annotations

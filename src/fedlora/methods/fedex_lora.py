@@ -1,14 +1,14 @@
-"""FedEx-LoRA: average the factors, and put what that got wrong into the base weight (Singhal et al., 2410.09432).
+"""FedEx-LoRA: average the factors, and add their error to the base weight (Singhal et al., 2410.09432).
 
     B <- sum_i p_i B_i     A <- sum_i p_i A_i     W0 <- W0 + ( sum_i p_i B_i A_i - B A )
 
-The server's update is exact and gauge-invariant, but the pair (B, A) that clients train on is not. Where the product
-B A is over a hundred times the clients' updates, as when one client's factors are (B_i c, A_i / c), the residual would
-lose the mean in rounding: then the factors that are averaged are those of each update's balanced SVD. One common rank.
-Where its terms are over four times the mean update, the residual also makes up for what storing the pair costs.
-The residuals add up in a `BaseChange`, so that a client that missed rounds gets the steps that it lacks. Deviations
-from the authors' code: weights p_i instead of a uniform mean, and no transpose of the residual, which is wrong there
-for `nn.Linear`.
+The server's update is exact and gauge-invariant, but the pair (B, A) that clients train is not. If the product B A is
+over a hundred times the clients' updates, for example because one client's factors are (B_i c, A_i / c), the residual
+would lose the mean in rounding; the method then averages the factors of each update's balanced SVD. One common rank.
+If the residual's terms are over four times the mean update, it also corrects the rounding of the stored pair.
+The residuals add up in a `BaseChange`, so a client that missed rounds gets the steps that it lacks. Deviations from the
+authors' code: weights p_i instead of a uniform mean, and no transpose of the residual, which is wrong there for
+`nn.Linear`.
 Cost: thin SVDs of stacks of (n + 1) r and of rank(base) + n r columns.
 """
 
@@ -30,17 +30,17 @@ from fedlora.linalg.weighted_mean import weighted_mean
 from fedlora.methods._factors import require_one_rank, require_readout_rank
 from fedlora.methods._spectral import mean_pair, rounding_share
 
-# How much larger than the clients' updates the product of the averaged pair may be. Where one client's factors are
-# (B c, A / c) it is c times as large, and the residual must cancel it: 1e10 leaves 6 digits of float64, 1e16 none.
+# The limit for the averaged pair's product, relative to the clients' updates. If one client's factors are (B c, A / c),
+# it is c times as large, and the residual must cancel it: 1e10 leaves 6 digits of float64, 1e16 none.
 _BORNE = 100.0
-# How much larger than the mean update its terms may be before what storing it costs belongs to the residual too.
+# If the mean update's terms exceed it by this factor, the residual also holds the rounding of the stored pair.
 _OWN = 4.0
 
 
 @dataclass(frozen=True, eq=False)
 class FedExLoRAState:
-    """mean: the averaged pair. base: all residuals so far, W0 -> W0 + base; None while there is none. rounding: the
-    share of the last mean's energy that rounding of the uploads could be. balanced: the pair averages balanced factors.
+    """mean: the averaged pair. base: all residuals so far, W0 -> W0 + base; None if there are none. rounding: the share
+    of the last mean's energy that rounding of the uploads could make up. balanced: the pair averages balanced factors.
     """
 
     TAG: ClassVar[str] = "fedex-lora/1"
@@ -55,7 +55,7 @@ class FedExLoRAState:
 
 @dataclass(frozen=True)
 class FedExLoRA(TakesMultipliers):
-    """Use it where exact aggregation matters, ranks are equal, and clients can take changes of the base weight."""
+    """Use it if aggregation must be exact, ranks are equal, and clients can accept changes of the base weight."""
 
     name: ClassVar[str] = "fedex-lora"
     paper: ClassVar[str] = "arXiv 2410.09432"
@@ -69,7 +69,7 @@ class FedExLoRA(TakesMultipliers):
 
     @property
     def multiplied(self) -> How:
-        """One rank for all, and a sum of any number of terms: the residual holds what the averaged pair lacks."""
+        """One rank for all, and a sum of any number of terms: the residual holds what the averaged pair misses."""
         return "terms"
 
     def aggregate(self, state: FedExLoRAState, updates: Sequence[Update]) -> FedExLoRAState:
@@ -94,7 +94,7 @@ class FedExLoRA(TakesMultipliers):
     def effective(self, state: FedExLoRAState) -> LoRA:
         if state.base is None:
             return state.mean
-        # Both can be far larger than their sum, where clients sit in opposite coordinates.
+        # Both can be far larger than their sum if clients use opposite coordinates.
         return added(state.base.total, state.mean).map(lambda t: t.to(state.mean.factors[0]))
 
     def diagnostics(self, state: FedExLoRAState) -> Mapping[str, object]:
@@ -109,16 +109,16 @@ def _averaged(loras: Sequence[LoRA], weights: Sequence[float]) -> LoRA:
 
 
 def _size(lora: LoRA) -> float:
-    """||B|| ||A||: what its product is at most."""
+    """||B|| ||A||: an upper bound on the product's norm."""
     return math.prod(float(norm(t)) for t in lora.factors)
 
 
 def residual(loras: Sequence[LoRA], weights: Sequence[float]) -> LoRA:
-    """sum_i p_i B_i A_i less the product of the averaged pair, as one pair in float64, without cancellation.
+    """sum_i p_i B_i A_i minus the product of the averaged pair, as one float64 pair, without cancellation.
 
-    With P = sum_i p_i (below 1 where clients without a module count as zero) and the means B, A over P it is the sum of
-    p_i (B_i - B)(A_i - A), and (P - P^2) B A. Clients that are near each other have a small residual, which a
-    difference of two large products would lose in rounding. Storing the pair costs its own roundoff of either product.
+    With P = sum_i p_i (below 1 if clients without a module count as zero) and the means B, A over P, it is the sum of
+    p_i (B_i - B)(A_i - A), and (P - P^2) B A. If clients are near each other, the residual is small, and a difference
+    of two large products would lose it in rounding. Storing the pair costs its own roundoff of either product.
     """
     P = math.fsum(weights)
     pairs = [tuple(t.double() for t in lora.factors) for lora in loras]

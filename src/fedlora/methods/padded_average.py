@@ -1,12 +1,12 @@
-"""Zero-padded factor averaging: FedIT for clients of different ranks. A diagnostic and an ablation row, not advice.
+"""Zero-padded factor averaging: FedIT for clients of different ranks. For diagnosis and ablations, not advice.
 
     B <- sum_i p_i [B_i 0]        A <- sum_i p_i [A_i; 0]        read out: the first r_i slots
 
-What many scripts do, and our reading of the paper's ablation row "PA off". Not exact, not gauge-invariant: slot k of
-one client has nothing to do with slot k of another. coordinates="subspace" is the other reading of that row: it
-averages (U_i, Ahat_i) = (U_i, diag(s_i) V_i^T) of the SVD of B_i A_i, with canonical signs, without a common frame.
-That is a function of the updates alone, so gauge-invariant, and as far from their mean. Cost as FedIT; with "subspace"
-also thin SVDs of each client's pair.
+Many scripts do this, and we read the paper's ablation row "PA off" so. Not exact, not gauge-invariant: slot k of one
+client is unrelated to slot k of another. coordinates="subspace" is the row's other reading: it averages (U_i, Ahat_i) =
+(U_i, diag(s_i) V_i^T) from the SVD of B_i A_i, with canonical signs but without a common frame. That depends only on
+the updates, so it is gauge-invariant, but just as far from their mean. Cost as FedIT; "subspace" adds thin SVDs of each
+client's pair.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Coordinates = Literal["factors", "subspace"]
 
 @dataclass(frozen=True, eq=False)
 class PaddedAverageState:
-    """mean: the averaged zero-padded pair, of the largest rank seen."""
+    """mean: the averaged zero-padded pair, at the largest rank seen."""
 
     TAG: ClassVar[str] = "padded-average/1"
 
@@ -41,11 +41,11 @@ class PaddedAverageState:
 
 @dataclass(frozen=True)
 class PaddedAverage(FromMeans):
-    """Use it to see what averaging factors does, next to a method that averages updates.
+    """Use it to compare averaging factors with a method that averages updates.
 
     Args:
-        coordinates: what is averaged: the "factors" (B_i, A_i) as they come, or each update's own "subspace" form
-            (U_i, diag(s_i) V_i^T) of its SVD.
+        coordinates: what is averaged: the "factors" (B_i, A_i) as sent, or each update's own "subspace" form
+            (U_i, diag(s_i) V_i^T) from its SVD.
     """
 
     name: ClassVar[str] = "padded-average"
@@ -75,7 +75,7 @@ class PaddedAverage(FromMeans):
         return PaddedAverageState(state.key, state.round + 1, mean)
 
     def require_means(self) -> None:
-        """Raises `HyperparameterError` for a form that is each client's own."""
+        """Raises `HyperparameterError` for "subspace", because each client has its own."""
         if self.coordinates != "factors":
             raise HyperparameterError(
                 f"padded-average: coordinates = {self.coordinates!r} needs each client's update; set no memory, or "

@@ -1,8 +1,8 @@
-"""One attempt at a round: the questions, what is made of each answer as it comes, and what comes of all of them.
+"""One attempt at a round: its questions, each answer's result as it comes, and the outcome.
 
-The round's intake is open from the first question on. It checks each upload once, as it comes; the attempt names the
-fates. Nothing here sends, waits or writes. What comes of a round does not depend on the order in which answers come
-(where `Server.memory` is too small for all uploads: up to rounding).
+The round's intake is open from the first question on and checks each upload once, as it comes; the attempt names the
+fates. Nothing here sends, waits or writes. The outcome does not depend on the order of answers (if `Server.memory` is
+too small for all uploads: up to rounding).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from fedlora.server.terms import ranks_of
 
 log = logging.getLogger(__name__)
 _MB = 2**20
-_MOST_LOSS = 1e6  # nats: chance among a million words is 14 of them, and a head gone wild some thousands
+_MOST_LOSS = 1e6  # nats: chance among a million words is 14, and a diverged head has some thousands
 
 
 @dataclass(frozen=True)
 class Closed:
-    """What comes of a round. overturned: fates that the aggregation changed, by a defence. trained: how many did.
-    loss: the round's (`core.trainer.round_loss`), NaN where none says one."""
+    """The outcome of a round. overturned: fates that the aggregation changed, by a defence. trained: how many trained.
+    loss: the round's (`core.trainer.round_loss`), NaN if no client reports one."""
 
     memory: FlowerState
     line: Mapping[str, Any]
@@ -54,8 +54,8 @@ class Closed:
 
 @dataclass(frozen=True)
 class _Trained:
-    """What is known of an upload that the intake has. examples: as claimed. count: as it counts. memory: what the
-    server knows of the client from now on, if the round counts."""
+    """Facts about an accepted upload. examples: as claimed. count: as counted. memory: what the server will know about
+    the client if the round counts."""
 
     examples: float
     count: float
@@ -64,10 +64,10 @@ class _Trained:
 
 
 class Attempt:
-    """One attempt. Mutable, used up by `close`.
+    """One attempt. Mutable; `close` ends it.
 
-    number: of the round, from 1. attempt: from 1. online: name -> node id. group: of its messages. intake: of the
-    round, open. told: client -> what became of its last work, where that did not count.
+    number: of the round, from 1. attempt: from 1. online: name -> node id. group: its messages' group. intake: the
+    round's, open. told: client -> the fate of its last work, if that did not count.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Attempt:
         self._intake = intake
 
     def questions(self) -> Iterator[Question]:
-        """A message for each one who is asked, at its own rank, made when it is drawn."""
+        """A message for each client to ask, at its own rank, made on demand."""
         state = self.memory.state
         for name in self.drawn.asked:
             memory = state.clients.get(name, ClientMemory())
@@ -116,16 +116,16 @@ class Attempt:
                     record,
                     self._online[name],
                     MessageType.TRAIN,
-                    ttl=self.deadline,  # or a straggler would work through stale rounds
+                    ttl=self.deadline,  # otherwise a straggler would work through stale rounds
                     group_id=self.group,
                 ),
                 reply_limit(client, state.server, self.policy),
             )
 
     def take(self, answer: Answer) -> Fated:
-        """What becomes of one who was asked: at once, and for good unless the aggregation has another word.
+        """The fate of an asked client, at once; final, unless the aggregation changes it.
 
-        Whatever a reply holds, it raises nothing.
+        It never raises, whatever a reply holds.
         """
         name, came = answer.client, {"seconds": round(answer.seconds, 3), "bytes": answer.bytes or None}
         if answer.message is None:
@@ -139,7 +139,7 @@ class Attempt:
             return self._refuse(name, shown(error, 500), **came)
         upload = found.upload
         count = upload.num_examples
-        if math.isfinite(count):  # else it is for the intake to refuse, and no cap may mend it
+        if math.isfinite(count):  # otherwise the intake must refuse it, and no cap may repair it
             count = min(count, self.policy.max_examples)
         try:
             self._intake.add(replace(upload, num_examples=count))
@@ -161,7 +161,7 @@ class Attempt:
 
     @property
     def fates(self) -> dict[str, Fated]:
-        """Everyone of the policy, in its order, as far as it is known."""
+        """The known fates of the policy's clients, in its order."""
         known = {
             name: Fated(self.number, self.attempt, name, fate, why)
             for name, (fate, why) in self.drawn.not_asked.items()
@@ -170,34 +170,36 @@ class Attempt:
 
     @property
     def asked(self) -> frozenset[str]:
-        """Who had a message made."""
+        """The clients for which a message was made."""
         return frozenset(self._sent)
 
     @property
     def refusals(self) -> Mapping[str, int]:
-        """client -> how many uploads in a row were refused, this attempt's included; in the policy's order."""
+        """client -> its number of refused uploads in a row, including this attempt's; in the policy's order."""
         order = {name: k for k, name in enumerate(self.policy.clients)}
         return ReadOnly(
             dict(sorted(self._refusals.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
         )
 
     def close(self) -> Closed:
-        """Aggregate what was taken.
+        """Aggregate the accepted uploads.
 
         Raises:
             QuorumNotMet: too few usable uploads, or some that do not fit together. The state is unchanged.
         """
         state = self.memory.state
-        taken = {name: self._taken[name] for name in self.policy.clients if name in self._taken}  # not as they came
+        taken = {
+            name: self._taken[name] for name in self.policy.clients if name in self._taken
+        }  # in the policy's order
         claimed = {name: reply.examples for name, reply in taken.items()}
         for name, why in self._in_quarantine().items():
             self._intake.refuse(UploadRefused(name, why))
         try:
             after = self._intake.close()
-        except RankMismatch as error:  # some upload's rank, which only the method can see
+        except RankMismatch as error:  # from an upload's rank, which only the method can check
             raise QuorumNotMet(f"round {self.number} cannot be aggregated: {error}") from error
         tally = after.tally or Tally({})
-        for name, reason in tally.refused.items():  # refused at the close, beside the others
+        for name, reason in tally.refused.items():  # refused only when all uploads were in
             self._overturn(name, reason)
         trained = [name for name in taken if self._fates[name].fate == "trained"]
         memories = dict(state.clients)
@@ -207,8 +209,8 @@ class Attempt:
                 memories[name] = taken[name].memory
                 self._refusals.pop(name, None)
             elif name in memories:
-                memories[name] = replace(before, held=None)  # what it holds now is not known
-        if self.private and not self._sent:  # the sum was there: who trained for it before the kill is not known
+                memories[name] = replace(before, held=None)  # its current content is unknown
+        if self.private and not self._sent:  # the sum existed: nobody knows who trained for it before the kill
             memories = {name: replace(memory, held=None) for name, memory in memories.items()}
         known = {**self.memory.examples, **{name: claimed[name] for name in trained}}
         memory = FlowerState(
@@ -227,19 +229,19 @@ class Attempt:
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _in_quarantine(self) -> dict[str, str]:
-        """client -> why it counts as refused though nobody asked it, unless others were drawn in its place."""
+        """client -> why it counts as refused without being asked, unless others were drawn in its place."""
         others = {name: fate for name, (fate, _) in self.drawn.not_asked.items()}
         if "not drawn" in others.values():
             return {}
         return {name: "it is in quarantine" for name, fate in others.items() if fate == "quarantined"}
 
     def _read(self, name: str, message: Message) -> Reply:
-        """What a client sent, as an upload; its values are the intake's to check. Raises `RecordError`."""
+        """A client's reply as an upload; the intake checks its values. Raises `RecordError`."""
         try:
             reply = self.codec.reply(message.content, self._sent[name], self.memory.state.server, self.memory.run)
         except RecordError:
             raise
-        except Exception as error:  # whatever else a forged record brings about is its sender's
+        except Exception as error:  # a forged record can raise anything else, and its sender is to blame
             log.exception("the reply of %s cannot be read", name)
             raise RecordError(f"its reply cannot be read: {type(error).__name__}") from error
         if reply.loss is None or 0 <= reply.loss <= _MOST_LOSS:
@@ -279,7 +281,7 @@ class Attempt:
         }
 
     def _refuse(self, name: str, why: str, **came: Any) -> Fated:
-        """No upload came of its answer; a robust rule counts it with the liars."""
+        """Record an answer that could not become an upload; a robust rule counts it as a liar's."""
         self._intake.refuse(UploadRefused(name, why))
         self._count_refusal(name)
         return self._settle(name, "refused", why, **came)
@@ -299,7 +301,7 @@ class Attempt:
 
 
 def reply_limit(client: Client, state: ServerState, policy: Policy) -> Limit:
-    """What this client's reply may take: twice what its own upload can have and 1 MB, or the policy's word."""
+    """The limit of this client's reply: twice its largest upload and 1 MB, or the policy's limit."""
     total = tensors = 0
     for name, rank in ranks_of(client, state).items():
         B, A = state.start.modules[name].factors

@@ -1,7 +1,7 @@
-"""FED/server/settings.json: the settings of all rounds so far, and whether a federation may go on with others.
+"""FED/server/settings.json: the settings of all rounds so far, and whether a federation may continue with others.
 
-A list, the newest last: {"at", "rounds": how many were done by then, "settings": as they travel, "held_out": what the
-rounds are measured on, "changed": {key: [before, after]}}. No path of the server is in it.
+A list, the newest last: {"at", "rounds": the number finished by then, "settings": as they travel, "held_out": the data
+that rounds are measured on, "changed": {key: [before, after]}}. It contains no path of the server.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class History:
 
     @classmethod
     def read(cls, path: Path) -> History:
-        """None where there is no file. Raises `CheckpointError` for a damaged one."""
+        """The history; empty if there is no file. Raises `CheckpointError` for a damaged one."""
         try:
             found = parse_json(read_given(path, RECORDS), nan_as_none=True)
             if not all(isinstance(entry["settings"], dict) and isinstance(entry["rounds"], int) for entry in found):
@@ -42,28 +42,28 @@ class History:
         return cls(tuple(found))
 
     def before(self) -> FederationSettings | None:
-        """The settings of the rounds before."""
+        """The settings of the previous rounds."""
         if not self.entries:
             return None
         return FederationSettings.from_travelling(json.dumps(self.entries[-1]["settings"]))
 
     @property
     def held_out(self) -> str:
-        """What the last rounds were measured on."""
+        """The data on which the last rounds were measured."""
         return str(self.entries[-1]["held_out"]) if self.entries else ""
 
     def comparable_since(self) -> int:
-        """After which round all rounds were measured on the same examples."""
+        """The round after which all rounds were measured on the same examples."""
         for k in range(len(self.entries) - 1, 0, -1):
             if self.entries[k]["held_out"] != self.entries[k - 1]["held_out"]:
                 return int(self.entries[k]["rounds"])
         return 0
 
     def with_(self, settings: FederationSettings, rounds: int, held_out: str) -> History:
-        """The history with these settings, from that round on; itself where nothing is new.
+        """The history with these settings from that round on; itself if nothing is new.
 
         Raises:
-            ConfigError: something that may not change between rounds did: each key with both values.
+            ConfigError: a setting that may not change between rounds did: each key with both values.
         """
         before = self.before()
         changes = changed(before, FederationSettings.from_travelling(settings.travelling())) if before else ()
@@ -92,7 +92,7 @@ class History:
         return History((*kept, entry))
 
     def told(self) -> tuple[str, ...]:
-        """What changed last, and from which round on; nothing before the first one."""
+        """The last changes, and the round from which they hold; nothing before the first one."""
         if len(self.entries) < 2 or not (done := self.entries[-1]["rounds"]):
             return ()
         old, last = self.entries[-2:]
@@ -102,7 +102,7 @@ class History:
         return tuple(f"from round {done + 1} on: {one}" for one in found)
 
     def waiting(self, settings: FederationSettings, rounds: int) -> str:
-        """What of federation.toml is otherwise than in the rounds that are being played; "" where nothing is."""
+        """How federation.toml differs from the settings of the current rounds; "" if it does not."""
         before = self.before()
         changes = changed(before, FederationSettings.from_travelling(settings.travelling())) if before else ()
         if not changes:
@@ -115,12 +115,12 @@ class History:
         return f"federation.toml has {named}. Rounds that are being played go on as they began; the next start takes it"
 
     def write(self, path: Path) -> None:
-        """All or nothing."""
+        """Write the file, completely or not at all."""
         files.write(path, json.dumps(list(self.entries), indent=2, sort_keys=True) + "\n")
 
 
 def _check_schedule(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
-    """Raises `ConfigError` where more rounds would have had other learning rates from the first on."""
+    """Raises `ConfigError` if more rounds would have had other learning rates from the first on."""
     was, now = before.run.rounds, settings.run.rounds
     if was != now and settings.train.schedule != "constant":
         raise ConfigError(
@@ -131,7 +131,7 @@ def _check_schedule(before: FederationSettings, settings: FederationSettings, ro
 
 
 def _check_promise(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
-    """Raises `ConfigError` where epsilon was promised for another number of rounds."""
+    """Raises `ConfigError` if epsilon was promised for another number of rounds."""
     was, now = before.run.rounds, settings.run.rounds
     if was != now and settings.privacy is not None:
         raise ConfigError(

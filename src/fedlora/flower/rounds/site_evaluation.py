@@ -1,4 +1,4 @@
-"""All sites are asked to measure their own readouts of a state: who is asked, what they said, and their mean."""
+"""Ask all sites to measure their own readouts of a state: who is asked, their answers, and the mean."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SiteRound:
-    """What the sites measured of one state.
+    """The sites' measurements of one state.
 
-    measured: site -> its scores, of as many examples as it says. unmeasured: site -> why there are none. counts: site
-    -> of how many examples its scores are believed to be. share: the most that one site's scores are of a mean.
-    seconds: how long it took; None where nobody was asked.
+    measured: site -> its scores, with the number of examples that it claims. unmeasured: site -> why there are none.
+    counts: site -> the number of examples that its scores count for. share: the largest share of one site in a mean.
+    seconds: the duration; None if nobody was asked.
     """
 
     measured: Mapping[str, SiteScores] = field(default_factory=dict)
@@ -41,11 +41,11 @@ class SiteRound:
     seconds: float | None = None
 
     def weights(self) -> dict[str, float]:
-        """What each one's scores weigh, in no unit."""
+        """Each site's weight, in no unit."""
         return held_to_share({name: self.counts.get(name, 0.0) for name in self.measured}, self.share)
 
     def mean(self) -> dict[str, float]:
-        """The means of the scores that all who count have, weighted; and how many examples they are of."""
+        """The weighted means of the scores that all counted sites have, and their number of examples."""
         weights = {name: weight for name, weight in self.weights().items() if weight > 0}
         each = [(self.measured[name].scores, weight) for name, weight in weights.items()]
         names = [name for name in (each[0][0] if each else ()) if all(name in scores for scores, _ in each)]
@@ -54,11 +54,11 @@ class SiteRound:
         return {**means, "examples": sum(self.counts[name] for name in weights)} if each else {}
 
     def capped(self) -> dict[str, dict[str, float]]:
-        """Whose scores weigh less than it claimed: the share that it claimed, and the one that counted."""
+        """Sites whose scores weigh less than claimed: the claimed share, and the one that counted."""
         return shares_lost({name: float(one.examples) for name, one in self.measured.items()}, self.weights())
 
     def facts(self) -> dict[str, Any]:
-        """As a line of rounds.jsonl has it."""
+        """The facts as in a line of rounds.jsonl."""
         return {
             "site_metrics": {name: {**one.scores, "examples": one.examples} for name, one in self.measured.items()},
             "site_mean": self.mean(),
@@ -82,8 +82,8 @@ class Asking:
 class SiteEvaluation:
     """One measurement of a state at all sites.
 
-    round: of the state. asked: node -> what it is sent. not_asked: site -> why not. most: site -> of how many examples
-    it is believed to measure, at most. share: the most that one site's scores are of a mean.
+    round: the state's. asked: node -> its message. not_asked: site -> why not. most: site -> the most examples that it
+    can have measured. share: the largest share of one site's scores in a mean.
     """
 
     part: HeldOut
@@ -106,11 +106,11 @@ class SiteEvaluation:
         run: str,
         online: Mapping[str, int],
     ) -> SiteEvaluation:
-        """Every client of the policy is asked, drawn or not, but who is not online, and whose uploads are refused.
+        """Asks every client of the policy, drawn or not, except those that are offline or whose uploads are refused.
 
         Args:
-            refusals: client -> how many of its uploads were refused since one was taken. examples: client -> how many
-                it trains on, by the last upload that was taken: its scores count for no more.
+            refusals: client -> its refused uploads since the last accepted one. examples: client -> its training
+                examples, from the last accepted upload: its scores count for no more.
         """
         asked, not_asked = {}, {}
         for name in policy.clients:
@@ -127,7 +127,7 @@ class SiteEvaluation:
         return cls(part, run, state.round, asked, not_asked, most, policy.share)
 
     def messages(self, codec: Codec, ttl: float) -> list[Message]:
-        """A question to each of those asked, which leaves out nothing, whatever the site holds."""
+        """A question to each asked site; it is complete, whatever the site already holds."""
         group = f"{self.run}-{self.round}-measure-{self.part}"
         return [
             Message(
@@ -138,7 +138,7 @@ class SiteEvaluation:
         ]  # fmt: skip
 
     def read(self, answers: Iterable[Answer], metric: str) -> SiteRound:
-        """What came back, in the policy's order. Never raises: a reply is a stranger's."""
+        """The answers, in the policy's order. It never raises, because a reply is a stranger's."""
         found = {answer.client: answer for answer in answers}
         measured, unmeasured = {}, dict(self.not_asked)
         for download in self.asked.values():
@@ -171,7 +171,7 @@ class SiteEvaluation:
             return record_measured(reply.content, run=self.run, round=self.round, part=self.part, metric=metric)
         except RecordError as error:
             return str(error)
-        except Exception as error:  # whatever else a forged record brings about is its sender's
+        except Exception as error:  # a forged record can raise anything else, and its sender is to blame
             log.exception("the measurement of %s cannot be read", answer.client)
             return f"its measurement cannot be read: {type(error).__name__}"
 

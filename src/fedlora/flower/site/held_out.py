@@ -1,8 +1,8 @@
-"""Which rows of its own file a site holds out: drawn at the federation's begin, and the same ones in every later round.
+"""The rows of its own file that a site holds out: drawn when the federation begins, and then kept for all rounds.
 
-A site's file may grow between rounds, and a split is of a whole file: drawn anew, it would measure on rows that were
-trained on before. So digests of the rows that are held out are kept beside the site's state, and every other row is
-trained on: a new one, too. Copies and another order of the rows change nothing; a row that goes is missed, and told.
+A site's file may grow between rounds, but a split is of a whole file: a new draw would measure on trained rows. So the
+site stores digests of the held-out rows beside its state, and trains on every other row, including new ones. Copies and
+another order of the rows change nothing; a missing row is reported.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _CURE = (
 
 
 def record_of(state: Path, run: str, client: str) -> Path:
-    """Where the digests of what a site holds out in a federation stand, 32 letters a row. state: the site's."""
+    """The file with the digests of a site's held-out rows in a federation, 32 letters per row. state: the site's."""
     return state_of(state, run, client) / "held_out.json"
 
 
 def keep_held_out(drawn: Parts, record: Path, *, first: bool) -> Parts:
-    """A site's parts: what it held out in the rounds before, it still does, and nothing else.
+    """A site's parts: the rows held out in the rounds before stay held out, and no others.
 
     Args:
-        drawn: the parts as a split of the file of now has them. They are kept where nothing is recorded.
-        record: as `record_of` has it; it is written where a draw is kept. first: no round is played yet, so nothing
-            that was trained counts, and a draw that is recorded does not, either.
+        drawn: the parts from a split of the current file. They are kept if nothing is recorded.
+        record: from `record_of`; it is written if a draw is kept. first: no round is played yet, so nothing trained
+            counts, and a recorded draw does not count either.
 
     Raises:
-        ConfigError: the record cannot be read, or nothing is left of a part. Its words hold nothing of the data.
+        ConfigError: the record cannot be read, or a part is empty. The message contains nothing of the data.
     """
     if not len(drawn[1]) and not len(drawn[2]):
         return drawn
@@ -65,7 +65,7 @@ def keep_held_out(drawn: Parts, record: Path, *, first: bool) -> Parts:
 
 
 def _tell(held: dict[str, list[str]], kept: Parts) -> None:
-    """That the file has changed, in the site's own log. Raises `ConfigError` where nothing is left of a part."""
+    """Report in the site's own log that the file has changed. Raises `ConfigError` if a part is empty."""
     gone = {name: len(set(held[name]) - set(digests(part))) for name, part in zip(_HELD, kept[1:], strict=True)}
     empty = [name for name in _HELD if gone[name] == len(held[name]) > 0] + ["training"] * (not len(kept[0]))
     if empty:

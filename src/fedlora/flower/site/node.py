@@ -1,7 +1,7 @@
 """A node's work: receive a parcel, train, keep what stays home, answer. Its state is on its own disk.
 
-Two states are kept, so that a round which the server lost can be played again from where it began: a client's work is
-a function of what it receives and of its state before that round.
+It keeps two states, so that a round which the server lost can be repeated from its beginning: a client's work depends
+only on what it receives and on its state before that round.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class NodeState:
-    """What stays with a client. kept: local parts of its adapter. position: how far it has read its data. cache: what
-    need not be sent to it again."""
+    """A client's stored state. kept: local parts of its adapter. position: how far it has read its data. cache: parts
+    that need not be sent to it again."""
 
     TAG: ClassVar[str] = "node/1"
 
@@ -46,9 +46,8 @@ class Node:
     """One client's side of any number of rounds.
 
     Args:
-        client: its registered name; work for another is refused. folder: where its state is kept, by run. evaluators:
-            of what is held out here, "validation" and "test". facts: what the trainer really has, of which the server
-            must have the same.
+        client: its registered name; work for another is refused. folder: for its states, by run. evaluators: of its
+            held-out data, "validation" and "test". facts: what the trainer really has; the server must have the same.
     """
 
     def __init__(
@@ -66,11 +65,11 @@ class Node:
         self._told: set[str] = set()
 
     def work(self, record: RecordDict) -> RecordDict:
-        """A round: the reply to the server's message.
+        """Play a round: the reply to the server's message.
 
         Raises:
-            KeptStateError: the parcel leaves out what this node no longer has. RecordError: no message of ours.
-            Disagreement: the server has another base model, other classes, ...; nothing is trained.
+            KeptStateError: the parcel leaves out a part that this node no longer has. RecordError: not a message of
+                fedlora. Disagreement: the server has another base model, other classes, ...; nothing is trained.
         """
         parcel, run = self._read(record)
         folder = state_of(self._folder, run, self._client)
@@ -87,17 +86,17 @@ class Node:
         )
 
     def measure(self, record: RecordDict) -> RecordDict:
-        """The scores of the readout that came, on what is held out here. No state of this node is changed.
+        """The scores of the received readout on this node's held-out data. It changes no state of this node.
 
         Raises:
-            ConfigError: nothing is held out. KeptStateError: what stays here is not of that round.
+            ConfigError: nothing is held out. KeptStateError: the kept parts are not from that round.
         """
         parcel, run = self._read(record)
         kept = self._state(run, parcel.round).kept
         return measured_record(unpack(parcel, None), kept, run, asked_part(record), self._evaluators)
 
     def _read(self, record: RecordDict) -> tuple[Parcel, str]:
-        """The parcel and the federation's name, of a server with which this site agrees."""
+        """The parcel and the federation's name, from a server that agrees with this site."""
         theirs = opened(record, "the server", "this site").facts
         for line in check(Facts.from_text(theirs) if theirs else Facts(), self._facts, self._client):
             if line not in self._told:
@@ -120,13 +119,13 @@ class Node:
 
 
 def state_of(folder: Path, run: str, client: str) -> Path:
-    """Below the folder of all states: where that of a client lies, for one run."""
+    """A client's folder for one run, below the folder of all states."""
     return folder / re.sub(r"[^A-Za-z0-9._-]", "-", run) / client
 
 
 def _forget_after(folder: Path, round: int) -> None:
-    """Remove states of later rounds than the one that is being played: they are of a trajectory that the server left,
-    and keeping the newest two must never drop the one that this round started from."""
+    """Remove states of later rounds than the current one: they belong to a trajectory that the server left, and keeping
+    the newest two must never drop the state from which this round started."""
     for path in folder.glob("round-*.safetensors"):
         number = path.name.split(".")[0].removeprefix("round-")
         if number.isdigit() and int(number) > round:
