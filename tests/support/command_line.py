@@ -32,6 +32,7 @@ with warnings.catch_warnings():
     import fedlora.cli.runs
     import fedlora.cli.screen
     import fedlora.experiments.runner
+    import fedlora.runs.manifest
 
 
 DRAWING = (fedlora.cli.compare_runs, fedlora.cli.runs)
@@ -41,6 +42,9 @@ for _module in DRAWING:  # pictures cost more than most runs of tiny models: the
 
 # After each run of a comparison Python looks for the models of the one before among all that the tests have imported.
 fedlora.experiments.runner.gc = SimpleNamespace(collect=lambda: 0)  # type: ignore[attr-defined,assignment]
+
+# Each run asks git; while tests run, a commit has no meaning (tests of it say one).
+fedlora.runs.manifest.commit_of_code = functools.cache(fedlora.runs.manifest.commit_of_code)
 
 
 def invoke(*args: object, code: int = 0) -> Any:
