@@ -11,12 +11,13 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from flwr.app import Message, MessageType
 
 from fedlora.core.echo import shown
-from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
+from fedlora.core.messages import Client, ClientMemory, Download, Held, as_pruned
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import round_loss
 from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
@@ -107,20 +108,19 @@ class Attempt:
                 self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
                 continue
             self._sent[name] = download
-            record = self.codec.question(download, memory.held, self.memory.run)
-            if name in self._told:
-                record.config_records["config"][TOLD] = self._told[name]
-            yield Question(
-                name,
-                Message(
-                    record,
-                    self._online[name],
-                    MessageType.TRAIN,
-                    ttl=self.deadline,  # or a straggler would work through stale rounds
-                    group_id=self.group,
-                ),
-                reply_limit(client, state.server, self.policy),
-            )
+            yield self._question(name, memory.held, self.deadline)  # or a straggler would work through stale rounds
+
+    def _question(self, name: str, held: Held | None, ttl: float) -> Question:
+        download = self._sent[name]
+        record = self.codec.question(download, held, self.memory.run)
+        if name in self._told:
+            record.config_records["config"][TOLD] = self._told[name]
+        return Question(
+            name,
+            Message(record, self._online[name], MessageType.TRAIN, ttl=ttl, group_id=self.group),
+            reply_limit(download.client, self.memory.state.server, self.policy),
+            partial(self._question, name, None) if held is not None else None,
+        )
 
     def take(self, answer: Answer) -> Fated:
         """What becomes of one who was asked: at once, and for good unless the aggregation has another word.
