@@ -33,8 +33,9 @@ KINDS = {"ServerApp": "serverapp", "SuperLink": "superlink"}
 
 
 def config_of(rank: int, rounds: int) -> Any:
-    sets = ["clients.count=3", f"clients.ranks={rank}", "train.steps=1", "run.threads=1", "lora.targets=all-linear"]
-    sets += [f"run.rounds={rounds}", "data.validation=0.01", "data.test=0.01", "evaluate.clients_at_end=false"]
+    sets = ["clients.count=3", f"clients.ranks={rank}", "train.steps=1", "run.threads=1", "server.quorum=2"]
+    sets += ["lora.targets=all-linear", "evaluate.every=1", "evaluate.clients_at_end=false"]
+    sets += [f"run.rounds={rounds}", "data.validation=0.01", "data.test=0.01"]
     return load_config(DEMO, sets)
 
 
@@ -83,7 +84,7 @@ def played(folder: Path, rank: int, rounds: int) -> dict[str, Any]:
 
     def grow() -> None:
         while not done.wait(0.2):
-            rows = home.rounds.read_text().count("\n") if home.lines.is_file() else 0
+            rows = home.rounds.read_text().count("\n") if home.rounds.is_file() else 0
             files = sum(path.stat().st_size for path in home.checkpoints.glob("*") if path.is_file())
             now = {"round": rows, "database": database.size(home.database), "checkpoints": files}
             if not sizes or sizes[-1] != now:

@@ -89,7 +89,7 @@ class Attempt:
         self.number, self.attempt, self.deadline = memory.state.round + 1, attempt, deadline
         self.group = f"{memory.run}-{self.number}-{attempt - 1}"
         self._online, self._told = online, told
-        self._sent: dict[str, Download] = {}
+        self._sent: dict[str, Client] = {}  # what was sent is made again when it is looked at: it may be large
         self._taken: dict[str, _Trained] = {}
         self._fates: dict[str, Fated] = {}
         self._refusals = dict(memory.refusals)
@@ -102,25 +102,29 @@ class Attempt:
         for name in self.drawn.asked:
             memory = state.clients.get(name, ClientMemory())
             client = as_pruned(self.policy.client(name), memory)
-            try:
-                download = self.server.download(state.server, client)
+            try:  # the deadline is also the message's, or a straggler would work through stale rounds
+                question = self._question(client, memory.held, self.deadline)
             except (RankMismatch, HyperparameterError) as error:
                 self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
                 continue
-            self._sent[name] = download
-            yield self._question(name, memory.held, self.deadline)  # or a straggler would work through stale rounds
+            self._sent[name] = client
+            yield question
+            del question
 
-    def _question(self, name: str, held: Held | None, ttl: float) -> Question:
-        download = self._sent[name]
+    def _question(self, client: Client, held: Held | None, ttl: float) -> Question:
+        name, download = client.id, self._download(client)
         record = self.codec.question(download, held, self.memory.run)
         if name in self._told:
             record.config_records["config"][TOLD] = self._told[name]
         return Question(
             name,
             Message(record, self._online[name], MessageType.TRAIN, ttl=ttl, group_id=self.group),
-            reply_limit(download.client, self.memory.state.server, self.policy),
-            partial(self._question, name, None) if held is not None else None,
+            reply_limit(client, self.memory.state.server, self.policy),
+            partial(self._question, client, None) if held is not None else None,
         )
+
+    def _download(self, client: Client) -> Download:
+        return self.server.download(self.memory.state.server, client)
 
     def take(self, answer: Answer) -> Fated:
         """What becomes of one who was asked: at once, and for good unless the aggregation has another word.
@@ -133,8 +137,9 @@ class Attempt:
             if fate == "refused":
                 return self._refuse(name, answer.why, **came)
             return self._settle(name, fate, answer.why, **came)
+        sent = self._download(self._sent[name])
         try:
-            found = self._read(name, answer.message)
+            found = self._read(name, answer.message, sent)
         except RecordError as error:
             return self._refuse(name, shown(error, 500), **came)
         upload = found.upload
@@ -155,7 +160,7 @@ class Attempt:
             "" if upload.num_examples else "it abstained, with 0 examples",
             loss=found.loss,
             examples=float(upload.num_examples),
-            norm=update_norm(upload, self._sent[name]),
+            norm=update_norm(upload, sent),
             **came,
         )
 
@@ -233,10 +238,10 @@ class Attempt:
             return {}
         return {name: "it is in quarantine" for name, fate in others.items() if fate == "quarantined"}
 
-    def _read(self, name: str, message: Message) -> Reply:
+    def _read(self, name: str, message: Message, sent: Download) -> Reply:
         """What a client sent, as an upload; its values are the intake's to check. Raises `RecordError`."""
         try:
-            reply = self.codec.reply(message.content, self._sent[name], self.memory.state.server, self.memory.run)
+            reply = self.codec.reply(message.content, sent, self.memory.state.server, self.memory.run)
         except RecordError:
             raise
         except Exception as error:  # whatever else a forged record brings about is its sender's

@@ -107,16 +107,16 @@ def collect(
                 one = asked.pop(arrival.reply_to)
                 answered[one.id] = one.client
                 seconds = clock.monotonic() - one.began
-                answer = _answer(one, arrival, seconds, deadline)
-                if one.whole is None or not _lacks_something(arrival):
-                    yield answer
-                    continue
-                log.warning("%s lacks what it was thought to hold, and is sent everything: %s", one.client, answer.why)
-                again = _send(grid, one.whole(deadline - seconds), patience, clock)
-                if isinstance(again, Answer):
-                    yield again
+                found: Answer | _Asked = _answer(one, arrival, seconds, deadline)
+                if one.whole is not None and _lacks_something(arrival):
+                    log.warning("%s lacks what it was thought to hold, and is sent everything", one.client)
+                    found = _send(grid, one.whole(deadline - seconds), patience, clock)
+                del arrival  # a reply may be large, and the next one comes before this name has another value
+                if isinstance(found, Answer):
+                    yield found
                 else:
-                    asked[again.id] = replace(again, began=one.began)
+                    asked[found.id] = replace(found, began=one.began)
+                del found
         now = clock.monotonic()
         for one in [one for one in asked.values() if now - one.began >= deadline]:
             del asked[one.id]
