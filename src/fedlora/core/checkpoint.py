@@ -63,12 +63,14 @@ def saving(directory: Path, round: int, value: Any, *, of: str = "", keep: int =
         raise CheckpointError(
             f"the checkpoint of round {round} cannot be stored: safetensors has no {error}."
         ) from error
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    path = directory / f"round-{round:05d}.{digest}.safetensors"
+    digest = hashlib.sha256()
+    for piece in content:
+        digest.update(piece)
+    path = directory / f"round-{round:05d}.{digest.hexdigest()[:16]}.safetensors"
     in_block = False
     try:
         with files.replacing(path) as file:
-            file.write(content)
+            file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
             in_block = True
@@ -77,8 +79,9 @@ def saving(directory: Path, round: int, value: Any, *, of: str = "", keep: int =
     except OSError as error:
         if in_block:
             raise
+        size = sum(map(len, content))
         raise CheckpointError(
-            f"the checkpoint of round {round} ({len(content):,} bytes) could not be written to {directory}: {error}. "
+            f"the checkpoint of round {round} ({size:,} bytes) could not be written to {directory}: {error}. "
             f"Earlier checkpoints are untouched; free some space and resume."
         ) from error
     older = [(other, old) for other, _, old in _listed(directory) if old != path]
@@ -197,7 +200,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         if value.layout != torch.strided or value.is_complex() or value.device.type == "meta":
             kind = f"{value.dtype}, {value.layout}, on {value.device}"
             raise CheckpointError(f"the tensor at {path or '/'} ({kind}) cannot be stored in a checkpoint.")
-        tensors[path] = value.detach().cpu().clone().contiguous()
+        tensors[path] = value.detach().cpu().contiguous()
         return {"tensor": path}
     if is_dataclass(value) and not isinstance(value, type):
         if made := [f.name for f in fields(value) if not f.init]:

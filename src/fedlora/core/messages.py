@@ -120,9 +120,9 @@ class Download:
 class Held:
     """What a client still holds from its last download.
 
-    round: of that download. parts: each frozen part of "B", "A" and "heads" that it holds -> its digest. ranks: module
-    -> the r at which it holds them. local: modules and heads with parts that only the client keeps. base: module ->
-    version of its base weight (absent: as pre-trained).
+    round: of that download. parts: each part of "B", "A" and "heads" that it holds as it came -> its digest. ranks:
+    module -> the r at which it holds them. local: modules and heads with parts that only the client keeps. base: module
+    -> version of its base weight (absent: as pre-trained).
     """
 
     TAG: ClassVar[str] = "held/1"

@@ -5,8 +5,9 @@
     cache    = remember(download, kept)       what the client stores until then; cache.held is what it tells the server
 
 A part that clients do not train travels once, and again whenever it changes, whoever replaced it: a digest identifies
-what the client holds. For the base weights' change, only the steps that the client missed travel, or the total if that
-is smaller. The in-process engine uses `pack` to count bytes; networks send a parcel's `tensors`.
+what the client holds. A part that they train need not travel to a client that measured this download, and stored it.
+For the base weights' change, only the steps that the client missed travel, or the total if that is smaller. The
+in-process engine uses `pack` to count bytes; networks send a parcel's `tensors`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ PARTS = ("B", "A", "heads")
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """What a client stores from its last download: the frozen parts, and how far its base weights have moved."""
+    """What a client stores from its last download: the frozen parts, those that it will train if it has not yet, and
+    how far its base weights have moved."""
 
     TAG: ClassVar[str] = "cache/1"
 
@@ -177,18 +179,19 @@ def fingerprint(download: Download, part: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def held_after(download: Download, kept: Adapter | None = None) -> Held:
-    """What a client holds after receiving `download`. kept: the local parts that it keeps (`client.keep`)."""
-    d = download
-    frozen = ReadOnly({part: fingerprint(d, part) for part in PARTS if getattr(d.roles, part) == "frozen"})
+def held_after(download: Download, kept: Adapter | None = None, *, untrained: bool = False) -> Held:
+    """What a client holds after receiving `download`. kept: the local parts that it keeps (`client.keep`). untrained:
+    it has stored the shared parts too, for it has not trained them yet."""
+    d, stored = download, ("frozen", "shared") if untrained else ("frozen",)
+    parts = ReadOnly({part: fingerprint(d, part) for part in PARTS if getattr(d.roles, part) in stored})
     ranks = ReadOnly(d.start.ranks | d.adapter.ranks)
     local = (*kept.modules, *kept.heads) if kept else ()
-    return Held(d.round, frozen, ranks, local, ReadOnly({name: change.version for name, change in d.base.items()}))
+    return Held(d.round, parts, ranks, local, ReadOnly({name: change.version for name, change in d.base.items()}))
 
 
-def remember(download: Download, kept: Adapter | None = None) -> Cache:
-    """What a client stores from a complete download for the next `unpack`. kept: as in `held_after`."""
-    held = held_after(download, kept)
+def remember(download: Download, kept: Adapter | None = None, *, untrained: bool = False) -> Cache:
+    """What a client stores from a complete download for the next `unpack`. kept, untrained: as in `held_after`."""
+    held = held_after(download, kept, untrained=untrained)
     modules = {}
     for name, lora in download.adapter.modules.items():
         B, A = (lora.tensors().get(factor) if factor in held.parts else None for factor in ("B", "A"))

@@ -1,14 +1,15 @@
 """A site measures its own readout on its held-out data: the question, the answer, and the server's checks.
 
-The question carries a whole download, so that nothing stored at the site is needed or changed. The answer is a few
-numbers: scores by name, and the number of examples. No text and no class name travels.
+The question is the one that asks for the next round's training, and the site stores what it carries: that round's
+message then leaves it out. The answer is a few numbers: scores by name and how many examples they are of. Nothing of
+the text travels, and no name of a class.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +20,7 @@ from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.errors import ConfigError
-from fedlora.flower.messages.records import PROTOCOL, RecordError
+from fedlora.flower.messages.records import PROTOCOL, RecordError, kept_names
 from fedlora.flower.messages.salt import IN_SALT, with_salt
 from fedlora.training.evaluation import ModelEvaluator
 from fedlora.training.metrics import METRICS, score_name
@@ -36,14 +37,16 @@ _MOST_EXAMPLES = 1e12
 
 @dataclass(frozen=True)
 class SiteScores:
-    """A site's measurements. scores: by name, finite. examples: the number of measured examples."""
+    """What a site measured. scores: by name, finite. examples: how many they are of. kept: names of what it keeps of
+    its own."""
 
     scores: Mapping[str, float]
     examples: int
+    kept: tuple[str, ...] = ()
 
 
 def as_question(record: RecordDict, part: HeldOut) -> RecordDict:
-    """Turn a whole message for training into the question for its readout's scores on held-out data."""
+    """A message as it goes out for training as the question what its readout scores on what is held out."""
     record.config_records["config"]["measure"] = part
     return record
 
@@ -73,17 +76,20 @@ def measured_record(
     scores = evaluator.measure_adapter(receive(download, kept), client)
     named = {f"score-{name}": float(v) for name, v in scores.items() if "/" not in name and math.isfinite(v)}
     said = {"run": run, "round": download.round, "measure": part}
+    names = [*kept.modules, *kept.heads] if kept is not None else []
     return with_salt(RecordDict({
         "metrics": MetricRecord({"num-examples": evaluator.count(client), **named}),
-        "config": ConfigRecord({"protocol": PROTOCOL, "measured": json.dumps(said, sort_keys=True)}),
+        "config": ConfigRecord({"protocol": PROTOCOL, "measured": json.dumps(said, sort_keys=True), "kept": names}),
     }))  # fmt: skip
 
 
-def record_measured(record: RecordDict, *, run: str, round: int, part: HeldOut, metric: str) -> SiteScores:
-    """The answer to a question, checked: for this run, round and part, with known scores in their range.
+def record_measured(
+    record: RecordDict, *, run: str, round: int, part: HeldOut, metric: str, local: Collection[str] = ()
+) -> SiteScores:
+    """The answer to a question, checked: of this run, round and part, with known scores that can be.
 
     Args:
-        metric: the score that must be there.
+        metric: the score's name that must be there. local: names of what a site can keep.
 
     Raises:
         RecordError: the answer fails a check.
@@ -109,7 +115,7 @@ def record_measured(record: RecordDict, *, run: str, round: int, part: HeldOut, 
         scores[name] = _possible(name, value)
     if metric not in scores:
         raise RecordError(f"it has no {metric}: it is no number there. Did the model diverge?")
-    return SiteScores(scores, examples)
+    return SiteScores(scores, examples, tuple(kept_names(config.get("kept"), local)))
 
 
 def _possible(name: str, value: object) -> float:

@@ -251,7 +251,7 @@ def record_upload(
         client = Client(client.id, {**declared, **adapter.ranks})
     upload = Upload(client, _number(record, "num-examples"), adapter, form)
     local = {*shapes, *heads} if "local" in (roles.B, roles.A, roles.heads) else set[str]()
-    return upload, _number(record, "loss"), _kept(said.get("kept"), local)
+    return upload, _number(record, "loss"), kept_names(said.get("kept"), local)
 
 
 def _expected(
@@ -269,8 +269,8 @@ def _expected(
     return expected
 
 
-def _kept(said: Any, local: Collection[str]) -> list[str]:
-    """The parts that a client says it keeps: some of the local parts, each once."""
+def kept_names(said: Any, local: Collection[str]) -> list[str]:
+    """What a client says that it keeps: some of the local parts, each once."""
     if not isinstance(said, list) or not all(isinstance(name, str) and name in local for name in said):
         raise RecordError("what it keeps is no list of names of this round's local parts.")
     if len(set(said)) < len(said):
@@ -334,6 +334,6 @@ def _said(record: RecordDict, what: str) -> dict[str, Any]:
 
 
 __all__ = [
-    "NUMPY", "PROTOCOL", "SALTED", "RecordError", "parcel_record", "record_parcel", "record_upload", "stock_key",
-    "stock_upload", "to_array", "to_tensor", "upload_record",
+    "NUMPY", "PROTOCOL", "SALTED", "RecordError", "kept_names", "parcel_record", "record_parcel", "record_upload",
+    "stock_key", "stock_upload", "to_array", "to_tensor", "upload_record",
 ]  # fmt: skip

@@ -11,12 +11,13 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from flwr.app import Message, MessageType
 
 from fedlora.core.echo import shown
-from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
+from fedlora.core.messages import Client, ClientMemory, Download, Held, as_pruned
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import round_loss
 from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
@@ -88,7 +89,7 @@ class Attempt:
         self.number, self.attempt, self.deadline = memory.state.round + 1, attempt, deadline
         self.group = f"{memory.run}-{self.number}-{attempt - 1}"
         self._online, self._told = online, told
-        self._sent: dict[str, Download] = {}
+        self._sent: dict[str, Client] = {}  # what was sent is made again when it is looked at: it may be large
         self._taken: dict[str, _Trained] = {}
         self._fates: dict[str, Fated] = {}
         self._refusals = dict(memory.refusals)
@@ -101,26 +102,29 @@ class Attempt:
         for name in self.drawn.asked:
             memory = state.clients.get(name, ClientMemory())
             client = as_pruned(self.policy.client(name), memory)
-            try:
-                download = self.server.download(state.server, client)
+            try:  # the deadline is also the message's, or a straggler would work through stale rounds
+                question = self._question(client, memory.held, self.deadline)
             except (RankMismatch, HyperparameterError) as error:
                 self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
                 continue
-            self._sent[name] = download
-            record = self.codec.question(download, memory.held, self.memory.run)
-            if name in self._told:
-                record.config_records["config"][TOLD] = self._told[name]
-            yield Question(
-                name,
-                Message(
-                    record,
-                    self._online[name],
-                    MessageType.TRAIN,
-                    ttl=self.deadline,  # otherwise a straggler would work through stale rounds
-                    group_id=self.group,
-                ),
-                reply_limit(client, state.server, self.policy),
-            )
+            self._sent[name] = client
+            yield question
+            del question
+
+    def _question(self, client: Client, held: Held | None, ttl: float) -> Question:
+        name, download = client.id, self._download(client)
+        record = self.codec.question(download, held, self.memory.run)
+        if name in self._told:
+            record.config_records["config"][TOLD] = self._told[name]
+        return Question(
+            name,
+            Message(record, self._online[name], MessageType.TRAIN, ttl=ttl, group_id=self.group),
+            reply_limit(client, self.memory.state.server, self.policy),
+            partial(self._question, client, None) if held is not None else None,
+        )
+
+    def _download(self, client: Client) -> Download:
+        return self.server.download(self.memory.state.server, client)
 
     def take(self, answer: Answer) -> Fated:
         """The fate of an asked client, at once; final, unless the aggregation changes it.
@@ -133,8 +137,9 @@ class Attempt:
             if fate == "refused":
                 return self._refuse(name, answer.why, **came)
             return self._settle(name, fate, answer.why, **came)
+        sent = self._download(self._sent[name])
         try:
-            found = self._read(name, answer.message)
+            found = self._read(name, answer.message, sent)
         except RecordError as error:
             return self._refuse(name, shown(error, 500), **came)
         upload = found.upload
@@ -155,7 +160,7 @@ class Attempt:
             "" if upload.num_examples else "it abstained, with 0 examples",
             loss=found.loss,
             examples=float(upload.num_examples),
-            norm=update_norm(upload, self._sent[name]),
+            norm=update_norm(upload, sent),
             **came,
         )
 
@@ -235,10 +240,10 @@ class Attempt:
             return {}
         return {name: "it is in quarantine" for name, fate in others.items() if fate == "quarantined"}
 
-    def _read(self, name: str, message: Message) -> Reply:
-        """A client's reply as an upload; the intake checks its values. Raises `RecordError`."""
+    def _read(self, name: str, message: Message, sent: Download) -> Reply:
+        """What a client sent, as an upload; its values are the intake's to check. Raises `RecordError`."""
         try:
-            reply = self.codec.reply(message.content, self._sent[name], self.memory.state.server, self.memory.run)
+            reply = self.codec.reply(message.content, sent, self.memory.state.server, self.memory.run)
         except RecordError:
             raise
         except Exception as error:  # a forged record can raise anything else, and its sender is to blame

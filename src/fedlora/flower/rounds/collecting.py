@@ -1,8 +1,9 @@
 """Sends a round's messages, and passes on each answer as it comes, under its client's name.
 
-Flower's own `send_and_receive` polls every three seconds, returns all replies at the end, and leaves it to the caller
-to find their senders and the missing ones. Here each asked client gets one `Answer`, at the deadline at the latest. The
-answered message identifies the sender: errors that the SuperLink makes itself come from no node.
+Flower's own `send_and_receive` polls every three seconds, gives all replies at the end, and leaves it to its caller to
+find out whose they are and who is missing. Here everyone who was asked has one `Answer`, at the deadline at the latest.
+Who answers is told by the message that is answered: errors that the SuperLink makes itself come from no node.
+A site that lacks what its message left out says so, and is sent everything at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import httpx
@@ -18,6 +19,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedlora.core.echo import quoted, shown
+from fedlora.errors import KeptStateError
 from fedlora.flower.messages.envelope import with_versions
 from fedlora.flower.rounds.arrivals import Arrival, Inbox, Limit, PlainInbox
 from fedlora.flower.rounds.bounded_pull import HttpInbox, is_http
@@ -41,11 +43,13 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A message to a client. limit: for its reply; None: there is none."""
+    """A message to a client. limit: of its reply; None: there is none. whole: the same question with `ttl` seconds to
+    live, which leaves out nothing; None: this one does not either."""
 
     client: str
     message: Message
     limit: Limit | None = None
+    whole: Callable[[float], Question] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +81,10 @@ def collect(
     """One answer for each question, in the order in which they come.
 
     Args:
-        questions: made one by one, and dropped once sent. deadline: seconds from each one's sending.
-        awaiting: called once with the clients that have not answered for `LONG` seconds, for how long, and the seconds
-            left. Flower delivers a message once: if a broken line lost it, no answer comes, and nothing else says so.
+        questions: made one by one, and each is let go of once it is sent. deadline: seconds from each one's sending,
+            those that are asked again, whole, included.
+        awaiting: told once who has not answered for `LONG` seconds, for how long, and how many are left. Flower hands a
+            message out once: one that a broken line swallowed is never answered, and nothing else says so.
     """
     inbox = inbox or inbox_of(grid)
     asked: dict[str, _Asked] = {}  # by message id
@@ -101,7 +106,17 @@ def collect(
             else:
                 one = asked.pop(arrival.reply_to)
                 answered[one.id] = one.client
-                yield _answer(one, arrival, clock.monotonic() - one.began, deadline)
+                seconds = clock.monotonic() - one.began
+                found: Answer | _Asked = _answer(one, arrival, seconds, deadline)
+                if one.whole is not None and _lacks_something(arrival):
+                    log.warning("%s lacks what it was thought to hold, and is sent everything", one.client)
+                    found = _send(grid, one.whole(deadline - seconds), patience, clock)
+                del arrival  # a reply may be large, and the next one comes before this name has another value
+                if isinstance(found, Answer):
+                    yield found
+                else:
+                    asked[found.id] = replace(found, began=one.began)
+                del found
         now = clock.monotonic()
         for one in [one for one in asked.values() if now - one.began >= deadline]:
             del asked[one.id]
@@ -119,13 +134,14 @@ def collect(
 
 @dataclass(frozen=True)
 class _Asked:
-    """The stored facts about a sent question. began: when it was sent."""
+    """A question that was sent: all that is kept of it. began: when it was sent, the first time."""
 
     id: str
     client: str
     node: int
     group: str
     limit: Limit | None
+    whole: Callable[[float], Question] | None
     began: float
 
 
@@ -140,7 +156,7 @@ def _send(grid: Grid, question: Question, patience: float, clock: Clock) -> _Ask
     if not ids or not ids[0]:
         why = f"the SuperLink takes no message for node {about.dst_node_id}"
         return Answer(client, 0.0, fate="offline", why=why)
-    return _Asked(ids[0], client, about.dst_node_id, about.group_id, question.limit, began)
+    return _Asked(ids[0], client, about.dst_node_id, about.group_id, question.limit, question.whole, began)
 
 
 def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) -> Answer:
@@ -163,6 +179,13 @@ def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) ->
     if not message.has_content():
         return Answer(client, seconds, fate="refused", why="its reply is empty", bytes=arrival.bytes)
     return Answer(client, seconds, message, bytes=arrival.bytes)
+
+
+def _lacks_something(arrival: Arrival) -> bool:
+    """Whether a site says that what it stores is not what the server thought."""
+    if arrival.message is None or not arrival.message.has_error():
+        return False
+    return (arrival.message.error.reason or "").startswith(f"{KeptStateError.__name__}:")
 
 
 def _stray(arrival: Arrival, asked: Iterable[_Asked], strays: dict[str, str]) -> None:

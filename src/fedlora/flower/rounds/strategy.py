@@ -30,13 +30,11 @@ from fedlora.core.echo import shown
 from fedlora.errors import ConfigError, QuorumNotMet
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
-from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.attempt import Attempt, Closed
 from fedlora.flower.rounds.collecting import (
     Awaiting,
     Clock,
     Identify,
-    Question,
     collect,
     registered_names,
     who_is_online,
@@ -54,7 +52,6 @@ from fedlora.server.server import Server
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
-_NUMBERS = Limit(2**20, 64, 2**20)  # for a reply that holds numbers
 
 
 class FedLoRA(Strategy):
@@ -288,21 +285,19 @@ class FedLoRA(Strategy):
         if self._asking is None:
             return SiteRound()
         began, self.online = self._clock.monotonic(), self._online(grid)
-        evaluation = SiteEvaluation.of(
+        evaluation = SiteEvaluation(
             self.server, self.memory.state, self.policy, self.memory.refusals, self.memory.examples, part, self.run,
             self.online,
         )  # fmt: skip
-        names = {node: name for name, node in self.online.items()}
-        questions = [
-            Question(names[message.metadata.dst_node_id], message, _NUMBERS)
-            for message in evaluation.messages(self._codec, self.policy.deadline)
-        ]
         answers = collect(
-            grid, questions, deadline=self.policy.deadline, clock=self._clock,
-            awaiting=self._awaiting(self.round, "measuring"),
+            grid, evaluation.questions(self._codec, self.policy.deadline), deadline=self.policy.deadline,
+            clock=self._clock, awaiting=self._awaiting(self.round, "measuring"),
         )  # fmt: skip
         found = evaluation.read(answers, self._asking.metric)
-        return replace(found, seconds=round(self._clock.monotonic() - began, 3)) if questions else found
+        self.memory = replace(
+            self.memory, state=replace(self.memory.state, clients=evaluation.memories(found))
+        )  # stored with the next round: who holds something else by then says so, and is sent everything
+        return replace(found, seconds=round(self._clock.monotonic() - began, 3)) if evaluation.asked else found
 
     def _awaiting(self, number: int, doing: str) -> Awaiting:
         def told(clients: list[str], seconds: float, left: float) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -32,14 +32,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class NodeState:
-    """A client's stored state. kept: local parts of its adapter. position: how far it has read its data. cache: parts
-    that need not be sent to it again."""
+    """What stays with a client. kept: local parts of its adapter. position: how far it has read its data. cache: what
+    need not be sent to it again since it trained. measured: the same since it measured: a server that was killed in
+    between knows of the former only."""
 
     TAG: ClassVar[str] = "node/1"
 
     kept: Adapter | None = None
     position: int = 0
     cache: Cache | None = None
+    measured: Cache | None = None
+
+    def fitting(self, parcel: Parcel) -> Cache | None:
+        """The cache for which a parcel was packed; None: there is none."""
+        return next((one for one in (self.cache, self.measured) if one is not None and one.held == parcel.held), None)
 
 
 class Node:
@@ -74,7 +80,7 @@ class Node:
         parcel, run = self._read(record)
         folder = state_of(self._folder, run, self._client)
         state = self._state(run, parcel.round)
-        download = unpack(parcel, state.cache)
+        download = unpack(parcel, state.fitting(parcel))
         played = play_round(download, ClientMemory(state.kept, state.position), self._trainer, self._form)
         kept = played.memory.kept
         after = NodeState(kept, played.memory.position, remember(download, kept))
@@ -86,14 +92,21 @@ class Node:
         )
 
     def measure(self, record: RecordDict) -> RecordDict:
-        """The scores of the received readout on this node's held-out data. It changes no state of this node.
+        """The scores of the readout that came, on what is held out here. It is stored, all of it, and need not come
+        again for the round that trains it; what else stays here is not changed.
 
         Raises:
-            ConfigError: nothing is held out. KeptStateError: the kept parts are not from that round.
+            ConfigError: nothing is held out. KeptStateError: as in `work`, or what stays here is not of that round.
         """
         parcel, run = self._read(record)
-        kept = self._state(run, parcel.round).kept
-        return measured_record(unpack(parcel, None), kept, run, asked_part(record), self._evaluators)
+        state = self._state(run, parcel.round)
+        download = unpack(parcel, state.fitting(parcel))
+        answer = measured_record(download, state.kept, run, asked_part(record), self._evaluators)
+        measured = remember(download, state.kept, untrained=True)
+        if state.measured is None or state.measured.held != measured.held:
+            folder = state_of(self._folder, run, self._client)
+            checkpoint.save(folder, parcel.round, replace(state, measured=measured), of=f"{run}/{self._client}", keep=2)
+        return answer
 
     def _read(self, record: RecordDict) -> tuple[Parcel, str]:
         """The parcel and the federation's name, from a server that agrees with this site."""
