@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import re
+from functools import cache
 from importlib.metadata import PackageNotFoundError, requires, version
 
 # The packages that determine how a run behaves; a fault report should name them.
@@ -11,6 +12,7 @@ TOLD = ("torch", "safetensors", "numpy", "transformers", "peft", "flwr", "opendp
 _BOUND = re.compile(r"^([A-Za-z0-9._-]+)[^;]*?>=\s*([0-9.]+)")
 
 
+@cache  # a run's manifest, and each message of a site, say a handful of versions
 def installed(name: str) -> str | None:
     """The version of a distribution, None if it is not installed. torch's version includes its device build."""
     try:

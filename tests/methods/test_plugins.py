@@ -223,7 +223,8 @@ def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Call
     assert said.code == 0 and not said.err
     assert "Contracts of toy-mean step=0.5" in table and "│ exact │ no │ off the mean" in table
     assert "│ delivery │ always │ 13 downloads" in table and "It could claim" not in table
-    facts = json.loads(main("methods", "check", "toy-mean", "--json").out)
+    asked = main("methods", "check", "toy-mean", "--json").out
+    facts = json.loads(asked)
     assert facts["sound"] and facts["claims"] == {
         "exact": False, "gauge": False, "state": False, "mixed": False, "global_model": True, "weights": True,
     }  # fmt: skip
@@ -231,7 +232,7 @@ def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Call
         "mixed": "no", "global model": "yes", "exact": "no", "weights": "yes", "halves": "not claimed",
         "gauge": "no", "state": "no",
     }  # fmt: skip
-    assert main("methods", "--json", "check", "toy-mean").out == main("methods", "check", "toy-mean", "--json").out
+    assert main("methods", "--json", "check", "toy-mean").out == asked
 
 
 def test_check_fails_where_a_claim_does(site: Path, main: Callable[..., Said], wide: None) -> None:

@@ -28,6 +28,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -221,6 +222,7 @@ def smallest_gap(spread: float, seeds: int, level: float, power: float) -> float
     return float(optimize.brentq(lambda at: found(at) - power, 0.0, end)) * spread / math.sqrt(seeds)
 
 
+@lru_cache(maxsize=4096)  # plans, tables and pages ask again and again
 def chance_of_equals(spread: float, margin: float, seeds: int, level: float) -> float:
     """The chance that both one-sided tests at `level` reject if the true gap is 0; 1 for gaps without spread.
 

@@ -8,7 +8,7 @@ rounded at the end equals what the instructions give, up to summation order. Thi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -34,12 +34,11 @@ def bfloat16_autocast(device: torch.device, on: bool, network: nn.Module | None 
     network: with gradient checkpointing, the backward pass recomputes the forward one outside this context, so products
     are left to torch.
     """
-    again = bool(getattr(network, "is_gradient_checkpointing", False))
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on):
-        if on and not again and device.type == "cpu" and not has_instructions():
-            with _InFloat32():
-                yield
-        else:
+        by_hand = on and device.type == "cpu" and not has_instructions()
+        again = by_hand and getattr(network, "is_gradient_checkpointing", False)  # asks every module: not for nothing
+        products: AbstractContextManager[Any] = _InFloat32() if by_hand and not again else nullcontext()
+        with products:
             yield
 
 

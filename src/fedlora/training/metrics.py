@@ -13,6 +13,7 @@ import functools
 import math
 import re
 import string
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -94,12 +95,10 @@ def matthews(labels: Labels, predicted: Labels) -> float:
 
 
 def recall(labels: Labels, predicted: Labels) -> dict[int, float]:
-    """Class -> the share of its examples predicted as that class. A class without examples is left out."""
-    classes = sorted(set(labels))
-    if not classes:
-        return {}
-    each = _sklearn().recall_score(labels, predicted, labels=classes, average=None, zero_division=0)
-    return dict(zip(classes, each.tolist(), strict=True))
+    """Class -> the share of its examples predicted as that class. A class without examples is left out. Counted
+    here, since scikit-learn takes 2 ms for a small set, hundreds of times as long."""
+    found = Counter(y for y, said in zip(labels, predicted, strict=True) if y == said)
+    return {y: found[y] / count for y, count in sorted(Counter(labels).items())}
 
 
 def confusion_matrix(labels: Labels, predicted: Labels, classes: int) -> list[list[int]]:

@@ -11,13 +11,13 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fedlora import __version__
 from fedlora.core.echo import quoted, shown
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import FedLoRAError
+from fedlora.versions import installed
 
 PROTOCOL = "fedlora/4"  # of the messages; both sides refuse another one by name
 
@@ -288,13 +288,8 @@ def _older(server: str, site: str, name: str) -> str:
 
 def versions_here() -> dict[str, str]:
     """The versions on this machine."""
-    found = {"protocol": PROTOCOL, "fedlora": __version__}
-    for name in _WATCHED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # torch may be built from source
-            continue
-    return found
+    found = {name: installed(name) for name in _WATCHED}  # torch may be built by hand, and is then none
+    return {"protocol": PROTOCOL, "fedlora": __version__} | {name: at for name, at in found.items() if at is not None}
 
 
 def check(server: Facts, site: Facts, name: str = "this site", *, whole: bool = True) -> tuple[str, ...]:
