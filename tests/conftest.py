@@ -89,6 +89,12 @@ def _no_fsync() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _coarse_losses() -> None:
+    """Half of the time of the tests of privacy went into digits of epsilon that they do not ask for."""
+    import support.coarse_losses  # noqa: F401
+
+
 @pytest.fixture
 def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
     """The entry point `fedlora ARGS`, in this process, where errors become exit codes."""
@@ -149,6 +155,15 @@ def program(forked: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[.
         return begun(forked, said, script, path, [str(arg) for arg in args], said, dict(os.environ))
 
     return begin
+
+
+@pytest.fixture
+def fine_losses() -> Iterator[None]:
+    """Epsilon to the digits that users have."""
+    from support.coarse_losses import fine
+
+    with fine():
+        yield
 
 
 @pytest.fixture

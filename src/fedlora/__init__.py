@@ -1,8 +1,7 @@
 """fedlora: federated LoRA. What a server should represent when clients send low-rank updates.
 
-The names here need torch and safetensors only (`results` needs `fedlora[train]`), and are imported when they are first
-used. Training, configs and plots live in their own modules (`fedlora[train]`, `fedlora[plot]`) and are imported from
-there.
+The names here need only torch and safetensors (`results` needs `fedlora[train]`) and are imported on first use.
+Training, configs and plots live in separate modules (`fedlora[train]`, `fedlora[plot]`): import them from there.
 """
 
 from typing import TYPE_CHECKING

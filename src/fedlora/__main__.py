@@ -1,16 +1,16 @@
-"""`fedlora` and `python -m fedlora`: the command line, or a word on what it needs where that is not installed."""
+"""`fedlora` and `python -m fedlora`: the command line, or a message about the packages that it lacks."""
 
 from __future__ import annotations
 
 import sys
 import warnings
 
-_NEEDED = ("click", "typer", "rich", "pydantic")  # what any command imports, and the core does not bring
+_NEEDED = ("click", "typer", "rich", "pydantic")  # every command imports them, and the core does not install them
 
 
 def main() -> None:
     """The entry point of the package."""
-    # typer 0.20 asks click 8.5 for an old name; with PYTHONWARNINGS=error nothing would start
+    # typer 0.20 asks click 8.5 for an old name; with PYTHONWARNINGS=error nothing would start.
     warnings.filterwarnings("ignore", r"'click[.]utils[.]get_", DeprecationWarning)
     try:
         from fedlora.cli import main as command_line
@@ -19,7 +19,7 @@ def main() -> None:
             raise
         from fedlora.versions import report
 
-        if sys.argv[1:] == ["--version"]:  # the one question that the core answers
+        if sys.argv[1:] == ["--version"]:  # the core can answer this without the command line
             print(report())
             return
         print(

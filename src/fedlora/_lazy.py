@@ -1,4 +1,4 @@
-"""A package's face without its cost: names that are imported when they are first used."""
+"""A package's public names without their import time: each is imported on first use."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 def face(package: str, homes: Mapping[str, Sequence[str]], extra: str | None = None) -> Callable[[str], Any]:
-    """A module's `__getattr__` (PEP 562). homes: module below `package` -> the names that it has. extra: what brings
-    what these modules import beyond torch; the error says so where that is missing."""
+    """A module's `__getattr__` (PEP 562). homes: module below `package` -> its names. extra: the extra that installs
+    what these modules import beyond torch; the error names it if an import is missing."""
     home_of = {name: home for home, names in homes.items() for name in names}
 
     def find(name: str) -> Any:

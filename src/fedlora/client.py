@@ -1,8 +1,8 @@
-"""The whole client side of the protocol: complete what was received, strip what stays home. No method is known here.
+"""The client's side of the protocol: complete a download, and strip what stays home. It knows no method.
 
 mine = receive(download, kept)      train mine      send(mine, roles) -> Upload      keep(mine, roles) -> kept
 
-`play_round` is all of it around a trainer: what the engine, a Flower node and a site without a network do alike.
+`play_round` does all of it around a trainer, for the engine, a Flower node and a site without a network.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Played:
 
 
 def play_round(download: Download, memory: ClientMemory, trainer: Trainer, form: Form = "factors") -> Played:
-    """A client's whole round: receive, train, prune, send, keep. Pure but for the trainer.
+    """A client's whole round: receive, train, prune, send, keep. Pure except for the trainer.
 
     Args:
-        memory: as the client's last round left it, `ClientMemory()` before its first. form: of the upload.
+        memory: from the client's last round; `ClientMemory()` before its first. form: the upload's.
 
     Raises:
-        KeptStateError: the memory does not fit what came. UploadRefused: training diverged in a part that stays here,
-            where no server can see it; the memory is as it was.
+        KeptStateError: the memory does not fit the download. UploadRefused: training diverged in a part that stays
+            here, where no server can see it; the memory is unchanged.
 
     Example:
         >>> played = play_round(server.download(state, clients[0]), ClientMemory(), trainer)
@@ -59,7 +59,7 @@ def play_round(download: Download, memory: ClientMemory, trainer: Trainer, form:
 
 
 def begin_round(download: Download, memory: ClientMemory) -> Job:
-    """What is there to train: the first half of `play_round`, for engines that train several clients at once.
+    """The training job: the first half of `play_round`, for engines that train several clients at once.
 
     Example:
         >>> job = begin_round(server.download(state, clients[0]), ClientMemory())
@@ -70,7 +70,7 @@ def begin_round(download: Download, memory: ClientMemory) -> Job:
 
 
 def finish_round(job: Job, trained: Trained, memory: ClientMemory, form: Form = "factors") -> Played:
-    """What comes of it: the second half of `play_round`.
+    """The client's result from the trained adapter: the second half of `play_round`.
 
     Example:
         >>> job = begin_round(server.download(state, clients[0]), ClientMemory())
@@ -84,7 +84,7 @@ def finish_round(job: Job, trained: Trained, memory: ClientMemory, form: Form = 
         ranks = made.ranks if made.ranks != job.adapter.ranks else ranks
         client = replace(client, rank=ranks or client.rank)
     kept = keep(made, roles)
-    if form == "subspace":  # its factorisations cannot be made of NaN; all other forms the server looks at
+    if form == "subspace":  # it cannot factorise NaN; the server checks all other forms
         for name, tensor in named_tensors(Adapter(made.modules)):
             if not bool(torch.isfinite(tensor).all()):
                 raise UploadRefused(client.id, f"{name} holds NaN or Inf: training diverged there.")
@@ -99,12 +99,12 @@ def finish_round(job: Job, trained: Trained, memory: ClientMemory, form: Form = 
 
 
 def receive(download: Download, kept: Adapter | None) -> Adapter:
-    """The complete adapter to train: what came, with local parts from `kept` (from the start, where nothing is kept),
-    and in its `base` how the base weights have moved. Its factors and heads are its own: training in place changes
-    neither `download` nor `kept`.
+    """The complete adapter to train: the download, with local parts from `kept` (from the start if nothing is kept);
+    its `base` holds the change of the base weights. It owns its factors and heads: training in place changes neither
+    `download` nor `kept`.
 
     Raises:
-        KeptStateError: what was kept has other modules or another rank than what came.
+        KeptStateError: the kept part has other modules or another rank than the download.
 
     Example:
         >>> receive(server.download(state, clients[0]), kept=None)
@@ -124,7 +124,7 @@ def receive(download: Download, kept: Adapter | None) -> Adapter:
     foreign = sorted(set(have.modules) - set(ranks))
     if foreign:
         raise KeptStateError(
-            f"what was kept holds module {foreign[0]!r} ({len(foreign)} such), which the server does not send: "
+            f"the kept part holds module {foreign[0]!r} ({len(foreign)} such), which the server does not send: "
             f"it belongs to another model. Start afresh, without the kept part."
         )
     local_heads = {**download.start.heads, **have.heads} if download.roles.heads == "local" else {}
@@ -164,16 +164,16 @@ def _check_kept(what: str, mine: Tensor, start: Tensor) -> None:
 
 @own_modes()
 def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
-    """What of `adapter` travels to the server: the shared parts.
+    """The part of `adapter` that travels to the server: the shared parts.
 
-    adapter: what became of the one that `receive` gave. Where the method moves the base weights, it says in its `base`
-    on which ones it was trained.
+    adapter: the trained adapter from `receive`. If the method moves the base weights, its `base` says on which ones it
+    was trained.
 
-    form "subspace" sends (U_i, Ahat_i) instead of (B_i, A_i), where both factors are shared (paper Algorithm 1, lines
+    form "subspace" sends (U_i, Ahat_i) instead of (B_i, A_i) if both factors are shared (paper Algorithm 1, lines
     7-9): the same update in a canonical gauge, in at most as many bytes.
 
     Raises:
-        HyperparameterError: the method moves the base weights, and the adapter does not say what it was trained on.
+        HyperparameterError: the method moves the base weights, and `adapter.base` is None.
 
     Example:
         >>> download = server.download(state, clients[0])
@@ -183,11 +183,11 @@ def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
     """
     if roles.moves_base and adapter.base is None:
         raise HyperparameterError(
-            "send: this method moves the base weights, and the trained adapter does not say on which ones it was "
-            "trained (its `base` is None). On the pre-trained ones training goes wrong from the second round on. Train "
-            "what `receive` returned, base and all: `model.activate(mine)`, or `load_into_model(peft_model, mine)` for "
-            "a PEFT model of your own. Where you build the trained adapter yourself, make it of the received one: "
-            "`dataclasses.replace(mine, modules=trained)`."
+            "send: this method moves the base weights, but the trained adapter does not say on which ones it was "
+            "trained (its `base` is None). On the pre-trained ones, training goes wrong from the second round on. "
+            "Train the adapter that `receive` returned, base and all: `model.activate(mine)`, or "
+            "`load_into_model(peft_model, mine)` for your own PEFT model. If you build the trained adapter yourself, "
+            "make it from the received one: `dataclasses.replace(mine, modules=trained)`."
         )
     heads = adapter.heads if roles.heads == "shared" else {}
     if form == "subspace":
@@ -198,7 +198,7 @@ def send(adapter: Adapter, roles: Roles, form: Form = "factors") -> Adapter:
 
 
 def keep(adapter: Adapter, roles: Roles) -> Adapter | None:
-    """A copy of what the client holds back for its next `receive`: the local parts. None where there are none.
+    """A copy of the local parts, for the client's next `receive`. None if there are none.
 
     Example:
         >>> adapter = receive(server.download(state, clients[0]), kept=None)
@@ -212,12 +212,12 @@ def keep(adapter: Adapter, roles: Roles) -> Adapter | None:
 
 
 def prune(before: Adapter, after: Adapter, penalty: TailPenalty) -> Adapter:
-    """`after` cut to the slots before the tail, where training made the tail smaller; `after` itself otherwise.
+    """`after` cut to the slots before the tail, if training made the tail smaller; otherwise `after` itself.
 
     Args:
-        before, after: the complete adapter as it was received and as it was trained.
+        before, after: the complete adapter as received and as trained.
 
-    Source: HetLoRA's rank self-pruning (docs/reference/methods.md#hetlora). The decision is one for the whole client.
+    Source: HetLoRA's rank self-pruning (docs/reference/methods.md#hetlora). One decision covers the whole client.
 
     Example:
         >>> from fedlora.core.method import TailPenalty
@@ -261,8 +261,8 @@ def _only(adapter: Adapter, roles: Roles, wanted: tuple[Role, ...], heads: Mappi
 
 
 def _subspace(lora: LoRA) -> LoRA:
-    """The canonical gauge. Directions that rounding of the factors could have made stay home where the update would not
-    miss them once it is rounded again; where they hold more than that they are part of the update that was trained.
+    """The update in the canonical gauge. Directions that rounding of the factors could have made stay home if rounding
+    the update again would lose them; if they hold more, training made them, and they travel.
     """
     B, A = lora.factors
     split = gauge_split(B, A, tolerance=max(rank_tolerance(t.dtype) for t in (B, A)), canonical="B")
@@ -271,8 +271,8 @@ def _subspace(lora: LoRA) -> LoRA:
     if rest > unit_roundoff(A.dtype) * whole:
         U, Ahat = torch.cat([U, split.U_rest], dim=1), torch.cat([Ahat, split.A_rest])
     if A.dtype == torch.float16 and Ahat.numel() and bool(Ahat.any()):
-        # The update's whole size is in Ahat, and float16 has room from 6e-5 to 65,504: half of it goes to U where it
-        # would not fit, by a power of two, which costs no digit.
+        # Ahat holds the update's whole size, and float16 reaches from 6e-5 to 65,504. If it would not fit, half of it
+        # goes to U, by a power of two, which costs no digit.
         exponent = math.log2(float(Ahat.abs().max()))
         half = 2.0 ** round(exponent / 2) if not 0 <= exponent <= 14 else 1.0
         U, Ahat = U * half, Ahat / half

@@ -1,5 +1,5 @@
-"""The errors of fedlora. Most are also a `ValueError`, so that plain Python code can catch them without importing us;
-of work that failed, `WorkerDied` is a `RuntimeError` and `ClientFailed` is ours alone.
+"""The errors of fedlora. Most are also a `ValueError`, so that plain Python code can catch them without importing us.
+Errors about failed work are not: `WorkerDied` is a `RuntimeError`, and `ClientFailed` is only ours.
 
 A message says what happened, with numbers; the likely cause; and what to do.
 """
@@ -26,7 +26,7 @@ class FedLoRAError(Exception):
 
 
 def escaped(text: str) -> str:
-    """Every letter that prints as itself; any other (control, line break, direction mark, half a letter) by its code.
+    """The text with each unprintable letter (control, line break, direction mark, half a letter) shown by its code.
 
     Example:
         >>> from fedlora.errors import escaped
@@ -37,7 +37,7 @@ def escaped(text: str) -> str:
 
 
 def counted(number: int, what: str, many: str | None = None) -> str:
-    """A number of things, in words. many: of more than one, where an s is not enough.
+    """A number with its noun. many: the plural, if adding an s is not enough.
 
     Example:
         >>> from fedlora.errors import counted
@@ -48,7 +48,7 @@ def counted(number: int, what: str, many: str | None = None) -> str:
 
 
 def repeated(names: Iterable[str]) -> list[str]:
-    """Those that occur more than once, sorted.
+    """The names that occur more than once, sorted.
 
     Example:
         >>> from fedlora.errors import repeated
@@ -63,14 +63,14 @@ def _code(letter: str) -> str:
 
 
 def _again(kind: type[FedLoRAError], args: tuple[object, ...], facts: dict[str, object]) -> FedLoRAError:
-    """An error as it was, without its `__init__`, which may take other arguments than the message."""
+    """Restores a pickled error without its `__init__`, which may take other arguments than the message."""
     error = kind.__new__(kind, *args)
     error.__dict__.update(facts)
     return error
 
 
 class ShapeError(FedLoRAError, ValueError):
-    """Factors whose shapes do not make a LoRA update B (d_out, r) @ A (r, d_in)."""
+    """The factors' shapes do not make a LoRA update B (d_out, r) @ A (r, d_in)."""
 
 
 class HyperparameterError(FedLoRAError, ValueError):
@@ -82,7 +82,7 @@ class FactorNotShared(FedLoRAError, ValueError):
 
 
 class RankMismatch(FedLoRAError, ValueError):
-    """A method that needs one common rank met several, or a rank that it cannot serve."""
+    """A method that needs one common rank got several, or a rank that it cannot serve."""
 
 
 class RankTie(FedLoRAError, ValueError):
@@ -90,11 +90,11 @@ class RankTie(FedLoRAError, ValueError):
 
 
 class LostUpdate(FedLoRAError, ValueError):
-    """The mean update is not zero, but the part that the server would keep of it is."""
+    """The mean update is not zero, but the part that the server would keep is."""
 
 
 class MethodFault(FedLoRAError, ValueError):
-    """A method raised, or returned something that its protocol does not allow."""
+    """A method raised, or returned something that its protocol forbids."""
 
 
 class UploadRefused(FedLoRAError, ValueError):
@@ -111,17 +111,17 @@ class QuorumNotMet(FedLoRAError, ValueError):
 
 
 class NoGlobalModel(FedLoRAError, ValueError):
-    """The code asked for a global model, and the method keeps none (FedSA-LoRA)."""
+    """The code asked for a global model, but the method keeps none (FedSA-LoRA)."""
 
 
 class KeptStateError(FedLoRAError, ValueError):
-    """The parts that a client kept do not fit what the server sent now."""
+    """A client's kept parts do not fit what the server sent."""
 
 
 class AdapterFormatError(FedLoRAError, ValueError):
-    """A PEFT adapter that cannot be read, or that means something other than W0 + s B A.
+    """A PEFT adapter cannot be read, or means something other than W0 + s B A.
 
-    One line of letters that print, whatever the files and folders are called.
+    The message is one line of printable letters, whatever the names of files and folders.
     """
 
     def __str__(self) -> str:
@@ -129,15 +129,20 @@ class AdapterFormatError(FedLoRAError, ValueError):
 
 
 class CheckpointError(FedLoRAError, ValueError):
-    """A checkpoint is damaged, of another run, or cannot be written."""
+    """A checkpoint is damaged, belongs to another run, or cannot be written."""
 
 
 class ConfigError(FedLoRAError, ValueError):
-    """A configuration that fedlora cannot run as written."""
+    """fedlora cannot run this configuration as written."""
 
 
 class DataError(FedLoRAError, ValueError):
-    """Training or test data that cannot be read or partitioned as asked."""
+    """Training or test data cannot be read, or partitioned as requested."""
+
+
+class FilesChanged(DataError, OSError):
+    """A file that a run is known by, its data or its method's code, changed while the work went on. That says nothing
+    of the run."""
 
 
 class ClientFailed(FedLoRAError):
@@ -150,12 +155,12 @@ class ClientFailed(FedLoRAError):
 
 
 class WorkerDied(FedLoRAError, RuntimeError):
-    """A worker process died during its work, and died again when it tried that work alone."""
+    """A worker process died during its work, and died again on the same work alone."""
 
 
 class LedgerError(FedLoRAError, ValueError):
-    """A privacy ledger or journal that is damaged, cut off, a copy, of another population, or cannot be written."""
+    """A privacy ledger or journal is damaged, cut off, a copy, for another population, or cannot be written."""
 
 
 class BudgetSpent(FedLoRAError, ValueError):
-    """A release that would exceed the privacy budget. Nothing was charged, and nothing may leave."""
+    """A release would exceed the privacy budget. Nothing was charged, and nothing may be released."""

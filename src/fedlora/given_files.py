@@ -1,9 +1,9 @@
-"""Files that a person or a stranger gives (data, settings, ledgers, adapters), opened and parsed within bounds.
+"""Files from a person or a stranger (data, settings, ledgers, adapters), opened and parsed within bounds.
 
-`opened` is the one opener: an ordinary file, without waiting. A pipe, a device, a folder and a file that is too large
-raise `OSError` with the reason as its `strerror`: a reader words it as it words a missing file. `parse_json` and
-`parse_toml` are the one reader of each form: what Python would read leniently, in silence or without a bound is a
-`ValueError` with the reason.
+`opened` opens them all: only an ordinary file, and without waiting. For a pipe, a device, a folder or a file that is
+too large it raises `OSError` with the reason as `strerror`, so that readers can report it like a missing file.
+`parse_json` and `parse_toml` are the only parsers: they raise `ValueError` with the reason for what Python would accept
+leniently, silently or without a bound.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 
 from fedlora.errors import ConfigError, escaped, repeated
 
-SETTINGS = 4 * 2**20  # bytes of a file that people write by hand; ten thousand keys have one million
-RECORDS = 2**28  # bytes of a record that a run or a federation keeps; a line for each of 100,000 rounds
+SETTINGS = 4 * 2**20  # bytes of a handwritten file; ten thousand keys take one million
+RECORDS = 2**28  # bytes of a run's or federation's record; a line for each of 100,000 rounds
 _PART = r'(?:[\w-]++|"[^"\n]*+"|\'[^\'\n]*+\')'
 _MANY_DOTS = re.compile(rf"(?:^|[{{,\[])[ \t]*+{_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{32}}", re.MULTILINE)
-# Possessive, and one that is not closed ends with the text: each byte is looked at once, whatever is written.
+# Possessive, and an unclosed string ends with the text: the match reads each byte once, whatever the text.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _ONE_KIND = bytes.maketrans(b"{}", b"[]")
 _LONG_NUMBER = re.compile(rb"(?<!\d)\d{500}")
 _HALF_LETTER = re.compile(rb"\\u[dD][89a-fA-F]")
-_HOW = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe without a writer would wait for ever
+_HOW = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # otherwise a pipe without a writer would wait for ever
 _KINDS = {
     stat.S_IFIFO: "a pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket",
     stat.S_IFDIR: "a folder",
@@ -39,11 +39,10 @@ _KINDS = {
 
 
 def opened(path: Path, *, links: bool = True) -> io.BufferedReader:
-    """An ordinary file to read, or what a link to one leads to. A pipe is not waited for. links: whether a link is
-    followed.
+    """Open an ordinary file for reading, also through a link. It does not wait for a pipe. links: follow links.
 
     Raises:
-        OSError: it is not there, cannot be opened, or is no ordinary file.
+        OSError: the file does not exist, cannot be opened, or is not an ordinary file.
     """
     try:
         descriptor = os.open(path, _HOW if links else _HOW | os.O_NOFOLLOW)
@@ -61,14 +60,14 @@ def read_given(path: Path, most: int = SETTINGS) -> bytes:
     """All bytes of a file.
 
     Args:
-        path: links are followed, for a person named it. most: bytes that it may have.
+        path: links are followed, because a person named it. most: the largest allowed size in bytes.
 
     Raises:
-        OSError: it cannot be opened, is no ordinary file, or has more than `most` bytes.
+        OSError: the file cannot be opened, is not an ordinary file, or has more than `most` bytes.
     """
     with opened(path) as file:
         size, content = os.fstat(file.fileno()).st_size, bytearray()
-        while size <= most and (piece := file.read(2**20)):  # it may grow, and files of /proc say 0
+        while size <= most and (piece := file.read(2**20)):  # the file may grow, and files in /proc report size 0
             content += piece
             size = max(size, len(content))
         if size > most:
@@ -77,7 +76,7 @@ def read_given(path: Path, most: int = SETTINGS) -> bytes:
 
 
 def read_toml(path: Path, what: str) -> dict[str, Any]:
-    """A TOML file as nested tables. what: the file is, for errors ("the config").
+    """A TOML file as nested tables. what: the file's role, for errors ("the config").
 
     Raises:
         ConfigError: the file cannot be read (see `read_given`), or is not TOML.
@@ -91,10 +90,11 @@ def read_toml(path: Path, what: str) -> dict[str, Any]:
 
 
 def parse_toml(text: str) -> dict[str, Any]:
-    """TOML as nested tables. tomllib takes memory by the square of a key's dots: 90 KB of them would take 8 GB.
+    """TOML as nested tables. tomllib's memory grows with the square of a key's dots: 90 KB of them would take 8 GB.
 
     Raises:
-        ValueError: no TOML, nested too deep, a key of more than 32 parts, a number of thousands of digits.
+        ValueError: the text is not TOML, is nested too deep, has a key of more than 32 parts, or a number of thousands
+            of digits.
     """
     if _MANY_DOTS.search(text):
         raise ValueError("it has a key of more than 32 parts with dots between")
@@ -105,7 +105,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 class TooMuchJson(ValueError):
-    """More than `parse_json` is allowed. limit: "depth" or "values". found: how many; None where not counted."""
+    """The JSON exceeds a bound of `parse_json`. limit: "depth" or "values". found: the count; None if not counted."""
 
     def __init__(self, limit: str, found: int | None, said: str) -> None:
         super().__init__(said)
@@ -113,14 +113,14 @@ class TooMuchJson(ValueError):
 
 
 def parse_json(text: str | bytes, *, depth: int = 100, values: int = 2**27, nan_as_none: bool = False) -> Any:
-    """JSON as dicts and lists. Depth and values are counted in the text, in linear time, before anything is made of it.
+    """JSON as dicts and lists. Depth and values are counted in the text, in linear time, before parsing.
 
     Args:
-        depth: of lists and objects in each other. values: of all of them together, keys too. nan_as_none: NaN,
-            infinities and numbers beyond every float become None, in records of a program that could not write them.
+        depth: the deepest nesting of lists and objects. values: the most values in total, keys included. nan_as_none:
+            NaN, infinities and numbers beyond every float become None, for records of programs that cannot write them.
 
     Raises:
-        ValueError: with the reason, in one line: not UTF-8, not JSON, a key twice, NaN or Infinity, a number that no
+        ValueError: with the reason, in one line: not UTF-8, not JSON, a repeated key, NaN or Infinity, a number that no
             float holds, half a letter (a lone surrogate); `TooMuchJson` beyond a bound.
     """
     raw = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
@@ -147,7 +147,7 @@ def parse_json(text: str | bytes, *, depth: int = 100, values: int = 2**27, nan_
 
 
 def _check_json(raw: bytes, depth: int, most: int) -> None:
-    """Raises `ValueError` for what is too deep or too much, from the text alone."""
+    """Raises `ValueError` if the text is too deep or has too many values, without parsing it."""
     bare = _STRING.sub(b"", raw)
     values = 1 + bare.count(b",") + bare.count(b"[") + bare.count(b"{") + bare.count(b":")  # keys take memory too
     if values > most:
@@ -187,7 +187,7 @@ def _finite_or_none(text: str) -> float | None:
 
 
 def half_the_memory() -> int:
-    """Bytes: half of what this machine, or the container around us, has; the rest is for everything else in it."""
+    """Half of the memory of this machine, or of the container around us, in bytes; the rest is for everything else."""
     found = [2**33]
     try:
         found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]

@@ -167,4 +167,4 @@ def test_other_kinds_of_peft_are_refused_by_name(kind: str, main: Callable[..., 
 def test_a_folder_of_very_many_names_is_looked_at_in_part(main: Callable[..., Said], tmp_path: Path) -> None:
     for k in range(3_000):
         (tmp_path / "a" / f"d{k}").mkdir(parents=True)
-    assert "is no PEFT adapter" in main("validate", tmp_path / "a").complaint()
+    assert "is not a PEFT adapter" in main("validate", tmp_path / "a").complaint()

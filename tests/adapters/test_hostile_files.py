@@ -436,12 +436,12 @@ PLACES: dict[str, tuple[Callable[[Path, str], None], str]] = {
     "a link to nothing": (lambda f, n: linked(f, n, "nothing"), "cannot be read"),
     "a link to itself": (lambda f, n: linked(f, n, n), "cannot be read"),
     "a link to its directory": (lambda f, n: linked(f, n, "."), "."),
-    "a pipe": (made_fifo, "is no ordinary file"),
-    "a directory": (made_directory, "is no ordinary file"),
+    "a pipe": (made_fifo, "not an ordinary file"),
+    "a directory": (made_directory, "not an ordinary file"),
     "a link to a pipe": (
-        lambda f, n: (os.mkfifo(f / "pipe"), linked(f, n, "pipe"))[0], "is no ordinary file"),
+        lambda f, n: (os.mkfifo(f / "pipe"), linked(f, n, "pipe"))[0], "not an ordinary file"),
     "a blob that is a link": (in_a_cache_of_links, "is a link to another place"),
-    "missing": (lambda f, n: (f / n).unlink(), "is no PEFT adapter: it has no"),
+    "missing": (lambda f, n: (f / n).unlink(), "is not a PEFT adapter: it has no"),
 }  # fmt: skip
 
 
@@ -489,7 +489,7 @@ def test_a_place_that_is_no_adapter(what: str, main: Callable[..., Said], tmp_pa
         folder.write_bytes(WHOLE)
     elif what == "an empty directory":
         folder.mkdir()
-    refused(folder, "is no PEFT adapter", main)
+    refused(folder, "is not a PEFT adapter", main)
 
 
 # ---- configs ---------------------------------------------------------------------------------------------------------

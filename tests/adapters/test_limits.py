@@ -11,8 +11,6 @@ import math
 import os
 import re
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -27,6 +25,7 @@ from fedlora.adapters.untrusted_files import Stored
 from fedlora.cli.options import Limit
 from fedlora.errors import AdapterFormatError, ConfigError
 from support.command_line import Said
+from support.processes import Program
 
 PREFIX = "base_model.model."
 CONFIG: dict[str, Any] = {
@@ -255,7 +254,7 @@ from fedlora.errors import AdapterFormatError
 warnings.simplefilter("ignore")
 def memory(field):
     return next(int(line.split()[1]) // 1024 for line in open("/proc/self/status") if line.startswith(field))
-for folder in sys.stdin.read().splitlines():
+for folder in sys.argv[1:]:
     open("/proc/self/clear_refs", "w").write("5")
     before, begun, said = memory("VmRSS"), time.process_time(), "sound"
     try:
@@ -272,12 +271,14 @@ for folder in sys.stdin.read().splitlines():
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="memory is measured as Linux tells it")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(5))
-def test_any_file_up_to_the_limits_is_judged_soon_and_in_little_memory(part: int, tmp_path: Path) -> None:
+def test_any_file_up_to_the_limits_is_judged_soon_and_in_little_memory(
+    part: int, tmp_path: Path, program: Callable[..., Program]
+) -> None:
     names = list(WORST)[part::5]
     folders = [put(tmp_path / str(k), *WORST[name]()) for k, name in enumerate(names)]
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], input="\n".join(map(str, folders)), capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    (tmp_path / "child.py").write_text(CHILD)
+    done = program(tmp_path / "child.py", *folders).ended()
+    assert done.returncode == 0, done.stderr
     told = dict(zip(names, map(json.loads, done.stdout.splitlines()), strict=True))
     slow = {name: found for name, found in told.items() if found[0] > SECONDS or found[1] > MEGABYTES}
     assert not slow
@@ -307,7 +308,7 @@ def memory(field):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(field))
 def lora(d_out, d_in, r):
     return LoRA(torch.randn(d_out, r).to(dtype), torch.randn(r, d_in).to(dtype))
-for count, d_out, d_in, r, dtype in json.load(sys.stdin):
+for count, d_out, d_in, r, dtype in json.loads(sys.argv[1]):
     dtype = getattr(torch, dtype)
     merge_module("warm", [lora(8, 8, 2)] * 2, [0.5, 0.5], RankRule("exact"))
     open("/proc/self/clear_refs", "w").write("5")
@@ -319,11 +320,11 @@ MERGED = [(8, 4096, 4096, 16, "bfloat16"), (2, 60_000, 512, 64, "float32"), (4, 
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="memory is measured as Linux tells it")
-def test_merging_takes_no_more_memory_than_foretold() -> None:
+def test_merging_takes_no_more_memory_than_foretold(tmp_path: Path, program: Callable[..., Program]) -> None:
     """Nor so much less that honest adapters are refused for nothing."""
-    done = subprocess.run(
-        [sys.executable, "-c", MERGES], input=json.dumps(MERGED), capture_output=True, text=True, check=True
-    )
+    (tmp_path / "merges.py").write_text(MERGES)
+    done = program(tmp_path / "merges.py", json.dumps(MERGED)).ended()
+    assert done.returncode == 0, done.stderr
     for (count, d_out, d_in, r, dtype), line in zip(MERGED, done.stdout.splitlines(), strict=True):
         name, size = {"bfloat16": ("BF16", 2), "float32": ("F32", 4), "float64": ("F64", 8)}[dtype]
         pair = (Stored(name, (d_out, r), 0, d_out * r * size), Stored(name, (r, d_in), 0, d_in * r * size))

@@ -235,7 +235,7 @@ def worst_names(pattern: str) -> list[str]:
     return [name[:size] for size in (512, 200, 90) for name in ("a" * 512, "a." * 256, "ab" * 256, "a" * 511 + "!")]
 
 
-@settings(drawn, max_examples=400)
+@settings(drawn, max_examples=150)
 @given(of_the_grammar(8), st.sampled_from(["", "b", "!", "$"]), st.sampled_from(["end", "whole", "inside", "layer"]))
 @example("[ab]{0,9}[ab]+(a{0,9}[a-z.]){1,4}", "!", "whole")  # the worst of 55,000 drawn at random: 0.2 s
 @example("(|){99}", "", "whole")  # choices between nothing and nothing
@@ -287,9 +287,9 @@ def test_all_patterns_and_names_together_take_bounded_time(slow: str) -> None:
         "looking up": (masks, ["c" * 54] * 100_000),
     }[slow]
     begun = time.process_time()
-    with pytest.raises(AdapterFormatError, match=r"more than 1 s .*--limit pattern_seconds"):
-        matches([Question("rank_pattern", "end", keys)], asked, seconds=1)
-    assert time.process_time() - begun < 3
+    with pytest.raises(AdapterFormatError, match=r"more than 0\.2 s .*--limit pattern_seconds"):
+        matches([Question("rank_pattern", "end", keys)], asked, seconds=0.2)
+    assert time.process_time() - begun < 2
 
 
 def test_the_command_says_so(main: Any, tmp_path: Path) -> None:
@@ -336,13 +336,13 @@ def test_names_are_looked_up(tmp_path: Path) -> None:
 
 
 def test_very_many_names_and_patterns_take_time_that_is_bounded() -> None:
-    """600,000 names and 20,000 patterns would be 12,000,000,000 questions; peft would ask them."""
-    asked = [f"model.layers.{k % 128}.mlp.experts.{k // 128}.gate_proj" for k in range(600_000)]
+    """200,000 names and 20,000 patterns would be 4,000,000,000 questions; peft would ask them."""
+    asked = [f"model.layers.{k % 128}.mlp.experts.{k // 128}.gate_proj" for k in range(200_000)]
     keys = [f"model.layers.{k % 128}.mlp.experts.{k // 128}.gate_proj" for k in range(20_000)]
     begun = time.process_time()
     (found,) = matches([Question("rank_pattern", "end", tuple(keys))], asked)
-    assert found[:20_000] == list(range(20_000)) and found.count(None) == 580_000
-    assert time.process_time() - begun < 10
+    assert found[:20_000] == list(range(20_000)) and found.count(None) == 180_000
+    assert time.process_time() - begun < 5
 
 
 COLLISIONS: dict[str, tuple[dict[str, Any], str]] = {

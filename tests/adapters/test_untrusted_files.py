@@ -81,7 +81,7 @@ def made_fifo(path: Path) -> None:
     os.mkfifo(path)
 
 
-NOTICED = r"has changed|no ordinary file|cannot be read"
+NOTICED = r"has changed|ordinary file|cannot be read"
 CHANGES = (rewritten, replaced, cut, grown, made_link, made_fifo)
 
 
@@ -141,7 +141,7 @@ def test_a_socket(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.chdir(folder)  # the names of sockets are short
     with socket.socket(socket.AF_UNIX) as made:
         made.bind(name)
-        with pytest.raises(AdapterFormatError, match="is no ordinary file"):
+        with pytest.raises(AdapterFormatError, match="not an ordinary file"):
             AdapterFile(folder)
 
 

@@ -150,7 +150,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a file that is missing": (lambda base: sorted(base.glob("model-*"))[1].unlink(), "is missing"),
     "an index of a list": (lambda base: _index(base, lambda x: x.update(weight_map=["a"])), "weight_map"),
-    "no index": (lambda base: (base / "model.safetensors.index.json").unlink(), "is no model directory"),
+    "no index": (lambda base: (base / "model.safetensors.index.json").unlink(), "is not a model directory"),
     "only a pickle": (
         lambda base: ([path.unlink() for path in base.glob("model*")], (base / "pytorch_model.bin").write_bytes(b"")),
         r"pickles.*save_pretrained\(.*safe_serialization",
@@ -161,7 +161,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         "both hold",
     ),
     "a config that is a pipe": (
-        lambda base: ((base / "config.json").unlink(), os.mkfifo(base / "config.json")), "no ordinary file",
+        lambda base: ((base / "config.json").unlink(), os.mkfifo(base / "config.json")), "not an ordinary file",
     ),
     "an adapter's folder": (lambda base: (base / "adapter_config.json").write_text("{}"), "but an adapter's"),
     "bitsandbytes, by config": (

@@ -87,7 +87,7 @@ def test_an_adapter_of_another_model_is_refused(tmp_path: Path, main: Callable[.
     adapter, _ = small(tmp_path / "llama")
     _, base = small(tmp_path / "gpt2", build=gpt2, target_modules=["c_attn"])
     refused(main, adapter, base, r"GPT2LMHeadModel.* has no 'model\.layers\.0\.self_attn\.q_proj'")
-    assert "is no model directory" in main("validate", adapter, "--base", tmp_path).err
+    assert "is not a model directory" in main("validate", adapter, "--base", tmp_path).err
 
 
 def test_an_unknown_type_or_code_of_its_own_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -438,7 +438,7 @@ def test_an_honest_client_that_lacks_a_module_has_no_say_in_it() -> None:
         ({"kind": "label-flip", "strength": 2.0}, "has no strength"),
         ({"kind": "scale", "strength": math.inf}, "finite number > 0"),
         ({"kind": "scale", "strength": math.nan}, "finite number > 0"),
-        ({"kind": "gauge", "strength": 0.5}, "of a gauge >= 1"),
+        ({"kind": "gauge", "strength": 0.5}, ">= 1"),
         ({"kind": "gauge", "space": "factors"}, "in the space"),
         ({"kind": "scale", "noise": True}, "noise is for a free-rider"),
     ],

@@ -34,9 +34,10 @@ METHODS = ("glora", "svd", "padded-average")
 
 
 def compare(
-    project: Path, out: Path, *more: object, methods: str = ",".join(METHODS), rounds: int = 2, code: int = 0
-) -> Any:
-    sets = ("--set", f"run.rounds={rounds}")
+    project: Path, out: Path, *more: object, methods: str = ",".join(METHODS), rounds: int = 2, steps: int = 2,
+    code: int = 0,
+) -> Any:  # fmt: skip
+    sets = ("--set", f"run.rounds={rounds}", "--set", f"train.steps={steps}")
     return invoke("compare", project / "config.toml", "--methods", methods, "--out", out, *sets, *more, code=code)
 
 
@@ -82,7 +83,7 @@ def test_places_in_json_have_the_direction_of_their_number(project: Path, tmp_pa
     loss = ("--seeds", "0:2", "--set", "evaluate.metric=loss", "--json", "--metric")
 
     def places(metric: str, *more: str) -> Any:
-        return json.loads(compare(project, out, *loss, metric, *more, methods=",".join(both)).stdout)["places"]
+        return json.loads(compare(project, out, *loss, metric, *more, methods=",".join(both), steps=4).stdout)["places"]
 
     never = 99.0  # more than any loss here
 
@@ -334,6 +335,7 @@ def until(child: subprocess.Popen[str], ready: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.exhaustive  # quick: the same of a pool's workers in test_pool, of one run's in test_crew and test_resuming
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="looks for processes in /proc")
 def test_a_killed_worker_loses_nothing_and_an_interrupt_leaves_what_is_finished(project: Path, tmp_path: Path) -> None:
     """kill -9 on a worker in the middle of its run: it is replaced and the run goes on. Ctrl-C: code 130, one line, no
@@ -389,13 +391,13 @@ def test_seeds_as_they_are_typed() -> None:
         (("--seeds", "0:2", "--set", "run.seed=1"), "--seeds and --set run.seed=... both"),
         (("--workers", "0"), "at least 1, or auto; got '0'"),
         (("--reference", "svd"), "methods: glora, flexlora"),
-        (("--tune", "train.lr"), "--tune takes KEY=NUMBERS"),
+        (("--tune", "train.lr"), "train.lr=NUMBERS"),
         (("--tune", "train.rl=1,2"), "unknown key 'train.rl'; known: lr"),
         (("--tune", "train.lr=1e-3,1e-2", "--tune-seeds", "0"), "seed 0 is both"),
         (("--tune", "train.lr=1e-3,1e-2", "--set", "data.validation=0"), "data.validation = 0 leaves none"),
         (("--json", "--format", "csv"), "two formats"),
         (("--seeds", "0:2", "--set", "run.seed =1"), "--seeds and --set run.seed=... both"),
-        (("--seeds", "0:2", "--set", "run={seed=1}"), "--seeds and --set run.seed=... both"),
+        (("--seeds", "0:2", "--set", "run={seed=1}"), "run.seed"),
         (("--tune", "train.lr=1e-3,1e-2", "--set", "train.lr=1"), "--tune and --set train.lr=... both"),
         (("--methods", "svd", "--set", "method.rho=0.5"), "--set method.... "),
         (("--tune-seeds", "77"), "--tune KEY=VALUES"),

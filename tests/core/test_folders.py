@@ -65,21 +65,23 @@ SCENARIOS = (
     "renamed twice",
     "refused afterwards",
     "file",
-    "adapter",
     "merge",
 )
 
 
-@pytest.fixture(scope="module")
-def kills(tmp_path_factory: pytest.TempPathFactory, program: Callable[..., Program]) -> Kills:
+def killed(place: Path, program: Callable[..., Program], *scenarios: str) -> Kills:
     """Scenario -> what was found after each kill (support.killed_writers)."""
-    script = Path(str(support.__file__)).parent / "killed_writers.py"
-    done = program(script, tmp_path_factory.mktemp("kills"), *SCENARIOS).ended()
+    done = program(Path(str(support.__file__)).parent / "killed_writers.py", place, *scenarios).ended()
     assert done.returncode == 0, done.stderr
     found: Kills = json.loads(done.stdout)
     for entries in found.values():  # until the writer came to its end
         assert [entry["killed"] for entry in entries] == [True] * (len(entries) - 1) + [False] and len(entries) > 5
     return found
+
+
+@pytest.fixture(scope="module")
+def kills(tmp_path_factory: pytest.TempPathFactory, program: Callable[..., Program]) -> Kills:
+    return killed(tmp_path_factory.mktemp("kills"), program, *SCENARIOS)
 
 
 @pytest.mark.parametrize(
@@ -111,9 +113,10 @@ def test_a_kill_at_any_step_leaves_the_old_file_or_the_new_one(kills: Kills) -> 
     assert {(entry["finally"], *entry["left"]) for entry in found} == {("new",)}
 
 
-def test_a_kill_at_any_step_never_mixes_two_adapters(kills: Kills) -> None:
+@pytest.mark.exhaustive  # quick: an adapter is written as any folder, and those are killed above
+def test_a_kill_at_any_step_never_mixes_two_adapters(tmp_path: Path, program: Callable[..., Program]) -> None:
     """Weights and card of one of the two: config, weights and README appear together."""
-    found = kills["adapter"]
+    found = killed(tmp_path, program, "adapter")["adapter"]
     assert {entry["then"] for entry in found} == {"1.0", "2.0"}
     assert {(entry["finally"], *entry["left"]) for entry in found} == {("2.0",)}
 

@@ -40,7 +40,7 @@ def test_a_file_is_what_the_library_reads(tmp_path: Path) -> None:
     """Names that need escapes, every type of the format, and the metadata."""
     tensors = {f'{name} "x" é': tensor.detach() for name, tensor in SHAPES.items()}
     tensors |= {f"t.{name}": torch.tensor([1, 0, 1]).to(dtype) for dtype, name in TYPES.items()}
-    (tmp_path / "x.safetensors").write_bytes(tensor_file(tensors, {"tree": json.dumps(["ü", "\n"])}))
+    (tmp_path / "x.safetensors").write_bytes(b"".join(tensor_file(tensors, {"tree": json.dumps(["ü", "\n"])})))
     with safetensors.safe_open(tmp_path / "x.safetensors", framework="pt") as file:
         assert json.loads(file.metadata()["tree"]) == ["ü", "\n"]
     found = safetensors.torch.load_file(tmp_path / "x.safetensors")

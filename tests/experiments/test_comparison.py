@@ -9,13 +9,14 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import PROFILE, ComparedRuns, comparison
-from fedlora.experiments.plan import at_the_edge, mains, searches
+from fedlora.experiments.plan import Choice, choice, mains, searches
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.spec import Experiment, Tune
 from fedlora.experiments.tables import CellScore, difference, orders, placings
 from fedlora.runs.config import RunConfig, parse_config
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.sections import MethodSection
+from support.made_results import bare
 
 BASE = parse_config(
     {
@@ -78,9 +79,18 @@ def test_a_search_on_compared_seeds_is_refused() -> None:
 
 
 def test_the_edge_of_the_grid() -> None:
-    e = compared(tune=Tune(values=[0.1, 0.01, 1.0]))
-    assert [at_the_edge(e, PROFILE, v) for v in (0.01, 0.1, 1.0, None)] == ["smallest", None, "largest", None]
-    assert at_the_edge(compared(tune=Tune(values=[0.1])), PROFILE, 0.1) is None, "one value is no search"
+    """By hand: each of three values is best in turn. No edge of one value, nor where two tie."""
+    e, ends = compared(tune=Tune(values=[0.1, 0.01, 1.0])), {0.01: "smallest", 0.1: None, 1.0: "largest"}
+    cell = next(e.cells(PROFILE))
+
+    def found(*best: float) -> Choice:
+        done = {run.digest: bare(run.digest, [{"round": 1, "metrics": {"accuracy": 0.9 if run.tuned in best else 0.5}}],
+                                 best_round=1) for run in searches(e, PROFILE)}  # fmt: skip
+        return choice(e, PROFILE, cell, done)
+
+    assert [(found(v).value, found(v).edge) for v in ends] == [*ends.items()]
+    assert found(0.1, 1.0) == Choice(0.1, level=(0.1, 1.0))
+    assert choice(compared(tune=Tune(values=[0.1])), PROFILE, cell, {}) == Choice(0.1), "one value is no search"
 
 
 CELLS = [

@@ -20,9 +20,9 @@ import pytest
 from fedlora.cli.experiment_project import Project
 from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.pictures import _handles
+from fedlora.experiments.pictures import _handles, figure_of
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import chosen_value, dead_end, mains, searches
+from fedlora.experiments.plan import Choice, choice, mains, searches
 from fedlora.experiments.report import write_report
 from fedlora.experiments.result import Commit, Merged, Result
 from fedlora.experiments.runner import missing, run_all
@@ -138,10 +138,18 @@ def test_the_search_chooses_by_validation_for_each_method_and_ties_go_to_the_sma
     scores = {("FedIT", 1e-3): 0.8, ("FedIT", 1e-2): 0.7, ("GLoRA", 1e-3): 0.6, ("GLoRA", 1e-2): 0.6}
     search = searches(experiment, "mini")
     done = {r.digest: result(r.digest, 7, scores[r.cell["method"], r.tuned or 0], last=0.1) for r in search}
-    chosen = {c["method"]: chosen_value(experiment, "mini", c, done) for c in experiment.cells("mini")}
+    chosen = {c["method"]: choice(experiment, "mini", c, done).value for c in experiment.cells("mini")}
     assert chosen == {"FedIT": 1e-3, "GLoRA": 1e-3}
     done.pop(search[0].digest)
-    assert chosen_value(experiment, "mini", search[0].cell, done) is None, "not before all of it is there"
+    assert choice(experiment, "mini", search[0].cell, done).value is None, "not before all of it is there"
+    right = {(1e-3, 7): 4, (1e-3, 8): 5, (1e-2, 7): 1, (1e-2, 8): 8}  # of 31, which results have in six digits
+    level = experiment.model_copy(update={"tune": Tune(values=[1e-3, 1e-2], at={"split": "skewed"}, seeds=[7, 8])})
+    done = {
+        r.digest: result(r.digest, r.seed, float(f"{right[r.tuned or 0, r.seed] / 31:.6g}"))
+        for r in searches(level, "mini")
+    }
+    cell = next(level.cells("mini"))
+    assert choice(level, "mini", cell, done) == Choice(1e-3, level=(1e-3, 1e-2))
 
 
 def test_by_loss_the_search_chooses_the_least_and_thresholds_are_reached_from_above(experiment: Experiment) -> None:
@@ -154,13 +162,13 @@ def test_by_loss_the_search_chooses_the_least_and_thresholds_are_reached_from_ab
     search = searches(experiment, "mini")
     losses = {1e-3: 0.6, 1e-2: 0.4}
     done = {r.digest: by_loss(r.digest, losses[r.tuned or 0]) for r in search}
-    assert {chosen_value(experiment, "mini", r.cell, done) for r in search} == {1e-2}
+    assert {choice(experiment, "mini", r.cell, done).value for r in search} == {1e-2}
     losses = {1e-3: 0.6, 1e-2: None}
     done = {r.digest: by_loss(r.digest, losses[r.tuned or 0]) for r in search}
-    assert {chosen_value(experiment, "mini", r.cell, done) for r in search} == {1e-3}
+    assert {choice(experiment, "mini", r.cell, done).value for r in search} == {1e-3}
     done = {r.digest: by_loss(r.digest, None) for r in search}
-    assert chosen_value(experiment, "mini", search[0].cell, done) is None and mains(experiment, "mini", done) == []
-    assert "all of them diverged" in (dead_end(experiment, "mini", search[0].cell, done) or "")
+    assert choice(experiment, "mini", search[0].cell, done).value is None and mains(experiment, "mini", done) == []
+    assert "all of them diverged" in (choice(experiment, "mini", search[0].cell, done).why or "")
     fell = by_loss("x", 0.5)
     assert (fell.rounds_to(0.6), fell.rounds_to(0.5), fell.rounds_to(0.4)) == (2, 2, None)
     assert fell.score("validation, largest drop") == pytest.approx(0.2), "from 0.5 up to 0.7: the one change for worse"
@@ -200,6 +208,11 @@ def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
         ("seeds = [0, 1]", "seeds = [0, 1]\nset = {{ run = {{ seed = 3 }} }}", "profile mini sets run.seed"),
         ("[run.run]", "[run.run]\nseed = 5", "profiles.NAME"),
         ("[run.train]", "[run.train]\nlr = 0.1", "sets train.lr"),
+        (
+            "FedIT = {{",
+            "FedIT = {{ clients = {{ alpha = 1.0 }}, ",
+            "split = 'skewed' sets clients.alpha = 0.5, .*method = 'FedIT'",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, old: str, new: str, said: str) -> None:
@@ -239,6 +252,15 @@ def test_a_change_below_a_value_is_refused(experiment: Experiment) -> None:
         mains(experiment.model_copy(update={"axes": axes}), "one", {})
 
 
+def test_a_label_that_would_replace_a_whole_table_is_refused(experiment: Experiment) -> None:
+    """What the base says and the label does not would be lost; a table that is not there yet is made."""
+    axes = {**experiment.axes, "method": {"FedIT": {"train": {"optimizer": "sgd"}}}}
+    with pytest.raises(ConfigError, match=r"batch_size, steps.*train\.optimizer"):
+        mains(experiment.model_copy(update={"axes": axes}), "one", {})
+    axes["method"] = {"FedIT": {"evaluate": {"every": 2}}}
+    assert mains(experiment.model_copy(update={"axes": axes}), "one", {})[0].config.evaluate.every == 2
+
+
 def test_a_value_of_the_search_whose_run_fails_is_dropped(experiment: Experiment) -> None:
     """Chosen among the others; where none is left, nothing is, and it is said. 0.9 would have won."""
     search = searches(experiment, "mini")
@@ -246,13 +268,13 @@ def test_a_value_of_the_search_whose_run_fails_is_dropped(experiment: Experiment
     large = [r.digest for r in search if r.tuned == 1e-2]
     left = {digest: found for digest, found in done.items() if digest not in large}
     cell = search[0].cell
-    assert chosen_value(experiment, "mini", cell, done) == 1e-2
-    assert chosen_value(experiment, "mini", cell, left) is None and dead_end(experiment, "mini", cell, left) is None
-    assert chosen_value(experiment, "mini", cell, left, large) == 1e-3
+    assert choice(experiment, "mini", cell, done).value == 1e-2
+    assert choice(experiment, "mini", cell, left) == Choice()
+    assert choice(experiment, "mini", cell, left, large).value == 1e-3
     assert len(mains(experiment, "mini", left, large)) == 8
     every = [r.digest for r in search]
     assert mains(experiment, "mini", {}, every) == []
-    assert "over train.lr = 0.001, 0.01" in (dead_end(experiment, "mini", cell, {}, every) or "")
+    assert "over train.lr = 0.001, 0.01" in (choice(experiment, "mini", cell, {}, every).why or "")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda p: p.stem)
@@ -538,6 +560,17 @@ def test_a_line_that_lies_on_another_says_so() -> None:
     other = [{"round": k, "metrics": {"accuracy": 0.2 * k}} for k in (1, 2)]
     lines = {"a": {0: bare("1", history)}, "b": {0: bare("2", other)}, "c": {0: bare("3", history)}}
     assert [handle.get_label() for handle in _handles(["a", "b", "c"], [lines])] == ["a", "b", "c (lies on a)"]
+
+
+def test_a_picture_names_the_label_that_has_no_result(experiment: Experiment) -> None:
+    runs = mains(experiment, "one", {})
+    done = {run.digest: result(run.digest, run.seed, 0.6) for run in runs}
+    whole = figure_of(Grid(experiment, "one", done))
+    del done[runs[0].digest]
+    less = figure_of(Grid(experiment, "one", done))
+    assert whole is not None and less is not None
+    (gone,) = {*less.get_suptitle().splitlines()} - {*whole.get_suptitle().splitlines()}
+    assert runs[0].cell["method"] in gone and runs[1].cell["method"] not in gone
 
 
 def test_no_result_no_page(experiment: Experiment, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fedlora.experiments.head_alone import head_alone
 from fedlora.experiments.merger_settings import resolved, searched_as
 from fedlora.experiments.mergers import _uploads
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import PlannedRun, chosen_value, mains, searches
+from fedlora.experiments.plan import PlannedRun, choice, mains, searches
 from fedlora.experiments.runner import missing, run_all
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.tables import score_cells
@@ -272,7 +272,7 @@ def test_own_starts_share_no_rows(experiment: Experiment, places: Places) -> Non
 
 def test_controls_go_by_the_rate_of_what_they_are_held_against(experiment: Experiment, places: Places) -> None:
     done = places.finished(unclean=True)
-    rate = {c["method"]: chosen_value(experiment, "mini", c, done) for c in experiment.cells("mini")}
+    rate = {c["method"]: choice(experiment, "mini", c, done).value for c in experiment.cells("mini")}
     assert rate["shrunk"] == rate["least"] == rate["half"]
     assert rate["nothing"] == rate["alone"] == rate["head"] == rate["exact"]
     axis = experiment.axes["method"]

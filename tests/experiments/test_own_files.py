@@ -16,7 +16,7 @@ import pytest
 import fedlora.runs.preparation
 from fedlora.errors import CheckpointError, ConfigError
 from fedlora.experiments.places import Places, by_machine
-from fedlora.experiments.plan import chosen_value, mains, searches
+from fedlora.experiments.plan import choice, mains, searches
 from fedlora.experiments.runner import missing, run_all
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.store import read_results
@@ -201,9 +201,9 @@ def test_a_value_that_fails_is_the_worst_and_the_cell_goes_on(bench: Callable[..
     (cell,) = experiment.cells("mini")
     tried = {run.tuned: done[run.digest].validation_best for run in searches(experiment, "mini") if run.digest in done}
     best = max(tried, key=lambda value: (tried[value], -(value or 0)))
-    assert chosen_value(experiment, "mini", cell, done, places.given_up()) == best
+    assert choice(experiment, "mini", cell, done, places.given_up()).value == best
     invoke("experiment", "retry", "--work", places.work, "--results", places.results)
-    assert chosen_value(experiment, "mini", cell, done, places.given_up()) is None, "until it is tried again"
+    assert choice(experiment, "mini", cell, done, places.given_up()).value is None, "until it is tried again"
 
 
 def test_what_the_machine_failed_is_no_worst_value(

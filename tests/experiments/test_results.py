@@ -175,6 +175,9 @@ def test_the_frame_has_a_row_a_run_and_one_a_round(tmp_path: Path) -> None:
     assert list(one["round"]) == [1, 2] and set(rounds.metric) == {"loss", "accuracy", "training loss"}
     with pytest.raises(FileNotFoundError, match="no results"):
         fedlora.results(tmp_path)
+    (tmp_path / "manifest.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"summary\.json"):
+        fedlora.results(tmp_path)
 
 
 def test_the_long_format_and_latex(tmp_path: Path) -> None:

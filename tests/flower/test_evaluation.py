@@ -196,7 +196,7 @@ def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
     assert fed.play(grid) == first and not grid.sent
     assert "all 3 rounds are played" in caplog.text and "raise run.rounds" in caplog.text
     fed.write(run={"rounds": 5})
-    assert fed.play()["rounds"] == 5 and "run.rounds was 3 and is 5" in caplog.text
+    assert fed.play()["rounds"] == 5 and "run.rounds is 5 in place of 3" in caplog.text
     assert without_times(fed.lines()) == without_times(whole.lines()) and adapters(fed) == adapters(whole)
     history = json.loads((fed.home / "server" / "settings.json").read_text())
     assert [entry["rounds"] for entry in history] == [0, 3] and history[1]["changed"] == {"run.rounds": [3, 5]}

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import stat
 import sys
 from collections.abc import Callable
@@ -159,6 +160,19 @@ def test_the_command_shows_all_that_root_runs_and_sudo_is_not_called_twice(
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setenv("SUDO_USER", "somebody")
     assert "call it without" in main("flower", "install", site.path, "--print").error()
+
+
+def test_what_a_unit_writes_is_made_as_its_user_before_it_starts(both: tuple[FederationFolder, SiteFolder]) -> None:
+    """systemd starts no unit where a path of ReadWritePaths is missing (status 226), and with a "-" before it the unit
+    would find it read-only: a state folder that was lost is made again, and not by root."""
+    fed, site = both
+    for home, lost in ((site.path, [site.state]), (fed.path, [*fed.written, fed.proxy_state])):
+        assert not [step for step in steps(home, user="nobody", memory=None, metrics=None) if "mkdir" in step.words]
+        for place in lost:
+            shutil.rmtree(place, ignore_errors=True)
+        made, *others = steps(home, user="nobody", memory=None, metrics=None)
+        assert made.words[-len(lost) :] == tuple(map(str, lost)) and "mkdir" in made.words and "nobody" in made.words
+        assert all("mkdir" not in step.words for step in others)
 
 
 def test_a_second_folder_takes_no_others_unit(both: tuple[FederationFolder, SiteFolder], tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from fedlora.privacy import recompute
 from fedlora.runs.privacy_section import SIMULATED
 from support.federation_folders import RANKS, FederationOnDisk
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.private_flower import leave
 from support.training_data import LABELS
 
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
@@ -174,7 +175,7 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     assert standing(FederationFolder(fed.home)).quorum == 3  # it begins once all are there
     assert standing(FederationFolder(fed.home)).needs.startswith("round 1 waits for all 3")
     grid = fed.grid()
-    grid.offline = {"cork"}
+    leave(grid, "cork")
     summary = fed.play(grid)
     assert standing(FederationFolder(fed.home)).quorum == 0  # and waits for nobody later
     assert standing(FederationFolder(fed.home)).needs.startswith("no quorum")

@@ -34,8 +34,8 @@ from fedlora.privacy.exact import squared_norm
 from fedlora.privacy.mechanism import Mechanism
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from support.flower_grid import RANKS, LocalGrid, Watching, bits, seed_adapter
-from support.private_flower import DELTA, fixed_noise, private_federation, private_run, same_noise, same_release
+from support.flower_grid import RANKS, FastClock, LocalGrid, Watching, bits, seed_adapter
+from support.private_flower import DELTA, fixed_noise, leave, private_federation, private_run, same_noise, same_release
 from support.processes import Program
 
 TESTS = Path(__file__).parents[1]
@@ -171,7 +171,7 @@ def test_a_huge_change_is_cut_to_the_clip(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Mechanism, "noised", same_noise)
     strategy, grid = private_federation(tmp_path)
     grid.meddle = {"two": of_values(1e4)}
-    grid.offline = {"one", "three"}
+    leave(grid, "one", "three")
     strategy.start(grid, num_rounds=1)
     total = released(tmp_path, 1)
     mechanism = Mechanism.of(1.0, 1.0, len(total))
@@ -190,17 +190,42 @@ def test_strangers_are_not_asked_and_nobody_is_asked_twice(tmp_path: Path) -> No
 
 def test_a_round_without_answers_takes_place_and_is_charged(tmp_path: Path) -> None:
     """Pure noise: z = 1 and n = 3, so that the mean change of each of 3 x 3 x 2 numbers and the head has deviation 1/3.
-    It waits for the members as long as a round's deadline, and then goes on."""
+    After round 1 it waits for the members as long as a round's deadline, and then goes on."""
     strategy, grid = private_federation(tmp_path, run=private_run(tmp_path, geometry=Geometry()))
+    strategy.start(grid, num_rounds=1)
+    before, sent = strategy.memory.state.server, len(grid.sent)
     grid.offline = set(RANKS)
     began = strategy._clock.monotonic()
-    strategy.start(grid, num_rounds=1)
-    assert strategy.round == 1 and not grid.sent and strategy._clock.monotonic() - began >= 50.0
-    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 1
-    before, after = start(strategy.server, seed_adapter()).server, strategy.memory.state.server
+    strategy.start(grid, num_rounds=2)
+    assert strategy.round == 2 and len(grid.sent) == sent and strategy._clock.monotonic() - began >= 50.0
+    assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 2
+    after = strategy.memory.state.server
     moved = (after.heads["head.weight"] - before.heads["head.weight"]).double()
     assert 0.1 < float(moved.std()) < 0.6
     assert "ALL 3 clients " in (tmp_path / "private" / "log").read_text()
+
+
+def test_round_1_waits_for_all_members_however_long_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As docs/how-to/privacy.md says, also where no `serve` waits first. One comes after a day; one never does, and is
+    taken out of the policy. Who is waited for stands in private/log alone."""
+    path = tmp_path / "policy.toml"
+    path.write_text("retries = 0\nquarantine = 0\n[clients]\none = 2\ntwo = 4\nthree = 3\n")
+
+    class Day(FastClock):
+        def sleep(self, seconds: float, /) -> None:
+            super().sleep(3600.0)
+            if self.now > 24 * 3600.0:
+                grid.offline = {"three"}
+            if self.now > 48 * 3600.0:
+                path.write_text("retries = 0\nquarantine = 0\n[clients]\none = 2\ntwo = 4\n")
+
+    strategy, grid = private_federation(tmp_path, policy=Policy.read(path), policy_file=path, clock=Day())
+    grid.offline = {"two", "three"}
+    strategy.start(grid, num_rounds=1)
+    assert strategy.round == 1 and strategy._clock.monotonic() > 48 * 3600.0
+    assert [grid.nodes[m.metadata.dst_node_id][0] for m in grid.sent] == ["one", "two"]
+    assert "three, two" in (tmp_path / "private" / "log").read_text()
+    assert "all 3 members" in caplog.text and "three" not in caplog.text.replace("three may take part", "")
 
 
 def test_the_mean_is_divided_by_the_members_whoever_is_in_the_policy(
@@ -268,7 +293,7 @@ def test_nothing_that_leaves_tells_what_became_of_a_site(
         if kind == "harmed" and harm in HARM:
             grid.meddle = {"two": HARM[harm]}
         elif kind == "harmed":
-            grid.offline = {"two"}
+            leave(grid, "two")
         caplog.clear()
         with caplog.at_level(logging.INFO, "fedlora"):
             result = strategy.start(grid, num_rounds=2)
@@ -290,7 +315,7 @@ def test_every_round_is_told_with_epsilon_and_members_and_no_more(tmp_path: Path
     from fedlora.privacy import epsilon
 
     strategy, grid = private_federation(tmp_path)
-    grid.offline = {"two"}
+    leave(grid, "two")
     strategy.start(grid, num_rounds=2)
     lines = without_times((tmp_path / "out" / "rounds.jsonl").read_text())
     assert [line["privacy"]["epsilon"] for line in lines] == pytest.approx([epsilon(1.0, t, DELTA) for t in (1, 2)])

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +27,7 @@ from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.messages.envelope import PROTOCOL, opened, with_versions
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.site.node import Node
+from fedlora.flower.site.owner import OWNER
 from fedlora.flower.site.resident import TrainerFailed
 from fedlora.flower.terms.agreement import Facts
 from fedlora.server.server import start
@@ -97,6 +101,28 @@ def test_why_a_trainer_failed_is_the_sites_answer_word_for_word(
     assert reply.error.reason == "Disagreement: it's 'no'."
     said = capfd.readouterr().err  # of the node, whose stderr a ClientApp has
     assert said.startswith("round 1: train failed after 0.0 s: ") and said.endswith(f"in {tmp_path}: it's 'no'.\n")
+
+
+def test_a_client_app_ends_with_its_node(tmp_path: Path) -> None:
+    """Where a node was started by hand nobody else ends what hangs: a ClientApp that waits for a trainer that is gone,
+    or for a node that will take no answer."""
+    code = (
+        "import time; from types import SimpleNamespace as N; from fedlora.flower import apps\n"
+        "apps.ask = lambda *_: (print('asked', flush=True), time.sleep(600))\n"
+        "from flwr.app import RecordDict; said = N(node_config={'site': 'site.toml'})\n"
+        "apps._answered(N(content=RecordDict()), said, 'train')\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as node:
+        env = {**os.environ, OWNER: str(node.pid)}
+        app = subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE)
+        try:
+            assert app.stdout is not None and app.stdout.readline() == b"asked\n"
+            node.kill()
+            assert app.wait(30) == 0
+        finally:
+            app.kill()
+            app.wait()
+            app.stdout.close()  # type: ignore[union-attr]
 
 
 def test_lines_for_a_screen_say_all_that_is_known() -> None:

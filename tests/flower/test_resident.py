@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,6 +187,40 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
         words = told_to_server(failure, tmp_path)
         assert re.search("no space .*this site's disk", words) and "jane" not in words
     assert "no space" not in told_to_server(OSError(errno.EIO, "I/O error", "/data/jane-doe.csv"), tmp_path)
+
+
+def no_room(*given: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_full_disk_does_not_end_the_trainer_before_it_has_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its log is on the same disk, and takes no line."""
+    site = SiteFolder(tmp_path)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=no_room, flush=no_room))
+    thread = serving(site, no_room, idle=3)
+    for _ in range(2):
+        with pytest.raises(TrainerFailed, match="no space"):
+            ask(site.site, "train", question())
+    assert thread.is_alive()
+
+
+def test_a_trainer_that_a_full_disk_ends_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be neither locked, nor started, nor ended with a word."""
+    from fedlora.flower.site import resident
+
+    site = SiteFolder(tmp_path)
+
+    monkeypatch.setattr(resident, "opened_here", no_room)
+    with pytest.raises(TrainerFailed, match="no space"):
+        ask(site.site, "train", RecordDict())
+    monkeypatch.undo()
+    monkeypatch.setattr(resident.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
+    assert "no space" in str(resident._died(site, 0))
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(TrainerFailed, match="no space"):
+        ask(site.site, "train", RecordDict())
 
 
 # ---- one site.toml, one content of the settings ----------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.flower.rounds.settings_history import History, held_out_digest
+from fedlora.flower.rounds.settings_history import History
 from fedlora.flower.terms.settings import FederationSettings
 
 
@@ -32,6 +32,13 @@ def played(rounds: int = 3) -> History:
         ("method", {"name": "svd"}, ("method.name", "'glora'", "'svd'")),
         ("model", {"bf16": True}, ("model.bf16", "false", "true")),
         ("data", {"labels": ["yes", "no"]}, ("data.labels", '["no", "yes"]', '["yes", "no"]')),
+        (
+            "data",
+            {"validation": 0.2},
+            ("data.validation", "0.1", "0.2"),
+        ),
+        ("data", {"test": 0.0}, ("data.test", "0.1", "0.0")),
+        ("data", {"text": "note"}, ("data.text", "'text'", "'note'")),
         ("run", {"seed": 7}, ("run.seed", "0", "7")),
     ],
 )
@@ -49,12 +56,13 @@ def test_what_would_mix_two_federations_is_refused_with_both_values(
     )
 
 
-def test_what_may_change_is_told_and_kept_in_the_history(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+def test_what_may_change_is_told_and_kept_in_the_history(tmp_path: Path) -> None:
     longer = settings(run={"rounds": 20, "participation": 0.5}, train={"lr": 0.1})
     history = played().with_(longer, 3, "sites:0.1")
-    assert "run.rounds was 10 and is 20" in caplog.text
-    assert "train.lr was 0.003 and is 0.1" in caplog.text and "run.participation was 1.0" in caplog.text
+    told = [("run.rounds", "10", "20"), ("run.participation", "1.0", "0.5"), ("train.lr", "0.003", "0.1")]
+    assert sorted(history.told()) == sorted(f"from round 4 on: {k} is {new} in place of {old}" for k, old, new in told)
+    assert played().told() == () and all(key in played().waiting(longer, 3) for key, _, _ in told)
+    assert history.waiting(longer, 3) == "" and "data.test" in history.waiting(settings(data={"test": 0.2}), 3)
     history.write(tmp_path / "settings.json")
     again = History.read(tmp_path / "settings.json")
     assert again == history and again.before() == longer and len(again.entries) == 2
@@ -79,7 +87,7 @@ def test_rounds_that_were_measured_on_other_examples_are_not_compared() -> None:
     assert (played().comparable_since(), history.comparable_since()) == (0, 5)
     assert history.with_(settings(), 9, "server:ab").comparable_since() == 5
     assert history.with_(settings(), 9, "server:cd").comparable_since() == 9
-    assert held_out_digest(settings(), None) == "sites:0.1" and held_out_digest(settings(), "ab" * 20) != "sites:0.1"
+    assert any(line.startswith("from round 6 on: ") for line in history.told())
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}', '[{"rounds": "x", "settings": {}}]', "[{"])

@@ -14,7 +14,7 @@ pytest.importorskip("flwr")
 import fedlora.cli.flower.node
 import fedlora.cli.flower.serve
 import fedlora.flower.serving.trial  # noqa: F401
-from fedlora.errors import FedLoRAError
+from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.rounds.federation import begun
 from fedlora.flower.serving.connection import check_ports
@@ -56,6 +56,23 @@ def test_doctor_says_what_serve_would(words: str, tmp_path: Path) -> None:
         check_ports(fed)
         begun(fed.path)
     assert str(refused.value) in [found for _, found, sound in checkup.checked_folder(fed.path) if sound is False]
+
+
+def test_a_backup_that_was_unpacked_over_a_newer_folder_is_refused(tmp_path: Path) -> None:
+    """Its lines end before the newest state, whose rounds would be told as never played; both files and both numbers
+    are named. A line more than states is what a crash between the two leaves, and is no fault."""
+    fed = federation_folder(tmp_path / "fed")
+    fed.checkpoints.mkdir()
+    (fed.checkpoints / "round-00002.0123456789abcdef.safetensors").touch()
+    lines = ['{"round": 1}\n', '{"round": 2}\n', '{"round": 3}\n']
+    fed.rounds.write_text(lines[0])
+    with pytest.raises(ConfigError) as refused:
+        begun(fed.path)
+    for named in (fed.checkpoints, fed.rounds, "round 2", "round 1", "backup"):
+        assert str(named) in str(refused.value)
+    for kept in (2, 3):
+        fed.rounds.write_text("".join(lines[:kept]))
+        assert begun(fed.path).rounds == 2
 
 
 def errors(of: type[FedLoRAError] = FedLoRAError) -> Iterator[type[FedLoRAError]]:

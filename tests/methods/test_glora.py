@@ -345,12 +345,10 @@ def test_basis_energy_is_eckart_young_and_beats_the_projector_basis() -> None:
     assert relative(dense(projector, cut), mean) > relative(dense(server, state), mean)
 
 
-def test_weighting_uniform_is_the_plain_mean() -> None:
-    case = families.family("generic", dtype=np.float64)
-    server, state = aggregated(case, weighting="uniform")
-    n = len(case.uploads)
-    want = sum(B @ A / n for B, A in case.uploads.values())
-    assert relative(dense(server, state), want) <= 1e-12
+def test_weighting_uniform_is_the_servers() -> None:
+    """The value that glora once had said nothing of clients who lack a module (`missing`): the server's one does."""
+    with pytest.raises(HyperparameterError, match=r"rank-partition.*server\.weighting = 'uniform'.*got 'uniform'"):
+        build("glora", weighting="uniform")
 
 
 def test_captured_energy_and_diagnostics() -> None:

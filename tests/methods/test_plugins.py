@@ -8,6 +8,7 @@ plugin that cannot be used is a row that says why, and never a traceback).
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import re
 import sys
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from fedlora import METHODS, build
-from fedlora.errors import HyperparameterError
+from fedlora.errors import FilesChanged, HyperparameterError
 from fedlora.methods.plugins import code_of
 from fedlora.methods.registry import find, plugins
 from fedlora.runs.folder import RunFolder
@@ -222,7 +223,8 @@ def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Call
     assert said.code == 0 and not said.err
     assert "Contracts of toy-mean step=0.5" in table and "│ exact │ no │ off the mean" in table
     assert "│ delivery │ always │ 13 downloads" in table and "It could claim" not in table
-    facts = json.loads(main("methods", "check", "toy-mean", "--json").out)
+    asked = main("methods", "check", "toy-mean", "--json").out
+    facts = json.loads(asked)
     assert facts["sound"] and facts["claims"] == {
         "exact": False, "gauge": False, "state": False, "mixed": False, "global_model": True, "weights": True,
     }  # fmt: skip
@@ -230,7 +232,7 @@ def test_check_says_what_is_claimed_and_what_was_measured(site: Path, main: Call
         "mixed": "no", "global model": "yes", "exact": "no", "weights": "yes", "halves": "not claimed",
         "gauge": "no", "state": "no",
     }  # fmt: skip
-    assert main("methods", "--json", "check", "toy-mean").out == main("methods", "check", "toy-mean", "--json").out
+    assert main("methods", "--json", "check", "toy-mean").out == asked
 
 
 def test_check_fails_where_a_claim_does(site: Path, main: Callable[..., Said], wide: None) -> None:
@@ -347,7 +349,8 @@ def test_the_code_of_a_plugin_is_its_own_and_of_a_module_what_it_imports_beside(
     (site / "latest.py").write_text("")
     cls = find("toy-mean")
     assert code_of(cls) == digests("toy_mean.py")
-    (site / "toy_mean.py").write_text("import beside\n")
+    (site / "toy_mean.py").write_text(f"{MODULE}\ndef late():\n    import beside\n")
+    cls = importlib.reload(sys.modules["toy_mean"]).Toy
     assert code_of(cls) == digests("beside.py", "further.py", "latest.py", "named.py", "toy_mean.py")
     assert all(code_of(method) == {} for method in METHODS.values())
     installed = site / "site-packages"
@@ -356,3 +359,46 @@ def test_the_code_of_a_plugin_is_its_own_and_of_a_module_what_it_imports_beside(
     (installed / "beside.py").write_text("")
     sys.modules["toy_mean"].__file__ = str(installed / "toy_mean.py")
     assert list(code_of(cls)) == ["toy_mean.py"]
+
+
+def test_code_that_changes_after_its_import_is_refused_until_it_is_imported_anew(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs is what was imported: neither the old nor the new file's digest may stand for the other. A helper that
+    nobody has imported yet runs as it is; between two looks at it nobody knows which of the two was imported."""
+    monkeypatch.chdir(tmp_path)
+    helper, method = tmp_path / "toy_helper.py", tmp_path / "my_method.py"
+    method.write_text(f"{MODULE}\ndef late():\n    import toy_helper\n")
+    helper.write_text("STEP = 1\n")
+    before = code_of(find("my_method:Toy"))
+    helper.write_text("STEP = 22\n")
+    after = code_of(find("my_method:Toy"))
+    assert before["toy_helper.py"] != after["toy_helper.py"] and before["my_method.py"] == after["my_method.py"]
+    sys.modules["my_method"].late()
+    assert code_of(find("my_method:Toy")) == after
+    text = {file: file.read_text() for file in (helper, method)}
+    for file in (helper, method):
+        file.write_text(text[file] + "# edited\n")
+        for _ in range(2):
+            with pytest.raises(FilesChanged, match=str(file)):
+                code_of(find("my_method:Toy"))
+        file.write_text(text[file])
+        assert code_of(find("my_method:Toy")) == after, "as it was imported"
+        file.write_text(text[file] + "# edited\n")
+        importlib.reload(sys.modules[file.stem])
+        assert code_of(find("my_method:Toy"))[file.name] != after[file.name]
+        file.write_text(text[file])
+        importlib.reload(sys.modules[file.stem])
+    del sys.modules["toy_helper"]
+    assert code_of(find("my_method:Toy")) == after
+    helper.write_text("STEP = 333\n")
+    sys.modules["my_method"].late()
+    with pytest.raises(FilesChanged, match=str(helper)):
+        code_of(find("my_method:Toy"))
+    for name in ("toy_helper", "my_method"):
+        del sys.modules[name]
+    method.write_text(f"{MODULE}\n# another time\n")
+    cls = find("my_method:Toy")
+    method.write_text(MODULE)
+    with pytest.raises(FilesChanged, match=str(method)):
+        code_of(cls)  # asked for the first time, and not as it was imported

@@ -29,6 +29,7 @@ def gaussian_delta(epsilon: float, z: float, rounds: int) -> float:
 
 
 @PLD
+@pytest.mark.usefixtures("fine_losses")
 @pytest.mark.parametrize(
     ("z", "rounds", "delta", "sampling", "expected"),
     [(1.0, 50, 1e-5, 0.1, 5.148), (1.0, 50, 1e-5, 1.0, 54.4), (1.0, 20, 1e-3, 1.0, 23.06), (2.147, 20, 1e-3, 1.0, 8.0)],

@@ -129,7 +129,7 @@ def test_impossible_geometries() -> None:
             Geometry(shape, dims)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match="basis Q"):
         Bases(4, 4, torch.zeros(3, 2))
-    with pytest.raises(ShapeError, match="lifted"):
+    with pytest.raises(ShapeError, match="to lift"):
         Bases(4, 4).lift(torch.zeros(3, 4))
     with pytest.raises(ShapeError, match="NaN"):
         Geometry("left", 2).bases(LoRA(torch.full((4, 2), math.nan), torch.ones(2, 4)), "q", 0, 0)

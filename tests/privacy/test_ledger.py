@@ -408,7 +408,7 @@ def test_what_is_no_event_is_refused(path: Path) -> None:
     for bad in ({}, {**plain, "more": 1}, {**plain, "round": "1"}, {**plain, "clip": [1]}, {**plain, "size": 10**400}):
         with pytest.raises(LedgerError):
             Event.from_plain(copy.deepcopy(bad))
-    with pytest.raises(LedgerError, match="digest of what"):
+    with pytest.raises(LedgerError, match="digest"):
         of(path).charge(Event(**{**plain, "released": ""}))
     for most, delta in ((0, 1e-5), (float("nan"), 1e-5), (1, 0)):
         with pytest.raises(HyperparameterError):

@@ -173,7 +173,7 @@ def test_one_enormous_entry_does_not_hide_the_others() -> None:
 
 @pytest.mark.parametrize("shape", [(), (0,), (2, 2)])
 def test_what_is_no_vector_is_refused(shape: tuple[int, ...]) -> None:
-    with pytest.raises(ShapeError, match=r"\(d,\) of floating point"):
+    with pytest.raises(ShapeError, match=r"\(d,\) floating point"):
         Mechanism.of(1.0, 1.0, size=4).contribution(torch.zeros(shape))
     with pytest.raises(ShapeError):
         Mechanism.of(1.0, 1.0, size=4).contribution(torch.zeros(4, dtype=torch.int64))
@@ -181,7 +181,7 @@ def test_what_is_no_vector_is_refused(shape: tuple[int, ...]) -> None:
 
 def test_wrong_shapes_of_a_client_are_refused_before_the_norm() -> None:
     layout = Layout({"q": Bases(4, 5)}, {"head": (2,)})
-    with pytest.raises(ShapeError, match=r"this module is \(4, 5\)"):
+    with pytest.raises(ShapeError, match=r"this module must be \(4, 5\)"):
         layout.vector({"q": LoRA(torch.ones(5, 2), torch.ones(2, 4))}, {})
     with pytest.raises(ShapeError, match="no place"):
         layout.vector({"other": LoRA(torch.ones(4, 2), torch.ones(2, 5))}, {})
@@ -235,7 +235,7 @@ def test_sums_that_could_leave_64_bits_are_refused_in_advance() -> None:
         Mechanism(1.0, 1.0, 2.0**-41).check_room(size=100, clients=10**7)
     with pytest.raises(HyperparameterError, match="64-bit"):
         Mechanism.of(1.0, 1e12, 10**6).check_room(size=10**6, clients=1)
-    with pytest.raises(HyperparameterError, match="exact sums carry"):
+    with pytest.raises(HyperparameterError, match="exact sums hold"):
         Mechanism(1.0, 1.0, 2.0**-60)
     with pytest.raises(HyperparameterError, match="too coarse"):
         Mechanism(1.0, 1.0, 2.0**-10).check_room(size=100, clients=10)

@@ -159,7 +159,7 @@ def test_label_flips_are_in_the_data_of_the_liars_only(project: Path) -> None:
         (["attack.share=0.4"], "attack.share = 0.4 has no effect"),
         (["attack.strength=2"], "attack.strength = 2.0 has no effect"),
         (["attack.kind=label-flip", "attack.share=0.4", "attack.strength=2"], "has no strength"),
-        (["attack.kind=gauge", "attack.share=0.4", "attack.strength=0.5"], "of a gauge"),
+        (["attack.kind=gauge", "attack.share=0.4", "attack.strength=0.5"], ">= 1"),
         (["attack.kind=gauge", "attack.share=0.4", "method.name=ffa-lora"], "needs both factors shared"),
         (["attack.kind=sign-flip", "attack.share=0.4", "attack.noise=true"], "noise is for a free-rider"),
         (

@@ -296,8 +296,14 @@ def test_set_of_several_lines_loses_none_of_them(tmp_path: Path, more: str) -> N
     assert load_config(written(tmp_path), said).data.template == "Q: {prompt}\nA:", "one text of two lines is one value"
 
 
+def test_a_table_is_not_set_in_place_of_one_with_other_keys(tmp_path: Path) -> None:
+    """What the file says there would be lost."""
+    with pytest.raises(ConfigError, match=r"without path.*model\.dropout"):
+        load_config(written(tmp_path), ["model={dropout = 0.0}"])
+
+
 def test_set_below_a_value_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--set model\.path\.x=1: 'path' "):
+    with pytest.raises(ConfigError, match=r"'model\.path\.x' .*model\.path is a value"):
         load_config(written(tmp_path), ["model.path.x=1"])
 
 

@@ -21,8 +21,8 @@ LINES = [json.dumps({"round": k, "metrics": {}}) for k in (1, 2, 3)]
         ("\n".join([LINES[0], "{}", ""]), "line 2 .*round 2"),
         ("\n".join([LINES[0], "[1]", ""]), "line 2 .*round 2"),
         ("\n".join([LINES[0], "\udcff", ""]), "line 2 .*round 2"),
-        ("\n".join([LINES[0], LINES[2], ""]), "it is of round 3"),
-        ("\n".join([LINES[0], LINES[0], ""]), "it is of round 1"),
+        ("\n".join([LINES[0], LINES[2], ""]), "belongs to round 3"),
+        ("\n".join([LINES[0], LINES[0], ""]), "belongs to round 1"),
     ],
 )
 def test_a_log_with_a_damaged_missing_or_double_line_is_refused(tmp_path: Path, text: str, says: str) -> None:

@@ -9,17 +9,21 @@ a manifest is asked below.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
 from safetensors.torch import load_file, save_file
 
+from fedlora.experiments.comparison import ComparedRuns
 from fedlora.experiments.places import Places
 from fedlora.experiments.runner import missing
 from fedlora.experiments.spec import load_experiment
@@ -202,7 +206,14 @@ def restored(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.rmtree(world)
     shutil.copytree(world.with_name("pristine"), world)
     monkeypatch.chdir(world)
+    afresh()
     return world
+
+
+def afresh() -> None:
+    """As a process that has not imported the method: each command is one of its own."""
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("ownpackage", "besidepackage")]:
+        del sys.modules[name]
 
 
 GOES_ON: Mapping[str, list[object]] = {
@@ -221,24 +232,72 @@ def lacks(root: Path) -> int:
     return len(missing(load_experiment(root / "mine.toml"), "mini", places))
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("what", INPUTS)
 def test_a_changed_input_is_named_by_whatever_goes_on(
-    restored: Path, main: Callable[..., Said], capsys: pytest.CaptureFixture[str], what: str
+    restored: Path, main: Callable[..., Said], capsys: pytest.CaptureFixture[str], what: str, every: int
 ) -> None:
-    """Nothing is trained on it: svd, which is left to run, has no folder afterwards. An experiment takes no result."""
+    """Nothing is trained on it: svd, which is left to run, has no folder afterwards. An experiment takes no result.
+    every: each input meets each so many-th command."""
     file, change, name = INPUTS[what]
     assert lacks(restored) == 0
     change(restored / file)
-    for command, words in GOES_ON.items():
+    afresh()
+    for command, words in list(GOES_ON.items())[list(INPUTS).index(what) % every :: every]:
         said = main(*words).error()
         assert name in said, (command, said)
     assert not (restored / "compared" / "svd").exists()
     assert lacks(restored) == 1
 
 
+@pytest.mark.parametrize("kind", ["experiment", "compare"])
+def test_a_method_edited_while_its_runs_are_made_is_stored_as_it_ran(
+    restored: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Two more seeds, and the helper beside the class is edited between them: the first is of the code that ran, the
+    second is refused, and nothing stands for the new code, which nobody ran."""
+    helper, runs = restored / "ownpackage" / "helper.py", restored / "compared" / OWN.replace(":", ".")
+    experiment = restored / "mine.toml"
+    experiment.write_text(experiment.read_text().replace("seeds = [0]", "seeds = [0, 1, 2]"))
+    old = hashlib.sha256(helper.read_bytes()).hexdigest()
+    for places in (Places, ComparedRuns):
+        monkeypatch.setattr(places, "keep", edits(places.keep, helper))
+    words = [*compare(OWN, "--resume"), "--seeds", "0:3"]
+    if kind == "experiment":
+        words = ["experiment", "run", "mine.toml", "--results", "results", "--work", "work"]
+    said = main(*words)
+    assert said.code != 0 and "ownpackage/helper.py" in said.err
+    if kind == "compare":
+        there = [path for path in sorted(runs.glob("seed-*")) if (path / "summary.json").is_file()]
+        codes = [json.loads((path / "manifest.json").read_text())["code"] for path in there]
+        assert [path.name for path in there] == ["seed-0", "seed-1"]
+        assert {code["ownpackage/helper.py"] for code in codes} == {old}
+        return
+    afresh()
+    assert lacks(restored) == 3, "of the new code there is none"
+    helper.write_text(helper.read_text().removesuffix(EDIT))
+    afresh()
+    assert lacks(restored) == 1, "of the old code the third seed is left"
+
+
+EDIT = "\n# edited\n"
+
+
+def edits(keep: Callable[..., None], file: Path) -> Callable[..., None]:
+    """`keep`, and after the first run the file is another one."""
+
+    def kept(*args: Any) -> None:
+        keep(*args)
+        if not file.read_text().endswith(EDIT):
+            file.write_text(file.read_text() + EDIT)
+
+    return kept
+
+
 def test_what_no_loader_reads_does_not_matter(restored: Path, main: Callable[..., Said]) -> None:
     for file, change in HARMLESS.values():
         change(restored / file)
+    afresh()
     for command, words in GOES_ON.items():
         assert main(*words).code == 0, command
     assert lacks(restored) == 0

@@ -192,7 +192,7 @@ def unfinished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         (["--set", "train.lr=0.5"], "train.lr is 0.02 there and 0.5 here. "),
         (["--set", "run.seed=9", "--set", "method.name=svd"], "9 here; method.name is 'glora'"),
-        (["--set", "run.rounds=1"], "holds 2 rounds, and you ask for run.rounds = 1"),
+        (["--set", "run.rounds=1"], "you ask for run.rounds = 1"),
         (["--set", "train.schedule=linear"], "train.schedule is 'constant' there"),
         ([], "the data of 'site-1' ("),
     ],

@@ -7,6 +7,7 @@ change", kept, and its columns wiped out everybody), *oracle* (dense float64 sum
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import pytest
 import torch
@@ -14,10 +15,10 @@ from torch import Tensor
 
 from fedlora import METHODS, Adapter, Client, LoRA, Server, ServerState, Upload, build
 from fedlora.core.method import Update
-from fedlora.core.multiplied import How, multiplied
+from fedlora.core.multiplied import How, multiplied, plain_pair
 from fedlora.errors import QuorumNotMet
 from fedlora.linalg import shortest
-from fedlora.linalg.cancelling import cancels, may_cancel, terms_and_size
+from fedlora.linalg.cancelling import may_cancel, terms_and_size
 from fedlora.linalg.parallel import one_by_one
 from fedlora.server.cancelling import cancelling
 from fedlora.server.changes import Changes, Sent, changes
@@ -83,7 +84,7 @@ def test_one_liar_whose_terms_cancel_is_measured_or_refused_and_never_no_change(
         assert told["site-6"].norm == pytest.approx(float(true.norm()), rel=1e-3)
         sent = {u.client.id: dense(u.adapter.modules["q"]) for u in [*uploads, bad]}
         want = sum(told[k].after * X for k, X in sent.items())  # readouts are zero: B = 0
-        assert float((got - want).norm() / want.norm()) < 1e-3, power
+        assert float((got - want).norm() / want.norm()) < 5e-6, power
         assert told["site-6"].after < told["site-6"].before, "it is five times as large as everybody"
     assert fates == {"measured", "refused"}
 
@@ -108,7 +109,7 @@ def test_without_a_rule_columns_that_cancel_move_nobodys_mean(name: str) -> None
             after = server.aggregate(start, sent)
             assert after.tally is not None and not after.tally.refused
             got = dense(server.global_update(after)["q"])
-            assert float((got - want / n).norm() / (want / n).norm()) < 6e-5, (n, power)  # 2^-24 over CANCEL
+            assert float((got - want / n).norm() / (want / n).norm()) < 1e-6, (n, power)
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
@@ -140,26 +141,19 @@ def test_the_sum_is_that_of_what_was_sent_in_coordinates_of_any_condition(name: 
             assert float((got - want).norm() / want.norm()) < 2e-6, (condition, rule.said)
 
 
-def test_with_a_multiplier_of_one_a_plain_update_is_itself_and_one_that_cancels_a_plain_pair() -> None:
-    """Bit for bit, and else with columns no larger than what they add up to."""
+def test_with_a_multiplier_of_one_an_update_is_itself_and_its_plain_pair_the_same_update() -> None:
+    """Bit for bit; and, for methods that average factors, with columns no larger than what they add up to."""
     one = LoRA(noise((32, 4), "B", dtype=torch.float32), noise((4, 24), "A", dtype=torch.float32))
     bad = liar(6, 10.0).adapter.modules["q"]
-
-    def handed(how: How, lora: LoRA) -> LoRA:
-        ((share, got),) = [
-            (u.weight, u.lora) for u in multiplied(how, [Update("a", 0.5, 4, lora, torch.float32)], [one], [1.0])
-        ]
-        assert share == 0.5
-        return got
-
-    for how in ("products", "terms"):
-        assert handed(how, one) is one
-        got = handed(how, bad)
-        B, A = got.factors
-        assert got.rank == bad.rank and B.dtype == torch.float32
-        torch.testing.assert_close(dense(got), dense(bad), rtol=0, atol=1e-5)
-        assert float(B.norm() * A.norm()) < 100 and float(bad.factors[0].norm()) > 1e4
-    assert handed("factors", bad) is bad
+    for how in get_args(How):
+        for lora in (one, bad):
+            (got,) = multiplied(how, [Update("a", 0.5, 4, lora, torch.float32)], [one], [1.0])
+            assert got.weight == 0.5 and got.lora is lora
+    got = plain_pair(bad)
+    B, A = got.factors
+    assert got.rank == bad.rank and B.dtype == torch.float32
+    torch.testing.assert_close(dense(got), dense(bad), rtol=0, atol=1e-5)
+    assert float(B.norm() * A.norm()) < 100 and float(bad.factors[0].norm()) > 1e4
 
 
 def test_who_cannot_be_measured_counts_for_no_quorum_and_for_no_rule() -> None:
@@ -212,15 +206,12 @@ def test_the_shortest_pair_is_the_sum_and_no_longer(scale: float) -> None:
 
 def test_columns_of_zeros_and_of_any_size_change_no_sum() -> None:
     """A zero column beside a row of 1e300, with terms of 1e-400: alone, by hand, they are one outer product. Where all
-    columns of B are zero, one column says so. Numbers below 2^-1022 have no inverse: their squares are not computed."""
+    columns of B are zero, one column says so."""
     b, a = noise((9,), "b"), noise((7,), "a")
     B, A = torch.stack([0 * b, 1e-200 * b], dim=1), torch.stack([1e300 * a, 1e-200 * a])
     left, right = shortest([(1.0, B, A)])
     torch.testing.assert_close(1e200 * left @ (1e200 * right), torch.outer(b, a), rtol=1e-12, atol=1e-12)
     assert [t.tolist() for t in shortest([(1.0, 0 * B, A)])] == [[[0.0]] * 9, [[0.0] * 7]]
-    B, A = torch.stack([b, 1e-3 * a[0] * b - b], dim=1), torch.stack([a, a])
-    for of_B, of_A in ((1e-310, 1.0), (1.0, 1e-310), (1e300, 1e300), (1e-310, 1e300)):
-        assert cancels(of_B * B, of_A * A, 100.0) and not cancels(of_B * B[:, :1], of_A * A[:1], 2.0), (of_B, of_A)
 
 
 def test_changes_of_terms_that_cancel_in_one_module_only() -> None:
@@ -352,16 +343,15 @@ def test_they_are_refused_before_uploads_are_added_up() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_quick_look_never_misses_what_cancels(dtype: torch.dtype) -> None:
-    """`may_cancel` in the factors' own dtype against `cancels` in float64, from one to a million times."""
+    """`may_cancel` in the factors' own dtype against `terms_and_size` in float64, from one to a million times."""
     for power in torch.linspace(0, 6, 25).tolist():
         u, v, w, x = (noise((n,), name) for n, name in ((40, "u"), (30, "v"), (30, "w"), (40, "x")))
         B = torch.stack([u, -u, x * 10**-power], dim=1).to(dtype)
         A = torch.stack([v, v, w]).to(dtype)
-        said, size = may_cancel(B, A)
+        ((said, size),) = may_cancel([(B, A)])
         terms, true = terms_and_size(B, A)
         assert true == pytest.approx(float((B.double() @ A.double()).norm()), rel=1e-6)
-        assert said or not cancels(B, A, 101.0), power
-        if not said:
-            assert terms < 101 * true and size == pytest.approx(true, rel=1e-2)
-    assert may_cancel(torch.zeros(4, 2), torch.ones(2, 4)) == (False, 0.0)
-    assert may_cancel(torch.full((4, 2), 1e-30), torch.ones(2, 4))[0], "float32 cannot tell: looked at in float64"
+        assert said or (terms < 101 * true and size == pytest.approx(true, rel=1e-2)), power
+    assert may_cancel([(torch.zeros(4, 2), torch.ones(2, 4))]) == [(False, 0.0)]
+    ((said, _),) = may_cancel([(torch.full((4, 2), 1e-30), torch.ones(2, 4))])
+    assert said, "float32 cannot tell: looked at in float64"

@@ -194,7 +194,6 @@ def test_a_module_that_few_hold_is_not_moved_further_than_they_moved_it() -> Non
     [
         ("glora", {"rho": 0.5}, "buy directions"),
         ("glora", {"rho": 0.5, "preset": "paper"}, "buy directions"),
-        ("glora", {"weighting": "uniform"}, "server.weighting"),
         ("glora", {"weighting": "rank-partition"}, "weighs clients again"),
         ("flexlora", {"preset": "raflora"}, "high rank"),
         ("hetlora", {}, "sends more counts more"),

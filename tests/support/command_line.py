@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,11 +31,20 @@ with warnings.catch_warnings():
     import fedlora.cli.run_words
     import fedlora.cli.runs
     import fedlora.cli.screen
+    import fedlora.experiments.runner
+    import fedlora.runs.manifest
 
 
 DRAWING = (fedlora.cli.compare_runs, fedlora.cli.runs)
 for _module in DRAWING:  # pictures cost more than most runs of tiny models: they are drawn where a test asks for them
     _module.plotted = lambda draw: None
+
+
+# After each run of a comparison Python looks for the models of the one before among all that the tests have imported.
+fedlora.experiments.runner.gc = SimpleNamespace(collect=lambda: 0)  # type: ignore[attr-defined,assignment]
+
+# Each run asks git; while tests run, a commit has no meaning (tests of it say one).
+fedlora.runs.manifest.commit_of_code = functools.cache(fedlora.runs.manifest.commit_of_code)
 
 
 def invoke(*args: object, code: int = 0) -> Any:

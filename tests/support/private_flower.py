@@ -68,6 +68,18 @@ def private_federation(
     return strategy, LocalGrid({name: Node(name, trainer or Toy(), folder / "nodes" / name) for name in names})
 
 
+def leave(grid: LocalGrid, *names: str) -> None:
+    """They are online when they are waited for (as in round 1 all are), and gone before anybody is asked."""
+    look = grid.get_nodes
+
+    def get_nodes() -> Any:
+        found = look()
+        grid.offline = set(names)
+        return found
+
+    grid.get_nodes = get_nodes  # type: ignore[method-assign]
+
+
 def same_noise(self: Any, total: Tensor) -> Tensor:
     """In place of `Mechanism.noised`: the same noise whenever vectors are as long, so that sums can be compared."""
     return total + fixed_noise(len(total))

@@ -25,7 +25,8 @@ TESTS = Path(__file__).parent.parent
 def fork_server() -> Any:
     """A process that has imported everything, and from which others are forked: seconds saved on each."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["support.projects", "support.processes", "fedlora.runs.plots"])
+    ours = [f"support.{name}" for name in ("projects", "processes", "coarse_losses")]
+    context.set_forkserver_preload([*ours, "fedlora.runs.plots"])
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)  # where it finds this module
         forkserver.ensure_running()

@@ -283,7 +283,7 @@ def test_a_layer_whose_weight_is_read_past_lora_is_told_of(caplog: pytest.LogCap
             ["head"],
             "'q' (lora.targets of a run)",
         ),
-        (["first"], ["classifier"], "'classifier'; at its top are ['first', 'drop', 'head']"),
+        (["first"], ["classifier"], "top-level modules are ['first', 'drop', 'head']"),
         (["first", "head"], ["head"], "'head' is in targets"),
         (["drop"], [], "'drop', a Dropout"),
         ("((", [], "'((' must be a regular expression"),
@@ -415,7 +415,7 @@ def test_a_client_without_examples_and_one_without_a_name_are_told_apart() -> No
         trained(model, adapter, a=[], b=[1])
     with pytest.raises(ConfigError, match=r"'a' has no training data; .*\['b', 'c'\]\.$"):
         trained(model, adapter, b=[1], c=[1])
-    with pytest.raises(ConfigError, match=r"are of \['b', 'c', 'd', 'e', 'f'\] and 1 more\.$"):
+    with pytest.raises(ConfigError, match=r"for \['b', 'c', 'd', 'e', 'f'\] and 1 more\.$"):
         trained(model, adapter, **{name: [1] for name in "bcdefg"})
 
 

@@ -235,6 +235,7 @@ class TestWhichTemplate:
             encode(TALK, talking(PLAIN.replace("[EOS] w8", "w8")), max_length=64)
 
 
+@pytest.mark.exhaustive  # it takes seconds to read the real tokenizer; quick: the templates above, written by hand
 def test_smollm2_learns_the_assistants_turns_token_by_token() -> None:
     """The real template. Oracle: the text written out by hand in pieces, each with whether it is learned; the tokens of
     the whole text by the tokenizer itself, each marked by the piece that its characters lie in."""

@@ -1,6 +1,7 @@
-"""PEFT adapters as files: read without trust, written all or nothing, merged, cut (`applying` has the base model).
+"""PEFT adapter files: reading them without trust, writing them atomically, merging and resizing them.
 
-alpha / r ends here: inside fedlora an update is B A. Strangers' files are opened by `untrusted_files` only.
+alpha / r ends here: inside fedlora an update is B A. Only `untrusted_files` opens strangers' files. For operations that
+need the base model, see `applying`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
-"""Whether the upload.json of several adapters tell of one base model, one order of classes and one round.
+"""Checks that several adapters' upload.json files agree on the base model, the class order and the round.
 
-What they say is compared, and what one does not say is no contradiction: an adapter without upload.json says nothing.
+Only stated facts are compared: a missing fact, or a missing upload.json, contradicts nothing.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin")
 def check_uploads(
     files: Sequence[AdapterFile], *, counted: bool, labels: bool = True, same_base: bool = False
 ) -> list[str]:
-    """What to say of uploads that are merged.
+    """Notes for the user about uploads that are merged.
 
     Args:
-        counted: their examples are their weights. labels: their classes matter, since a trained head is taken.
-        same_base: their base models are one, whatever the digests say.
+        counted: their examples are their weights. labels: classes matter, because trained heads are merged.
+        same_base: treat their base models as one, whatever the digests say.
 
     Raises:
-        AdapterFormatError: contrary facts: other classes or another order of them, other digests of the base model's
-            weights, or, where their examples count, two of one client.
+        AdapterFormatError: facts conflict: different classes or class order, different digests of the base model's
+            weights, or, where examples count, two uploads from one client.
     """
     said = [facts for file in files if (facts := read_facts(file.directory, file.limits)).there]
     notes = _of_labels(said, labels) + _of_bases(said, same_base) + _of_clients(said, counted)
@@ -53,13 +53,13 @@ def check_uploads(
 
 
 def base_weights(file: AdapterFile) -> dict[str, str]:
-    """File of the base weights -> its SHA-256, as the adapter's upload.json has them; empty where it has none."""
+    """File of the base weights -> its SHA-256, from the adapter's upload.json; empty if there is none."""
     base = read_facts(file.directory, file.limits).base or {}
     return {name: digest for name, digest in base.items() if name.endswith(_WEIGHTS)}
 
 
 def same_weights(files: Sequence[AdapterFile]) -> bool:
-    """Whether every upload.json has digests of its base model's weights, and all of them the same."""
+    """Whether every upload.json has digests of its base model's weights, and all are equal."""
     found = [base_weights(file) for file in files]
     return bool(found) and bool(found[0]) and all(one == found[0] for one in found)
 
@@ -67,13 +67,13 @@ def same_weights(files: Sequence[AdapterFile]) -> bool:
 def read_uploads(
     directories: Sequence[str | os.PathLike[str]], *, limits: Limits | None = None
 ) -> tuple[list[Upload], AdapterSpec]:
-    """The adapters in PEFT directories as the uploads of one round, and the spec of the first.
+    """The adapters in PEFT directories as one round's uploads, and the first one's spec.
 
-    An adapter without upload.json is a client named by its path, with one example: all such count alike.
+    An adapter without upload.json is a client named by its path, with one example, so all of these count alike.
 
     Raises:
-        AdapterFormatError: what cannot be read, fewer than two, more work than `limits.work`, or adapters of different
-            base models: digests of the weights in upload.json that differ, or other names without equal digests.
+        AdapterFormatError: a directory cannot be read, there are fewer than two, the work exceeds `limits.work`, or the
+            base models differ: unequal weight digests in upload.json, or different names without equal digests.
     """
     if len(directories) < 2:
         raise AdapterFormatError(f"give at least two adapters; got {len(directories)}.")
@@ -102,7 +102,7 @@ def read_uploads(
     twice = repeated(upload.client.id for upload in uploads)
     if twice:
         raise AdapterFormatError(
-            f"two of the adapters belong to client {quoted(twice[0])}: give one for each client, of one round only."
+            f"two of the adapters belong to client {quoted(twice[0])}: give one per client, all of one round."
         )
     return uploads, specs[0]
 
@@ -150,7 +150,7 @@ def _of_bases(said: Sequence[Facts], same_base: bool) -> list[str]:
 
 
 def _of_clients(said: Sequence[Facts], counted: bool) -> list[str]:
-    """Two of one client, and those that count nothing."""
+    """Notes on several uploads from one client; raises if their examples count."""
     notes = []
     by_client: dict[str, list[Facts]] = {}
     for one in said:
@@ -159,7 +159,7 @@ def _of_clients(said: Sequence[Facts], counted: bool) -> list[str]:
         if len(uploads) > 1:
             both = f"{uploads[0].directory} and {uploads[1].directory} both belong to client {quoted(client, 80)}"
             if counted:
-                raise AdapterFormatError(f"{both}: its examples would count twice. Give one for each, or --weights.")
+                raise AdapterFormatError(f"{both}: its examples would count twice. Give one per client, or --weights.")
             notes.append(f"{both}: it counts {len(uploads)} times")
     return notes
 

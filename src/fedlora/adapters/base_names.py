@@ -1,16 +1,16 @@
-"""Do two adapters name the same base model? Only what is safe is recognised; of the rest a person has to say so.
+"""Do two adapters name the same base model? Recognises only safe equivalences; the user must declare any other.
 
-    org/Name/                          org/Name            a slash more
+    org/Name/                          org/Name            a trailing slash
     https://huggingface.co/org/Name    org/Name            the hub's address
     .../models--org--Name/snapshots/C  org/Name            the hub's cache
-    ORG/name                           org/Name            the hub keeps no two names that differ in case alone
-    bert-base-uncased                  google-bert/...     names of before the hub had organisations
+    ORG/name                           org/Name            hub names are unique regardless of case
+    bert-base-uncased                  google-bert/...     names from before the hub had organisations
     org/Name-bnb-4bit                  org/Name            the same weights, quantised
-    unsloth/Name                       meta-llama/Name     a mirror, of publishers that are known
-    /models/Name-7B                    org/Name-7B         a copy, where the name is one that models have
+    unsloth/Name                       meta-llama/Name     a mirror of a known publisher
+    /models/Name-7B                    org/Name-7B         a local copy whose name looks like a model's
     no revision                        main                the default
 
-Two folders with one name are no evidence, nor is a folder called "model".
+Two folders of the same name prove nothing, nor does a folder called "model".
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OLD_NAMES = {
     "distilroberta-base": "distilbert", "distilgpt2": "distilbert", "t5-small": "google-t5", "t5-base": "google-t5",
     "t5-large": "google-t5", "albert-base-v2": "albert",
 }  # fmt: skip
-# SHA-256 of model.safetensors -> the hub's name of a model whose config.json calls itself otherwise.
+# SHA-256 of model.safetensors -> the hub's name, for models whose config.json gives another name.
 KNOWN_WEIGHTS = {
     "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db": "sentence-transformers/all-MiniLM-L6-v2",
 }
@@ -60,7 +60,7 @@ class Base:
 
 @dataclass(frozen=True)
 class _Known:
-    """A name taken apart. owner: "" where it is not said. folder: the name is a path. snapshot: of the hub's cache."""
+    """A parsed name. owner: "" if not given. folder: set if the name is a path. snapshot: from the hub's cache."""
 
     owner: str
     name: str
@@ -69,14 +69,14 @@ class _Known:
 
 
 def check_same_base(bases: Iterable[Base], *, declared: bool = False, digests: bool = False) -> list[str]:
-    """What was taken as one model under two names, in words.
+    """Notes on names that were treated as one model.
 
     Args:
-        declared: the user has said (`--same-base`) that all names mean one model. digests: those of the weights are
-            known of all, and equal.
+        declared: the user said (`--same-base`) that all names mean one model. digests: the weights' digests are known
+            for all, and equal.
 
     Raises:
-        AdapterFormatError: two of them name different models, as far as can be told, or two revisions of one.
+        AdapterFormatError: two of them name different models, as far as we can tell, or two revisions of one.
     """
     notes = []
     for a, b in combinations(dict.fromkeys(bases), 2):
@@ -96,7 +96,7 @@ def check_same_base(bases: Iterable[Base], *, declared: bool = False, digests: b
 
 
 def is_same_base(a: Base, b: Base) -> bool:
-    """Whether two names surely mean the same weights."""
+    """Whether two names certainly mean the same weights."""
     if _revision(a) != _revision(b):
         return False
     if a.name == b.name:
@@ -118,13 +118,13 @@ def is_same_base(a: Base, b: Base) -> bool:
 
 
 def public_name(bases: Iterable[Base]) -> str | None:
-    """The name to hand on: the first that is no path of somebody's machine, else the first."""
+    """The name to publish: the first that is not a local path, otherwise the first."""
     names = [base.name for base in bases if base.name]
     return next((name for name in names if not is_path(name)), names[0] if names else None)
 
 
 def is_path(name: str) -> bool:
-    """Whether a base model's name is a path of some machine, by its look."""
+    """Whether a base model's name looks like a path on some machine."""
     return bool(re.match(r"[/~.\\]|[A-Za-z]:[\\/]", name)) or "\\" in name or name.strip("/").count("/") > 1
 
 
@@ -152,7 +152,7 @@ def _hub(name: str, snapshot: str | None = None) -> _Known:
 
 
 def _tells(name: str) -> bool:
-    """Whether a folder's name is one that a model has: letters and digits in several parts, as llama-3.1-8b."""
+    """Whether a folder's name looks like a model's: several parts of letters and digits, such as llama-3.1-8b."""
     parts = [part for part in re.split(r"[-_]", name) if part]
     generic = re.match(r"(checkpoint|ckpt|step|epoch|run|model|merged|output|final|v)[-_]?\d*$", name)
     return len(parts) >= 2 and any(c.isdigit() for c in name) and generic is None

@@ -1,14 +1,14 @@
-"""The tensors beside the pairs of several adapters: whose each is in a merge, and their mean.
+"""Tensors other than LoRA pairs in several adapters: which adapters each is taken from in a merge, and their mean.
 
-Added biases (lora_bias) are part of the update, and count as their module does. The others are whole weights, no
-updates: one of several rules (`--heads`, below) says whose are taken.
+Added biases (lora_bias) are part of the update and are weighted like their module. The others are whole weights rather
+than updates, and one of several rules (`--heads`, below) says which adapters they come from.
 
-What a base model ties is one tensor, and peft stores it under one name or several, by what else an adapter has there.
-Nothing in a file says so but its numbers (`Collection.same`); an adapter counts, for a name that it lacks, by what it
-holds of the same tensor under another.
+A tensor that the base model ties is a single tensor, but peft stores it under one or several names, depending on what
+else the adapter holds. A file reveals this only through its numbers (`Collection.same`); if an adapter lacks a name,
+we use the same tensor under its other name.
 
-    average   the weighted mean of what all of them have
-    holders   the weighted mean over those that trained it
+    average   the weighted mean over all adapters, each of which must have it
+    holders   the weighted mean over the adapters that trained it
     first     the first adapter's
     drop      none
 """
@@ -34,22 +34,21 @@ from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.weighted_mean import weighted_mean
 
 HeadRule = Literal["average", "holders", "first", "drop"]
-Held = list[tuple[AdapterFile, float, str]]  # an adapter, its weight, and the name by which it has the tensor
-_KINDS = ("added", "head", "bias", "tokens", "base")  # the first of those that adapters call a tensor counts
+Held = list[tuple[AdapterFile, float, str]]  # an adapter, its weight, and its name for the tensor
+_KINDS = ("added", "head", "bias", "tokens", "base")  # if adapters disagree on a tensor's kind, the first of these wins
 _WAYS: Mapping[HeadRule, str] = {
     "holders": "--heads holders averages over the adapters that trained it",
-    "first": "--heads first takes what the first adapter trained whole",
-    "drop": "--heads drop leaves out all that was trained whole",
+    "first": "--heads first takes the first adapter's fully trained tensors",
+    "drop": "--heads drop leaves out all fully trained tensors",
 }
 
 
 @dataclass(frozen=True, eq=False)
 class Beside:
-    """The tensors beside the pairs of a result, by the base model's names of them.
+    """A result's tensors other than pairs, by the base model's names for them.
 
-    saved: modules_to_save as they need it. weights: path -> each adapter's, as used. left: path -> its kind, of those
-    that the rule leaves out. rounding: path -> by how much writing moves it, relative to its own size, of those that it
-    moves.
+    saved: the modules_to_save that they require. weights: path -> each adapter's weight, as used. left: path -> kind,
+    for those the rule leaves out. rounding: path -> relative change from writing it in its dtype, where not zero.
     """
 
     tensors: Mapping[str, Tensor]
@@ -60,12 +59,11 @@ class Beside:
 
 
 def kept(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
-    """Name of each tensor beside the pairs -> (its kind, the adapters that the rule takes it from with their weights;
-    none: it is left out).
+    """Tensor other than a pair -> (its kind, the adapters the rule takes it from, with their weights; none: left out).
 
     Raises:
-        ConfigError: no such rule. AdapterFormatError: it gives some tensor no meaning, with the rules that do; or one
-            adapter has LoRA of an embedding, another lora_bias: peft takes one of them.
+        ConfigError: no such rule. AdapterFormatError: the rule does not apply to some tensor (the message lists rules
+            that do), or one adapter has LoRA on an embedding and another lora_bias, which peft cannot combine.
     """
     if rule not in get_args(HeadRule):
         raise ConfigError(f"--heads must be one of {', '.join(get_args(HeadRule))}; got {str(rule)[:80]!r}.")
@@ -78,7 +76,7 @@ def kept(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
     biases = [path for path, (kind, _) in found.items() if kind == "added"]
     if tables and biases:
         raise AdapterFormatError(
-            f"{quoted(tables[0])} is an embedding, for which peft takes no lora_bias, and another adapter has "
+            f"{quoted(tables[0])} is an embedding, for which peft takes no lora_bias, but another adapter has "
             f"{quoted(biases[0])}: no adapter holds both."
         )
     return found
@@ -88,14 +86,14 @@ def averaged(
     given: Collection, rule: HeadRule, dtype: torch.dtype | None = None, missing: Missing = "zero", *,
     added: torch.dtype | None = None,
 ) -> Beside:  # fmt: skip
-    """The tensors beside the pairs: added biases as the update that they are part of, the others by `rule`.
+    """The tensors other than pairs: added biases summed as part of the update, the others by `rule`.
 
-    dtype: of floating-point ones; None: their own. missing: as of the modules, for added biases. added: the dtype of
-    these, which is that of the factors; None: their own.
+    dtype: for floating-point tensors; None: their own. missing: as for modules, for added biases. added: the added
+    biases' dtype, which is that of the factors; None: their own.
 
     Raises:
-        AdapterFormatError: as `kept`; shapes that differ; whole numbers that differ; different tensors under weights
-            that do not add up to 1, for they are no updates.
+        AdapterFormatError: as `kept`; shapes differ; integers differ; or the weights do not add up to 1 and whole
+            tensors differ, since these are no updates.
     """
     found, used, left, rounding = {}, {}, {}, {}
     wide = torch.promote_types(dtype or added or torch.float32, torch.float32)
@@ -103,7 +101,7 @@ def averaged(
         own, _ = common_type(file.stored_head(name).dtype for file, _, name in held)
         needed = allocation.bytes_to_average([file.stored_head(name) for file, _, name in held])
         allocation.check(needed, f"averaging {quoted(path)}", given.files[0].limits)
-        if kind == "added":  # one that lacks it adds zero, and so does every one where none has it
+        if kind == "added":  # an adapter that lacks it adds zero, even if no adapter has it
             module = path.removesuffix(".lora_B.bias")
             held = [(file, w, path) for file, w in given.holders(module, missing) if file.has_head(path)]
             if held:
@@ -116,7 +114,7 @@ def averaged(
         else:
             mean = _mean(path, held, wide, signed=given.sum and kind != "base")
             total = math.fsum(w for _, w, _ in held)
-            held = [(f, w / total, name) for f, w, name in held] if total else []  # else they are all the same tensor
+            held = [(f, w / total, name) for f, w, name in held] if total else []  # 0 only if all tensors are equal
         if held:
             used[path] = given.effective([(file, w) for file, w, _ in held])
         own = added if kind == "added" and added is not None else own
@@ -127,12 +125,12 @@ def averaged(
     return Beside(found, _saved_names(given, rule, found), used, left, rounding)
 
 
-# ------------------------------------------------------------------------------------------------------ whose they are
+# -------------------------------------------------------------------------------------------- which adapters hold them
 
 
 def _held(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
-    """A copy of a base weight has a part in the mean of all, and where nobody trained that weight. lora_bias is for all
-    modules or none: where one adapter has it, those that others alone have get an added bias of zeros."""
+    """A copy of a base weight enters the mean over all, or over the holders if nobody trained that weight. peft applies
+    lora_bias to all modules or none: if one adapter has it, modules that only others have get a bias of zeros."""
     found: dict[str, tuple[str, Held]] = {}
     for path in dict.fromkeys(path for file in given.files for path in file.heads):
         all_of_it = [(file, w, name) for file, w in zip(given.files, given.weights, strict=True)
@@ -151,15 +149,15 @@ def _held(given: Collection, rule: HeadRule) -> dict[str, tuple[str, Held]]:
 
 
 def _name_in(given: Collection, file: AdapterFile, path: str) -> str | None:
-    """The name by which an adapter has a tensor beside the pairs: its own, or one of the same tensor."""
+    """An adapter's name for a tensor: `path` itself, or another name of the same tied tensor."""
     if file.has_head(path):
         return path
     return next((name for name in given.same.get(path, ()) if file.has_head(name) and file.kind(name) in TIED), None)
 
 
 def _obstacle(given: Collection, found: Mapping[str, tuple[str, Held]], rule: HeadRule) -> str | None:
-    """Why a rule gives some tensor no meaning, by names alone; None where it gives all of them one."""
-    updated: dict[str, list[AdapterFile]] = {}  # a layer, or the bias of one -> whose pairs change it
+    """Why a rule does not apply to some tensor, judged by names alone; None if it applies to all."""
+    updated: dict[str, list[AdapterFile]] = {}  # a layer or its bias -> adapters whose pairs change it
     for file in given.files:
         for path in file.layouts:
             updated.setdefault(plain(path), []).append(file)
@@ -175,20 +173,20 @@ def _obstacle(given: Collection, found: Mapping[str, tuple[str, Held]], rule: He
             if kind == "head" or (kind == "bias" and file not in whole):
                 trained = next(other for other, its in whole.items() if its == kind)
                 return (
-                    f"{file.directory} has an update of {quoted(name)}, which {trained.directory} trained whole. "
+                    f"{file.directory} has an update of {quoted(name)}, which {trained.directory} trained in full. "
                     f"Without the base model that change is unknown, so no adapter can hold the sum of the two."
                 )
         lacks = next((file for file in given.files if file not in whole), None)
         if rule == "average" and kind != "base" and lacks is not None:
             return (
-                f"{lacks.directory} has no {quoted(path)}, which others trained whole, and its value in the base "
+                f"{lacks.directory} has no {quoted(path)}, which others trained in full, and its value in the base "
                 f"model is unknown here."
             )
     return None
 
 
 def _saved_names(given: Collection, rule: HeadRule, found: Mapping[str, Tensor]) -> list[str]:
-    """modules_to_save of the adapters that the rule takes whole tensors from, but for what is left out."""
+    """modules_to_save of the adapters that the rule takes whole tensors from, minus those left out."""
     takes = given.files[:1] if rule == "first" else given.files
     names = {name for file in takes for name in file.config.get("modules_to_save") or ()}
     heads = {path for file in takes for path in file.heads if file.kind(path) == "head"}
@@ -205,15 +203,14 @@ def _saved_names(given: Collection, rule: HeadRule, found: Mapping[str, Tensor])
 
 
 def _mean(path: str, held: Held, wide: torch.dtype, *, signed: bool) -> Tensor:
-    """The weighted mean of a tensor over its holders, computed in `wide` or wider. signed: the weights are of a sum and
-    the tensor was trained, so they must add up to 1, also where all hold the same."""
+    """A tensor's weighted mean over its holders, computed in `wide` or wider. signed: the weights belong to a sum and
+    the tensor was trained, so they must add up to 1, even if all holders agree."""
     tensors, weights = _alike(path, held), [w for _, w, _ in held]
     total = math.fsum(weights)
     if signed and abs(total - 1) > 1e-9:
         raise AdapterFormatError(
             f"{quoted(path)} was trained in full and is not an update, so weights that add up to {total:g} have no "
-            f"meaning "
-            f"for it: --heads first takes the first adapter's, drop leaves it out."
+            f"meaning for it: --heads first takes the first adapter's, drop leaves it out."
         )
     if all(torch.equal(t, tensors[0]) for t in tensors[1:]):
         return tensors[0]
@@ -225,7 +222,7 @@ def _mean(path: str, held: Held, wide: torch.dtype, *, signed: bool) -> Tensor:
 
 
 def _moved(before: Tensor, after: Tensor) -> float:
-    """By how much another type moves a tensor, relative to its size."""
+    """The relative change when a tensor is cast to another type."""
     if before.dtype == after.dtype or torch.promote_types(before.dtype, after.dtype) == after.dtype:
         return 0.0
     wide = before.double()

@@ -1,7 +1,7 @@
-"""Several adapters' files taken together: which modules they have, whose each is, and their weighted sum.
+"""Several adapter files as one collection: their modules, which file holds each, and their weighted sum.
 
-Module by module, so memory holds one module of each file. What is not linear in the update has been refused by
-`reader`; what is left adds up. The tensors beside the pairs: `beside`.
+It works module by module, so memory holds one module of each file. `reader` has already refused whatever is not linear
+in the update; the rest adds up. For tensors other than pairs, see `beside`.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from fedlora.core.messages import Missing
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError, ConfigError
 
-# Fields that say what else is in the file or which base it is of: all adapters must agree on them.
+# Fields that describe the file's other content or its base; all adapters must agree on them.
 _AGREED = ("layer_replication", "target_parameters", "fan_in_fan_out", "trainable_token_indices")
-TIED = ("base", "tokens")  # kinds of tensors that peft stores once for each name that the base ties
+TIED = ("base", "tokens")  # kinds of tensors that peft stores once per tied name
 _NOTHING: tuple[Any, ...] = (None, False, "", "none", [], {}, ())
 
 
 @dataclass(frozen=True, eq=False)
 class Collection:
-    """Adapters of one base model, and how much each counts.
+    """Adapters of one base model, and their weights.
 
-    weights: as they are used. sum: they are of a sum, and need not add up to 1. notes: what was taken for granted.
+    weights: as used. sum: the weights belong to a sum and need not add up to 1. notes: assumptions made.
     """
 
     files: Sequence[AdapterFile]
@@ -56,11 +56,11 @@ class Collection:
         same_weights: bool = False,
         tokens: bool = True,
     ) -> Collection:
-        """weights: None: all count alike. same_base: their base models are one, whatever they are called. same_weights:
-        so say the digests of their weights. tokens: whether trained tokens are taken, so that all must agree on them.
+        """weights: None: all count alike. same_base: treat the base models as one, whatever their names. same_weights:
+        their weight digests are equal. tokens: trained tokens are merged, so all must agree on them.
 
         Raises:
-            AdapterFormatError: different bases, contradicting configs. ConfigError: impossible weights.
+            AdapterFormatError: different bases, or contradicting configs. ConfigError: impossible weights.
         """
         used = used_weights(len(files), weights, sum=sum)
         notes = check_same_base((base_of(file) for file in files), declared=same_base, digests=same_weights)
@@ -68,7 +68,7 @@ class Collection:
             values = {str(file.directory): file.config.get(field) or None for file in files}
             if len({repr(value) for value in values.values()}) > 1:
                 told = ", ".join(f"{where}: {quoted(value, 80)}" for where, value in values.items())[:600]
-                way = " --heads drop leaves out all that was trained whole." if field == _AGREED[-1] else ""
+                way = " --heads drop leaves out all fully trained tensors." if field == _AGREED[-1] else ""
                 raise AdapterFormatError(f"the adapters differ in {field}, so they do not add up: {told}.{way}")
         held: dict[str, list[allocation.Pair]] = {}
         for file in files:
@@ -79,16 +79,16 @@ class Collection:
 
     @cached_property
     def modules(self) -> Sequence[str]:
-        """Every module that one of them has; the experts of one tensor side by side."""
+        """Every module that any of them has; experts of one tensor are listed together."""
         return modules_of({module for file in self.files for module in file.modules})
 
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
-        """Path -> layout, over all files. Raises `AdapterFormatError` where two store one path differently."""
+        """Path -> layout, over all files. Raises `AdapterFormatError` if two files store a path differently."""
         found: dict[str, Layout] = {}
         for file in self.files:
             for path, layout in file.layouts.items():
-                # Which of nested parameters a pattern names is each file's own affair: the path says what is meant.
+                # Files may name nested parameters by different patterns: the path already identifies them.
                 layout = Layout() if layout.kind == "adalora" else replace(layout, pattern="")
                 if found.setdefault(path, layout) != layout:
                     raise AdapterFormatError(
@@ -99,8 +99,8 @@ class Collection:
 
     @cached_property
     def same(self) -> Mapping[str, Sequence[str]]:
-        """Name of a tensor beside the pairs that may be tied -> its other names, as one row in the middle tells: what
-        each adapter adds to a grown vocabulary stands at the end, and nobody trained the copies."""
+        """Name of a possibly tied tensor -> all its names, found by comparing one row in the middle: rows for a grown
+        vocabulary are at the end, and nobody trained the copies."""
         by_row: dict[tuple[Any, ...], dict[str, None]] = {}
         for file in self.files:
             for head in file.heads:
@@ -111,11 +111,11 @@ class Collection:
         return ReadOnly({head: [*names] for names in by_row.values() for head in names})
 
     def outputs(self, module: str) -> int:
-        """d_out of a module that one of them has."""
+        """d_out of a module that some adapter has."""
         return next(file.pair(module)[0].shape[0] for file in self.files if module in file.ranks)
 
     def check_common(self) -> None:
-        """Raises `AdapterFormatError` where some of the adapters share no module with the others."""
+        """Raise `AdapterFormatError` if some adapters share no module with the others."""
         joined, waiting = set(self.files[0].modules), list(self.files[1:])
         while waiting:
             near = [file for file in waiting if not joined.isdisjoint(file.ranks)]
@@ -131,9 +131,9 @@ class Collection:
             joined.update(*(file.ranks for file in near))
 
     def spec(self, saved: Sequence[str] = ()) -> AdapterSpec:
-        """The first adapter's, with every module's layout, these saved modules, and scaling 1.
+        """The first adapter's spec, with every module's layout, these saved modules, and scaling 1.
 
-        A field that not all of them have is kept only where it says something: what an old peft read still reads it.
+        A field that some files lack is kept only if it has an effect, so that old peft versions can read the result.
         """
         first = spec_of(self.files[0].config, 1.0, self.layouts)
         biases = {file.config.get("bias") or "none" for file in self.files}
@@ -144,7 +144,7 @@ class Collection:
             "base_model_name_or_path": public_name(base_of(file) for file in self.files),
         }
         if len({bool(file.config.get("ensure_weight_tying")) for file in self.files}) > 1:
-            more["ensure_weight_tying"] = False  # what some tie others do not: each of the tied is named and stored
+            more["ensure_weight_tying"] = False  # only some files tie, so the result names and stores each tied tensor
         fields: dict[str, Any] = {**first.config, **more}
         common = set.intersection(*(set(file.config) for file in self.files))
         kept = {key: value for key, value in fields.items() if key in common or value not in _NOTHING}
@@ -154,7 +154,7 @@ class Collection:
         """The files that have a module, with their weights in its sum.
 
         Raises:
-            ConfigError: `missing` is "renormalise", and those that have it weigh nothing.
+            ConfigError: `missing` is "renormalise", and the files that have it have weight 0.
         """
         held = [(file, w) for file, w in zip(self.files, self.weights, strict=True) if module in file.ranks]
         total = math.fsum(w for _, w in held) if missing == "renormalise" else 1.0
@@ -163,7 +163,7 @@ class Collection:
         return [(file, w / total) for file, w in held]
 
     def effective(self, held: Iterable[tuple[AdapterFile, float]]) -> tuple[float, ...]:
-        """Each adapter's weight; 0 for one that is not among the holders."""
+        """Each adapter's weight; 0 if it is not a holder."""
         by_file = {id(file): w for file, w in held}
         return tuple(by_file.get(id(file), 0.0) for file in self.files)
 
@@ -185,7 +185,7 @@ class Collection:
     def merged(
         self, module: str, rule: RankRule, missing: Missing, dtype: torch.dtype = torch.float32
     ) -> tuple[LoRA, ModuleReport]:
-        """One module of the weighted sum, at the rank that `rule` gives."""
+        """One module of the weighted sum, at the rank chosen by `rule`."""
         found = self.combined(module, missing, dtype)
         return found.cut(rule.keep(found.product))
 
@@ -197,7 +197,7 @@ def base_of(file: AdapterFile) -> Base:
 
 
 def modules_of(found: Iterable[str]) -> list[str]:
-    """Names in the order in which modules are listed."""
+    """Names in listing order."""
     return sorted(found, key=_in_order)
 
 

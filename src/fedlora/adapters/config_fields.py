@@ -1,8 +1,8 @@
-"""What each field of an adapter_config.json may be: by itself, beside the other fields, and what it would change.
+"""Valid values for each field of an adapter_config.json: alone, together with others, and in their effect.
 
-As peft 0.21 takes them, read in its source and tested against it. What it would fail on, or read as something else
-("false", a word, is yes), and what would make the update another one than s B A, is refused here by name. What the
-fields that remain say of the modules is `config_meaning`'s.
+The rules are those of peft 0.21, read in its source and tested against it. We refuse by name what peft would fail on or
+misread (it takes the word "false" as true), and what would make the update other than s B A. `config_meaning` derives
+what the remaining fields say about modules.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from fedlora.errors import AdapterFormatError
 
 Refuse = Callable[[str, str], AdapterFormatError]  # (field, why) -> the error
 Test = Callable[[Any], bool]
-# Fields that are read (by `config_meaning`), or that say how the adapter was trained, whatever their value. Those of an
-# initialisation stay after peft has converted the adapter to the original base; init_lora_weights says whether it has.
+# Fields that `config_meaning` reads, or that only describe how the adapter was trained. Those of an initialisation
+# remain after peft has converted the adapter to the original base; init_lora_weights says whether it has.
 # fmt: off
 _TAKEN = frozenset((
     "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules",
     "inference_mode", "layers_pattern", "layers_to_transform", "lora_dropout", "lora_ga_config", "loftq_config",
     "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision", "target_modules", "task_type",
     "fan_in_fan_out", "runtime_config",
-    "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr",  # of ms-swift 2: how it trained
+    "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr",  # ms-swift 2's training options
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias",
 ))
-# Fields of AdaLoRA: how it was trained, and (init_r) the divisor of its scaling.
+# AdaLoRA's fields: its training options, and init_r, the divisor of its scaling.
 ADALORA_FIELDS = frozenset((
     "target_r", "init_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step",
 ))
 # fmt: on
-# Fields that change the update or what it is relative to, with the way out.
+# Fields that change the update or its base, with the way out.
 _REFUSED: Mapping[str, str] = {
     "use_dora": "DoRA's magnitudes are not linear in the update; merge it into the base model first",
     "use_qalora": "QALoRA pools the inputs of A; not an update B @ A",
@@ -46,28 +46,28 @@ _REFUSED: Mapping[str, str] = {
     "velora_config": "VeLoRA changes how the update is computed",
     "megatron_config": "tensor-parallel layers are not supported",
 }
-# Of those peft makes a config of each that is there, {} as well.
+# peft activates these whenever they are present, even as {}.
 _SWITCHED_ON = ("velora_config", "kasa_config", "arrow_config", "use_bdlora", "monteclora_config")
-# Fields that files may have, and the models that we train may not.
+# Fields that are allowed in files but not in models that we train.
 _FILES_ONLY: Mapping[str, str] = {
     "lora_bias": "it adds a bias to the update; train with lora_bias=False",
     "target_parameters": "LoRA on bare parameters is not trained here; target modules instead",
     "trainable_token_indices": "token embeddings would be trained beside the update",
     "layer_replication": "the base model differs from the one that its name says; merge it first",
 }
-# Initialisations that only choose where A and B start. Others (PiSSA, OLoRA, ...) change the base weights too.
+# Initialisations that only choose the start of A and B. Others (PiSSA, OLoRA, ...) also change the base weights.
 _PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
 _TASKS = ("SEQ_CLS", "SEQ_2_SEQ_LM", "CAUSAL_LM", "TOKEN_CLS", "QUESTION_ANS", "FEATURE_EXTRACTION")
-_LONGEST_TEXT, _LONGEST_NAME = 4096, 512  # letters of a path, of a module's name
+_LONGEST_TEXT, _LONGEST_NAME = 4096, 512  # letters in a path, in a module's name
 _LARGEST_RANK, LARGEST_SCALE, _SMALLEST_SCALE, _LARGEST_INDEX = 1_000_000, 10_000.0, 1e-6, 2**31
 _NAME = re.compile(r"[^\s./\\]+(\.[^\s./\\]+)*")
 
 
 def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = False, allow: Collection[str] = ()) -> None:
-    """Raises `AdapterFormatError` unless the config means W0 + s B A relative to the pre-trained weights.
+    """Raise `AdapterFormatError` unless the config means W0 + s B A relative to the pre-trained weights.
 
-    An unknown field that is null, false or empty is warned about; any other is refused, since it may change the update,
-    unless it is one of `allow`. in_model: the adapter is to be trained, which fewer kinds can be than can be read.
+    An unknown field that is null, false or empty causes a warning; any other is refused, since it may change the
+    update, unless it is in `allow`. in_model: the adapter is to be trained, for which we support fewer kinds.
     """
 
     def refuse(field: str, why: str) -> AdapterFormatError:
@@ -75,7 +75,7 @@ def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = Fals
 
     ada = is_adalora(config)
     if config.get("peft_type") != "LORA" and (in_model or not ada):
-        raise refuse("peft_type", "only LORA adapters can be combined (and ADALORA's read as LORA)")
+        raise refuse("peft_type", "only LORA adapters can be combined (and ADALORA's, read as LORA)")
     for field, why in ({**_REFUSED, **_FILES_ONLY} if in_model else _REFUSED).items():
         if config.get(field):
             raise refuse(field, why)
@@ -85,7 +85,7 @@ def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = Fals
     if not isinstance(init, bool | str | None) or init not in _PLAIN_INITS:
         raise refuse(
             "init_lora_weights",
-            "such an initialisation may change the base weights, and the adapter is then relative to another base; "
+            "such an initialisation may change the base weights, so the adapter would be relative to another base; "
             "save it with peft's path_initial_model_for_weight_conversion",
         )
     for fields, test, what in (*_FIELDS, *(() if in_model else _FIELDS_OF_FILES), *(_ADALORA if ada else ())):
@@ -99,7 +99,7 @@ def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = Fals
 
 
 def is_adalora(config: Mapping[str, Any]) -> bool:
-    """Whether the adapter is AdaLoRA's, whose update is B diag(E) A."""
+    """Whether this is an AdaLoRA adapter, whose update is B diag(E) A."""
     return config.get("peft_type") == "ADALORA"
 
 
@@ -109,8 +109,8 @@ def check_scaling(scaling: float) -> None:
 
 
 def is_carried(field: str, value: Any) -> bool:
-    """Whether a field is written on into a result: not the name of a module that peft would import, unless it is one of
-    transformers'."""
+    """Whether a result keeps this field: not if it names a module for peft to import, other than one from
+    transformers."""
     if field != "auto_mapping" or not isinstance(value, Mapping):
         return True
     return str(value.get("parent_library")).startswith("transformers.")
@@ -164,7 +164,7 @@ def _rows(value: Any) -> bool:
 
 
 def _layer_ranges(value: Any) -> bool:
-    """The new model has as many layers as all ranges together: some hundred."""
+    """The resulting model has as many layers as all ranges together; real ones have a few hundred."""
     if value is None or value == []:
         return True
     pairs = isinstance(value, list | tuple) and all(
@@ -179,7 +179,7 @@ def _object(value: Any) -> bool:
 
 
 def _auto_mapping(value: Any) -> bool:
-    """Of a class; Unsloth adds a mark of its own, which is a switch."""
+    """Maps names to names; Unsloth adds a boolean of its own."""
     known = isinstance(value, Mapping) and all(
         isinstance(x, bool) or (x is not None and _text(x)) for x in value.values()
     )
@@ -187,7 +187,7 @@ def _auto_mapping(value: Any) -> bool:
 
 
 def _masks(value: Any) -> bool:
-    """AdaLoRA's rank_pattern: what it kept of each rank."""
+    """AdaLoRA's rank_pattern: which ranks it kept."""
     return _object(value) and all(
         isinstance(mask, list | tuple) and all(isinstance(x, bool) for x in mask) for mask in (value or {}).values()
     )
@@ -211,7 +211,7 @@ _FIELDS: tuple[tuple[tuple[str, ...], Test, str], ...] = (
     (("megatron_core",), lambda value: value in (None, "megatron.core"),
      "peft would import it as a module; it must be 'megatron.core'"),
 )  # fmt: skip
-# Models in memory have values of other types there.
+# Models in memory hold other types in these fields.
 _FIELDS_OF_FILES: tuple[tuple[tuple[str, ...], Test, str], ...] = (
     (("eva_config", "corda_config", "loftq_config", "lora_ga_config"), _object, "it must be an object"),
     (("auto_mapping",), _auto_mapping, "it must map names to names, or to true and false"),
@@ -219,16 +219,16 @@ _FIELDS_OF_FILES: tuple[tuple[tuple[str, ...], Test, str], ...] = (
 _ADALORA: tuple[tuple[tuple[str, ...], Test, str], ...] = (
     (("target_r", "tinit", "tfinal", "deltaT"), _whole, "it must be a whole number"),
     (("beta1", "beta2"), lambda value: _number(value) and 0 < value < 1, "it must be a number between 0 and 1"),
-    (("rank_pattern",), _masks, "AdaLoRA's maps names to lists of true and false, what was kept of their ranks"),
+    (("rank_pattern",), _masks, "AdaLoRA maps each name to a list of true and false: the ranks it kept"),
     (("orth_reg_weight",), lambda value: _number(value, 0), "it must be a number from 0"),
 )
 
 
-# ------------------------------------------------------------------------------------------------ fields beside others
+# --------------------------------------------------------------------------------------------------- fields together
 
 
 def _check_ranks(config: Mapping[str, Any], refuse: Refuse, ada: bool) -> None:
-    """r and lora_alpha, and the patterns that replace them for some modules."""
+    """r and lora_alpha, and the patterns that override them for some modules."""
     r = "init_r" if ada else "r"
     if not _is_rank(config.get(r)):
         raise refuse(r, f"it must be a whole number from 1 to {_LARGEST_RANK:,}")
@@ -249,15 +249,15 @@ def _check_ranks(config: Mapping[str, Any], refuse: Refuse, ada: bool) -> None:
 
 
 def _check_together(config: Mapping[str, Any], refuse: Refuse, in_model: bool) -> None:
-    """What peft refuses to load (`__post_init__` of LoraConfig, EvaConfig, AdaLoraConfig; ParamWrapper)."""
+    """Combinations that peft refuses to load (`__post_init__` of LoraConfig, EvaConfig, AdaLoraConfig; ParamWrapper)"""
     for field in ("lora_dropout",) if in_model else ("lora_dropout", "lora_bias", "fan_in_fan_out"):
         if config.get("target_parameters") and config.get(field):
-            raise refuse(field, "peft allows none beside target_parameters")
+            raise refuse(field, "peft does not allow it with target_parameters")
     if in_model:
         return
     for field in _SWITCHED_ON:
         if config.get(field) is not None:
-            raise refuse(field, "peft switches it on, whatever is in it")
+            raise refuse(field, "peft switches it on whenever it is present")
     init = config.get("init_lora_weights", True)
     if config.get("lora_bias") and not isinstance(init, bool):
         raise refuse("lora_bias", f"peft allows it with init_lora_weights true or false only, not {quoted(init)}")
@@ -277,7 +277,7 @@ def _check_together(config: Mapping[str, Any], refuse: Refuse, in_model: bool) -
         if not _whole(total) or not total:
             raise refuse("total_step", "AdaLoRA needs a whole number of steps from 1")
         if config.get("tinit", 0) >= total - config.get("tfinal", 0):
-            raise refuse("total_step", "tinit and tfinal leave no step between them, and peft refuses that")
+            raise refuse("total_step", "tinit and tfinal leave no step between them, which peft refuses")
         if config.get("lora_bias"):
             raise refuse("lora_bias", "AdaLoRA has no biases: peft would leave them out")
 

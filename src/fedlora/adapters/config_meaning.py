@@ -1,13 +1,14 @@
-"""What a config says of each module of its file: rank, scale, target or not; and what each tensor beside the pairs is.
+"""What a config says about each module in its file (rank, scale, target or not) and about each other tensor.
 
-Rules of peft 0.21, read in its source and tested against it. A config here has passed `config_fields`. All patterns of
-a config are asked once, for all names of the file; what follows looks the answers up. No tensors and no files here.
+Follows the rules of peft 0.21, read in its source and tested against it. Configs here have passed `config_fields`. All
+of a config's patterns are matched once, against all names in the file; later code looks the answers up. No tensors and
+no files here.
 
-Three configs leave to the base model whether peft targets a module: target_modules = null (peft takes what its table
-says for the model's type), "all-linear" (every linear layer but the output's), and ensure_weight_tying (also what is
-tied to a targeted embedding). peft itself saves names instead of the first two, so a file that has them was written by
-hand. Without the base, null is refused, all-linear means nothing but linear layers without a head, and of the rest a
-reader is told.
+Three settings leave it to the base model whether peft targets a module: target_modules = null (peft looks up the
+model's type in its table), "all-linear" (every linear layer except the output), and ensure_weight_tying (also targets
+what is tied to a targeted embedding). peft never saves the first two, but the names themselves, so a file that has them
+was edited by hand. Without the base, null is refused, all-linear is taken to mean linear layers except heads, and the
+reader is told about the rest.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from fedlora.errors import AdapterFormatError
 
 ALL_LINEAR = "all-linear"
 TOKENS = ".token_adapter.trainable_tokens_delta"
-# Of which modules peft saves those that the model has for a task, whatever modules_to_save says.
+# peft saves these modules for a task if the model has them, whatever modules_to_save says.
 SAVED_FOR: Mapping[str | None, tuple[str, ...]] = {
     "SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",),
 }  # fmt: skip
-_TIED = ("embed_tokens", "lm_head")  # by which peft knows that an embedding is targeted
-_OUTPUTS = ("lm_head", "embed_out", "generator_lm_head")  # heads of language models, which "all-linear" leaves out
-_IN_WRAPPER = re.compile(r"(.+?)\.(original_module|modules_to_save)\.")  # what peft's wrapper of a saved module holds
+_TIED = ("embed_tokens", "lm_head")  # names by which peft recognises a targeted embedding
+_OUTPUTS = ("lm_head", "embed_out", "generator_lm_head")  # heads of language models, excluded by "all-linear"
+_IN_WRAPPER = re.compile(r"(.+?)\.(original_module|modules_to_save)\.")  # inside peft's wrapper of a saved module
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A config with its patterns answered.
+    """A config with its patterns resolved.
 
-    ranks, alphas: of the names that a pattern says one for; the others have the config's own. targeted: whether peft
-    would put LoRA on a module; None for one that the config leaves to the base model.
+    ranks, alphas: for names matched by a pattern; all others use the config's own. targeted: whether peft would put
+    LoRA on a module; None if that depends on the base model.
     """
 
     config: Mapping[str, Any]
@@ -51,7 +52,7 @@ class Resolved:
     targeted: Mapping[str, bool | None]
 
     def rank(self, name: str) -> int:
-        """r of a module or parameter. AdaLoRA's follows from its masks: `adalora_ranks`."""
+        """r of a module or parameter. For AdaLoRA, the masks decide: see `adalora_ranks`."""
         rank: int = self.ranks.get(name, self.config["r"])
         return rank
 
@@ -60,25 +61,24 @@ class Resolved:
         return alpha
 
     def scale(self, name: str, scaling: float) -> float:
-        """(the module's own alpha / r, or alpha / sqrt(r) with rsLoRA) / scaling; 1.0 exactly where they are the
-        same."""
-        if is_adalora(self.config):  # peft divides by the rank that training began with, plus this
+        """(the module's own alpha / r, or alpha / sqrt(r) with rsLoRA) / scaling; exactly 1.0 if they are equal."""
+        if is_adalora(self.config):  # peft divides by the initial rank plus this
             return float(self.config["lora_alpha"] / (self.config["init_r"] + 1e-5) / scaling)
         r, alpha = self.rank(name), self.alpha(name)
         if self.config.get("use_rslora"):
             return float(alpha / math.sqrt(r) / scaling)
-        return 1.0 if alpha == scaling * r else float(alpha / r / scaling)  # (s r) / r need not be s in floats
+        return 1.0 if alpha == scaling * r else float(alpha / r / scaling)  # in floats (s r) / r may differ from s
 
 
 def resolve(
     config: Mapping[str, Any], layers: Collection[str], parameters: Collection[str] = (), *, seconds: float = 60.0
 ) -> Resolved:
-    """All that a config says of its file's modules (layers) and of bare parameters, each by the name peft asks with.
+    """Everything a config says about its file's modules (layers) and bare parameters, each by the name peft matches.
 
-    seconds: of processor time for all patterns.
+    seconds: processor time allowed for all patterns.
 
     Raises:
-        AdapterFormatError: patterns that `matches` refuses, or that peft itself refuses together.
+        AdapterFormatError: `matches` refuses a pattern, or peft refuses the combination.
     """
     names = [*dict.fromkeys(layers), *dict.fromkeys(parameters)]
     count = len(names) - len(set(parameters))
@@ -86,13 +86,13 @@ def resolve(
     asked = _target_questions(config, count)
     answers = matches([*questions, *asked.values()], names, seconds)
     found: list[dict[str, Any]] = [{}, {}]
-    # AdaLoRA's are not looked up; peft compiles them all the same.
+    # peft compiles AdaLoRA's patterns but never looks them up.
     for question, answer, values in zip(() if is_adalora(config) else questions, answers, found, strict=False):
         said = config.get(question.field) or {}
         for name, number in zip(names, answer, strict=True):
             if number is not None:
                 values[name] = said[question.patterns[number]]
-            elif name in said:  # which peft looks up where no pattern matches
+            elif name in said:  # peft's fallback if no pattern matches
                 values[name] = said[name]
     told = dict(zip(asked, answers[len(questions) :], strict=True))
     targeted = _targeted(config, names[:count], told)
@@ -100,11 +100,11 @@ def resolve(
 
 
 def adalora_ranks(config: Mapping[str, Any], names: Collection[str]) -> dict[str, int]:
-    """Name of a module -> the rank of its pair, by AdaLoRA's masks; init_r where it has none
+    """Name of a module -> its pair's rank from AdaLoRA's masks, or init_r without a mask
     (`AdaLoraModel.resize_modules_by_rank_pattern`).
 
     Raises:
-        AdapterFormatError: a mask of another length, or of a module that is not there.
+        AdapterFormatError: a mask has the wrong length, or names a module that the file lacks.
     """
     start: int = config["init_r"]
     found = dict.fromkeys(names, start)
@@ -112,10 +112,10 @@ def adalora_ranks(config: Mapping[str, Any], names: Collection[str]) -> dict[str
         bare = key.replace(".default", "")
         name = ".".join(bare.split(".")[: -2 if "default" in bare else -1])
         if name not in found:
-            raise AdapterFormatError(f"rank_pattern has {quoted(key)}, and the file has no factors of {quoted(name)}.")
+            raise AdapterFormatError(f"rank_pattern has {quoted(key)}, but the file has no factors of {quoted(name)}.")
         if len(mask) != start:
             raise AdapterFormatError(
-                f"rank_pattern has {len(mask)} values for {quoted(key)}, and the rank began with init_r = {start}."
+                f"rank_pattern has {len(mask)} values for {quoted(key)}, but the rank began with init_r = {start}."
             )
         found[name] = sum(mask)
     return found
@@ -125,7 +125,7 @@ def adalora_ranks(config: Mapping[str, Any], names: Collection[str]) -> dict[str
 
 
 def _target_questions(config: Mapping[str, Any], count: int) -> dict[str, Question]:
-    """What is asked of each module to know whether it is a target."""
+    """The patterns to match against each module to know whether it is a target."""
     targets, layers = config.get("target_modules"), config.get("layers_to_transform")
     lists = config.get("layers_pattern")
     if isinstance(targets, str) and (layers is not None or lists is not None):
@@ -153,7 +153,7 @@ def _target_questions(config: Mapping[str, Any], count: int) -> dict[str, Questi
 def _targeted(
     config: Mapping[str, Any], names: Sequence[str], told: Mapping[str, Sequence[int | None]]
 ) -> dict[str, bool | None]:
-    """Whether each module is a target; None where the base model decides, and nothing that it says can exclude it."""
+    """Whether each module is a target; None if the base model decides and the config does not exclude it."""
     targets, layers = config.get("target_modules") or (), config.get("layers_to_transform")
     by_itself = () if isinstance(targets, str) else set(targets)
     chosen = None if "layers_pattern" not in told else {layers} if isinstance(layers, int) else set(layers or ())
@@ -161,7 +161,7 @@ def _targeted(
     found: dict[str, bool | None] = {}
     for k, name in enumerate(names):
         named = left or told["target_modules"][k] is not None
-        if chosen is not None and name not in by_itself:  # a module named in full is one whatever its layer
+        if chosen is not None and name not in by_itself:  # a module named in full is a target in any layer
             named = named and told["layers_pattern"][k] in chosen
         says = named and told["exclude_modules"][k] is None and told["modules_to_save"][k] is None
         tied = ties and not says and may_be_embedding(name)
@@ -170,7 +170,7 @@ def _targeted(
 
 
 def left_to_the_base(config: Mapping[str, Any]) -> str | None:
-    """What the config says instead of targets, "all-linear" or "null"; None where it names them."""
+    """ "all-linear" or "null" if the config says that instead of naming targets; None if it names them."""
     targets = config.get("target_modules")
     if targets is None:
         return "null"
@@ -178,7 +178,7 @@ def left_to_the_base(config: Mapping[str, Any]) -> str | None:
 
 
 def ties_targets(config: Mapping[str, Any]) -> bool:
-    """Whether what the base model ties to a targeted embedding becomes a target too, named or not."""
+    """Whether modules that the base ties to a targeted embedding also become targets."""
     targets = config.get("target_modules")
     if not config.get("ensure_weight_tying") or ties_saved(config):
         return False
@@ -188,19 +188,19 @@ def ties_targets(config: Mapping[str, Any]) -> bool:
 
 
 def ties_saved(config: Mapping[str, Any]) -> bool:
-    """Whether peft saves what the base model ties to a saved embedding too, named or not."""
+    """Whether peft also saves modules that the base ties to a saved embedding."""
     saved = config.get("modules_to_save") or ()
     return bool(config.get("ensure_weight_tying")) and any(name.rpartition(".")[2] in _TIED for name in saved)
 
 
 def check_left_to_base(config: Mapping[str, Any], kinds: Mapping[str, str], *, with_base: bool) -> tuple[str, ...]:
-    """What a reader must know of modules that only the base model decides on; nothing where there are none.
+    """Notes about modules on which only the base model decides; none if there are no such modules.
 
     Args:
-        kinds: name of each such module -> the kind of layer that its pair is of. with_base: the base is asked later.
+        kinds: name of each such module -> its pair's layer kind. with_base: the base is consulted later.
 
     Raises:
-        AdapterFormatError: no base model makes peft target one of them; without a base, it depends on its type.
+        AdapterFormatError: no base model makes peft target one of them, or it depends on a base that is missing here.
     """
     if not kinds:
         return ()
@@ -208,14 +208,14 @@ def check_left_to_base(config: Mapping[str, Any], kinds: Mapping[str, str], *, w
     if said == ALL_LINEAR:
         for name, kind in kinds.items():
             if kind not in ("linear", "adalora") or name.rpartition(".")[2] in _OUTPUTS:
-                raise left_out(name, "all-linear means linear layers, without the output's")
+                raise left_out(name, "all-linear means linear layers, except the output")
     if with_base:
         return ()
     if said == "null":
         raise left_out(
             first,
-            "target_modules is null, so the type of the base model decides, and there is no base model here (apply "
-            "and validate --base have one)",
+            "target_modules is null, so the base model's type decides, and there is no base model here (apply and "
+            "validate --base have one)",
             "may",
         )
     why = "ensure_weight_tying" if said is None else f"target_modules = {said}"
@@ -237,13 +237,13 @@ def left_out(name: str, why: str, may: str = "would") -> AdapterFormatError:
 
 
 def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
-    """What a tensor beside the LoRA pairs is, by the rules by which peft saves it; None for one that it never saves.
+    """What a tensor other than a LoRA pair is, by peft's rules for saving it; None if peft never saves it.
 
-    "head": of modules_to_save. "bias": a trained bias of the base (bias = all, lora_only). "added": lora_bias, part of
-    the update and scaled like it. "base": what peft stores of an embedding or an output, whatever its model calls it,
-    because the vocabulary may have been resized; also of the original of a saved module, which takes no part unless
-    the base ties it to one that does. "tokens": the rows of an embedding that were trained (trainable_token_indices).
-    "copy": a saved module a second time, under a name that peft does not read.
+    "head": in modules_to_save. "bias": a trained bias of the base (bias = all, lora_only). "added": lora_bias, part of
+    the update and scaled like it. "base": a copy of an embedding or output that peft stores because the vocabulary may
+    have been resized, whatever the model calls it; also the original of a saved module, which has no effect unless the
+    base ties it to a module that has. "tokens": trained rows of an embedding (trainable_token_indices). "copy": a
+    second copy of a saved module, under a name that peft does not read.
     """
     if path.endswith(".lora_B.bias"):
         return "added" if config.get("lora_bias") else None
@@ -253,7 +253,7 @@ def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
     held = _IN_WRAPPER.match(path)
     if held and (saved_modules(f"{held[1]}.", names) or (config.get("ensure_weight_tying") and names)):
         return "base" if held[2] == "original_module" else "copy"
-    # peft's rule for a saved module: a path that ends with its name (not: equals).
+    # peft's rule for a saved module: the path ends with its name (need not equal it).
     saved = any(f"{module}." in path for module in names)
     if saved and "lora_" not in path and "base_layer" not in path:
         return "head"
@@ -268,7 +268,7 @@ def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
 
 
 def names_rows(said: Collection[str], module: str) -> list[str]:
-    """Of the names in trainable_token_indices, those that mean a module."""
+    """The names in trainable_token_indices that refer to a module."""
     return [name for name in said if module == name or module.endswith(f".{name}")]
 
 
@@ -276,16 +276,16 @@ def names_rows(said: Collection[str], module: str) -> list[str]:
 
 
 def parameter_names(module: str, rows: Sequence[int], short: Sequence[str], said: Resolved) -> tuple[str, ...] | None:
-    """Which bare parameter of `module` each of its nested LoRA pairs adapts, outermost first; None where none is.
+    """Which bare parameter of `module` each nested LoRA pair adapts, outermost first; None if there are none.
 
     Args:
-        rows: of the stored A, outermost first: rank times experts. short: the parameters' own names, sorted.
+        rows: of each stored A, outermost first: rank times experts. short: the parameters' own names, sorted.
 
-    PEFT nests several parameters of one module in the order in which the model registered them, which no file tells.
-    Where the patterns give them different ranks, the shapes tell; where only their alphas differ, nothing does.
+    PEFT nests several parameters of one module in the order in which the model registered them, which the file does not
+    record. If the patterns give them different ranks, the shapes identify them; if only alphas differ, nothing does.
 
     Raises:
-        AdapterFormatError: the config names another number of parameters, no order fits the shapes, or several do and
+        AdapterFormatError: the config names another number of parameters, no order fits the shapes, or several fit and
             mean different updates.
     """
     if not short:
@@ -294,7 +294,7 @@ def parameter_names(module: str, rows: Sequence[int], short: Sequence[str], said
         in_full = f"{module.rpartition('.')[2]}.{short[0]}"
         raise AdapterFormatError(
             f"{quoted(module)}: target_parameters names {len(short)} parameters that may be its own "
-            f"({quoted(', '.join(short), 80)}), the file has pairs for {len(rows)} and does not say which. "
+            f"({quoted(', '.join(short), 80)}), but the file has pairs for {len(rows)} and does not say which. "
             f"Name them with their module: {quoted(in_full, 80)}."
         )
     names = [f"{module}.{name}" for name in short]
@@ -302,7 +302,7 @@ def parameter_names(module: str, rows: Sequence[int], short: Sequence[str], said
     fits = _alike(rows, means) or _any_order(rows, means)
     if not fits:
         raise AdapterFormatError(
-            f"{quoted(module)}: its factors have {list(rows)} rows, and no rank of the config fits."
+            f"{quoted(module)}: its factors have {list(rows)} rows, and no rank in the config fits."
         )
     if len(fits) > 1:
         raise AdapterFormatError(
@@ -314,7 +314,7 @@ def parameter_names(module: str, rows: Sequence[int], short: Sequence[str], said
 
 
 def _alike(rows: Sequence[int], means: Mapping[str, tuple[int, float]]) -> list[tuple[str, ...]]:
-    """The order in which all have as many experts; two where several do that mean different updates."""
+    """The order with an equal number of experts for all; two entries if several fit and mean different updates."""
     experts = sum(rows) // sum(r for r, _ in means.values())
     if sorted(rows) != sorted(r * experts for r, _ in means.values()):
         return []
@@ -325,9 +325,9 @@ def _alike(rows: Sequence[int], means: Mapping[str, tuple[int, float]]) -> list[
 
 
 def _any_order(rows: Sequence[int], means: Mapping[str, tuple[int, float]]) -> list[tuple[str, ...]]:
-    """Orders that fit the rows with some number of experts for each, one for each meaning that they may have."""
+    """Orders that fit the rows with any number of experts for each, one for each distinct meaning."""
     fits: dict[tuple[tuple[int, float], ...], tuple[str, ...]] = {}
-    for order in permutations(means) if len(means) <= 4 else ():  # more are not looked for: no model has such
+    for order in permutations(means) if len(means) <= 4 else ():  # no model has more, so we do not search further
         if all(n % means[name][0] == 0 for n, name in zip(rows, order, strict=True)):
             fits.setdefault(tuple(means[name] for name in order), order)
     return list(fits.values())

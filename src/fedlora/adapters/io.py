@@ -1,10 +1,10 @@
 """The PEFT boundary: directories and models on one side, `Adapter` on the other.
 
-The only place that knows alpha and r, key names and patterns. Inside the library an update is W0 + scaling * B @ A with
-one `scaling` for all modules and clients; here each module's own alpha / r (or alpha / sqrt(r)) is folded into B
-relative to it, so a common one is the identity, bit for bit. A is never touched.
+Only this package knows alpha and r, key names and patterns. Inside the library an update is W0 + scaling * B @ A with
+one `scaling` for all modules and clients; this module folds each module's own alpha / r (or alpha / sqrt(r)), relative
+to that scaling, into B. If they are equal, B stays the same bit for bit. A is never touched.
 
-Reads the files itself (torch and safetensors only) and refuses by name what would change the update: see
+It reads the files itself (torch and safetensors only) and refuses by name whatever would change the update; see
 docs/decisions/0006-peft-boundary.md for the table.
 """
 
@@ -41,7 +41,7 @@ def read_adapter(
         directory: holds adapter_config.json and adapter_model.safetensors.
         scaling: with the default 1.0, B @ A is the update itself. Pass a run's common alpha / r to get the stored
             factors back bit for bit.
-        limits: what the files may claim, and how much memory all of the adapter may take.
+        limits: what the files may claim, and how much memory the whole adapter may take.
 
     Raises:
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that
@@ -66,12 +66,12 @@ def read_adapter(
 def write_adapter(
     directory: str | os.PathLike[str], adapter: Adapter, spec: AdapterSpec, *, card: str = "", by: str = ""
 ) -> None:
-    """A PEFT directory that `PeftModel.from_pretrained` loads as base + spec.scaling * B @ A, rank by rank.
+    """Write a PEFT directory that `PeftModel.from_pretrained` loads as base + spec.scaling * B @ A, rank by rank.
 
-    Modules of different ranks become rank_pattern and alpha_pattern. An adapter of base weights that have moved is
-    written with that change in its factors (`Adapter.folded`): who loads the directory has the pre-trained ones.
-    `card` is the text of README.md. The directory appears whole, by one rename. It is new, or empty, or an adapter and
-    nothing else, which is replaced. by: the command that may replace it later, as its weights then say.
+    Modules of different ranks become rank_pattern and alpha_pattern. If the base weights have moved, the factors
+    include that change (`Adapter.folded`), since users of the directory load the pre-trained weights. `card` is the
+    text of README.md. The directory appears whole, by one rename. It must be new, empty, or contain only an adapter,
+    which is replaced. by: the command that may replace it later, recorded in its weights.
 
     Raises:
         AdapterFormatError: a factor is missing, or values are not finite. ConfigError: the directory cannot be written,
@@ -89,14 +89,14 @@ def write_adapter(
 
 # ----------------------------------------------------------------------------------------------------------- models
 
-# Of a peft model: how its base weights have moved, and the pre-trained ones of those that ever did.
+# Attribute of a peft model: how its base weights have moved, and the pre-trained weights of those that ever did.
 _BASE = "_fedlora_base"
 _UNMOVED: tuple[Mapping[str, LoRA] | None, Mapping[str, nn.Parameter]] = (None, {})
 
 
 def read_model(model: nn.Module, name: str = "default", *, scaling: float = 1.0) -> tuple[Adapter, AdapterSpec]:
     """The adapter `name` of a peft model, as copies in units of `scaling`, and its spec. Its `base` is the one that
-    `load_into_model` put in last, by whichever name.
+    `load_into_model` installed last, under any name.
 
     Raises:
         AdapterFormatError: no such adapter, or one that is not W0 + s B A.
@@ -112,15 +112,15 @@ def read_model(model: nn.Module, name: str = "default", *, scaling: float = 1.0)
 
 
 def load_into_model(model: nn.Module, adapter: Adapter, name: str = "default", *, scaling: float = 1.0) -> None:
-    """Make a peft model W0 + scaling * base, adapted by `adapter` as its adapter `name`: in place, all or nothing.
+    """Set a peft model to W0 + scaling * base, adapted by `adapter` under `name`: in place, all or nothing.
 
-    The factors and heads are copied. A base weight that has moved is a new parameter of its layer alone: the
-    pre-trained ones are never written to, for processes may share them, and so may other layers (an output layer that
-    is tied to the embedding). They are back in place with the next adapter whose `base` leaves them alone.
+    Copies the factors and heads. A moved base weight becomes a new parameter of its layer alone: the pre-trained ones
+    are never written to, because other processes or tied layers (an output tied to the embedding) may share them. They
+    return with the next adapter whose `base` leaves them unchanged.
 
     Raises:
-        AdapterFormatError: modules, heads or shapes of the two differ, or the model's adapter is not W0 + s B A.
-        ConfigError: a base weight that has moved is quantised here.
+        AdapterFormatError: modules, heads or shapes differ, or the model's adapter is not W0 + s B A.
+        ConfigError: a moved base weight is quantised in this model.
     """
     check_scaling(scaling)
     _model_config(model, name)
@@ -138,7 +138,7 @@ def load_into_model(model: nn.Module, adapter: Adapter, name: str = "default", *
     for path, target, value in copies:
         if target.shape != value.shape:
             raise AdapterFormatError(
-                f"{path}: the model has shape {tuple(target.shape)}, the adapter {tuple(value.shape)}."
+                f"{path}: the model has shape {tuple(target.shape)}, but the adapter has {tuple(value.shape)}."
             )
     unmoved = dict(getattr(model, _BASE, _UNMOVED)[1])
     base = adapter.base or {}
@@ -160,12 +160,12 @@ def _lora_layer(model: nn.Module, path: str) -> Any:
     try:
         return model.get_submodule(f"{PREFIX}{path}")
     except AttributeError as error:
-        raise AdapterFormatError(f"{path}: its base weight has changed, and the model has no such module.") from error
+        raise AdapterFormatError(f"{path}: its base weight has changed, but the model has no such module.") from error
 
 
 @own_modes()
 def _moved(model: nn.Module, path: str, weight: nn.Parameter, change: LoRA, scaling: float) -> nn.Parameter:
-    """A pre-trained weight, plus scaling * change."""
+    """The pre-trained weight plus scaling * change."""
     if not weight.is_floating_point():
         raise ConfigError(
             f"the base weight of {path!r} is quantised ({weight.dtype}), so no update can be added to it: fedex-lora "
@@ -175,7 +175,7 @@ def _moved(model: nn.Module, path: str, weight: nn.Parameter, change: LoRA, scal
     dense = dense.T if _lora_layer(model, path).fan_in_fan_out else dense
     if dense.shape != weight.shape:
         raise AdapterFormatError(
-            f"{path}: the base weight has shape {tuple(weight.shape)}, and its change has shape {tuple(dense.shape)}."
+            f"{path}: the base weight has shape {tuple(weight.shape)}, but its change has shape {tuple(dense.shape)}."
         )
     return nn.Parameter(weight.detach() + dense.to(weight.dtype), requires_grad=False)
 
@@ -189,7 +189,7 @@ def _lora_layers(model: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _head_tensors(model: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of the fully trained modules, as peft saves them."""
+    """Parameters and buffers of fully trained modules, as peft saves them."""
     for path, module in model.named_modules():
         saved = getattr(module, "modules_to_save", None)
         if isinstance(saved, nn.ModuleDict) and name in saved:
@@ -214,10 +214,10 @@ def _pair(name: str, B: Tensor, A: Tensor) -> LoRA:
 
 
 def spec_of(config: Mapping[str, Any], scaling: float, layouts: Mapping[str, Layout] | None = None) -> AdapterSpec:
-    """What a config says besides ranks and scaling, which follow from the adapter. AdaLoRA's becomes LoRA's."""
+    """Everything in a config except ranks and scaling, which follow from the adapter. AdaLoRA becomes LoRA."""
     gone = {"r", "lora_alpha", "rank_pattern", "alpha_pattern", *(ADALORA_FIELDS if is_adalora(config) else ())}
     kept = {k: v for k, v in sorted(config.items()) if k not in gone and is_carried(k, v)}
-    for name in ("target_modules", "exclude_modules"):  # sets in memory: any order on disk
+    for name in ("target_modules", "exclude_modules"):  # sets in memory, so their order on disk is arbitrary
         if isinstance(kept.get(name), list):
             kept[name] = sorted(kept[name])
     special = {path: layout for path, layout in (layouts or {}).items() if layout.kind not in ("linear", "adalora")}
@@ -225,7 +225,7 @@ def spec_of(config: Mapping[str, Any], scaling: float, layouts: Mapping[str, Lay
 
 
 def _plain(value: Any) -> Any:
-    """A config value as JSON has it: sets sorted, enums by value, nested configs as dicts."""
+    """A config value as JSON represents it: sets sorted, enums by value, nested configs as dicts."""
     if isinstance(value, set | frozenset):
         return sorted(value)
     return getattr(value, "value", value)

@@ -1,8 +1,8 @@
-"""Whether an adapter's config and its tensors fit each other, as peft loads them; what does not is refused by name.
+"""Checks that an adapter's config and tensors fit each other as peft loads them; a mismatch is refused by name.
 
-A file that no peft loads is damaged or made up, and what it means nobody can say; and a result that carries such fields
-on would not load either. Where peft is silent (factors that it would leave out, halves that it would ignore), we are
-not. Pure functions of what `parsed` found.
+A file that peft cannot load is damaged or made up and has no defined meaning, and a result that kept its fields could
+not be loaded either. Where peft is silent (factors it would leave out, halves it would ignore), we still refuse. Pure
+functions of what `parsed` found.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ _LARGEST_NUMBER = 1e15
 
 
 def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, with_base: bool) -> tuple[str, ...]:
-    """Lines for a reader, on what cannot be told without the base model.
+    """Notes for the user about what cannot be decided without the base model.
 
-    scaling: what all scales are told in units of. with_base: the base model is asked later.
+    scaling: the unit for all scales. with_base: the base model is consulted later.
 
     Raises:
-        AdapterFormatError: the first thing that does not fit.
+        AdapterFormatError: the first mismatch.
     """
     config = parsed.config
     if meaning.twice:
         raise AdapterFormatError(
-            f"target_modules means {quoted(meaning.twice[0])}, and target_parameters one of its parameters: peft "
+            f"target_modules names {quoted(meaning.twice[0])}, and target_parameters one of its parameters: peft "
             f"takes one of the two."
         )
     _check_targets(parsed, meaning)
@@ -50,15 +50,15 @@ def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, w
         scale = meaning.scale(path)
         if not (scale <= LARGEST_SCALE and 1e-30 < scale / scaling < 1e30):
             raise AdapterFormatError(
-                f"module {quoted(path)} has alpha / r = {scale:.3g}, and nobody trains an adapter with that scale."
+                f"module {quoted(path)} has alpha / r = {scale:.3g}, a scale that no adapter is trained with."
             )
     _check_added(parsed)
     lacking = _check_saved(config, [path for path, (_, kind) in parsed.beside.items() if kind == "head"])
     if lacking and not with_base:
         notes += (
             f"the file has no tensor of {' or '.join(map(quoted, lacking))}, where peft expects a head for task_type = "
-            f"{quoted(config.get('task_type'))}: it loads beside a model whose head has another name, and was not "
-            f"trained. fedlora validate --base checks with a base model.",
+            f"{quoted(config.get('task_type'))}: it loads only beside a model whose head has another name, and was "
+            f"not trained. fedlora validate --base checks with a base model.",
         )
     rows = {plain(path.removesuffix(TOKENS)): parsed.tensors[key].shape
             for path, (key, kind) in parsed.beside.items() if kind == "tokens"}  # fmt: skip
@@ -67,12 +67,12 @@ def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, w
 
 
 def left_to_base(meaning: Meaning) -> dict[str, str]:
-    """Path of each pair of which only the base model decides whether it is a target -> the name peft asks with."""
+    """Path of each pair on which only the base model decides -> the name that peft matches."""
     return {path: meaning.asked[path] for path, targeted in meaning.targeted.items() if targeted is None}
 
 
 def _check_targets(parsed: Parsed, meaning: Meaning) -> None:
-    """peft leaves out, without a word, the factors of modules that are no targets of the config."""
+    """peft silently leaves out factors of modules that the config does not target."""
     for path, targeted in meaning.targeted.items():
         if targeted is False:
             raise AdapterFormatError(
@@ -83,7 +83,7 @@ def _check_targets(parsed: Parsed, meaning: Meaning) -> None:
 
 
 def _check_pair(parsed: Parsed, meaning: Meaning, path: str) -> None:
-    """The shapes are those of a pair of its kind of layer, and of the rank that the config says."""
+    """A pair must have the shapes of its layer kind, and the rank that the config gives."""
     layout, B, A = meaning.layouts[path], parsed.shape(path, "B"), parsed.shape(path, "A")
     if 0 in (*B[:1], *A[1:]) or (0 in (*B, *A) and layout.kind != "adalora"):  # AdaLoRA may prune a module away
         raise AdapterFormatError(
@@ -98,7 +98,7 @@ def _check_pair(parsed: Parsed, meaning: Meaning, path: str) -> None:
             "parameter": f"B (d_out, r E) and A (r E, d_in) of E = {layout.experts}",
         }.get(layout.kind, "B (d_out, r) and A (r, d_in)")
         raise AdapterFormatError(
-            f"module {quoted(path)} is no LoRA of a {layout.kind} layer: {needed} are needed; got B {B} and A {A}."
+            f"module {quoted(path)} is no LoRA of a {layout.kind} layer, which needs {needed}; got B {B} and A {A}."
         )
     if r != says:
         raise AdapterFormatError(f"module {quoted(path)} has rank {r}, but its config says {says}.")
@@ -116,13 +116,13 @@ def _check_pair(parsed: Parsed, meaning: Meaning, path: str) -> None:
 
 
 def _check_added(parsed: Parsed) -> None:
-    """An added bias belongs to a pair, and has its outputs."""
+    """An added bias must belong to a pair and have one value per output."""
     for path, (key, kind) in parsed.beside.items():
         if kind != "added":
             continue
         module, stored = path.removesuffix(".lora_B.bias"), parsed.tensors[key]
         if module not in parsed.pairs:
-            raise AdapterFormatError(f"{quoted(path)} belongs to no pair of factors.")
+            raise AdapterFormatError(f"{quoted(path)} does not belong to any pair of factors.")
         d_out = parsed.shape(module, "B")[0]
         if stored.dtype not in FLOATS or stored.shape != (d_out,):
             raise AdapterFormatError(
@@ -131,19 +131,19 @@ def _check_added(parsed: Parsed) -> None:
 
 
 def _check_saved(config: Mapping[str, Any], given: list[str]) -> list[str]:
-    """Every module that modules_to_save names has tensors: peft asks the file for each. given: the heads' paths.
+    """Every module in modules_to_save needs tensors: peft asks the file for each. given: the heads' paths.
 
-    Not so the names that peft itself adds for a task: a model has one of them, or a head of another name. Returned are
-    those, where the file has none of them.
+    Names that peft itself adds for a task are exempt, since a model has one of them or a head of another name. Returns
+    those names if the file has none of them.
     """
     names: list[str] = list(config.get("modules_to_save") or ())
     lacking = [name for name in names if not any(f"{name}." in path for path in given)]
-    for path in given:  # the wrapper of the outer one has no such child
+    for path in given:  # the outer module's wrapper hides the inner module from peft
         around = saved_modules(path, names)
         if any(module.count(".") != around[0].count(".") + 2 for module in around[1:]):
             raise AdapterFormatError(
-                f"modules_to_save means {quoted(around[0])} and {quoted(around[1])} in it: peft loads no saved "
-                f"module within another. Name only the outer one."
+                f"modules_to_save names {quoted(around[0])} and {quoted(around[1])} inside it: peft cannot load one "
+                f"saved module within another. Name only the outer one."
             )
     added = {name for adds in SAVED_FOR.values() for name in adds}
     some = bool(added.intersection(names).difference(lacking))
@@ -151,14 +151,14 @@ def _check_saved(config: Mapping[str, Any], given: list[str]) -> list[str]:
     for name in lacking:
         if name in by_peft:
             continue
-        if ties_saved(config) and given and may_be_embedding(name):  # one copy is stored for all that are tied
+        if ties_saved(config) and given and may_be_embedding(name):  # peft stores one copy for all tied modules
             continue
         raise AdapterFormatError(f"modules_to_save names {quoted(name)}, but the file has no tensor of it.")
     return [] if some else by_peft
 
 
 def _check_tokens(config: Mapping[str, Any], rows: Mapping[str, tuple[int, ...]]) -> None:
-    """trainable_token_indices against the rows that the file has: module whose tokens were trained -> their shape."""
+    """Check trainable_token_indices against the file's rows: module whose tokens were trained -> their shape."""
     said = config.get("trainable_token_indices")
     if said is None:
         return
@@ -171,9 +171,9 @@ def _check_tokens(config: Mapping[str, Any], rows: Mapping[str, tuple[int, ...]]
         stored = list(wanted.values())
         for name, indices in said.items():
             there = any(name in names_rows(said, path) for path in rows)
-            if not there and indices not in stored:  # of tied layers with the same tokens, one is stored
+            if not there and indices not in stored:  # peft stores one of several tied layers with the same tokens
                 raise AdapterFormatError(
-                    f"trainable_token_indices names {quoted(name)}, and the file has no rows of it."
+                    f"trainable_token_indices names {quoted(name)}, but the file has no rows of it."
                 )
     for path, shape in rows.items():
         if path not in wanted and may_be_embedding(path) and (shape[0] if shape else 0) in map(len, stored):
@@ -189,7 +189,7 @@ def _check_tokens(config: Mapping[str, Any], rows: Mapping[str, tuple[int, ...]]
 
 
 def check_size(key: str, size: float) -> None:
-    """Raises `AdapterFormatError` for the largest number of a tensor that is none, or absurd."""
+    """Raise `AdapterFormatError` if a tensor's largest number is NaN, Inf or absurdly large."""
     if not size < math.inf:
         raise AdapterFormatError(f"{quoted(key)} holds NaN or Inf.")
     if size > _LARGEST_NUMBER:
@@ -200,7 +200,7 @@ def check_size(key: str, size: float) -> None:
 
 
 def check_update(path: str, rank: int, sizes: list[float], scale: float) -> None:
-    """By the sizes of its factors, an update cannot be larger than their product times the rank and the scale."""
+    """Bound an update by its factors: no entry exceeds the product of their sizes times rank and scale."""
     most = max(rank, 1) * math.prod(sizes) * max(scale, 1)
     if not most <= _LARGEST_NUMBER:
         raise AdapterFormatError(

@@ -1,8 +1,8 @@
-"""The names of a classifier's classes beside its adapter: labels.json, or what upload.json says of them.
+"""A classifier's class names beside its adapter: from labels.json, or from upload.json.
 
-labels.json has num_labels and id2label as a model's config.json has them: a head of three classes does not fit a base
-that is loaded for two, and peft has no file that says how many there are. It is not called config.json, since
-transformers takes a folder with one for a whole model.
+labels.json has num_labels and id2label as in a model's config.json. A head of three classes does not fit a base loaded
+for two, and none of peft's files records the number. It is not called config.json because transformers takes a folder
+with one for a whole model.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LABELS_FILE = "labels.json"
 
 
 def labels_of(directory: Path, limits: Limits | None = None) -> tuple[str, ...]:
-    """The names of the classes, in order; none where nothing says them.
+    """The class names, in order; empty if no file names them.
 
     Raises:
-        AdapterFormatError: a file that says them in another shape.
+        AdapterFormatError: a file has them in another form.
     """
     where: Path = directory / LABELS_FILE
     found: Any
@@ -40,11 +40,11 @@ def labels_of(directory: Path, limits: Limits | None = None) -> tuple[str, ...]:
     else:
         where, found = directory / FILE, list(read_facts(directory, limits).labels or ())
     if not isinstance(found, list) or not all(isinstance(n, str) for n in found) or len(set(found)) < len(found):
-        raise AdapterFormatError(f"{where} does not name classes 0, 1, 2, ... differently; got {quoted(found)}.")
+        raise AdapterFormatError(f"{where} must give classes 0, 1, 2, ... distinct names; got {quoted(found)}.")
     return tuple(found)
 
 
 def write_labels(folder: Path, labels: Sequence[str]) -> None:
-    """labels.json of these classes."""
+    """Write labels.json for these classes."""
     facts = {"num_labels": len(labels), "id2label": dict(enumerate(labels))}
     files.write(folder / LABELS_FILE, json.dumps(facts, indent=2) + "\n")

@@ -1,14 +1,14 @@
-"""How PEFT stores a LoRA pair for each kind of layer, and the pair of matrices (B, A) that it means.
+"""How PEFT stores a LoRA pair for each kind of layer, and the matrix pair (B, A) it represents.
 
     kind        stored A                 stored B             update of
-    linear      (r, d_in)                (d_out, r)           a weight (d_out, d_in), whichever way round it is kept
+    linear      (r, d_in)                (d_out, r)           a weight (d_out, d_in), stored either way round
     embedding   (r, vocabulary)          (d, r)               its table, transposed: (d, vocabulary)
     conv        (r, c_in, k...)          (c_out, r, 1...)     a kernel, flattened to (c_out, c_in k...)
     parameter   (E r, d_in)              (d_out, r E)         E matrices of one tensor, such as a layer's experts
     adalora     (r, d_in), E (r, 1)      (d_out, r)           as linear, with A scaled by E
 
-Expert e's A is rows e r .. (e + 1) r of the stored one, its B columns e, e + E, e + 2 E, ...: the two interleave
-differently (peft 0.21, lora.ParamWrapper). Each expert is a module of its own here, named PATH[e].
+Expert e's A is rows e r .. (e + 1) r of the stored A; its B is columns e, e + E, e + 2 E, ... of the stored B, so the
+two interleave differently (peft 0.21, lora.ParamWrapper). Here each expert is its own module, named PATH[e].
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Kind = Literal["linear", "embedding", "conv", "parameter", "adalora"]
 
 @dataclass(frozen=True)
 class Layout:
-    """One stored pair. kernel: a convolution's (k, ...). experts: matrices in one tensor. pattern: the name that
-    rank_pattern and alpha_pattern are matched with, where it is not the path."""
+    """One stored pair. kernel: a convolution's (k, ...). experts: the number of matrices in the tensor. pattern: the
+    name to match with rank_pattern and alpha_pattern, if it is not the path."""
 
     kind: Kind = "linear"
     kernel: tuple[int, ...] = ()
@@ -42,7 +42,7 @@ class Layout:
         return [f"{path}[{e}]" for e in range(self.experts)] if self.kind == "parameter" else [path]
 
     def expert(self, path: str, module: str) -> int:
-        """Which of the matrices stored at `path` a name of `modules` is. Raises `KeyError` for another name."""
+        """Which matrix stored at `path` has this name from `modules`. Raises `KeyError` for any other name."""
         text = module[len(path) + 1 : -1] if self.kind == "parameter" else ""
         number = int(text) if text.isdecimal() and len(text) < 10 else 0
         if module != (f"{path}[{number}]" if self.kind == "parameter" else path) or number >= max(self.experts, 1):
@@ -56,7 +56,7 @@ class Layout:
         return f"{path}.lora_B.weight", f"{path}.lora_A.weight"
 
     def rank(self, B: Sequence[int], A: Sequence[int]) -> int | None:
-        """The rank by the stored shapes; None where they are not such a pair."""
+        """The rank given by the stored shapes; None if they are not such a pair."""
         if self.kind == "conv":
             fits = len(A) == len(B) == 2 + len(self.kernel) and tuple(A[2:]) == self.kernel and set(B[2:]) == {1}
         else:
@@ -66,7 +66,7 @@ class Layout:
         return A[0] // max(self.experts, 1)
 
     def unpacked(self, B: Tensor, A: Tensor, expert: int = 0) -> LoRA:
-        """The pair that the stored tensors mean; of one expert, where there are several."""
+        """The pair that the stored tensors represent; for several experts, that of one."""
         if self.kind == "conv":
             return LoRA(B.flatten(1), A.flatten(1))
         if self.kind == "parameter":
@@ -75,7 +75,7 @@ class Layout:
         return LoRA(B, A)
 
     def packed(self, pairs: Sequence[LoRA]) -> tuple[Tensor, Tensor]:
-        """(B, A) as they are stored, from all of the tensor's pairs, which have one rank."""
+        """(B, A) as stored, from all of the tensor's pairs, which have equal rank."""
         if self.kind == "parameter":
             Bs, As = zip(*(pair.factors for pair in pairs), strict=True)
             return torch.stack(Bs, dim=2).flatten(1), torch.cat(As)
@@ -87,5 +87,5 @@ class Layout:
 
 
 def stored_path(module: str) -> str:
-    """Where a module's pair is stored: the name without the expert."""
+    """Where a module's pair is stored: its name without the expert number."""
     return re.sub(r"\[\d+\]$", "", module)

@@ -1,4 +1,4 @@
-"""What a file may claim: each limit with its default, its reason, and the option that raises it."""
+"""Limits on what a file may claim: each with its default, its reason, and the option that raises it."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _LARGEST = 2**50
 
 @dataclass(frozen=True)
 class Limits:
-    """What an adapter's files may claim, and what working with them may take.
+    """Limits on what an adapter's files may claim, and on the resources for working with them.
 
-    header: bytes of the weights' header; 100,000 tensors with names of 200 letters take 30 MB.
-    json: bytes of adapter_config.json, upload.json or an index; real ones have 1 kB, a pattern for each expert 2 MB.
-    depth: of lists and objects in each other; a config has 4, a header 3.
-    values: of all lists and objects together, keys too, for each takes memory before it is looked at; a tensor has 12.
+    header: bytes in the weights' header; 100,000 tensors with names of 200 letters take 30 MB.
+    json: bytes in adapter_config.json, upload.json or an index; real ones have 1 kB, a pattern for each expert 2 MB.
+    depth: nesting of lists and objects; a config has 4, a header 3.
+    values: in all lists and objects together, including keys, each of which takes memory when parsed; a tensor has 12.
     tensors: the largest mixtures of experts, stored expert by expert, have 90,000.
     dimensions: of one tensor; a convolution over volumes has 5.
-    modules: matrices, with each expert of a tensor by itself.
-    experts: of one tensor; the largest models have 512.
-    name: letters of a tensor's name; real ones have up to 120.
-    questions: names that a config lists, times tensors that they are asked about.
-    total: bytes of the weights file; all of them are read to be checked, so time grows with this.
-    pattern_seconds: of processor time for matching the patterns of a config; real ones take milliseconds.
-    work: floating-point operations of all modules together; it grows with the cube of the ranks, and two cores do some
+    modules: matrices, counting each expert of a tensor.
+    experts: in one tensor; the largest models have 512.
+    name: letters in a tensor's name; real ones have up to 120.
+    questions: names listed in a config, times tensors that they are matched with.
+    total: bytes in the weights file; checks read all of them, so time grows with this.
+    pattern_seconds: processor time for matching a config's patterns; real ones take milliseconds.
+    work: floating-point operations for all modules together; it grows with the cube of the ranks, and two cores do some
         ten billion a second. Twenty adapters of rank 64 for a model of 7 billion weights take 3e13.
-    memory: bytes that one operation may allocate: half of the machine's, since the system kills what takes all of it.
+    memory: bytes that one operation may allocate: half of the machine, since the kernel kills a process that takes all.
 
     Example:
         >>> Limits.parse(["tensors=200000", "total=80GiB"]).tensors
@@ -59,12 +59,12 @@ class Limits:
     def parse(
         cls, texts: Sequence[str] = (), *, max_bytes: int | None = None, max_tensors: int | None = None
     ) -> Limits:
-        """From "NAME=VALUE" as it is typed; VALUE is a whole number, also as 80GiB.
+        """Parse "NAME=VALUE" options; VALUE is a whole number, or a size such as 80GiB.
 
         max_bytes, max_tensors: other names for total and tensors.
 
         Raises:
-            ConfigError: no such limit, no positive whole number, or two values for one.
+            ConfigError: unknown limit, not a positive whole number, or two values for one limit.
         """
         given: dict[str, tuple[str, int]] = {}
         for option, name, value in (("--max-bytes", "total", max_bytes), ("--max-tensors", "tensors", max_tensors)):
@@ -83,7 +83,7 @@ class Limits:
         return replace(cls(), **{name: number for name, (_, number) in given.items()})
 
     def check(self, name: str, found: int, what: str) -> None:
-        """Raises `AdapterFormatError`, with the limit and the option that raises it, where `found` is beyond a limit.
+        """Raise `AdapterFormatError`, naming the limit and the option that raises it, if `found` exceeds it.
         what: the sentence up to "more than"."""
         most: int = getattr(self, name)
         if found > most:

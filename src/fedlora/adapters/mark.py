@@ -1,8 +1,8 @@
-"""Which command wrote a folder: a word in the headers of its weights, so that `--force` replaces nothing else.
+"""Records in the weights' headers which command wrote a folder, so that `--force` replaces nothing else.
 
-The names of files do not tell: what peft's save_pretrained leaves looks the same. The word stands in the table of texts
-that a safetensors file may have, which every reader takes; it goes along with a copy, and it is gone once peft has
-trained the adapter on and saved it in the same place.
+File names cannot tell: peft's save_pretrained leaves the same ones. The mark is in a safetensors file's metadata, which
+every reader accepts. It survives copying, and disappears once peft has trained the adapter further and saved it in
+place.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _KEY = "written_by"
 
 
 def marked(by: str) -> dict[str, str]:
-    """The table of texts of a safetensors file. by: such as "fedlora merge"; "" for what no command replaces."""
+    """A safetensors file's metadata. by: such as "fedlora merge"; "" if no command may replace the file."""
     return {"format": "pt", _KEY: by} if by else {"format": "pt"}
 
 
 def written_by(weights: Path) -> str:
-    """The mark of a safetensors file; "" where it has none, or is none."""
+    """The mark in a safetensors file; "" if it has none, or is not such a file."""
     try:
         header, _ = raw_header(StrangersFile(weights), Limits())
     except AdapterFormatError:
@@ -35,7 +35,7 @@ def written_by(weights: Path) -> str:
 
 
 def only_by(by: str, weights: str) -> Callable[[Path], str | None]:
-    """For a `FolderKind`: why a folder is not what `by` wrote, in words. weights: a glob of the files that say so."""
+    """For a `FolderKind`: why `by` did not write a folder, in words. weights: a glob of the marked files."""
 
     def stranger(folder: Path) -> str | None:
         found = sorted(folder.glob(weights))

@@ -1,5 +1,5 @@
-"""The model card of a merged adapter: of what, with which weights, and what the cut cost. No path of this machine is in
-it, and no word of a stranger's acts as markup."""
+"""The model card of a merged adapter: inputs, weights, and the truncation error. It contains no local path, and
+strangers' text in it cannot act as markup."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _SHOWN = 10  # modules
 
 
 def merge_card(given: Collection, report: MergeReport, made: str, asked: str) -> str:
-    """The README.md, with the front matter that the hub reads. made: of what the result is made, in words. asked: the
-    rank, as it was typed."""
+    """The README.md, with front matter for the hub. made: what the result is, in words. asked: the requested rank, as
+    typed."""
     rows = [
         [cell(file.directory.resolve().name), f"{w:.6g}", file.sha256()]
         for file, w in zip(given.files, report.weights, strict=True)
@@ -55,7 +55,7 @@ The modules that lost most:
 
 
 def client_card(spec: AdapterSpec, label: str, report: ClientReport, modules: int) -> str:
-    """The README.md of the adapter that a client goes on from. modules: that the global update has."""
+    """The README.md of the adapter a client continues from. modules: the number in the global update."""
     least, largest = report.ranks
     ranks = str(least) if least == largest else f"{least} to {largest}"
     held = "" if report.modules == modules else f" It has {report.modules} of {modules} modules."

@@ -1,4 +1,4 @@
-"""What a merge or a resize says of itself."""
+"""The reports of a merge or a resize."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fedlora.adapters.truncation import ModuleReport
 
 @dataclass(frozen=True)
 class ClientReport:
-    """The adapter that a client goes on from. client: its folder's name; ranks: the least and the largest of its
-    modules; modules: how many it has; error: how far off the global update it is, relative, over all modules."""
+    """The adapter a client continues from. client: its folder's name; ranks: its modules' smallest and largest rank;
+    modules: how many it has; error: relative distance from the global update, over all modules."""
 
     client: str
     ranks: tuple[int, int]
@@ -21,9 +21,9 @@ class ClientReport:
 
 @dataclass(frozen=True)
 class Weighed:
-    """What a robust rule made of a merge. rule: with its keys. counts: what each adapter's change counts for, in their
-    order, after the rule. why: of each, why it was left out or held back, "" where it was not. apart: how far the mean
-    that the rule weighs is from the plain one, relative to that; None where a server's state is part of both."""
+    """What a robust rule did in a merge. rule: with its options. counts: each adapter's weight after the rule, in
+    order. why: why each was left out or scaled down, "" if it was not. apart: relative distance between the rule's mean
+    and the plain mean; None if both include a server's state."""
 
     rule: str
     counts: tuple[float, ...]
@@ -35,15 +35,15 @@ class Weighed:
 class MergeReport:
     """What a merge or a resize did.
 
-    out: the folder; written: False after a dry run. weights: each adapter's, as used; module_weights: of modules, and
-    of tensors beside the pairs, where they are others. beside: the tensors beside the pairs that the result has. rank:
-    r of the result; one_rank: whether every module has it. dtype: that it is written in. error: relative, of what was
-    cut; rounding: relative, of writing in `dtype` (0 where that is no narrower than the computation); both over all
-    modules. beside_rounding: the same of the tensor beside the pairs that it moves most, relative to its own size: it
-    is a whole weight, and what training changed of it is not known here. modules: one by one. lacking: modules that
-    some adapter lacks. dropped: what `--heads` left out, by kind. bytes, bytes_before: of the result's tensors, and of
-    the adapters'. clients: of the adapters that go back to clients (`--readout`). weighed: by a robust rule
-    (`--defence`); `weights` are those before it, and `error` is of the mean that it weighs.
+    out: the folder; written: False after a dry run. weights: each adapter's, as used; module_weights: for modules and
+    other tensors whose weights differ from those. beside: the result's tensors other than pairs. rank: the result's r;
+    one_rank: whether every module has it. dtype: the result's. error: relative truncation error; rounding: relative
+    error from writing in `dtype` (0 if that is as wide as the computation); both over all modules. beside_rounding: the
+    largest such error among the other tensors, each relative to its own size: these are whole weights, and how much
+    training changed them is unknown here. modules: one by one. lacking: modules that some adapter lacks. dropped: what
+    `--heads` left out, by kind. bytes, bytes_before: size of the result's and of the adapters' tensors. clients:
+    adapters returned to clients (`--readout`). weighed: the robust rule's part (`--defence`); `weights` are those
+    before it, and `error` refers to the rule's mean.
 
     Example:
         >>> report = resize("adapter", "of-rank-2", rank=2, dry_run=True)

@@ -1,4 +1,4 @@
-"""What is asked of a merge: of its result, from where its modules come, and where it goes."""
+"""A merge's request: the desired result, the source of its modules, and its destination."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.core.lora import LoRA
 from fedlora.errors import ConfigError
 
-Progress = Callable[[Sequence[str], str], Iterable[str]]  # (steps, what is done) -> the steps
+Progress = Callable[[Sequence[str], str], Iterable[str]]  # (steps, activity) -> the steps
 
 
 @dataclass(frozen=True)
 class Result:
-    """What is asked of a result, whatever made it. All as `merge` has them. least: the rank that every module has at
-    least, by slots of zeros."""
+    """The desired result, however it is made. Fields as in `merge`. least: the rank to which every module is padded
+    with zero slots, at least."""
 
     rank: str | int = "exact"
     heads: str = "average"
@@ -48,15 +48,15 @@ class Result:
 
     @property
     def wide(self) -> torch.dtype:
-        """What is computed in, at least."""
+        """The narrowest dtype to compute in."""
         return parse_type(self.dtype) if self.dtype else torch.float32
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where the modules of a result come from. made: of what, in words, for the card; of: what a loss is relative to.
-    combined: module -> its update. mean: compared with that, where it is not itself the mean. weighed: by a robust
-    rule."""
+    """Where a result's modules come from. made: what the result is, in words, for the card; of: what errors are
+    relative to. combined: module -> its update. mean: the exact mean to compare with, if the result is not that.
+    weighed: the robust rule's part."""
 
     modules: Sequence[str]
     combined: Callable[[str], Combined]
@@ -66,7 +66,7 @@ class Source:
     weighed: Weighed | None = None
 
     def cut(self, module: str, rule: RankRule, rank: int | None) -> tuple[LoRA, ModuleReport, int]:
-        """The pair, its report, and the rank that there was to cut. rank: under a budget."""
+        """The pair, its report, and the rank before the cut. rank: the module's rank under a budget."""
         found = self.combined(module)
         cut = found.cut(rule.keep(found.product) if rank is None else rank)
         return *(cut if self.mean is None else against_mean(*cut, self.mean(module))), found.product.rank
@@ -74,7 +74,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Parts:
-    """What results of one merge have in common: modules, what lies beside the pairs, the type, names of classes."""
+    """What all results of one merge share: modules, other tensors, dtype, class names."""
 
     modules: frozenset[str]
     spec: AdapterSpec
@@ -85,8 +85,8 @@ class Parts:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a result goes. force: what is there is replaced, where it is wholly of `kind`. inputs: never replaced.
-    by: what the result says of its writer."""
+    """A result's destination. force: replace what is there, if it is entirely of `kind`. inputs: never replaced. by:
+    the writer's name to record in the result."""
 
     out: Path
     kind: FolderKind = MERGE_FOLDER
@@ -95,11 +95,11 @@ class Place:
     inputs: Sequence[str | os.PathLike[str]] = ()
 
     def check(self) -> None:
-        """Raises `ConfigError` where nothing can or may be written: to ask before long work."""
+        """Raise `ConfigError` if the result cannot or may not be written; call it before long work."""
         check_target(self.out, force=self.force, kind=self.kind, inputs=self.inputs)
 
     def building(self) -> AbstractContextManager[Path]:
-        """A folder that becomes the result when the block ends well."""
+        """A folder that becomes the result if the block succeeds."""
         return replacing_folder(self.out, force=self.force, kind=self.kind, inputs=self.inputs)
 
 

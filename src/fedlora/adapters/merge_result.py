@@ -1,6 +1,6 @@
-"""Write the result of a merge: cut to a rank, narrowed to a type, checked, and told of, whatever its modules come from.
+"""Writes a merge's result, whatever the source of its modules: cut, narrow, check, report.
 
-One module is in memory at a time. Nothing is written before everything has been computed and checked.
+One module is in memory at a time. Nothing is written until everything has been computed and checked.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from fedlora.core.echo import quoted
 from fedlora.core.messages import Missing
 from fedlora.errors import AdapterFormatError, ConfigError
 
-_MUCH_ROUNDING = 0.02  # bfloat16 has 0.003 of numbers that it holds
-_MOST_PADDING = 2.0  # one rank for all modules, where that makes the file at most so much larger
-_LEFT_AS = {"head": "heads", "bias": "bias", "tokens": "tokens", "base": "base"}  # kind -> what a report calls it
+_MUCH_ROUNDING = 0.02  # bfloat16 rounds numbers in its range by 0.003
+_MOST_PADDING = 2.0  # pad all modules to one rank if the file grows by at most this factor
+_LEFT_AS = {"head": "heads", "bias": "bias", "tokens": "tokens", "base": "base"}  # kind -> its name in reports
 
 
 def write_result(
@@ -49,9 +49,9 @@ def write_result(
     progress: Progress | None = None,
     also: Callable[[Path | None, Parts], tuple[Sequence[ClientReport], Sequence[str]]] | None = None,
 ) -> MergeReport:
-    """What comes out of `source`, cut, narrowed, checked and written; the report of it. said: warnings so far. also:
-    writes more into the folder before it appears, and tells of which clients and what to say; into None it only
-    tells."""
+    """Cut, narrow, check and write what `source` yields; return the report. said: warnings so far. also: writes more
+    into the folder before it appears, and returns client reports and warnings; for a folder of None it only returns
+    them."""
     progress = progress or (lambda steps, what: steps)
     rule, heads = RankRule.parse(wanted.rank), cast("HeadRule", wanted.heads)
     stored = sorted({each.dtype for file in given.files for path in file.layouts for each in file.pair(path)})
@@ -101,7 +101,7 @@ def write_result(
 
 
 def _budget(source: Source, rule: RankRule, progress: Progress) -> list[int] | None:
-    """Each module's rank under a budget, from a pass of its own: all sizes must be known before the first cut."""
+    """Each module's rank under a budget, in a separate pass: the first cut needs all spectra."""
     if rule.kind != "budget":
         return None
     reports, costs = [], []
@@ -114,7 +114,7 @@ def _budget(source: Source, rule: RankRule, progress: Progress) -> list[int] | N
 
 @dataclass(frozen=True)
 class _Cut:
-    """One module of the result. full: the rank that there was to cut. width: numbers that one more slot takes."""
+    """One module of the result. full: its rank before the cut. width: numbers in one more slot."""
 
     report: ModuleReport
     full: int
@@ -122,7 +122,7 @@ class _Cut:
 
     @property
     def rank(self) -> int:
-        """As it is stored, before all are padded to one."""
+        """Its stored rank, before padding to one common rank."""
         return max(self.report.kept, 1)
 
 
@@ -130,7 +130,7 @@ def _cut_each(
     source: Source, rule: RankRule, budget: Sequence[int] | None, dtype: torch.dtype, writer: AdapterWriter | None,
     progress: Progress,
 ) -> list[_Cut]:  # fmt: skip
-    """Every module cut and narrowed, and handed to the writer, where there is one."""
+    """Cut and narrow every module, and pass it to the writer, if any."""
     cuts = []
     for k, module in enumerate(progress(source.modules, "merging")):
         lora, report, full = source.cut(module, rule, budget[k] if budget else None)
@@ -145,7 +145,7 @@ def _cut_each(
 def _check_error(
     wanted: Result, source: Source, reports: Sequence[ModuleReport], extras: Beside, dtype: torch.dtype
 ) -> None:
-    """Raises `ConfigError` beyond --max-error: with the parts of the loss, and what makes each of them less."""
+    """Raise `ConfigError` if the loss exceeds --max-error, naming its parts and how to reduce each."""
     most = wanted.max_error
     if most is None:
         return
@@ -158,7 +158,7 @@ def _check_error(
             ways.append("Another method, or a higher rank, may be nearer.")
         elif cut and wanted.rank == "exact":
             parts.append(f"{cut:.2g} by terms that nearly cancel, beyond what float64 can hold")
-            ways.append("Check the weights: the sum of these adapters is hardly larger than its rounding.")
+            ways.append("Check the weights: the sum of these adapters is hardly larger than its rounding error.")
         elif cut:
             parts.append(f"{cut:.2g} by the cut to rank {wanted.rank}")
             ways.append("A higher rank or --rank energy=0.99 cuts less; --rank exact cuts nothing.")
@@ -171,12 +171,12 @@ def _check_error(
         )
     for path, moved in extras.rounding.items():
         if path.endswith(".lora_B.bias") and moved <= most:
-            continue  # part of the update: its own size is the measure
+            continue  # part of the update, so its own size is the right measure
         narrow = extras.tensors[path].dtype
         raise ConfigError(
             f"writing {name_of(narrow)} moves {quoted(path, 80)} by {moved:.2g} of its size. It is a whole weight, "
-            f"and only the base model tells how much training changed it, so --max-error {most:g} "
-            f"cannot be kept: --dtype {_wider(narrow)} loses less, --heads drop leaves it out."
+            f"and only the base model shows how much training changed it, so --max-error {most:g} "
+            f"cannot be guaranteed: --dtype {_wider(narrow)} loses less, --heads drop leaves it out."
         )
 
 
@@ -185,7 +185,7 @@ def _wider(dtype: torch.dtype) -> str:
 
 
 def _one_rank(wanted: Result, rule: RankRule, cuts: Sequence[_Cut], dtype: torch.dtype) -> tuple[int, float, list[str]]:
-    """(the rank to pad all modules to, 0 for none; bytes of the pairs; what to say of it)."""
+    """(the rank to pad all modules to, or 0; bytes in the pairs; notes for the user)."""
     ranks = [cut.rank for cut in cuts]
     asked = max(wanted.least, *ranks)
     largest = vllm_rank(asked) if wanted.serve == "vllm" else asked
@@ -195,30 +195,29 @@ def _one_rank(wanted: Result, rule: RankRule, cuts: Sequence[_Cut], dtype: torch
     if wanted.least > max(ranks):
         notes.append(
             f"rank {wanted.least} is more than the update has ({max(ranks)}): the additional slots are zero in both "
-            f"factors; they change nothing, and cannot train"
+            f"factors; they change nothing and cannot train"
         )
     elif rule.kind == "rank" and rule.value > max(ranks):
-        notes.append(f"you asked for rank {rule.value:.0f}, and the update has {max(ranks)}: nothing is cut")
+        notes.append(f"you asked for rank {rule.value:.0f}, but the update has only {max(ranks)}: nothing is cut")
     if rule.kind == "budget" and all(cut.rank >= cut.full for cut in cuts):
         notes.append(f"budget={rule.value:g} is enough for the whole update (ranks to {max(ranks)}): nothing is cut")
     if largest > asked:
         notes.append(
             f"vLLM takes ranks {', '.join(map(str, VLLM_RANKS))}: rank {asked} is written as {largest}, with slots "
-            f"that are zero in both factors; they change nothing, and cannot train"
+            f"that are zero in both factors; they change nothing and cannot train"
         )
     small = rule.kind != "budget" and one <= _MOST_PADDING * each
     if min(ranks) == largest or wanted.serve == "vllm" or wanted.least or small:
         return largest, one, notes
     notes.append(
-        f"modules keep ranks from {min(ranks)} to {max(ranks)}: programs that read r and lora_alpha (peft, vLLM) get "
-        f"them right, those that divide lora_alpha by each tensor's rank (llama.cpp) get them wrong. `fedlora resize "
-        f"--rank "
-        f"{max(ranks)}` gives all one rank, which is right everywhere, at {one / each:.1f} times the size"
+        f"modules keep ranks {min(ranks)} to {max(ranks)}: programs that read r and lora_alpha (peft, vLLM) get them "
+        f"right, but those that divide lora_alpha by each tensor's rank (llama.cpp) do not. `fedlora resize --rank "
+        f"{max(ranks)}` gives all modules one rank, which is right everywhere, at {one / each:.1f} times the size"
     )
     return 0, each, notes
 
 
-# ---------------------------------------------------------------------------------------------------- what to say of it
+# ------------------------------------------------------------------------------------------------------------- reports
 
 
 def _report(
@@ -238,7 +237,7 @@ def _report(
 
 
 def _of_first(wanted: Result, given: Collection, extras: Beside) -> list[str]:
-    """What `--heads first` does without being asked."""
+    """Notes on side effects of `--heads first`."""
     notes = []
     if wanted.heads == "first" and extras.left:
         notes.append(
@@ -255,7 +254,7 @@ def _of_first(wanted: Result, given: Collection, extras: Beside) -> list[str]:
 
 
 def _dropped(extras: Beside) -> dict[str, tuple[str, ...]]:
-    """What is left out, by kind."""
+    """Tensors left out, by kind."""
     found: dict[str, list[str]] = {}
     for path, kind in extras.left.items():
         found.setdefault(_LEFT_AS[kind], []).append(path)
@@ -263,7 +262,7 @@ def _dropped(extras: Beside) -> dict[str, tuple[str, ...]]:
 
 
 def _labels(wanted: Result, given: Collection, extras: Beside) -> tuple[tuple[str, ...], list[str]]:
-    """The names of the classes of the result's head, where those that name them agree, and why there are none."""
+    """The class names for the result's head, if the adapters that name them agree, and notes on why there are none."""
     rows = {tensor.shape[0] for tensor in extras.tensors.values() if tensor.ndim == 2}
     files = given.files[:1] if wanted.heads == "first" else given.files
     said = {file.directory: names for file in files if (names := labels_of(file.directory, file.limits))}
@@ -275,8 +274,7 @@ def _labels(wanted: Result, given: Collection, extras: Beside) -> tuple[tuple[st
         raise AdapterFormatError(
             f"{first} and {other} number their classes differently, {quoted(list(names))} and "
             f"{quoted(list(said[other]))} in labels.json, so a mean of their heads would mix classes. --heads first "
-            f"takes "
-            f"the first adapter's, --heads drop leaves them out."
+            f"takes the first adapter's, --heads drop leaves them out."
         )
     if other is not None:
         return (), [f"{first} and {other} name their classes differently, so the result has no labels.json"]
@@ -288,7 +286,7 @@ def _labels(wanted: Result, given: Collection, extras: Beside) -> tuple[tuple[st
 def _other_weights(
     given: Collection, reports: Sequence[ModuleReport], missing: Missing, extras: Beside
 ) -> dict[str, tuple[float, ...]]:
-    """The weights of modules and of tensors beside the pairs that are not those of all, beyond the last digits."""
+    """Weights of modules and other tensors that differ from the overall ones by more than rounding."""
     known = set(given.modules)
     found = {r.module: given.effective(given.holders(r.module, missing)) for r in reports if r.module in known}
     return {
@@ -299,7 +297,7 @@ def _other_weights(
 
 
 def _far_apart(given: Collection, dtype: torch.dtype) -> list[str]:
-    """Weights beside which others are lost in the last digits of the type that is computed in."""
+    """A note if some weights are so small that the computation's dtype rounds them away beside others."""
     wide = torch.promote_types(dtype, torch.float32)
     sizes = sorted(abs(w) for w in given.weights if w)
     if sizes[0] >= 10 * torch.finfo(wide).eps * sizes[-1]:
@@ -311,7 +309,7 @@ def _far_apart(given: Collection, dtype: torch.dtype) -> list[str]:
 
 
 def _why_zero(given: Collection, missing: Missing) -> str:
-    """What to say of a result without an update: nothing cancels where nothing was there."""
+    """Why the result has no update: the updates cancel, or all were zero."""
     for module in given.modules:
         if any(w and float(file.lora(module).norm()) for file, w in given.holders(module, missing)):
             return "the updates cancel: the result is zero"

@@ -1,4 +1,4 @@
-"""Merge adapters from folders to a folder, and give one another rank: from Python, and behind the command line."""
+"""Merge adapter folders into one, or change an adapter's rank: the Python functions behind the commands."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ def merge(
     limits: Limits | None = None,
     progress: Progress | None = None,
 ) -> MergeReport:
-    """Merge PEFT adapters into one: the exact weighted mean of their updates, then the best adapter of the asked rank.
+    """Merge PEFT adapters into one: the exact weighted mean of their updates, then its best adapter of the given rank.
 
     Args:
         adapters: PEFT directories. out: the directory to write.
         rank: a number, "exact", "energy=0.99" or "budget=8" (the mean rank). All modules are padded to the largest
-            rank, so that every reader gets the scale right, where that at most doubles the file; under a budget each
-            keeps its own by rank_pattern.
-        weights: one for each adapter; left out: alike. weights_from: from each adapter's upload.json. sum: they are
-            used as they are, and may be negative; else they are divided by their sum.
-        missing: what a module counts as for an adapter that lacks it; "zero" if left out, but then adapters that have
-            no module in common are refused.
-        heads: of fully trained modules: the mean, of those that have it ("holders"), the first adapter's, none.
-        dtype: float16, bfloat16, float32 or float64; left out: the adapters' own.
-        serve: "vllm": what vLLM takes, or a refusal. max_error: nothing is written beyond this relative error.
-        same_base: their base models are one, whatever they are called. dry_run: write nothing. force: replace
-            what an earlier merge left there.
+            rank, so that every reader gets the scale right, if that at most doubles the file; under a budget each
+            keeps its own in rank_pattern.
+        weights: one per adapter; default: equal. weights_from: take them from each adapter's upload.json. sum: use
+            weights as they are, including negative ones; otherwise they are divided by their sum.
+        missing: how to count an adapter that lacks a module; default "zero", but then adapters that have no module in
+            common are refused.
+        heads: for fully trained modules: the mean, the mean over "holders", the first adapter's, or none.
+        dtype: float16, bfloat16, float32 or float64; default: the adapters' own.
+        serve: "vllm": write what vLLM accepts, or refuse. max_error: write nothing beyond this relative error.
+        same_base: treat their base models as one, whatever their names. dry_run: write nothing. force: replace the
+            result of an earlier merge.
 
     Raises:
-        AdapterFormatError: an adapter that cannot be read, or does not add up with the others. ConfigError,
-            HyperparameterError: settings that are impossible, or contradict each other; the disk refuses.
+        AdapterFormatError: an adapter cannot be read, or does not add up with the others. ConfigError,
+            HyperparameterError: settings are impossible or contradict each other, or the disk refuses.
 
     Example:
         >>> from fedlora.adapters import merge
@@ -110,10 +110,10 @@ def resize(
     limits: Limits | None = None,
     progress: Progress | None = None,
 ) -> MergeReport:
-    """Write an adapter at another rank: the best approximation of its update that has it. All as `merge` has them.
+    """Write an adapter at another rank: the best approximation of its update. Arguments as in `merge`.
 
-    A number is the rank of every module of the result. Where that is more than a module has, it is padded with slots
-    that are zero in both factors, which a warning says: they change nothing, and cannot train.
+    A number sets the rank of every module. A module of lower rank is padded with slots that are zero in both factors,
+    and a warning says so: they change nothing and cannot train.
 
     Example:
         >>> from fedlora.adapters import resize
@@ -146,7 +146,7 @@ def collected(
     allow_unknown: Sequence[str] = (),
     limits: Limits | None = None,
 ) -> tuple[Collection, list[str]]:
-    """The adapters with their weights, checked to belong together, and what was warned of. All as `merge` has them."""
+    """The adapters and weights, checked to belong together, and warnings. Arguments as in `merge`."""
     one_of("--missing", missing, get_args(Missing))
     one_of("--weights-from", weights_from, ("num_examples",))
     if weights is not None and weights_from is not None:
@@ -164,7 +164,7 @@ def collected(
     if idle:
         more = f" and {len(idle) - 8} more" if len(idle) > 8 else ""
         names = ", ".join(quoted(name, 80) for name in idle[:8])
-        said.append(f"of weight 0, so not part of the result: {names}{more}")
+        said.append(f"weight 0, so not part of the result: {names}{more}")
     return given, said
 
 
@@ -175,10 +175,10 @@ def open_adapters(
     *,
     with_base: bool = False,
 ) -> tuple[list[AdapterFile], list[str]]:
-    """The adapters, checked but not read, and what a reader should know of them. with_base: as of `AdapterFile`.
+    """The adapters, checked but not read, and notes for the user. with_base: as in `AdapterFile`.
 
     Raises:
-        AdapterFormatError: one that cannot be read, or none at all.
+        AdapterFormatError: an adapter cannot be read, or the list is empty.
     """
     if not directories:
         raise AdapterFormatError("at least 1 adapter is needed; got 0.")
@@ -193,7 +193,7 @@ def open_adapters(
 
 
 def examples_of(files: Sequence[AdapterFile]) -> list[float]:
-    """num_examples of each adapter's upload.json. Raises `AdapterFormatError` where one has none."""
+    """num_examples from each adapter's upload.json. Raises `AdapterFormatError` if one has none."""
     facts = [read_facts(file.directory, file.limits) for file in files]
     lacking = [str(one.directory) for one in facts if not one.there]
     if lacking:

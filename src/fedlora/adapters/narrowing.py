@@ -1,4 +1,4 @@
-"""The data type that a result is written in, and what writing in it costs: measured, not estimated."""
+"""The dtype of a result, and the measured error of writing in it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _STORED = {type_name(dtype): dtype for dtype in TYPES.values()}  # as safetensor
 
 
 def common_type(stored: Iterable[str]) -> tuple[torch.dtype, str | None]:
-    """The type that holds all of these (as safetensors calls them), and a remark where they are not one."""
+    """The type that holds all of these (safetensors names), and a remark if they differ."""
     found = sorted(set(stored))
     if not found:
         return torch.float32, None
@@ -33,27 +33,27 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def parse_type(text: str) -> torch.dtype:
-    """Raises `ConfigError` for a name that no file is written in."""
+    """Raises `ConfigError` for a name that is not an output dtype."""
     if text not in TYPES:
         raise ConfigError(f"the dtype of a result must be one of {', '.join(TYPES)}; got {text[:80]!r}.")
     return TYPES[text]
 
 
 def narrowed(tensor: Tensor, dtype: torch.dtype, what: str) -> Tensor:
-    """The tensor in `dtype`; whole numbers stay. Raises `AdapterFormatError` where `dtype` cannot hold a value."""
+    """The tensor in `dtype`; integers stay. Raises `AdapterFormatError` if `dtype` cannot hold a value."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor
     found = tensor.to(dtype)
     if not bool(torch.isfinite(found).all()) and bool(torch.isfinite(tensor).all()):
         raise AdapterFormatError(
-            f"{what} has values up to {float(tensor.abs().max()):.3g}, and {name_of(dtype)} holds up to "
+            f"{what} has values up to {float(tensor.abs().max()):.3g}, but {name_of(dtype)} holds up to "
             f"{torch.finfo(dtype).max:.3g}: choose another type with --dtype (bfloat16 or float32)."
         )
     return found
 
 
 def narrowed_pair(lora: LoRA, dtype: torch.dtype, module: str) -> tuple[LoRA, float]:
-    """A pair in `dtype`, and by how much that moves its update: the norm of the difference.
+    """A pair in `dtype`, and the norm of the resulting change in its update.
 
     B' A' - B A = dB A' + B dA with the roundings dB, dA; its norm comes from Gram matrices, in float32 or wider.
     """
@@ -65,8 +65,8 @@ def narrowed_pair(lora: LoRA, dtype: torch.dtype, module: str) -> tuple[LoRA, fl
 
 
 def _moved(before: LoRA, after: LoRA, wide: torch.dtype) -> float:
-    """Each slot is brought near 1 by powers of two, which round nothing: squares of tiny numbers are zero, of huge ones
-    infinite. What that took from it comes back as its share."""
+    """Each slot is first scaled near 1 by powers of two, which rounds nothing, because squares of tiny numbers
+    underflow and those of huge ones overflow. `share` puts the scale back."""
     (B, A), (new_B, new_A) = (lora.map(lambda t: t.to(wide)).factors for lora in (before, after))
     of_B, of_A = (torch.frexp(t).exponent for t in (B.abs().amax(dim=0), A.abs().amax(dim=1)))
     B, new_B = torch.ldexp(B, -of_B), torch.ldexp(new_B, -of_B)

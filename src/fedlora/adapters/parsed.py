@@ -1,7 +1,7 @@
-"""An adapter's two files taken apart (`parse`), and what its config makes of the parts (`understand`).
+"""Parses an adapter's two files into parts (`parse`), and applies its config to them (`understand`).
 
-Both are pure: of a config that `config_fields` has passed, and of the header of the weights. Whether the two fit each
-other is `judged`'s to say.
+Both are pure functions of a config that passed `config_fields` and the weights' header. `judged` then checks that the
+two fit each other.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _FACTOR = re.compile(r"(.+)\.lora_(?:([AB])\.weight|embedding_([AB])|([ABE]))")
 
 @dataclass(frozen=True, eq=False)
 class Parsed:
-    """What the files hold, by name.
+    """The files' contents, by name.
 
-    config: of adapter_config.json. tensors: key -> as the header has it. pairs: path -> factor (A, B, AdaLoRA's E) ->
-    key. beside: name of each other tensor -> (key, kind as in `extra_kind`): its name in the base model, whatever is
-    wrapped around it; of added biases and of token rows their path.
+    config: adapter_config.json. tensors: key -> its header entry. pairs: path -> factor (A, B, AdaLoRA's E) -> key.
+    beside: name of each other tensor -> (key, kind as in `extra_kind`): its name in the base model without wrappers;
+    for added biases and token rows, their path.
     """
 
     config: Mapping[str, Any]
@@ -47,18 +47,18 @@ class Parsed:
     beside: Mapping[str, tuple[str, str]]
 
     def shape(self, path: str, factor: str) -> tuple[int, ...]:
-        """Of a stored factor."""
+        """Shape of a stored factor."""
         return self.tensors[self.pairs[path][factor]].shape
 
 
 @dataclass(frozen=True, eq=False)
 class Meaning:
-    """What the config says of each stored pair, by its path.
+    """What the config says about each stored pair, by its path.
 
-    asked: the name by which peft asks the config about it. layouts: how it is stored. ranks: r by the config; 0 of a
-    module that AdaLoRA pruned away. said: the config with its patterns answered. targeted: whether it is a target of
-    the config; None where the base model decides; bare parameters are left out. twice: modules that are a target by
-    themselves, and by one of their parameters.
+    asked: the name by which peft matches it. layouts: how it is stored. ranks: r from the config; 0 for a module that
+    AdaLoRA pruned away. said: the config with its patterns resolved. targeted: whether the config targets it; None if
+    the base model decides; bare parameters are left out. twice: modules that are targeted both themselves and through
+    a parameter.
     """
 
     asked: Mapping[str, str]
@@ -74,10 +74,10 @@ class Meaning:
 
 
 def parse(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Parsed:
-    """The tensors by what they are.
+    """Sort the tensors by what they are.
 
     Raises:
-        AdapterFormatError: a key that peft does not write under this config, half a pair, two names of one tensor.
+        AdapterFormatError: a key that peft does not write under this config, half a pair, or two names for one tensor.
     """
     pairs: dict[str, dict[str, str]] = {}
     beside: dict[str, tuple[str, str]] = {}
@@ -112,11 +112,11 @@ def parse(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Parsed:
 
 
 def understand(parsed: Parsed, seconds: float) -> Meaning:
-    """What the config says of the pairs. seconds: of processor time for its patterns.
+    """What the config says about the pairs. seconds: processor time for its patterns.
 
     Raises:
-        AdapterFormatError: names that collide, patterns that are not taken, nested parameters that nothing tells apart,
-            factors of several kinds of layers in one pair.
+        AdapterFormatError: names collide, a pattern is refused, nested parameters cannot be told apart, or one pair's
+            factors belong to different kinds of layers.
     """
     config, pairs = parsed.config, parsed.pairs
     parameters = Parameters(config)
@@ -144,11 +144,11 @@ def understand(parsed: Parsed, seconds: float) -> Meaning:
 
 
 def copies_in(parsed: Parsed) -> dict[str, list[str]]:
-    """Key of each tensor that the file must have a second time -> the keys of which one must hold the same numbers.
+    """Key of each tensor that the file must repeat -> keys of which one must hold the same numbers.
 
-    peft stores a saved module again under its wrapper's name, and the trained rows of an embedding again for each
-    output that is tied to it: a list of tokens means the rows of one embedding, and of several named modules those that
-    have no name of their own are one's of the named.
+    peft stores a saved module again under its wrapper's name, and trained rows of an embedding again for each output
+    tied to it. A plain list of tokens means the rows of one embedding; if several modules are named, rows of an unnamed
+    module copy those of a named one.
     """
     found = {}
     for key in parsed.tensors:
@@ -188,7 +188,7 @@ def _add_factor(pair: dict[str, str], factor: str, key: str, stored: Stored) -> 
 
 
 def _layout(parsed: Parsed, path: str, parameter: str | None, said: Resolved) -> Layout:
-    """What kind of layer a pair adapts, by its names and shapes."""
+    """The kind of layer that a pair adapts, from its names and shapes."""
     pair = parsed.pairs[path]
     ends = {key.removeprefix(f"{PREFIX}{path}.lora_").replace(factor, "", 1) for factor, key in pair.items()}
     if len(ends) > 1 or (is_adalora(parsed.config) != (ends == {""})):

@@ -1,16 +1,16 @@
-r"""Which patterns of a config match which names, as peft's `re` decides it, in little time whoever wrote them.
+r"""Which of a config's patterns match which names, exactly as peft's `re` does, in bounded time for any author.
 
-Names, escaped or not, are patterns too, and nearly all that files hold: those are looked up. Any other pattern is
-screened before `re` sees it. It must be of the grammar that people and training tools write, and the steps that `re`
-could take with it on the longest name of the file must be few. Then `re` matches it, asked as peft asks.
+Most patterns in files are plain names, escaped or not; these are looked up. Any other pattern is screened before `re`
+sees it: it must follow the grammar that people and training tools use, and `re` must need few steps on the file's
+longest name. Then `re` matches it in the same way as peft.
 
-    a  \.  \d  [a-z_]  [^.]  .              a letter, one of some, any
-    .*  \d+  [^.]{2,}  a?  a{1,3}  .*?      a letter again, greedy or lazy
-    (...)  (?:...)  a|b  (ab)?  (ab){2}     words, and words again a counted number of times
+    a  \.  \d  [a-z_]  [^.]  .              one letter, one of a set, any
+    .*  \d+  [^.]{2,}  a?  a{1,3}  .*?      a repeated letter, greedy or lazy
+    (...)  (?:...)  a|b  (ab)?  (ab){2}     words, and words repeated a counted number of times
     ^  $  \b  \B  \A  \Z                    places
-    (?=...)  (?!...)                        what follows, as ms-swift and Unsloth write it in each config
+    (?=...)  (?!...)                        lookaheads, which ms-swift and Unsloth write in each config
 
-All else is refused: groups that repeat without end, back references, looking behind, names of groups, flags.
+Everything else is refused: groups that repeat without end, back references, lookbehinds, named groups, flags.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from typing import Literal
 
 from fedlora.errors import AdapterFormatError
 
-# How peft 0.21 asks: target_modules and exclude_modules as lists for the end of a name, letter by letter ("names");
-# rank_pattern and alpha_pattern for its end; target_modules and exclude_modules as a pattern for the whole of it;
-# modules_to_save for some words of it; layers_pattern for the words before the number of a layer.
+# How peft 0.21 matches: lists in target_modules and exclude_modules with a name's end, letter by letter ("names");
+# rank_pattern and alpha_pattern with its end; a pattern in target_modules or exclude_modules with all of it;
+# modules_to_save with some words in it; layers_pattern with the words before a layer's number.
 Kind = Literal["names", "end", "whole", "inside", "layer"]
 _WRAPPED: Mapping[Kind, str] = {
     "end": r"(.*\.)?({})$", "whole": "{}", "inside": r"(^|.*\.){}($|\..*)", "layer": r"(?:^|.*?\.){}\.(?P<idx>\d+)\.",
 }  # fmt: skip
-_ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")  # where no layers_pattern is given
+_ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")  # used without a layers_pattern
 _SPECIAL = frozenset(r".^$*+?{}[]\|()")
-_LONGEST, _DEEPEST, _MOST = 4_000, 20, 1_000  # letters of a pattern, brackets in each other, patterns of one field
-_MOST_STEPS, _MOST_PARTS = 200_000_000, 20_000  # of one pattern on one name: a second at most (tests measure it)
-_OF_A_MODEL = 100  # letters of the longest names that transformers' models have: peft asks these too (`applying`)
+_LONGEST, _DEEPEST, _MOST = 4_000, 20, 1_000  # letters in a pattern, nested brackets, patterns in one field
+_MOST_STEPS, _MOST_PARTS = 200_000_000, 20_000  # for one pattern on one name: at most a second (tests measure it)
+_OF_A_MODEL = 100  # longest module name in transformers' models, which peft matches as well (`applying`)
 Spots = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Question:
-    """Patterns, or names, of one field of a config, asked of all names or (first) of the first so many."""
+    """Patterns or names from one field of a config, to match with all names or only the `first` ones."""
 
     field: str
     kind: Kind
@@ -50,13 +50,12 @@ class Question:
 
 
 def matches(questions: Sequence[Question], names: Sequence[str], seconds: float = 60.0) -> list[list[int | None]]:
-    """For each question, for each name that it concerns: the number of the first pattern that matches, or None.
+    """For each question and each of its names: the number of the first pattern that matches, or None.
 
-    Of kind "layer", the number of the layer, by the first pattern that matches. seconds: of processor time for all.
+    For kind "layer": the layer's number, by the first pattern that matches. seconds: processor time for all.
 
     Raises:
-        AdapterFormatError: a pattern that is not screened as one that people write, that `re` does not take, or that
-            could take long; more time than `seconds`.
+        AdapterFormatError: a pattern fails the screen, `re` rejects it, or it could take long; or the time is up.
 
     Example:
         >>> ranks = Question("rank_pattern", "end", ("q_proj", r"^model\\.layers\\.1\\.v_proj"))
@@ -71,7 +70,7 @@ def matches(questions: Sequence[Question], names: Sequence[str], seconds: float 
 
 @dataclass(frozen=True)
 class _Clock:
-    """Asked before each step that is bounded by itself, so that all of them are."""
+    """Checked before each step; the steps are bounded individually, so this bounds the total."""
 
     field: str
     seconds: float
@@ -114,13 +113,13 @@ def _answers(question: Question, names: Sequence[str], clock: _Clock) -> list[in
     return found
 
 
-# -------------------------------------------------------------------------------------------------- patterns of letters
+# ----------------------------------------------------------------------------------------------------- literal patterns
 
 
 def literal(pattern: str) -> tuple[str, Spots, bool] | None:
-    r"""What a pattern without choices matches: (its letters, the spots of any letter, whether only from the start).
+    r"""What a pattern without choices matches: (its letters, positions where any letter fits, whether anchored).
 
-    None for any other pattern. A dot that is not escaped stands for any letter: a.b -> ("a.b", (1,), False).
+    None for any other pattern. An unescaped dot matches any letter: a.b -> ("a.b", (1,), False).
     """
     letters: list[str] = []
     spots: list[int] = []
@@ -140,13 +139,13 @@ def literal(pattern: str) -> tuple[str, Spots, bool] | None:
 
 
 def is_name(pattern: str) -> bool:
-    """Whether it holds no sign that means something to `re`, but dots."""
+    """Whether dots are the only characters in it with a meaning to `re`."""
     found = literal(pattern)
     return found is not None and found[0] == pattern
 
 
 def every_one_alone(names: Sequence[str]) -> bool:
-    """Whether each name, taken as a pattern for the end of names, means itself and no other one."""
+    """Whether each name, as a pattern for the end of names, matches itself and no other."""
     if not all(map(is_name, names)):
         return False
     ways = [Question("names", "end", tuple(names)), Question("names", "end", tuple(reversed(names)))]
@@ -155,7 +154,7 @@ def every_one_alone(names: Sequence[str]) -> bool:
 
 
 class _Endings:
-    """Patterns of letters for the ends of names, found by their length and by where any letter may stand in them."""
+    """Literal patterns for the ends of names, indexed by length and by the positions of wildcards."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bool], dict[Spots, dict[str, int]]] = {}
@@ -165,7 +164,7 @@ class _Endings:
         of_length.setdefault(spots, {}).setdefault(letters, number)
 
     def first(self, name: str) -> int | None:
-        """The smallest number of those that match: the whole name, or what follows one of its dots."""
+        """The smallest number of a matching pattern; it must match the whole name, or the part after a dot."""
         best: int | None = None
         parts = [(name, True), (name, False)]
         parts += [(name[at + 1 :], False) for at, letter in enumerate(name) if letter == "."]
@@ -178,7 +177,7 @@ class _Endings:
 
 
 def _blanked(letters: str, spots: Spots) -> str:
-    """With dots where any letter may stand."""
+    """Replace the letters at wildcard positions by dots."""
     if not spots:
         return letters
     several = list(letters)
@@ -195,22 +194,22 @@ _LETTER = re.compile(
 _PLACE = re.compile(r"\^|\$|\\[bBAZ]")
 _GROUP = re.compile(r"\((?:\?[:=!])?")
 _REPEAT = re.compile(r"(?:([*+?])|\{(\d{1,3})(?:(,)(\d{0,3}))?\})\??", re.ASCII)
-# In how many ways a place of a pattern may be reached: choices made before it, and endless repeats before it.
+# Number of ways in which matching can reach a place in a pattern: choices before it, and endless repeats before it.
 Ways = tuple[int, int]
-_BEFORE: Mapping[Kind, Ways] = {"end": (2, 1), "whole": (1, 0), "inside": (2, 1), "layer": (2, 1)}  # by what peft adds
+_BEFORE: Mapping[Kind, Ways] = {"end": (2, 1), "whole": (1, 0), "inside": (2, 1), "layer": (2, 1)}  # from peft's wraps
 
 
 class _Refused(Exception):
-    """Why a pattern is not matched, in words."""
+    """Why a pattern is refused, in words."""
 
 
 def _compiled(
     question: Question, others: Sequence[tuple[int, str]], longest: int, clock: _Clock
 ) -> list[tuple[int, re.Pattern[str]]]:
-    """The patterns as peft asks with them, each screened before. longest: letters of a name that it is asked of."""
+    """The patterns wrapped as in peft, each screened first. longest: letters in the longest name to match."""
     if len(others) > _MOST:
         raise AdapterFormatError(
-            f"{question.field}: {len(others):,} of its patterns are more than names, and {_MOST:,} are allowed."
+            f"{question.field}: {len(others):,} of its patterns are not plain names; at most {_MOST:,} are allowed."
         )
     found = [(0, _ANY_LAYER)] if question.kind == "layer" and not others else []
     for number, pattern in others:
@@ -233,10 +232,10 @@ def _compiled(
 
 
 class _Screen:
-    """A pattern read by the grammar, and a bound of the steps that `re` could take with it on a name of n letters.
+    """Parses a pattern by the grammar, and bounds the steps `re` could take with it on a name of n letters.
 
-    `re` tries each way to a place of the pattern at most once. Choices (alternatives, optional parts, counts) multiply;
-    k endless repeats share out the n letters in C(n + k, k) ways. Each part is charged with the ways to it.
+    `re` tries each way to a place in the pattern at most once. Choices (alternatives, optional parts, counts) multiply;
+    k endless repeats divide the n letters in C(n + k, k) ways. Each part costs as many steps as there are ways to it.
     """
 
     def __init__(self, pattern: str, longest: int) -> None:
@@ -244,7 +243,7 @@ class _Screen:
         self._at = self._depth = self._parts = self._steps = 0
 
     def walk(self, before: Ways) -> None:
-        """Raises `_Refused`: with the place that is not of the grammar, or with the steps."""
+        """Raise `_Refused`, naming the place outside the grammar, or the number of steps."""
         self._alternatives(before)
         if self._at < len(self._text):
             self._odd()
@@ -276,7 +275,7 @@ class _Screen:
         return choices, max(endless for _, endless in ends)
 
     def _sequence(self, ways: Ways) -> Ways:
-        if self._text[self._at : self._at + 1] in ("", "|", ")"):  # nothing is a choice, too
+        if self._text[self._at : self._at + 1] in ("", "|", ")"):  # an empty alternative is a choice too
             self._charge(ways)
         while self._at < len(self._text) and self._text[self._at] not in "|)":
             if place := _PLACE.match(self._text, self._at):
@@ -297,7 +296,7 @@ class _Screen:
     def _group(self, opened: re.Match[str], before: Ways) -> Ways:
         self._depth += 1
         if self._depth > _DEEPEST:
-            raise _Refused(f"has more than {_DEEPEST} brackets in each other")
+            raise _Refused(f"nests more than {_DEEPEST} brackets")
         self._at = opened.end()
         ways = self._alternatives(before)
         if not self._text.startswith(")", self._at):
@@ -307,7 +306,7 @@ class _Screen:
         end = self._at
         if most is None:
             raise _Refused("repeats a group without end")
-        if opened[0] in ("(?=", "(?!"):  # tried once at each place, whatever ways there are through it
+        if opened[0] in ("(?=", "(?!"):  # tried once at each place, however many ways lead through it
             if (least, most) != (1, 1):
                 raise _Refused("repeats a lookahead")
             ways = before
@@ -323,7 +322,7 @@ class _Screen:
         return total
 
     def _repeat(self) -> tuple[int, int | None]:
-        """How often what was read may come: (least, most); None: without end."""
+        """How often the preceding part may repeat: (least, most); None: without end."""
         found = _REPEAT.match(self._text, self._at)
         if found is None:
             return 1, 1
@@ -338,7 +337,7 @@ class _Screen:
 
 
 def _nested(words: Sequence[str]) -> int:
-    """How many of these words may lie at one place of a name: the longest chain in which each begins the next."""
+    """How many of these words can match at one place in a name: the longest chain in which each begins the next."""
     chain: list[str] = []
     most = 0
     for word in sorted(words):

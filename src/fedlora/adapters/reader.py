@@ -1,17 +1,17 @@
-"""A PEFT adapter on disk, opened without reading its tensors: which modules it has, and each of them when asked for.
+"""A PEFT adapter on disk, opened without reading its tensors: its modules, each of them read on demand.
 
-Reading module by module keeps memory at one module, however many adapters are merged. (Pairs that the config ties to
-each other are the exception: they are compared when the file is opened.) Everything that would change the
-update, or that does not fit the config, is refused by name before a number is read. In this order:
+Reading module by module keeps memory at one module, however many adapters are merged. (Pairs that the config ties are
+the exception: opening the file compares them.) Before reading any numbers, it refuses by name whatever would change the
+update or does not fit the config, in this order:
 
     which format is it?                               foreign_formats
     which fields may a config have?                   config_fields
-    what is each key of the file?                     parsed.parse, by config_meaning.extra_kind
-    which modules, ranks, alphas do patterns name?    parsed.understand, by config_meaning.resolve and patterns
+    what is each key in the file?                     parsed.parse, with config_meaning.extra_kind
+    which modules, ranks, alphas do patterns name?    parsed.understand, with config_meaning.resolve and patterns
     does the file hold what its config says?          judged.judge
-    do copies of one tensor agree?                    here, by parsed.copies_in; tied_pairs
-    beside a base model (`apply`, validate --base):
-    would peft load and compute just that there?      applying.judge; with_base leaves to it what a base decides
+    do copies of one tensor agree?                    here, with parsed.copies_in; tied_pairs
+    with a base model (`apply`, validate --base):
+    would peft load and compute exactly that?         applying.judge; with_base leaves it what a base decides
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ class AdapterFile:
 
     Args:
         directory: holds adapter_config.json and adapter_model.safetensors.
-        scaling: of the updates that `lora` gives: with the default 1.0, B @ A is the update itself.
-        limits: what the files may claim. allow_unknown: fields of the config to take as harmless.
-        with_base: a base model is going to be asked (`apply`), so what depends on it is left open.
-        names: key of a tensor -> the one to take it for.
+        scaling: the unit of the updates from `lora`: with the default 1.0, B @ A is the update itself.
+        limits: what the files may claim. allow_unknown: config fields to treat as harmless.
+        with_base: a base model will be consulted (`apply`), so leave what depends on it open.
+        names: key of a tensor -> the key to treat it as.
 
-    `notes` are lines for a reader, on what could not be told without the base model.
+    `notes` tell the user what could not be decided without the base model.
 
     Raises:
         AdapterFormatError: missing, damaged or pickled files; a feature that is not W0 + s B A; keys or shapes that do
-            not fit the config; copies of one tensor that differ.
+            not fit the config; differing copies of one tensor.
 
     Example:
-        >>> file = AdapterFile("adapter", scaling=2.0)  # nothing but names and shapes is read yet
+        >>> file = AdapterFile("adapter", scaling=2.0)  # reads only names and shapes
         >>> file.lora("q")
         LoRA(B=(6, 4) float32, A=(4, 5) float32)
     """
@@ -110,25 +110,25 @@ class AdapterFile:
                 for name in self.layouts[path].modules(path)
             }
         )
-        self._cached: tuple[str, Tensor, Tensor] | None = None  # experts share their tensors: read once
+        self._cached: tuple[str, Tensor, Tensor] | None = None  # experts share their tensors, so keep the last pair
         # Names of the adapted matrices: paths of layers, sorted, and PATH[e] for each expert of a parameter.
         self.modules = tuple(name for path in sorted(self.layouts) for name in self.layouts[path].modules(path))
-        # Names of the tensors beside the pairs, sorted: fully trained ones, and biases (`kind`), by their names in the
-        # base model, whatever is wrapped around them; added biases and token rows by their paths.
+        # Sorted names of tensors other than pairs, fully trained ones and biases (`kind`): their names in the base
+        # model without wrappers; for added biases and token rows, their paths.
         self.heads = tuple(sorted(self._parsed.beside))
         if ties_targets(self.config):
             self._check_tied()
 
     def _named(self, error: AdapterFormatError) -> AdapterFormatError:
-        """The error with the directory in it."""
+        """The error with the directory prefixed."""
         known = escaped(str(self.directory)) in str(error)
         return error if known else AdapterFormatError(f"{self.directory}: {error}")
 
-    # ---- names and shapes, by the config and the header --------------------------------------------------------------
+    # ---- names and shapes, from the config and the header ------------------------------------------------------------
 
     @property
     def base_model(self) -> str | None:
-        """The base model that the config names."""
+        """The base model named in the config."""
         name: str | None = self.config.get("base_model_name_or_path")
         return name
 
@@ -140,37 +140,37 @@ class AdapterFile:
 
     @property
     def stored(self) -> Mapping[str, Stored]:
-        """Every tensor by its key, as the header has it."""
+        """Every tensor's header entry, by key."""
         return self._parsed.tensors
 
     def has_head(self, name: str) -> bool:
-        """Whether a tensor beside the pairs is there."""
+        """Whether the file has this tensor other than a pair."""
         return name in self._parsed.beside
 
     def kind(self, head: str) -> str:
-        """What a tensor beside the pairs is: `config_meaning.extra_kind`. A copy of a saved module that
-        ensure_weight_tying made, under a name that modules_to_save need not have, is a head like that."""
+        """What a tensor other than a pair is: `config_meaning.extra_kind`. A copy of a saved module made by
+        ensure_weight_tying also counts as a head, even if modules_to_save does not name it."""
         return "head" if head in self._tied_heads else self._parsed.beside[head][1]
 
     def stored_head(self, path: str) -> Stored:
-        """A tensor beside the pairs, by the header."""
+        """The header entry of a tensor other than a pair."""
         return self.stored[self._parsed.beside[path][0]]
 
     def update_shape(self, path: str) -> tuple[int, int]:
-        """(d_out, d_in) of the update stored at a path, by the header; of one matrix, where there are several."""
+        """(d_out, d_in) of the update stored at a path, from the header; of one matrix, if there are several."""
         return self._parsed.shape(path, "B")[0], math.prod(self._parsed.shape(path, "A")[1:])
 
     def pair(self, module: str) -> tuple[Stored, ...]:
-        """The stored B and A of a module, by the header; of AdaLoRA also E."""
+        """Header entries of a module's B and A, and AdaLoRA's E."""
         keys = self._parsed.pairs[self._path(module)]
         return tuple(self.stored[keys[factor]] for factor in ("B", "A", "E") if factor in keys)
 
     def scale(self, module: str) -> float:
-        """The module's own alpha / r (or alpha / sqrt(r)), as the config has it."""
+        """The module's own alpha / r (or alpha / sqrt(r)), from the config."""
         return self._meaning.scale(self._path(module))
 
     def wide(self, module: str) -> torch.dtype:
-        """float32, or float64 where a factor is stored so: what a result that is made of the module has digits for."""
+        """float64 if a factor is stored so, otherwise float32: the precision for results made from this module."""
         return torch.promote_types(common_type(each.dtype for each in self.pair(module))[0], torch.float32)
 
     def size(self) -> int:
@@ -178,7 +178,7 @@ class AdapterFile:
         return self._weights.size
 
     def tensor_bytes(self) -> int:
-        """Bytes of all tensors: the file without its header."""
+        """Bytes in all tensors: the file without its header."""
         return sum(stored.size for stored in self.stored.values())
 
     def _path(self, module: str) -> str:
@@ -187,8 +187,8 @@ class AdapterFile:
     # ---- numbers -----------------------------------------------------------------------------------------------------
 
     def lora(self, module: str) -> LoRA:
-        """One module's pair, in units of `scaling`, in the type that it is stored in; in float32, if that is narrower
-        and the pair not of that unit; in the one that holds both, where the factors are of two.
+        """One module's pair, in units of `scaling` and in its stored type: in float32 if that type is narrower and B
+        must be scaled; in the wider type if the two factors differ.
 
         Raises:
             AdapterFormatError: it cannot be read, or holds NaN or Inf.
@@ -198,11 +198,11 @@ class AdapterFile:
         return scaled(pair.map(lambda t: t.to(wide) if mixed or t.dtype == torch.float64 else t), scale)
 
     def unscaled(self, module: str) -> tuple[LoRA, float]:
-        """One module's pair with the numbers of the file, and by how much its product counts in units of `scaling`. In
-        a sum the scale goes into the weights, which are float64: in B, float32 would round it.
+        """One module's pair with the file's numbers, and its scale in units of `scaling`. In a sum the scale goes into
+        the float64 weights, since multiplying it into B would round in float32.
 
         Raises:
-            AdapterFormatError: as `lora`.
+            AdapterFormatError: as in `lora`.
         """
         path = self._path(module)
         layout = self.layouts[path]
@@ -214,7 +214,7 @@ class AdapterFile:
         return layout.unpacked(B, A, layout.expert(path, module)), self._meaning.scale(path, self.scaling)
 
     def head(self, path: str) -> Tensor:
-        """One tensor beside the pairs; an added bias in units of `scaling`, as the update that it is part of."""
+        """One tensor other than a pair; an added bias in units of `scaling`, like the update it is part of."""
         key, kind = self._parsed.beside[path]
         self._foretell([key], path)
         tensor, _ = self._tensor(key)
@@ -225,10 +225,10 @@ class AdapterFile:
         return tensor
 
     def check(self) -> None:
-        """Read every number once, in pieces of a few MB, so that large files take time and no memory.
+        """Read every number once, in pieces of a few MB, so that large files take time but no memory.
 
         Raises:
-            AdapterFormatError: a number that is NaN, Inf or absurdly large, or an update that would be.
+            AdapterFormatError: a number is NaN, Inf or absurdly large, or an update could be.
         """
         found = largest_of_each(self._weights, self.stored)
         for key, size in found.items():
@@ -237,7 +237,7 @@ class AdapterFile:
             self._check_update(path, [found[key] for key in keys.values()])
 
     def sha256(self) -> str:
-        """Of the weights file, which is still the one that was opened."""
+        """SHA-256 of the weights file; raises if the file has changed since it was opened."""
         return self._weights.sha256()
 
     def _pair(self, path: str) -> tuple[Tensor, Tensor]:
@@ -248,13 +248,13 @@ class AdapterFile:
         (B, _), (A, _) = read["B"], read["A"]
         if "E" in keys:
             E = read["E"][0]
-            B, A = B.double(), A.double() * E.double()  # exact but for float64's own factors
-            if not len(A):  # a module that AdaLoRA pruned away: a zero update
+            B, A = B.double(), A.double() * E.double()  # exact, unless the factors are float64 themselves
+            if not len(A):  # AdaLoRA pruned the module away: a zero update
                 B, A = B.new_zeros(len(B), 1), A.new_zeros(1, A.shape[1])
         return B, A
 
     def _check_tied(self) -> None:
-        """Asks `tied_pairs` about the pairs that may be one weight, by their names and shapes."""
+        """Let `tied_pairs` compare the pairs whose names and shapes allow them to be one weight."""
         tied = [path for path in self.layouts if may_be_embedding(plain(path)) and not self.layouts[path].experts]
         for one, other in itertools.combinations(tied, 2):
             if {*self.update_shape(one)} == {*self.update_shape(other)}:
@@ -264,23 +264,23 @@ class AdapterFile:
                     raise self._named(error) from error
 
     def same(self, key: str, other: str) -> bool:
-        """Whether two stored tensors are of one type and shape, and have the same bytes."""
+        """Whether two stored tensors have the same type, shape and bytes."""
         return same_bytes(self._weights, self.stored[key], self.stored[other])
 
     def row(self, head: str, number: int) -> Tensor:
-        """One row of a tensor beside the pairs, in float64."""
+        """One row of a tensor other than a pair, in float64."""
         stored = self.stored_head(head)
         size = stored.size // stored.shape[0]
         begin = stored.begin + number * size
         return tensor_of(self._weights, replace(stored, shape=stored.shape[1:], begin=begin, size=size)).double()
 
     def _check_copies(self) -> None:
-        """Raises `AdapterFormatError` where the file has one tensor under two names, with other numbers."""
+        """Raise `AdapterFormatError` if the file has one tensor under two names with different numbers."""
         for key, others in copies_in(self._parsed).items():
             if not any(self.same(key, other) for other in others):
                 raise AdapterFormatError(
-                    f"{quoted(key, 120)} and {quoted(others[0], 120)} are one tensor to peft, which keeps one of the "
-                    f"two, and their numbers differ: the file is damaged, or was changed after peft wrote it. Save the "
+                    f"{quoted(key, 120)} and {quoted(others[0], 120)} are the same tensor to peft, which keeps only "
+                    f"one, but their numbers differ: the file is damaged, or was changed after peft wrote it. Save the "
                     f"adapter again with peft."
                 )
 
@@ -296,7 +296,7 @@ class AdapterFile:
         allocation.check(needed, f"{self.directory}: reading module {quoted(name)}", self.limits)
 
     def _tensor(self, key: str) -> tuple[Tensor, float]:
-        """A tensor, and the largest size of a number in it (0 where they are no floating-point numbers)."""
+        """A tensor, and its largest absolute value (0 if it is not floating-point)."""
         stored = self.stored[key]
         tensor = tensor_of(self._weights, stored)
         size = largest(tensor) if stored.dtype in FLOATS else 0.0
@@ -318,7 +318,7 @@ class AdapterFile:
 
 
 def scaled(lora: LoRA, factor: float) -> LoRA:
-    """B times `factor`; narrow types become float32 first, since rounding B again would move the update."""
+    """B times `factor`; narrow types become float32 first, since rounding B again would change the update."""
     if factor == 1:
         return lora
     B, A = (t.to(torch.promote_types(t.dtype, torch.float32)) for t in lora.factors)
@@ -328,12 +328,12 @@ def scaled(lora: LoRA, factor: float) -> LoRA:
 def _opened(
     directory: Path, limits: Limits, allow_unknown: Collection[str], names: Mapping[str, str]
 ) -> tuple[StrangersFile, Parsed, Meaning]:
-    """The weights, still unread, and what the two files hold and mean."""
+    """The weights, still unread, and what the two files contain and mean."""
     config_path, weights_path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     for path in (config_path, weights_path):
         if not os.path.lexists(path):
             foreign_formats.check_folder(directory)
-            raise AdapterFormatError(f"{directory} is no PEFT adapter: it has no {path.name}.")
+            raise AdapterFormatError(f"{directory} is not a PEFT adapter: it has no {path.name}.")
     config_file = StrangersFile(config_path)
     config = ReadOnly(json_of(config_file, limits))
     foreign_formats.check_config(config)
@@ -345,5 +345,5 @@ def _opened(
     limits.check("questions", asked * len(header), f"{asked:,} names for {len(header):,} tensors are too many")
     parsed = parse(config, header)
     meaning = understand(parsed, limits.pattern_seconds)
-    config_file.unchanged()  # the two belong together
+    config_file.unchanged()  # config and weights belong together
     return weights, parsed, meaning

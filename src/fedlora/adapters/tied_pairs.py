@@ -1,7 +1,7 @@
-"""The pairs of modules that `ensure_weight_tying` makes one weight: a file has them twice, once transposed.
+"""Checks pairs of modules that `ensure_weight_tying` makes one weight: a file has both, one transposed.
 
-peft loads both into the same parameters, so the copy that it loads last counts for both. Where the copies differ, the
-file means one thing to peft and another to everybody else.
+peft loads both into the same parameters, so the copy it loads last counts for both. If the copies differ, a file means
+one thing to peft and another to everybody else.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ROUNDING = 32  # units of the coarsest type: a merge may write the two copies i
 
 
 def check_tied(one: str, first: tuple[LoRA, float], other: str, second: tuple[LoRA, float]) -> None:
-    """first, second: the pairs of the modules of these names, each with the scale by which its product counts.
+    """first, second: the pairs of the modules `one` and `other`, each with the scale of its product.
 
     Raises:
         AdapterFormatError: the two updates are neither equal nor each other's transpose, up to rounding.

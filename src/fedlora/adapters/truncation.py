@@ -1,9 +1,9 @@
-"""Combine updates of one matrix by their exact weighted sum, then cut it to a rank: what merging adapters is.
+"""Sums updates of one matrix exactly, then cuts the sum to a rank: the core of merging adapters.
 
-    Delta W = sum_i w_i B_i A_i = U S V^T exactly, in factored form; kept: the strongest components, sqrt(s) on both
+    Delta W = sum_i w_i B_i A_i = U S V^T exactly, in factored form; keep the strongest components, sqrt(s) on each side
 
-No other adapter of that rank is closer to the sum (Eckart-Young), and the distance is known: the singular values left
-out. Pure functions; files are `reader`, `writer` and `merging`.
+No other adapter of that rank is closer to the sum (Eckart-Young), and the discarded singular values give the distance.
+Pure functions; for files, see `reader`, `writer` and `merging`.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fedlora.errors import AdapterFormatError, HyperparameterError, ShapeError
 from fedlora.linalg import rank_tolerance
 from fedlora.linalg.product import Product, product
 
-_FLOAT64 = 8 * 2.0**-52  # how far a sum may be off, relative to its terms: measured up to 5 roundings
-_TOLD = 1e-9  # relative: below it nobody asks
+_FLOAT64 = 8 * 2.0**-52  # bound on a sum's error relative to its terms; we measured up to 5 roundings
+_TOLD = 1e-9  # relative errors below this are not reported
 
 
 @dataclass(frozen=True)
 class RankRule:
-    """How many components to keep: "exact" all, "rank" at most `value`, "energy" the least that hold this share.
+    """How many components to keep: "exact" all, "rank" at most `value`, "energy" the fewest that hold this share.
 
-    "budget": as many numbers as rank `value` in every module takes, where they lose least (`budget_ranks`).
+    "budget": as many numbers as rank `value` in every module takes, distributed to lose least (`budget_ranks`).
     """
 
     kind: Literal["exact", "rank", "energy", "budget"]
@@ -62,8 +62,8 @@ class RankRule:
         )
 
     def keep(self, found: Product) -> int:
-        """How many components this rule keeps."""
-        if self.kind in ("exact", "budget"):  # a budget is for all modules together: cut later
+        """The number of components this rule keeps."""
+        if self.kind in ("exact", "budget"):  # a budget covers all modules together and is cut later
             return found.rank
         if self.kind == "rank":
             return min(int(self.value), found.rank)
@@ -72,9 +72,9 @@ class RankRule:
 
 @dataclass(frozen=True)
 class ModuleReport:
-    """What became of one module. stacked: the inputs' ranks added up. full: the rank of their sum. error: relative, of
-    what was cut, and of what float64 can tell of a sum whose terms nearly cancel. norm: of the sum. rounding: relative,
-    of writing it in a narrow type."""
+    """One module's result. stacked: the sum of the inputs' ranks. full: the rank of their sum. error: relative, from
+    truncation, plus float64's own error if terms nearly cancel. norm: of the sum. rounding: relative, from writing it
+    in a narrow type."""
 
     module: str
     stacked: int
@@ -88,21 +88,21 @@ class ModuleReport:
 
 @dataclass(frozen=True, eq=False)
 class Combined:
-    """One module's weighted sum in energy order, not cut yet."""
+    """One module's weighted sum in energy order, before truncation."""
 
     module: str
     stacked: int
     product: Product
 
     def cut(self, rank: int) -> tuple[LoRA, ModuleReport]:
-        """The best pair of that rank, balanced, and what the cut cost."""
+        """The best balanced pair of that rank, and its report."""
         return LoRA(*self.product.balanced(min(rank, self.product.rank))), self.report(rank)
 
     def report(self, rank: int) -> ModuleReport:
-        """The same without the pair."""
+        """The report without the pair."""
         s = self.product.s
         kept, unit = min(rank, len(s)), s[0] if s else 1.0
-        energy = [(x / unit) ** 2 for x in s]  # squares of tiny numbers are zero, of large ones infinite
+        energy = [(x / unit) ** 2 for x in s]  # unscaled squares would underflow or overflow
         total = math.fsum(energy)
         error = math.sqrt(math.fsum(energy[kept:]) / total) if total else 0.0
         lost = _FLOAT64 * self.product.terms / (math.sqrt(total) * unit) if total else 0.0
@@ -114,11 +114,11 @@ def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: t
     """The weighted sum of updates in energy order.
 
     Args:
-        loras: of one matrix, any ranks and types; computed in float64. weights: one for each; they need not sum to 1.
-        dtype: of the result; None: float32, or float64 where a factor is.
+        loras: of one matrix, any ranks and types; computed in float64. weights: one each; they need not sum to 1.
+        dtype: the result's; None: float64 if a factor is, otherwise float32.
 
     Raises:
-        ShapeError: the updates are of different matrices. AdapterFormatError: their sum is too large for its type.
+        ShapeError: the updates belong to different matrices. AdapterFormatError: their sum overflows its type.
     """
     pairs = [lora.factors for lora in loras]
     shapes = sorted({(len(B), A.shape[1]) for B, A in pairs})
@@ -139,13 +139,13 @@ def combine(name: str, loras: Sequence[LoRA], weights: Sequence[float], dtype: t
 def merge_module(
     name: str, loras: Sequence[LoRA], weights: Sequence[float], rule: RankRule
 ) -> tuple[LoRA, ModuleReport]:
-    """The weighted sum of updates (`combine`) at the rank that the rule gives, and what the cut cost."""
+    """The weighted sum of updates (`combine`) at the rule's rank, and its report."""
     found = combine(name, loras, weights)
     return found.cut(rule.keep(found.product))
 
 
 def against_mean(lora: LoRA, report: ModuleReport, mean: tuple[LoRA, ModuleReport]) -> tuple[LoRA, ModuleReport]:
-    """A module that a method made of several, reported against their exact mean: `error` is how far off it is."""
+    """Report a module that a method made, compared with the exact mean: `error` is its distance from that."""
     exact, of_mean = mean
     off = stack([lora.map(torch.Tensor.double), exact.map(torch.Tensor.double)], [1.0, -1.0]).norm()
     error = off / of_mean.norm if of_mean.norm else (math.inf if off else 0.0)
@@ -155,17 +155,17 @@ def against_mean(lora: LoRA, report: ModuleReport, mean: tuple[LoRA, ModuleRepor
 def budget_ranks(reports: Sequence[ModuleReport], costs: Sequence[int], mean_rank: float) -> list[int]:
     """Each module's rank, so that together they hold as many numbers as rank `mean_rank` everywhere and lose least.
 
-    A component of size s in a module of d_out + d_in = cost numbers a slot saves s^2 of squared error: those with the
-    largest s^2 / cost are taken as long as any fits: where one is too dear, cheaper ones follow. Every module keeps one
-    at least.
+    In a module of d_out + d_in = cost numbers per slot, a component of size s removes s^2 from the squared error. We
+    take components by largest s^2 / cost while any fits: if one is too large, smaller ones may follow. Every module
+    keeps at least one.
 
     Raises:
-        HyperparameterError: not even one slot for each module fits.
+        HyperparameterError: the budget is below one slot per module.
     """
     budget = mean_rank * sum(costs)
     left = budget - sum(costs)
     if left < 0:
-        raise HyperparameterError(f"a budget of mean rank {mean_rank:g} gives less than one slot for each module.")
+        raise HyperparameterError(f"a budget of mean rank {mean_rank:g} gives less than one slot per module.")
     unit = max((report.singular_values[0] for report in reports if report.singular_values), default=1.0)
     gains = [
         ((s / unit) ** 2 / cost, -module, -place)
@@ -176,19 +176,19 @@ def budget_ranks(reports: Sequence[ModuleReport], costs: Sequence[int], mean_ran
     ranks = [min(1, report.full) for report in reports]
     for _, module, _ in sorted(gains, reverse=True):
         if costs[-module] > left:
-            continue  # so is the rest of its module
+            continue  # the rest of its module does not fit either
         ranks[-module] += 1
         left -= costs[-module]
     return ranks
 
 
 def total_error(reports: Sequence[ModuleReport]) -> float:
-    """The relative truncation error of all modules together."""
+    """The relative truncation error over all modules."""
     return _total(reports, [r.error for r in reports])
 
 
 def total_rounding(reports: Sequence[ModuleReport]) -> float:
-    """The relative error that writing in a narrow type adds, of all modules together."""
+    """The relative error from writing in a narrow type, over all modules."""
     return _total(reports, [r.rounding for r in reports])
 
 

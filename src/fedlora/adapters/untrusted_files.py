@@ -1,8 +1,8 @@
-"""Files from strangers: JSON and safetensors headers, read in bounded time and memory, or refused by name and reason.
+"""Reads strangers' JSON and safetensors headers in bounded time and memory, or refuses them by name and reason.
 
-safetensors cannot run code, but a header can still claim anything. Here it is read by itself, before any library opens
-the file: how long it is, how many tensors it names, that names occur once and are names, and that the tensors lie end
-to end up to the last byte. A file that is another one at a later read is refused.
+safetensors cannot run code, but its header can claim anything. We parse the header ourselves before any library opens
+the file: its length, the number of tensors, unique and valid names, and that the tensors fill the file end to end. A
+file that changes between reads is refused.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError
 from fedlora.given_files import TooMuchJson, opened, parse_json
 
-FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes of the data types that updates are made of
-SIZES = {**FLOATS, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # and of a saved module's buffers
+FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # bytes per number, for types allowed in updates
+SIZES = {**FLOATS, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}  # and in a saved module's buffers
 _TYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 _NAME = re.compile(r"[!-\-0-\[\]-~]++(?:\.[!-\-0-\[\]-~]++)*+")  # printable ASCII without dot, slashes and space
-_PIECE = 8 * 2**20  # bytes of a large tensor that are looked at at once
-_CALM = 100.0  # numbers up to this are not told apart: no adapter is refused for them
+_PIECE = 8 * 2**20  # bytes of a large tensor to inspect at a time
+_CALM = 100.0  # numbers up to this are always accepted, so no need to know which tensor has them
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor by its header: data type, shape, and where in the file its bytes are."""
+    """One tensor's header entry: data type, shape, and the place of its bytes in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,10 +51,9 @@ class Stored:
 
 
 class StrangersFile:
-    """An ordinary file in its own directory or in the hub's cache, as it was when this was made.
+    """An ordinary file in its own directory or in the hub's cache, fixed to its state at construction.
 
-    Opened anew for each read, so that however many may be known at once; what is read is refused where the file is
-    another one by then, or was written to.
+    Each read opens it anew, so that any number can be in use at once, and raises if the file was replaced or modified.
 
     Raises:
         AdapterFormatError: it is a pipe, a device, a directory, or a link to another place; it cannot be read.
@@ -75,10 +74,10 @@ class StrangersFile:
 
     @contextmanager
     def reading(self) -> Iterator[io.FileIO]:
-        """The open file. Raises `AdapterFormatError` where it is not what it was, before or after."""
+        """The open file. Raises `AdapterFormatError` if it differs from its first state, before or after."""
         try:
             with opened(self._real, links=False) as buffered:
-                file = cast("io.FileIO", buffered.raw)  # holes are looked for by the descriptor, past every buffer
+                file = cast("io.FileIO", buffered.raw)  # unbuffered: we seek for holes by descriptor
                 self._check(file)
                 yield file
                 self._check(file)
@@ -86,15 +85,15 @@ class StrangersFile:
             raise AdapterFormatError(f"{self.path} cannot be read: {error.strerror or error}.") from error
 
     def read(self, begin: int, size: int) -> bytearray:
-        """Bytes from a place on, all of them."""
+        """Exactly `size` bytes from `begin` on."""
         content = bytearray(size)
         with self.reading() as file:
             self._fill(file, begin, memoryview(content))
         return content
 
     def pieces(self, spans: Iterator[tuple[int, int, int]]) -> Iterator[tuple[int, memoryview]]:
-        """(number of a span, bytes) for each span (number, begin, end) of the file, up to 8 MiB at once. A hole of the
-        file is left out: it reads as zeros, and takes no disk whatever its size."""
+        """(span's number, bytes) for each span (number, begin, end) of the file, up to 8 MiB at a time. Skips holes in
+        the file, which read as zeros and take no disk, whatever their size."""
         content = memoryview(bytearray(_PIECE))
         with self.reading() as file:
             for number, begin, end in spans:
@@ -106,7 +105,7 @@ class StrangersFile:
                     at += len(piece)
 
     def unchanged(self) -> None:
-        """Raises `AdapterFormatError` where the file is not what it was."""
+        """Raise `AdapterFormatError` if the file has changed."""
         with self.reading():
             pass
 
@@ -119,19 +118,19 @@ class StrangersFile:
         while into:
             got = file.readinto(into)
             if not got:
-                raise AdapterFormatError(f"{self.path} has changed while it was read.")
+                raise AdapterFormatError(f"{self.path} has changed while being read.")
             into = into[got:]
 
     def _check(self, file: io.FileIO) -> None:
         facts = os.fstat(file.fileno())
         seen = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
         if self._seen not in (None, seen):
-            raise AdapterFormatError(f"{self.path} has changed while it was read.")
+            raise AdapterFormatError(f"{self.path} has changed while being read.")
         self._seen = seen
 
 
 def read_json(path: Path, limits: Limits) -> dict[str, Any]:
-    """A JSON object. Raises `AdapterFormatError`: too large, not JSON, a key twice, not an object."""
+    """A JSON object. Raises `AdapterFormatError`: too large, not JSON, a repeated key, not an object."""
     return json_of(StrangersFile(path), limits)
 
 
@@ -142,7 +141,7 @@ def json_of(file: StrangersFile, limits: Limits) -> dict[str, Any]:
 
 
 def _object(raw: bytes, limits: Limits, otherwise: str) -> dict[str, Any]:
-    """A JSON object. otherwise: what is wrong where it is none, up to the reason."""
+    """A JSON object. otherwise: the start of the error message, up to the reason."""
     try:
         found = parse_json(raw, depth=limits.depth, values=limits.values)
     except TooMuchJson as error:
@@ -157,13 +156,13 @@ def _object(raw: bytes, limits: Limits, otherwise: str) -> dict[str, Any]:
 
 
 def raw_header(file: StrangersFile, limits: Limits) -> tuple[dict[str, Any], int]:
-    """The JSON that a safetensors file begins with, and where its data begin. Raises `AdapterFormatError`."""
+    """A safetensors file's JSON header, and the offset of its data. Raises `AdapterFormatError`."""
     path, size = file.path, file.size
     limits.check("total", size, f"{path} has {size:,} bytes")
     length = struct.unpack("<Q", file.read(0, 8))[0] if size >= 8 else 0
     if length < 2 or 8 + length > size:
         raise AdapterFormatError(
-            f"{path} is damaged or not a safetensors file: its header would have {length:,} bytes, the file has "
+            f"{path} is damaged or not a safetensors file: its header would have {length:,} bytes, but the file has "
             f"{size:,}."
         )
     limits.check("header", length, f"{path} has a header of {length:,} bytes")
@@ -171,16 +170,16 @@ def raw_header(file: StrangersFile, limits: Limits) -> tuple[dict[str, Any], int
 
 
 def header_of(file: StrangersFile, limits: Limits) -> Mapping[str, Stored]:
-    """The tensors of a safetensors file by its header, which is checked against the file's size.
+    """A safetensors file's tensors from its header, checked against the file's size.
 
     Raises:
-        AdapterFormatError: no safetensors file, a damaged one, or one beyond `limits`.
+        AdapterFormatError: not a safetensors file, damaged, or beyond `limits`.
     """
     path, size = file.path, file.size
     header, data = raw_header(file, limits)
     notes = header.pop("__metadata__", None)
     if notes is not None and not (isinstance(notes, dict) and all(isinstance(text, str) for text in notes.values())):
-        raise AdapterFormatError(f"{path} is damaged: the __metadata__ of its header is not a table of strings.")
+        raise AdapterFormatError(f"{path} is damaged: the __metadata__ in its header is not a table of strings.")
     limits.check("tensors", len(header), f"{path} names {len(header):,} tensors")
     found = {name: _entry(path, name, entry, limits, data) for name, entry in header.items()}
     spans = sorted([(0, 0), *((s.begin - data, s.begin + s.size - data) for s in found.values())])
@@ -196,7 +195,7 @@ def header_of(file: StrangersFile, limits: Limits) -> Mapping[str, Stored]:
 
 
 def type_name(dtype: torch.dtype) -> str:
-    """A data type as safetensors calls it. Raises `AdapterFormatError` for one that adapters do not have."""
+    """A data type's safetensors name. Raises `AdapterFormatError` for types that adapters do not have."""
     for name, known in _TYPES.items():
         if known == dtype:
             return name
@@ -204,7 +203,7 @@ def type_name(dtype: torch.dtype) -> str:
 
 
 def tensor_of(file: StrangersFile, stored: Stored) -> Tensor:
-    """One tensor. Read, not mapped: a mapped file stays in memory as long as it is open, and merges open many.
+    """One tensor. We read instead of mapping: a mapped file stays in memory while open, and merges open many.
 
     Raises:
         AdapterFormatError: the file has changed since its header was read, or cannot be read.
@@ -216,7 +215,7 @@ def tensor_of(file: StrangersFile, stored: Stored) -> Tensor:
 
 
 def decoded(content: bytes | bytearray, dtype: str, shape: Sequence[int]) -> Tensor:
-    """The tensor that these bytes are; `dtype` as safetensors calls it."""
+    """Decode bytes into a tensor; `dtype` is the safetensors name."""
     if not content:
         return torch.empty(tuple(shape), dtype=_TYPES[dtype])
     own = bytearray(content) if isinstance(content, bytes) else content
@@ -224,7 +223,7 @@ def decoded(content: bytes | bytearray, dtype: str, shape: Sequence[int]) -> Ten
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest size of a number in it: 0 where there is none, NaN or Inf where one is."""
+    """The largest absolute value: 0 if the tensor is empty, NaN or Inf if it contains one."""
     if not tensor.numel():
         return 0.0
     least, most = (float(x) for x in torch.aminmax(tensor))
@@ -232,9 +231,9 @@ def largest(tensor: Tensor) -> float:
 
 
 def largest_of_each(file: StrangersFile, header: Mapping[str, Stored]) -> dict[str, float]:
-    """Key -> a bound of its numbers' sizes, of all floating-point tensors; each byte is read once, in pieces.
+    """Key -> an upper bound on absolute values, for all floating-point tensors; reads each byte once, in pieces.
 
-    Neighbours of one type are looked at together; only where one of them holds more than 100 is each by itself.
+    Adjacent tensors of one type are inspected together; only if one exceeds 100 is each inspected by itself.
     """
     floats = sorted((item for item in header.items() if item[1].dtype in FLOATS), key=lambda item: item[1].begin)
     runs = [list(run) for _, run in groupby(_numbered(floats), key=lambda item: item[0])]
@@ -255,7 +254,7 @@ def largest_of_each(file: StrangersFile, header: Mapping[str, Stored]) -> dict[s
 
 
 def same_bytes(file: StrangersFile, one: Stored, other: Stored) -> bool:
-    """Whether two tensors of a file have one type and shape, and the same bytes. Read in pieces, without holes."""
+    """Whether two tensors of a file have the same type, shape and bytes. Reads in pieces and skips holes."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     at, begins, size = 0, (one.begin, other.begin), one.size
@@ -269,7 +268,7 @@ def same_bytes(file: StrangersFile, one: Stored, other: Stored) -> bool:
 
 
 def _numbered(floats: list[tuple[str, Stored]]) -> Iterator[tuple[int, str, Stored]]:
-    """(number of the run, key, stored): a run is of one type and without a gap."""
+    """(run's number, key, stored): a run has one type and no gaps."""
     number, before = 0, None
     for key, stored in floats:
         if before is not None and (before.dtype != stored.dtype or before.begin + before.size != stored.begin):
@@ -289,26 +288,25 @@ def _largest_in(
 
 
 def _data_from(file: io.FileIO, at: int, begin: int, end: int) -> int:
-    """The first place from `at` on that is no hole of the file, at a whole number of 8 bytes from `begin`."""
+    """The first offset from `at` on that is not in a hole, at a multiple of 8 bytes from `begin`."""
     if at >= end:
         return at
     try:
         data = os.lseek(file.fileno(), at, os.SEEK_DATA)
     except OSError as error:
-        return end if error.errno == 6 else at  # ENXIO: nothing but a hole follows
+        return end if error.errno == 6 else at  # ENXIO: only a hole follows
     return max(at, data - (data - begin) % 8)
 
 
 def _entry(path: Path, name: str, entry: Any, limits: Limits, data: int) -> Stored:
-    """One tensor's line of a header, checked by itself."""
+    """One tensor's header entry, checked on its own."""
 
     def refuse(why: str) -> AdapterFormatError:
         return AdapterFormatError(f"{path}: tensor {quoted(name, 80)} {why}.")
 
     if len(name) > limits.name or not _NAME.fullmatch(name):
         raise refuse(
-            "has an impossible name: names are ASCII words with single dots between, without spaces or "
-            "slashes, up to "
+            "has an impossible name: names are ASCII words with single dots between, without spaces or slashes, up to "
             f"{limits.name} letters (--limit name)"
         )
     try:
@@ -324,12 +322,12 @@ def _entry(path: Path, name: str, entry: Any, limits: Limits, data: int) -> Stor
             raise refuse("has an impossible shape or place in the file")
     size = math.prod(shape) * SIZES[dtype]
     if size != end - begin:
-        raise refuse(f"should have {size:,} bytes by its shape and has {end - begin:,}")
+        raise refuse(f"should have {size:,} bytes by its shape but has {end - begin:,}")
     return Stored(dtype, tuple(shape), data + begin, end - begin)
 
 
 def _real(path: Path) -> Path:
-    """The file itself. A link may lead within its directory or into the hub's cache, nowhere else."""
+    """The file itself. A link may point within its directory or into the hub's cache, nowhere else."""
     try:
         facts = path.lstat()
         real = path
@@ -343,12 +341,12 @@ def _real(path: Path) -> Path:
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise AdapterFormatError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     if not stat.S_ISREG(facts.st_mode):
-        raise AdapterFormatError(f"{path} is no ordinary file.")
+        raise AdapterFormatError(f"{path} is not an ordinary file.")
     return real
 
 
 def _blobs(home: Path) -> Path | None:
-    """Where the hub's cache keeps what models--A--B/snapshots/REVISION/... links to: models--A--B/blobs."""
+    """The folder in the hub's cache that models--A--B/snapshots/REVISION/... links to: models--A--B/blobs."""
     for place in home.parents:
         if place.name == "snapshots" and place.parent.name.startswith("models--"):
             return place.parent / "blobs"

@@ -1,6 +1,6 @@
-"""Uploads as folders: a PEFT directory with a small `upload.json` in it that says whose it is and how much it counts.
+"""Uploads as folders: a PEFT directory with a small `upload.json` that names its client and its number of examples.
 
-A run leaves them on request, `fedlora audit` and merges read them; so does anything that reads PEFT adapters.
+A run leaves them on request; `fedlora audit`, merges, and anything else that reads PEFT adapters can read them.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fedlora.errors import AdapterFormatError
 
 FILE = "upload.json"
 _LONGEST_NAME = 200
-_MOST_EXAMPLES = 1e15  # so that sums over any number of clients stay exact enough, and finite
+_MOST_EXAMPLES = 1e15  # keeps sums over any number of clients finite and accurate
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What an adapter's upload.json says. client, examples: of one without it, its own path and 1, and `there` is
-    False. round: from 1. labels: the classes, in order. base: file of the base model -> its SHA-256. start: the
-    SHA-256 of the adapter that training began from, or "fresh, seed N". What it does not say is None."""
+    """The contents of an adapter's upload.json. client, examples: without the file, the adapter's own path and 1, and
+    `there` is False. round: from 1. labels: the classes, in order. base: file of the base model -> its SHA-256. start:
+    SHA-256 of the adapter that training began from, or "fresh, seed N". Missing facts are None."""
 
     directory: Path
     client: str
@@ -45,11 +45,11 @@ class Facts:
 
 
 def read_facts(directory: Path, limits: Limits | None = None) -> Facts:
-    """The facts of an adapter's directory. An upload.json that is there and no ordinary file is refused, not taken for
-    none.
+    """The facts of an adapter's directory. If upload.json exists but is not an ordinary file, it is refused, not
+    ignored.
 
     Raises:
-        AdapterFormatError: an upload.json that does not say client and num_examples, or says something in another form.
+        AdapterFormatError: upload.json lacks client or num_examples, or has a field in another form.
     """
     path = directory / FILE
     if not os.path.lexists(path):
@@ -86,8 +86,8 @@ def write_upload(
     force: bool = True,
     by: str = "fedlora",
 ) -> None:
-    """A complete upload as a PEFT directory, which appears whole. `round` counts from 1, as the records do; `more`: how
-    it came about. force: an upload that is there is replaced, where `by` wrote it."""
+    """Write a complete upload as a PEFT directory, which appears whole. `round` counts from 1, like the records;
+    `more`: how it came about. force: replace an existing upload that `by` wrote."""
     facts = {"client": upload.client.id, "num_examples": upload.num_examples, "round": round, **(more or {})}
     with replacing_folder(directory, force=force, kind=upload_folder(by)) as building:
         write_adapter(building, upload.adapter, spec, by=by)

@@ -1,8 +1,8 @@
-"""What vLLM takes of an adapter, as its source stood in September 2026 (vllm/lora: peft_helper.py, lora_model.py).
+"""What vLLM accepts in an adapter, by its source in September 2026 (vllm/lora: peft_helper.py, lora_model.py).
 
-It reads r, lora_alpha and use_rslora, one scale for all modules, and no patterns; LoRA of linear layers, lm_head and
+It reads r, lora_alpha and use_rslora, one scale for all modules, and no patterns; LoRA on linear layers, lm_head and
 embed_tokens; a saved `score` or `classifier` (since August 2026; before, modules_to_save had to be empty). It raises on
-every other tensor.
+any other tensor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedlora.adapters.collection import Collection
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
 
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what its max_lora_rank takes
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # accepted values for max_lora_rank
 _TENSORS = {
     "head": "fully trained modules", "bias": "trained biases", "added": "biases of the update (lora_bias)",
     "tokens": "trained tokens", "base": "copies of base weights",
@@ -25,10 +25,10 @@ _SERVED_BASE = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.(weight|bias)")
 
 
 def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str]:
-    """What to say of a result that vLLM is to serve. beside: (name, kind) of the tensors that it has beside the pairs.
+    """Notes on a result for vLLM. beside: (name, kind) of its tensors other than pairs.
 
     Raises:
-        ConfigError: vLLM does not take it, with what of it.
+        ConfigError: vLLM does not accept it; the message says which parts.
     """
     way = "fedlora apply writes an adapter into its base, which vLLM serves as a model."
     if given.files[0].config.get("layer_replication"):
@@ -53,19 +53,18 @@ def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str
         notes.append("vLLM before August 2026 refuses saved score and classifier modules: fedlora merge --heads drop")
     if any(kind == "base" for _, kind in beside):
         notes.append(
-            "vLLM ignores the copies of base weights beside an embedding or lm_head: this is right only if "
-            "they are equal"
+            "vLLM ignores the copies of base weights beside an embedding or lm_head: this is right only if they are "
+            "equal"
         )
     return notes
 
 
 def vllm_rank(largest: int) -> int:
-    """The least max_lora_rank that serves this one. Raises `ConfigError` where there is none."""
+    """The smallest max_lora_rank that serves this rank. Raises `ConfigError` if there is none."""
     rank = next((r for r in VLLM_RANKS if r >= largest), None)
     if rank is None:
         raise ConfigError(
             f"vLLM accepts ranks up to {VLLM_RANKS[-1]}, but this adapter would have {largest}: give --rank "
-            f"{VLLM_RANKS[-1]} or "
-            f"less."
+            f"{VLLM_RANKS[-1]} or less."
         )
     return rank

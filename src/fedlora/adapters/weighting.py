@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 from fedlora.errors import ConfigError
 
-_LARGEST, _SMALLEST = 1e12, 1e-12  # of a weight, and of one beside the largest: beyond that somebody slipped
+_LARGEST, _SMALLEST = 1e12, 1e-12  # bounds on a weight, and relative to the largest: beyond these it is a typo
 
 
 def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: bool = False) -> tuple[float, ...]:
-    """The weights of `count` adapters as they are used: of a mean divided by their sum, of a sum as they are.
+    """The weights of `count` adapters as used: divided by their sum for a mean, unchanged for a sum.
 
     Args:
-        weights: one for each; None: all count alike. sum: they may be negative.
+        weights: one each; None: all equal. sum: weights may be negative.
 
     Raises:
-        ConfigError: another number of weights, one that is no number, or absurd beside the others; in a mean, one that
-            is negative.
+        ConfigError: wrong number of weights; a weight is not a number, or absurdly small beside the others; in a mean,
+            a weight is negative.
 
     Example:
         >>> used_weights(2, [1, 3]), used_weights(2, [1, -1], sum=True)
@@ -37,7 +37,7 @@ def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: boo
     if not sizes:
         raise ConfigError(f"not all weights may be zero; got {list(given)}.")
     if max(sizes) > _LARGEST or min(sizes) < _SMALLEST:
-        raise ConfigError(f"weights are from {_SMALLEST:g} to {_LARGEST:g} in size, or 0; got {list(given)}.")
+        raise ConfigError(f"weights must be from {_SMALLEST:g} to {_LARGEST:g} in size, or 0; got {list(given)}.")
     if min(sizes) < _SMALLEST * max(sizes):
         raise ConfigError(
             f"the weights are too far apart: {min(sizes):g} beside {max(sizes):g} would count for nothing. Leave "
@@ -53,5 +53,5 @@ def _numbers(values: Sequence[float]) -> tuple[float, ...]:
             raise ConfigError(f"weights must be numbers; got {str(value)[:80]!r}.")
     try:
         return tuple(map(float, values))
-    except OverflowError as error:  # a whole number beyond every float
-        raise ConfigError(f"weights are from {_SMALLEST:g} to {_LARGEST:g} in size, or 0.") from error
+    except OverflowError as error:  # an integer too large for a float
+        raise ConfigError(f"weights must be from {_SMALLEST:g} to {_LARGEST:g} in size, or 0.") from error

@@ -1,7 +1,7 @@
 """Writes a PEFT adapter module by module, so that memory holds one module, however large the adapter.
 
-The tensors go to a nameless scratch file first, for their ranks are known only when they come; the directory appears at
-the end, whole. What is given up before that leaves nothing behind.
+The tensors first go to a nameless scratch file, because all ranks are known only at the end; then the directory appears
+whole. An abandoned write leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from fedlora.core.lora import LoRA
 from fedlora.errors import AdapterFormatError, escaped
 from fedlora.linalg.stored import stored_bytes
 
-# What a field that is not there means to peft, as far as the update goes; null for the others.
+# What a missing field means to peft, where that affects the update; None for the others.
 _UNSAID: Mapping[str, Any] = {
     "rank_pattern": {}, "alpha_pattern": {}, "use_rslora": False, "init_lora_weights": True, "bias": "none",
     "lora_bias": False, "inference_mode": True,
 }  # fmt: skip
 _FILES = rf"{re.escape(CONFIG_FILE)}|{re.escape(WEIGHTS_FILE)}|README\.md"
 ADAPTER_FOLDER = FolderKind("an adapter", CONFIG_FILE, _FILES)
-# What a folder's weights say of its writer.
+# Values of the mark that names a folder's writer in its weights.
 MERGE, RESIZE, TRAIN, RUN = "fedlora merge", "fedlora resize", "fedlora train", "fedlora run"
 _WEIGHTS = f"**/{WEIGHTS_FILE}"
 _RESULT = rf"{_FILES}|labels\.json"
@@ -57,17 +57,17 @@ RESIZE_FOLDER = FolderKind("a resized adapter", CONFIG_FILE, _RESULT, only_by(RE
 
 
 def upload_folder(by: str) -> FolderKind:
-    """An upload that was written by `by`."""
+    """An upload written by `by`."""
     return FolderKind("an upload", CONFIG_FILE, rf"{_FILES}|upload\.json", only_by(by, _WEIGHTS))
 
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """What a PEFT adapter says besides its numbers. Opaque to the core; `write_adapter` puts it back.
+    """Everything in a PEFT adapter besides its numbers. Opaque to the core; `write_adapter` puts it back.
 
     config: the fields of adapter_config.json, without rank and alpha, which follow from the adapter.
     scaling: the update is scaling * B @ A for the adapter that this spec came with. layouts: path -> how the pair is
-    stored, of those that are no linear layers. fields: that the config had; None: not known.
+    stored, for all but linear layers. fields: the config's field names; None: unknown.
 
     Example:
         >>> spec = AdapterSpec({"peft_type": "LORA", "target_modules": ["q", "v"]}, scaling=2.0)
@@ -87,19 +87,19 @@ class AdapterSpec:
         return name
 
     def path_of(self, module: str) -> str:
-        """Where a module's pair is stored: its own path, or its tensor's for an expert."""
+        """Where a module's pair is stored: its own path; for an expert, its tensor's."""
         return module if module in self.layouts or stored_path(module) not in self.layouts else stored_path(module)
 
 
 class AdapterWriter:
     """with AdapterWriter(directory, spec) as writer: writer.add(module, lora) ...; writer.finish(heads, card)
 
-    The directory is new, or empty, or an adapter and nothing else, which is replaced whole: never a mixture of two.
-    by: the command that may replace it (`mark`). limits: of the files, as they are read back before they appear.
+    The directory must be new, empty, or contain only an adapter, which is replaced whole: never a mixture of two.
+    by: the command that may replace it (`mark`). limits: for reading the files back before they appear.
 
     Raises:
-        AdapterFormatError: values that are not finite, a module of rank 0, an expert that is missing at the end; what
-            `AdapterFile` refuses of the result.
+        AdapterFormatError: values are not finite, a module has rank 0, an expert is missing at the end, or
+            `AdapterFile` refuses the result.
         ConfigError: the directory cannot be written, or holds other files.
 
     Example:
@@ -121,7 +121,7 @@ class AdapterWriter:
         self._header: dict[str, dict[str, Any]] = {}
         self._modules: list[str] = []
         self._ranks: dict[str, int] = {}
-        self._waiting: dict[str, dict[str, LoRA]] = {}  # experts, until all pairs of their module are there
+        self._waiting: dict[str, dict[str, LoRA]] = {}  # experts, until their module is complete
 
     def _new_scratch(self) -> IO[bytes]:
         home = next(p for p in self._directory.absolute().parents if p.is_dir())
@@ -136,7 +136,7 @@ class AdapterWriter:
         self._scratch.close()
 
     def add(self, module: str, lora: LoRA) -> None:
-        """One module's pair."""
+        """Add one module's pair."""
         if lora.rank == 0:
             raise AdapterFormatError(
                 f"module {module!r} has rank 0, which PEFT cannot represent; pad it with `pad_rank`."
@@ -151,8 +151,8 @@ class AdapterWriter:
         self._put_pair(path, layout, [lora])
 
     def finish(self, heads: Mapping[str, Tensor], card: str = "", *, rank: int = 0) -> None:
-        """Write the directory, with the tensors beside the pairs. `card`: the text of README.md. rank: pairs of less
-        are padded to it with zero slots."""
+        """Write the directory, with the tensors other than pairs. `card`: the text of README.md. rank: pad pairs of
+        lower rank to this with zero slots."""
         if not self._modules:
             raise AdapterFormatError("the adapter has no modules; nothing was written.")
         self._put_experts(rank)
@@ -168,27 +168,27 @@ class AdapterWriter:
             self._check(building)
 
     def _stored_names(self, heads: Iterable[str]) -> dict[str, str]:
-        """The names under which peft looks for base tensors, once pairs and trained tokens are wrapped around them."""
+        """The names under which peft looks for base tensors, once it wraps modules for pairs and trained tokens."""
         wraps: dict[str, list[str]] = {}
         for path in self._ranks:
             wraps.setdefault(plain(path), []).append("base_layer")
         wraps |= {plain(h.removesuffix(TOKENS)): ["token_adapter", "base_layer"] for h in heads if h.endswith(TOKENS)}
-        beside = (".lora_B.bias", TOKENS)  # of the pairs themselves
+        beside = (".lora_B.bias", TOKENS)  # these belong to the wrappers themselves
         return {head: head if head.endswith(beside) else wrapped(head, wraps) for head in heads}
 
     def _check(self, written: Path) -> None:
-        """Read what was written as an adapter of a stranger is read. Raises `AdapterFormatError` where that fails."""
+        """Read the result back as if it came from a stranger. Raises `AdapterFormatError` if that fails."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of the inputs' configs, and said of them
+                warnings.simplefilter("ignore")  # they concern the inputs' configs, and were shown for those
                 AdapterFile(written, limits=self._limits, allow_unknown=self._spec.config).check()
         except AdapterFormatError as error:
             why = str(error).replace(f"{escaped(str(written))}: ", "").replace(escaped(str(written)), "it")
             raise AdapterFormatError(f"the result could not be loaded, so nothing was written: {why}") from error
 
     def _put_experts(self, least: int) -> None:
-        """Those that were waiting. PEFT nests the parameters of one module in an order that a file does not tell, so
-        all of a module's are given one rank, and one pattern that means them all."""
+        """Write the waiting experts. The file does not record in which order PEFT nests one module's parameters, so
+        all of a module's get one rank and share one pattern."""
         ranks: dict[str, int] = {}
         for path, pairs in self._waiting.items():
             owner = plain(path)
@@ -202,7 +202,7 @@ class AdapterWriter:
             self._put_pair(path, layout, [pad_rank(pairs[name], rank) for name in layout.modules(path)])
 
     def _widen(self, rank: int) -> None:
-        """Give every pair that rank, by zero slots, in a new scratch file."""
+        """Pad every pair to that rank with zero slots, in a new scratch file."""
         narrow = [path for path, r in self._ranks.items() if r < rank]
         if not narrow:
             return
@@ -234,17 +234,17 @@ class AdapterWriter:
 
     def _write_weights(self, path: Path) -> None:
         header = json.dumps({"__metadata__": marked(self._by), **dict(sorted(self._header.items()))}).encode()
-        header += b" " * (-len(header) % 8)  # the format wants the data to begin at a multiple of 8
+        header += b" " * (-len(header) % 8)  # the format aligns the data to 8 bytes
         with files.replacing(path) as file:
             file.write(struct.pack("<Q", len(header)) + header)
             self._scratch.seek(0)
             shutil.copyfileobj(self._scratch, file, 1 << 20)
 
     def _config(self, heads: Sequence[str]) -> dict[str, Any]:
-        """The spec's fields, with those that follow from the tensors. One that the file lacked is written only where
-        it says something: a peft that is older than the field refuses it."""
+        """The spec's fields, plus those that follow from the tensors. A field that the source lacked is written only if
+        it has an effect, because older peft versions refuse fields they do not know."""
         spec = self._spec
-        largest = max(self._ranks.values())  # readers without patterns make room for this one
+        largest = max(self._ranks.values())  # r: readers that ignore patterns then allocate enough
         other = {self._pattern(path): r for path, r in self._ranks.items() if r != largest}
         needed = {"peft_type": "LORA", "r": largest, "lora_alpha": alpha_for(spec.scaling, largest)}
         saved = saved_modules_for(spec.config, heads)
@@ -268,13 +268,13 @@ class AdapterWriter:
         return {**spec.config, **said, **needed}
 
     def _pattern(self, path: str) -> str:
-        """A pattern that means this path and nothing else."""
+        """A pattern that matches only this path."""
         return self._patterns[path]
 
     @cached_property
     def _patterns(self) -> Mapping[str, str]:
-        """For each path, the name by which peft asks for it: as it is where no pattern of them means two of the names,
-        since peft before 0.15 takes nothing but such a name for a whole path; else escaped, from its start."""
+        """For each path, the name by which peft matches it: bare if no such name matches two of them, since peft
+        before 0.15 accepts only bare names for a whole path; otherwise escaped and anchored."""
         parameters = Parameters(self._spec.config)
         names = {path: self._spec.layouts.get(path, Layout()).pattern or asked_as(path, self._ranks, parameters)
                  for path in self._ranks}  # fmt: skip
@@ -288,14 +288,14 @@ class AdapterWriter:
         return {path: self._owner(path) or (name if alone else f"^{re.escape(name)}") for path, name in names.items()}
 
     def _owner(self, path: str) -> str | None:
-        """All parameters of a module, where the layout does not tell which one is stored at `path`."""
+        """A pattern for all of a module's parameters, if the layout does not say which one is stored at `path`."""
         layout = self._spec.layouts.get(path, Layout())
         unnamed = layout.kind == "parameter" and not layout.pattern
         return rf"^{re.escape(plain(path))}\.[^.]+" if unnamed else None
 
 
 def pad_rank(lora: LoRA, rank: int) -> LoRA:
-    """The same update with zero slots up to `rank`: for export only, since such slots cannot train."""
+    """The same update padded to `rank` with zero slots: for export only, since such slots cannot train."""
     B, A = lora.factors
     grow = max(rank - lora.rank, 0)
     return LoRA(pad(B, (0, grow)), pad(A, (0, 0, 0, grow)))

@@ -1,4 +1,4 @@
-"""The adapter_config.json of a result: what peft must find in it, and nothing of a stranger's patterns."""
+"""A result's adapter_config.json: what peft needs in it, without any stranger's patterns."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from fedlora.adapters.patterns import is_name
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError
 
-_CHOOSING = ("exclude_modules", "layers_to_transform", "layers_pattern")  # fields that leave out some of the targets
+_CHOOSING = ("exclude_modules", "layers_to_transform", "layers_pattern")  # fields that exclude some targets
 
 
 def targets_for(
     config: Mapping[str, Any], modules: Iterable[str], layouts: Mapping[str, Layout], *, apart: bool = True
 ) -> dict[str, Any]:
-    """The spec's own targets where they are names that mean all of the adapter's modules; else the modules by their
-    full paths, so that no pattern is written.
+    """The spec's own targets if these names cover all of the adapter's modules; otherwise the modules' full paths, so
+    that no pattern is written.
 
-    To peft a list of paths is a list of endings: `head` means `aux.head` too. So a choice that means all of them stays
-    as it is, patterns included, where one of them has no module around it.
+    peft treats a list of paths as endings, so `head` also matches `aux.head`. If a module's path has no dot, we
+    therefore keep a selection that covers all modules, including its patterns.
 
     Args:
-        apart: what the choice left out because it was saved whole is saved whole still.
+        apart: modules that the selection excludes because they are saved whole still are.
     """
     parameters = Parameters(config)
     paths = dict.fromkeys(
@@ -45,14 +45,14 @@ def targets_for(
 
 
 def saved_modules_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[str, Any]:
-    """modules_to_save as the heads need it: peft demands every one that it names, and reads no other.
+    """modules_to_save for these heads: peft requires every module it names, and reads no other.
 
     Raises:
-        AdapterFormatError: a saved module's name would be a pattern to peft.
+        AdapterFormatError: peft would read a saved module's name as a pattern.
     """
     heads = [path for path in heads if extra_kind(path, config) in (None, "head")]
     if not heads:
-        # For some tasks peft adds their head to modules_to_save, and would then miss it in the file.
+        # peft adds some tasks' heads to modules_to_save, and would then miss them in the file.
         return {"modules_to_save": None} | ({"task_type": None} if config.get("task_type") in SAVED_FOR else {})
     named = tuple(config.get("modules_to_save") or ())
     outer = {path: saved_modules(path, named)[:1] for path in heads}
@@ -67,7 +67,7 @@ def saved_modules_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[s
 
 
 def extras_for(config: Mapping[str, Any], heads: Sequence[str]) -> dict[str, Any]:
-    """The fields that say which tensors lie beside the pairs, as the adapter has them."""
+    """The fields that declare tensors other than pairs, matching what the adapter has."""
     kinds = {extra_kind(path, config) for path in heads}
     return {
         "bias": config.get("bias", "none") if "bias" in kinds else "none",

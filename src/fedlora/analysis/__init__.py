@@ -1,4 +1,4 @@
-"""What an adapter or a method really does: exactness against the true mean, drift in other coordinates, spectra."""
+"""What an adapter or a method does: exactness against the true mean, drift in other coordinates, spectra."""
 
 from typing import TYPE_CHECKING
 

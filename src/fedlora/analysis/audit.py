@@ -1,7 +1,7 @@
-"""How far a server's result is from what it should be: exactness against the true mean, drift under a change of gauge.
+"""How far a server's result is off: its error against the true mean, and its drift under a change of gauge.
 
-`audit` asks both of one method on given uploads, whatever made them. Everything is measured on factor pairs: ||X -
-Y||_F of two updates is the norm of one stacked pair, never a dense one.
+`audit` measures both for one method on given uploads, whoever made them. It works on factor pairs: ||X - Y||_F of two
+updates is the norm of one stacked pair, never of a dense matrix.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedlora.server.state import ServerState
 
 
 def relative_difference(got: Mapping[str, LoRA], want: Mapping[str, LoRA]) -> float:
-    """||got - want||_F / ||want||_F over all modules together; inf where want is zero and got is not."""
+    """||got - want||_F / ||want||_F over all modules together; inf if only want is zero."""
     gap = math.hypot(
         *(stack([got[m].map(Tensor.double), want[m].map(Tensor.double)], [1.0, -1.0]).norm() for m in want)
     )
@@ -40,7 +40,7 @@ def relative_difference(got: Mapping[str, LoRA], want: Mapping[str, LoRA]) -> fl
 
 
 def mean_update(uploads: Sequence[Upload], weights: Mapping[str, float]) -> dict[str, LoRA]:
-    """Module -> sum_i p_i B_i A_i as one stacked pair in float64, p_i normalised over those who hold the module.
+    """Module -> sum_i p_i B_i A_i as one stacked pair in float64. p_i is normalised over the clients with the module.
 
     Example:
         >>> mean_update(uploads, {"site-1": 0.5, "site-2": 0.5})["q"].rank  # stacked: 2 + 4
@@ -57,7 +57,7 @@ def mean_update(uploads: Sequence[Upload], weights: Mapping[str, float]) -> dict
 
 
 def padded_average_error(state: ServerState, uploads: Sequence[Upload], weights: Mapping[str, float]) -> float:
-    """The relative error that zero-padded factor averaging would have made on these uploads, against the true mean.
+    """The relative error of zero-padded factor averaging on these uploads, against the true mean.
 
     Example:
         >>> padded_average_error(server.init(seed_adapter), uploads, {"site-1": 0.5, "site-2": 0.5}) > 0.01
@@ -77,12 +77,12 @@ MOST = 1e12  # the condition at which float64 (unit round-off 1.1e-16) keeps fou
 
 
 def random_gauge(rank: int, condition: float, *seed: str | int) -> Tensor:
-    """An invertible Q (rank, rank), float64, of that 2-norm condition: orthogonal x geometric x orthogonal. Raises
-    `ValueError` for a condition below 1 or above `MOST`."""
+    """A random invertible Q (rank, rank), float64, with this 2-norm condition: orthogonal x geometric x orthogonal.
+    Raises `ValueError` for a condition below 1 or above `MOST`."""
     if not 1 <= condition <= MOST:
         raise ValueError(
             f"a condition must be from 1 to {MOST:g}; got {condition:g}. Beyond it, float64 keeps fewer than "
-            f"four digits of an update that is written in them, and soon none."
+            f"four digits of an update in those coordinates, and soon none."
         )
     generator = torch.Generator().manual_seed(derive_seed("gauge", *seed))
     left, right = (
@@ -96,8 +96,8 @@ def random_gauge(rank: int, condition: float, *seed: str | int) -> Tensor:
 def regauge(upload: Upload, condition: float, *, seed: int = 0, as_sent: bool = False) -> Upload:
     """The same update in random coordinates: each (B, A) as (B Q, Q^-1 A).
 
-    In float64, so that storing costs nothing; as_sent: in the dtypes that the upload came in, where storing moves the
-    update itself by about u times the condition.
+    The result is float64, so storing costs nothing. as_sent: it has the upload's dtypes, and storing moves the update
+    itself by about u times the condition.
     """
 
     def move(name: str, lora: LoRA) -> LoRA:
@@ -112,8 +112,8 @@ def regauge(upload: Upload, condition: float, *, seed: int = 0, as_sent: bool = 
 
 @dataclass(frozen=True)
 class GaugeStress:
-    """A hook on uploads, for experiments: each is re-expressed in random coordinates, new in every round, in the dtypes
-    in which it came. What is averaged means the same, so a method that minds averages coordinates.
+    """A hook on uploads, for experiments: expresses each in random coordinates, new in every round, in its own dtypes.
+    The updates mean the same, so a method that depends on coordinates shows it.
 
     condition: of the coordinates. seed: of the run.
     """
@@ -129,10 +129,10 @@ class GaugeStress:
 def gauge_drift(
     server: Server, state: ServerState, uploads: Sequence[Upload], *, condition: float = 10.0, as_sent: bool = False
 ) -> float:
-    """How far, relatively, the server's model moves when clients re-express their updates in random coordinates.
+    """How far, relatively, the server's model moves when clients express their updates in random coordinates.
 
-    A statement about the method, from float64 copies; as_sent: about this server, with the uploads in the dtypes that
-    they came in before and after. An exact method then moves as far as `storing_drift` says the mean itself does.
+    By default it describes the method, on float64 copies. as_sent: it describes this server, on uploads in their own
+    dtypes before and after. An exact method then moves as far as the mean itself does: see `storing_drift`.
 
     Example:
         >>> begun = server.init(seed_adapter)
@@ -149,7 +149,7 @@ def gauge_drift(
 def storing_drift(
     uploads: Sequence[Upload], weights: Mapping[str, float], *, condition: float = 10.0, seed: int = 0
 ) -> float:
-    """How far the float64 mean itself moves when the uploads are stored again, in random coordinates, as they came."""
+    """How far the float64 mean itself moves when the uploads are stored in random coordinates, in their own dtypes."""
     moved = [regauge(u, condition, seed=seed, as_sent=True) for u in uploads]
     return relative_difference(mean_update(moved, weights), mean_update(uploads, weights))
 
@@ -159,16 +159,16 @@ def storing_drift(
 
 @dataclass(frozen=True)
 class Audit:
-    """What one method makes of one round's uploads: of float64 copies, which is about the method; and of the uploads as
-    they came, in their dtypes, which is about the server (the fields named `sent`).
+    """What one method makes of one round's uploads: once from float64 copies, which tests the method, and once from the
+    uploads in their own dtypes, which tests the server (the fields named `sent`).
 
-    error, sent_error: of the server's update against the true mean of the stored factors, relative; None where that
-    mean is zero. drift, sent_drift: condition of the random gauges -> the largest relative change of the server's
-    update over the draws; None where one factor travels, which leaves no gauge to change, and for a mean of zero.
-    storing: how far the mean itself moves when the uploads are stored in those gauges as they came. readout_drift,
-    sent_readout_drift: as drift, of what each client starts from, the largest over clients too. zero_mean: the mean
-    update is zero up to rounding of its terms. modules: module -> the method's diagnostics. refused: why the method
-    cannot take these uploads; the rest is empty then.
+    error, sent_error: the relative error of the server's update against the true mean of the stored factors; None if
+    that mean is zero. drift, sent_drift: condition of the random gauges -> the largest relative change of the server's
+    update over the draws; None if one factor travels, so that there is no gauge to change, or the mean is zero.
+    storing: how far the mean itself moves when the uploads are stored in those gauges in their own dtypes.
+    readout_drift, sent_readout_drift: like drift, for what each client starts from; the largest over clients too.
+    zero_mean: the mean update is zero up to rounding of its terms. modules: module -> the method's diagnostics.
+    refused: why the method cannot take these uploads; all other fields are then empty.
 
     Example:
         >>> from fedlora.analysis.audit import audit
@@ -193,10 +193,10 @@ class Audit:
 def audit(
     name: str, method: Method[Any], uploads: Sequence[Upload], *, conditions: Sequence[float] = (10.0,), draws: int = 3
 ) -> Audit:
-    """What `method` makes of `uploads`, complete adapters of any ranks, and of the same ones in other coordinates.
+    """What `method` makes of `uploads`, complete adapters of any ranks, and of the same updates in other coordinates.
 
-    The server starts from the best common adapter of the uploads' rank, so that methods that compare with what they
-    sent have something to compare with. A method that freezes A can only take uploads which share theirs.
+    The server starts from the best common adapter at the uploads' rank, because some methods compare uploads with what
+    the server sent. A method that freezes A accepts only uploads with a common A.
     """
     on_w0 = (replace(u, adapter=Adapter(u.adapter.modules, base={})) for u in uploads)
     came = sorted(on_w0, key=lambda u: u.client.id)
@@ -215,7 +215,7 @@ def audit(
         if one_factor:
             _require_common("A" if roles.A == "frozen" else "B", bare)
         after = server.aggregate(state, [replace(u, adapter=send(u.adapter, roles)) for u in bare])
-        # As they came: from a start of the same dtype, which wide factors would widen.
+        # In their own dtypes: from a start of the same dtype, because wide factors would widen it.
         wide = any(t.dtype == torch.float64 for u in came for t in _tensors(u))
         plain_state = server.init(start if wide else start.map(Tensor.float))
         as_sent = server.aggregate(plain_state, [replace(u, adapter=send(u.adapter, roles)) for u in came])
@@ -223,7 +223,7 @@ def audit(
         return Audit(name, refused=str(refusal))
     tally = after.tally
     if tally is None:
-        raise NoGlobalModel(f"{name} aggregated and kept no tally of who counted, so it cannot be audited.")
+        raise NoGlobalModel(f"{name} kept no tally of who counted, so it cannot be audited.")
     mean = mean_update(bare, tally.weights)
     zero_mean = _is_zero(mean)
     found = Audit(name, modules=server.diagnostics(after), zero_mean=zero_mean)
@@ -235,7 +235,7 @@ def audit(
         )
     if one_factor or zero_mean:
         return found
-    with _without_warnings():  # of coordinates that are bad on purpose
+    with _without_warnings():  # about coordinates that are bad on purpose
         exact, as_came = (
             {c: _largest([_moves(server, played, c, draw) for draw in range(draws)]) for c in conditions}
             for played in (_Played(state, after, bare, False), _Played(plain_state, as_sent, came, True))
@@ -252,7 +252,7 @@ def audit(
 
 @dataclass(frozen=True)
 class _Played:
-    """A round: the server before and after it. as_sent: the uploads keep their dtypes in other coordinates, too."""
+    """A round: the server before and after it. as_sent: the uploads also keep their dtypes in other coordinates."""
 
     before: ServerState
     after: ServerState
@@ -261,8 +261,8 @@ class _Played:
 
 
 def _moves(server: Server, played: _Played, condition: float, draw: int) -> tuple[float, float, float]:
-    """How far three things move with the uploads in other coordinates: the server's update, what clients start from,
-    and, as sent, the uploads' mean itself. inf where the uploads' dtype has no room for these coordinates."""
+    """How far three things move when the uploads change coordinates: the server's update, what clients start from, and,
+    as sent, the uploads' mean itself. inf if the uploads' dtype cannot hold these coordinates."""
     there = [regauge(u, condition, seed=draw, as_sent=played.as_sent) for u in played.uploads]
     if not all(bool(torch.isfinite(t).all()) for u in there for t in _tensors(u)):
         return math.inf, math.inf, math.inf
@@ -285,7 +285,7 @@ def _largest(draws: Sequence[tuple[float, float, float]]) -> tuple[float, float,
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """The server's warnings are about rounds; these are experiments with one."""
+    """The server warns about rounds; these are experiments with one."""
     log = logging.getLogger("fedlora.server")
     before, log.disabled = log.disabled, True
     try:
@@ -295,14 +295,14 @@ def _without_warnings() -> Iterator[None]:
 
 
 def _learned(server: Server, before: ServerState, after: ServerState) -> dict[str, LoRA]:
-    """The server's update after a round, less what the base weight had moved by before it."""
+    """The server's update after a round, less the change of the base weight before it."""
     base = {m: change.base.total for m, change in _readouts(server, before).items() if change.base is not None}
     got = {m: lora.map(Tensor.double) for m, lora in server.global_update(after).items()}
     return {m: stack([lora, base[m].map(Tensor.double)], [1.0, -1.0]) if m in base else lora for m, lora in got.items()}
 
 
 def _is_zero(mean: Mapping[str, LoRA]) -> bool:
-    """Whether an update is nothing but float64 rounding of its terms."""
+    """Whether an update is only the float64 rounding of its terms."""
     for lora in mean.values():
         B, A = lora.factors
         sizes = torch.linalg.vector_norm(B, dim=0) * torch.linalg.vector_norm(A, dim=1)
@@ -316,7 +316,7 @@ def _tensors(upload: Upload) -> list[Tensor]:
 
 
 def _common_start(uploads: Sequence[Upload]) -> Adapter:
-    """The uploads' uniform mean cut to their largest rank; with their A, where they share one."""
+    """The uploads' uniform mean cut to their largest rank; with their common A, if they share one."""
     start = {}
     for name in sorted({name for u in uploads for name in u.adapter.modules}):
         held = [u.adapter.modules[name] for u in uploads if name in u.adapter.modules]
@@ -335,7 +335,7 @@ def _common_start(uploads: Sequence[Upload]) -> Adapter:
 
 
 def _is_common(factor: str, loras: Sequence[LoRA]) -> bool:
-    """Whether all have bitwise the same slots of that factor, as far as each goes."""
+    """Whether all have bitwise the same slots of that factor, up to the shorter rank."""
     slots = [lora.factors[0].mT if factor == "B" else lora.factors[1] for lora in loras]
     widest = max(slots, key=len)
     return all(torch.equal(s, widest[: len(s)]) for s in slots)
@@ -344,7 +344,7 @@ def _is_common(factor: str, loras: Sequence[LoRA]) -> bool:
 def _require_common(factor: str, uploads: Sequence[Upload]) -> None:
     for name in sorted({name for u in uploads for name in u.adapter.modules}):
         if not _is_common(factor, [u.adapter.modules[name] for u in uploads if name in u.adapter.modules]):
-            raise ShapeError(f"it freezes {factor} at one common value, and these adapters differ in theirs.")
+            raise ShapeError(f"it freezes {factor} at one common value, but these adapters have different ones.")
 
 
 def _readouts(server: Server, state: ServerState) -> dict[str, Readout]:

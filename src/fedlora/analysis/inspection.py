@@ -1,6 +1,6 @@
-"""What an adapter is made of, and how two of them differ: norms, spectra, dead slots, subspaces, gauge.
+"""What an adapter contains, and how two adapters differ: norms, spectra, dead slots, subspaces, gauge.
 
-All of it on factor pairs; numbers of the update do not depend on the gauge, those of the factors do and say so.
+All of it works on factor pairs. Numbers about the update do not depend on the gauge; those about factors say so.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fedlora.core.lora import LoRA, stack
 from fedlora.errors import AdapterFormatError, ShapeError
 from fedlora.linalg import gauge_fix, norm, rank_tolerance, svd_of_product
 
-_SAME = 1e-5  # which is what storing in float32 leaves
+_SAME = 1e-5  # the rounding that float32 storage leaves
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one module's update. rank: its slots; numerical: the rank of B A; effective: exp of the entropy of the energy
-    shares, how many directions it really uses; dead: slots that can never train (B and A both zero); balance: ||B|| /
-    ||A||, which is the gauge's."""
+    """Numbers about one module's update. rank: its slots; numerical: the rank of B A; effective: exp of the entropy of
+    the energy shares, the number of directions really used; dead: slots that can never train (B and A both zero);
+    balance: ||B|| / ||A||, which depends on the gauge."""
 
     rank: int
     numerical: int
@@ -67,7 +67,7 @@ def facts(lora: LoRA) -> Facts:
 def overlap(one: LoRA, other: LoRA) -> float:
     """How much of the smaller column space lies in the larger: the mean squared cosine of their principal angles.
 
-    Raises `ShapeError` where they are of different matrices.
+    Raises `ShapeError` if they belong to different matrices.
 
     Example:
         >>> lora = uploads[0].adapter.modules["q"]
@@ -84,8 +84,8 @@ def overlap(one: LoRA, other: LoRA) -> float:
 
 @dataclass(frozen=True)
 class ModuleDifference:
-    """Between two adapters. update: ||X - Y|| / ||X||; B, A: the same of the factors, None where their ranks differ;
-    angle: the largest principal angle of the column spaces, in degrees."""
+    """The difference of two adapters. update: ||X - Y|| / ||X||; B, A: the same for the factors, None if their ranks
+    differ; angle: the largest principal angle of the column spaces, in degrees."""
 
     update: float
     B: float | None
@@ -94,7 +94,7 @@ class ModuleDifference:
 
     @property
     def verdict(self) -> str:
-        """In words; "same" is up to 1e-5."""
+        """The difference in words; "same" means within 1e-5."""
         if self.update <= _SAME:
             same = self.B is not None and self.A is not None and max(self.B, self.A) <= _SAME
             return "the same factors" if same else "the same update in another gauge"
@@ -102,7 +102,7 @@ class ModuleDifference:
 
 
 def difference(one: LoRA, other: LoRA) -> ModuleDifference:
-    """Of two updates of one matrix. Raises `ShapeError` where they are of different ones.
+    """The difference of two updates of one matrix. Raises `ShapeError` if they belong to different matrices.
 
     Example:
         >>> lora = uploads[0].adapter.modules["q"]
@@ -149,10 +149,10 @@ def _relative(one: Tensor, other: Tensor) -> float | None:
 
 
 def comparable(files: Sequence[AdapterFile]) -> list[AdapterFile]:
-    """The adapters, of which any two may be compared: of one base model, and small enough.
+    """The adapters, if any two can be compared: they have one base model and are small enough.
 
     Raises:
-        AdapterFormatError: they are of several base models, a module has two shapes, or two adapters' largest modules
+        AdapterFormatError: they have several base models, a module has two shapes, or two adapters' largest modules
             would not fit into memory together.
     """
     files = list(Collection.of(files, same_weights=same_weights(files)).files)
@@ -173,8 +173,8 @@ def comparable(files: Sequence[AdapterFile]) -> list[AdapterFile]:
 
 
 def heads_apart(one: AdapterFile, other: AdapterFile) -> dict[str, float]:
-    """Name of each tensor beside the pairs in which two adapters differ -> ||X - Y|| / ||X||; infinite where one lacks
-    it, or has another shape. Equal is up to 1e-5, as of `ModuleDifference`."""
+    """Differing tensor other than a pair -> ||X - Y|| / ||X||; inf if one adapter lacks it or has another shape. Equal
+    means within 1e-5, as in `ModuleDifference`."""
     found = {}
     for name in sorted({*one.heads, *other.heads}):
         apart = math.inf
@@ -189,12 +189,12 @@ def heads_apart(one: AdapterFile, other: AdapterFile) -> dict[str, float]:
 
 
 def mean_overlap(one: AdapterFile, other: AdapterFile) -> float:
-    """`overlap` in the mean over the modules that both have; 0 where there are none."""
+    """The mean `overlap` over the modules that both adapters have; 0 if there are none."""
     common = sorted(set(one.modules) & set(other.modules))
     return math.fsum(overlap(one.lora(m), other.lora(m)) for m in common) / len(common) if common else 0.0
 
 
 def overlaps(files: Sequence[AdapterFile]) -> dict[str, list[list[float]]]:
-    """Module -> adapter by adapter, how much their column spaces share; of the modules that all have."""
+    """Module -> a matrix over adapters of their column spaces' `overlap`; only modules that all adapters have."""
     common = [m for m in files[0].modules if all(m in file.ranks for file in files)]
     return {m: [[overlap(a.lora(m), b.lora(m)) for b in files] for a in files] for m in common}

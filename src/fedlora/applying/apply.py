@@ -1,8 +1,8 @@
-"""The full model with an adapter written into it, for serving without PEFT.
+"""Writes an adapter into its full base model, for serving without PEFT.
 
-transformers loads the base model and saves the result; peft says what each update is (`judge.py`). The sums are made
-here, in float64, and rounded once. Then the program checks itself: each update of peft's against the file's own reading
-(`updates.py`), and the written folder, loaded again, against what was in memory, bit for bit.
+transformers loads the base and saves the result; peft says what each update is (`judge.py`). This module adds the
+updates in float64 and rounds once. Then it checks itself: each of peft's updates against our own reading of the file
+(`updates.py`), and the written folder, loaded again, against the model in memory, bit for bit.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.stored import stored_bytes
 
 _APPLY = "fedlora apply"
-_SHARD = "5GB"  # of weights in one file
+_SHARD = "5GB"  # most weights in one file
 Progress = Callable[[Sequence[str]], Iterable[str]]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What rounding to the type that is written takes of the update. loss: of all of it, relative. where, most: the
-    tensor that loses most, and how much. vanished: tensors in which nothing of the update is left."""
+    """The share of the update lost by rounding to the written type. loss: over all tensors, relative. where, most: the
+    tensor that loses most, and its loss. vanished: tensors in which nothing is left of the update."""
 
     loss: float
     where: str
@@ -59,8 +59,8 @@ class Cost:
 class Applied:
     """What `apply` did, or would do.
 
-    changed, added: names of tensors, as the model in memory has them. left_out: files and tensors of the base that are
-    no part of the result, with reasons. notes: lines for a reader. cost: None where no number was computed.
+    changed, added: names of tensors in the loaded model. left_out: files and tensors of the base that are not in the
+    result, with reasons. notes: for the user. cost: None if nothing was computed.
     """
 
     changed: tuple[str, ...]
@@ -71,10 +71,10 @@ class Applied:
 
 
 def check_adapter(file: AdapterFile, base: BaseFiles) -> Applied:
-    """The judgement of `apply_adapter`, by names and shapes: no number of the base model is read.
+    """Judge as `apply_adapter` does, by names and shapes only: reads no numbers of the base model.
 
     Raises:
-        AdapterFormatError: the adapter does not fit the base model. ConfigError: the base model's files are unsound.
+        AdapterFormatError: the adapter does not fit the base model. ConfigError: the base model's files are invalid.
     """
     _, left_out = base.side_files()
     return _applied(judged(file, base), left_out)
@@ -89,15 +89,15 @@ def apply_adapter(
     *,
     force: bool = False,
 ) -> Applied:
-    """Write the base model with the adapter in it to `out`; tell what was changed, added and left out.
+    """Write the base model with the adapter in it to `out`; report what was changed, added and left out.
 
     Args:
-        dtype: of all floating-point tensors of the result; None: as the base model has them.
-        force: a model of the same files that `apply` wrote is replaced.
+        dtype: for all floating-point tensors in the result; None: the base model's own.
+        force: replace a model with the same files that `apply` wrote.
 
     Raises:
-        AdapterFormatError: the adapter does not fit the base model, or the work would take more memory than its limit.
-        ConfigError: the base's files are unsound; `out` is not empty, lies in an input, or cannot be written.
+        AdapterFormatError: the adapter does not fit the base model, or the work would exceed the memory limit.
+        ConfigError: the base's files are invalid; `out` is not empty, lies in an input, or cannot be written.
     """
     kept, left_out = base.side_files()
     how: Any = {"force": force, "kind": model_folder(kept), "inputs": [file.directory, base.directory]}
@@ -109,7 +109,7 @@ def apply_adapter(
         costs = _write(verdict, building, dtype, progress)
         for side in kept:
             if side.name not in (CONFIG, CARD):
-                (building / side.name).unlink(missing_ok=True)  # generation_config.json, of transformers' making
+                (building / side.name).unlink(missing_ok=True)  # transformers writes its own generation_config.json
                 copy_side_file(side, building / side.name)
         applied = _applied(verdict, left_out, costs)
         card = full_card(file, card_of(kept), len(applied.changed), len(applied.added), verdict.built)
@@ -118,7 +118,7 @@ def apply_adapter(
 
 
 def model_folder(kept: Sequence[SideFile]) -> FolderKind:
-    """What `apply_adapter` writes for a base model with these files beside its weights."""
+    """The folder that `apply_adapter` writes for a base model with these side files."""
     copied = "|".join(re.escape(file.name) for file in kept)
     shards = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
     own = f"{shards}|{re.escape(CONFIG)}|{re.escape(CARD)}|generation_config\\.json"
@@ -127,7 +127,7 @@ def model_folder(kept: Sequence[SideFile]) -> FolderKind:
 
 
 def _refuse_inside(adapter: Path, base: Path, out: Path) -> None:
-    """Raises `ConfigError` where the result would lie in one of the folders that it is made from."""
+    """Raise `ConfigError` if the result would lie in one of its inputs."""
     place = Path(os.path.realpath(out))
     for name, folder in (("the adapter", adapter), ("the base model", base)):
         if Path(os.path.realpath(folder)) in (place, *place.parents):
@@ -135,8 +135,8 @@ def _refuse_inside(adapter: Path, base: Path, out: Path) -> None:
 
 
 def _check_memory(verdict: Judged) -> None:
-    """The whole model in its widest type, twice where transformers keeps its tensors otherwise than they are stored;
-    the adapter in float64; two copies of the largest changed tensor in float64."""
+    """Peak memory: the whole model in its widest type, twice if transformers stores its tensors differently in memory;
+    the adapter in float64; two float64 copies of the largest changed tensor."""
     state, stored = verdict.built.model.state_dict(), set(verdict.base.stored) - set(verdict.built.unexpected)
     whole = sum(tensor.numel() for tensor in state.values()) * torch.finfo(widest(verdict.base)).bits // 8
     adapter = sum(math.prod(tensor.shape) for tensor in verdict.file.stored.values())
@@ -154,10 +154,10 @@ def _applied(verdict: Judged, left_out: Sequence[str], costs: Mapping[str, Round
     notes += [f"{n} {tuple(state[n].shape)} is added: the base model has no such tensor." for n in brought]
     if several:
         notes.append(
-            f"one tensor of the base model becomes several, and tie_word_embeddings = false: "
-            f"{', '.join(sorted(several))} stand by themselves."
+            f"one tensor of the base model becomes several separate ones, with tie_word_embeddings = false: "
+            f"{', '.join(sorted(several))}."
         )
-    odd = [f"{name} (a tensor that a {built.kind.__name__} has no place for)" for name in built.unexpected]
+    odd = [f"{name} (a {built.kind.__name__} has no place for this tensor)" for name in built.unexpected]
     changes = tuple(sorted(set(verdict.changes) - set(added)))
     return Applied(changes, tuple(added), (*left_out, *odd), tuple(notes), None if costs is None else _cost(costs))
 
@@ -173,7 +173,7 @@ def _cost(costs: Mapping[str, Rounding]) -> Cost:
 
 
 def _write(verdict: Judged, folder: Path, dtype: torch.dtype | None, progress: Progress) -> dict[str, Rounding]:
-    """The weights and the config of the result; returns what rounding has cost each changed tensor."""
+    """Write the result's weights and config; return what rounding cost each changed tensor."""
     file, base, built = verdict.file, verdict.base, verdict.built
     most = file.limits.tensors
     model, _, _ = load(built.kind, built.config, base, meta=False, most=most)
@@ -181,7 +181,7 @@ def _write(verdict: Judged, folder: Path, dtype: torch.dtype | None, progress: P
     odd = next((n for n, group in ties_of(built.model).items() if ties.get(n) != group and n in verdict.changes), None)
     if odd is not None:
         raise AdapterFormatError(
-            f"{file.directory}: it changes {odd!r}, which the base model's config ties and its files store with "
+            f"{file.directory}: it changes {odd!r}, which the base model's config ties but its files store with "
             f"different numbers: it is unclear which of the two it means."
         )
     if verdict.untied:
@@ -196,7 +196,7 @@ def _write(verdict: Judged, folder: Path, dtype: torch.dtype | None, progress: P
     for path in folder.glob("model*.safetensors"):
         _mark(path)
     del model
-    gc.collect()  # modules refer to each other, and the next line loads another one
+    gc.collect()  # modules refer to each other, and the next line loads another model
     _check_written(verdict, folder, digests)
     return costs
 
@@ -204,12 +204,12 @@ def _write(verdict: Judged, folder: Path, dtype: torch.dtype | None, progress: P
 def _change(
     verdict: Judged, model: nn.Module, dtype: torch.dtype | None, progress: Progress, costs: dict[str, Rounding]
 ) -> Iterator[tuple[str, tuple[torch.dtype, str]]]:
-    """Changes the model in place; yields each name, with the type and a digest of the tensor as it now is."""
+    """Change the model in place; yield each tensor's name, new type and digest."""
     base, layers, ties = verdict.base, filled(verdict.file, verdict.beside), ties_of(model)
     for name in progress(list(model.state_dict())):
         group = ties.get(name, (name,))
         if name != group[0]:
-            continue  # changed with the first
+            continue  # changed together with the first name
         before = _tensor(model, name)
         stored = next((kind for each in group if (kind := stored_type(base, each)) is not None), None)
         if stored is not None and torch.promote_types(stored, before.dtype) != before.dtype:
@@ -222,7 +222,7 @@ def _change(
             after = converted(name, before, kind)
         digest = _digest(after)
         if changes and after.dtype == before.dtype:
-            before.copy_(after)  # in its place, for what is freed piece by piece does not go back to the system
+            before.copy_(after)  # in place, because memory freed in small pieces is not returned to the system
         elif after.dtype != before.dtype:
             is_parameter = name.rpartition(".")[2] in _owner(model, name)._parameters
             new = nn.Parameter(after, requires_grad=False) if is_parameter else after
@@ -239,7 +239,7 @@ def _sum(
     layers: Mapping[str, Any],
     kind: torch.dtype,
 ) -> tuple[Tensor, Rounding]:
-    """One changed tensor of the result, and what rounding has cost it."""
+    """One changed tensor of the result, and its rounding cost."""
     value, delta = None, None
     for change in changes:
         if change.kind == "update":
@@ -249,7 +249,7 @@ def _sum(
         if change.kind == "bias":
             delta = head.double().reshape(-1, 1)
         elif change.kind == "rows":
-            whole = before if value is None else value  # a copy of the base model's own, of a longer vocabulary
+            whole = before if value is None else value  # the base's own copy, with a longer vocabulary
             value = whole.to(torch.promote_types(whole.dtype, head.dtype), copy=True)
             value[list(change.rows)] = head.to(value.dtype)
         else:
@@ -273,7 +273,7 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _mark(path: Path) -> None:
-    """Says in the file's header who wrote it, which transformers lets nobody say."""
+    """Record the writer in the file's header, which transformers offers no way to do."""
     new = path.with_name(f"{path.name}.new")
     with path.open("rb") as source, new.open("xb") as target:
         header = json.loads(source.read(struct.unpack("<Q", source.read(8))[0])) | {"__metadata__": marked(_APPLY)}
@@ -285,10 +285,10 @@ def _mark(path: Path) -> None:
 
 
 def _check_written(verdict: Judged, folder: Path, digests: Mapping[str, tuple[torch.dtype, str]]) -> None:
-    """Loads the written folder as anybody would, and compares every tensor with what was in memory, bit for bit.
+    """Load the written folder as any user would, and compare every tensor with the model in memory, bit for bit.
 
     Raises:
-        AdapterFormatError: something differs, or would be made up on loading.
+        AdapterFormatError: a tensor differs, or would be made up on loading.
     """
     file, base, written = verdict.file, verdict.base, BaseFiles(folder)
     kind, most = verdict.built.kind, file.limits.tensors
@@ -304,8 +304,8 @@ def _check_written(verdict: Judged, folder: Path, digests: Mapping[str, tuple[to
         )
     if odd:
         raise AdapterFormatError(
-            f"{file.directory}: the written model differs when it is loaded again: {odd[0]!r} ({len(odd):,} such "
-            f"tensors). Nothing is written. {WAY_OUT}."
+            f"{file.directory}: the written model differs when loaded again: {odd[0]!r} ({len(odd):,} such tensors). "
+            f"Nothing is written. {WAY_OUT}."
         )
 
 

@@ -1,8 +1,9 @@
-"""The files of a full model: its weights by their headers, its config, and what lies beside them.
+"""The files of a full model: weights (by their headers), config, and other files beside them.
 
-A base model may come from a stranger as an adapter may: headers are checked to the last byte, no link is followed out
-of the folder (the hub's cache excepted), and what is no part of the model is named, not copied. Tensors are read here,
-one by one and of files that have not changed: transformers is handed them (`model.py`), and opens no file itself.
+A base model may come from a stranger, just like an adapter: headers are checked to the last byte, links that lead out
+of the folder are refused (except into the hub's cache), and files that do not belong to the model are listed, not
+copied. We read the tensors here, one by one and only from unchanged files, and hand them to transformers (`model.py`),
+which opens no file itself.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from fedlora.errors import AdapterFormatError, ConfigError
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 _LIMITS = Limits(total=2**45, tensors=1_000_000, header=2**28, json=2**28, values=16_000_000)
-_LARGEST_FILE = 2**28  # of those beside the weights: tokenizers have some 20 MB
-_LARGEST_WEIGHTS = 2**34  # of a further module, such as a dense layer of a sentence encoder
+_LARGEST_FILE = 2**28  # bytes in a file beside the weights; tokenizers have about 20 MB
+_LARGEST_WEIGHTS = 2**34  # bytes in an extra module's weights, such as a sentence encoder's dense layer
 _MOST_FILES = 10_000
 _PIECE = 2**23
-# Endings of what is copied; anything else may hold weights of the unchanged model, or a program.
+# Endings of files to copy; any other may hold weights of the unchanged model, or a program.
 _COPIED = frozenset((
     ".json", ".txt", ".md", ".model", ".jinja", ".jsonl", ".py", ".tiktoken", ".vocab", ".spm", ".bpe", ".codes",
     ".yaml", ".yml", ".rst",
@@ -42,19 +43,19 @@ _NAME = re.compile(r"[A-Za-z0-9_.@()+, -]{1,200}")
 
 @dataclass(frozen=True)
 class SideFile:
-    """A file beside the weights that belongs to the model. name: within its folder. source: where its bytes are."""
+    """A file beside the weights that belongs to the model. name: relative to the folder. source: its actual file."""
 
     name: str
     source: Path
 
 
 class BaseFiles:
-    """The safetensors files of a model directory, by their headers. Another index than their headers is not asked.
+    """A model directory's safetensors files, by their headers. Their headers outrank the index.
 
-    stored: every tensor by its name. config: of config.json; empty where there is none. home: the real directory.
+    stored: every tensor by name. config: from config.json; empty if there is none. home: the real directory.
 
     Raises:
-        ConfigError: there are none, two hold one name, or the weights are quantised.
+        ConfigError: there are no such files, two hold one name, or the weights are quantised.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -82,7 +83,7 @@ class BaseFiles:
         self._refuse_quantised()
 
     def _shards(self) -> Sequence[str]:
-        """The names of the files of weights, all of them in the directory itself."""
+        """The weights files' names, all in the directory itself."""
         if os.path.lexists(self.directory / SINGLE):
             return [SINGLE]
         listed = read_json(self.directory / INDEX, _LIMITS) if os.path.lexists(self.directory / INDEX) else {}
@@ -93,14 +94,14 @@ class BaseFiles:
                 raise ConfigError(f"{self.directory / INDEX} names {quoted(shard)}, which is not a file of weights.")
         if not names and any(map(_PICKLED.fullmatch, os.listdir(self.directory))):
             raise ConfigError(
-                f"{self.directory} has its weights as pickles, which can run code when they are read, and not as "
-                f"safetensors. If you trust it, load it with transformers and save it again: "
+                f"{self.directory} has its weights as pickles, which can run code when read, and not as safetensors. "
+                f"If you trust it, load it with transformers and save it again: "
                 f"save_pretrained(NEW, safe_serialization=True)."
             )
         missing = next((shard for shard in names if not os.path.lexists(self.directory / shard)), None)
         if missing or not names:
             raise ConfigError(
-                f"{self.directory} is no model directory: it lacks complete safetensors weights ({SINGLE}, or {INDEX} "
+                f"{self.directory} is not a model directory: it lacks the safetensors weights ({SINGLE}, or {INDEX} "
                 f"whose weight_map names files{f'; {missing} is missing' if missing else ''})."
             )
         return names
@@ -117,29 +118,29 @@ class BaseFiles:
         if why:
             raise ConfigError(
                 f"the base model in {self.directory} is quantised ({why}): its weights cannot take an update. "
-                f"Apply to the model that it was quantised from, and quantise the result."
+                f"Apply to the model it was quantised from, and quantise the result."
             )
 
     @property
     def repository(self) -> str | None:
-        """The hub's name of a model in the hub's cache, models--ORGANISATION--NAME/snapshots/REVISION."""
+        """The hub's name for a model in the hub's cache, models--ORGANISATION--NAME/snapshots/REVISION."""
         folder = self.home.parent.parent.name
         told = self.home.parent.name == "snapshots" and folder.startswith("models--")
         return folder.removeprefix("models--").replace("--", "/") if told else None
 
     def digests(self) -> dict[str, str]:
-        """File of weights -> its SHA-256. Reads all of them."""
+        """Weights file -> SHA-256. Reads all of them."""
         return {shard: file.sha256() for shard, file in self._files.items()}
 
     def tensor(self, name: str) -> Tensor:
-        """One tensor, of a file that is still the one that was opened. Raises `ConfigError` where it is not."""
+        """One tensor. Raises `ConfigError` if its file has changed since it was opened."""
         try:
             return tensor_of(self._files[self._of[name]], self.stored[name])
         except AdapterFormatError as error:
             raise ConfigError(f"the base model in {self.directory} cannot be read: {error}") from error
 
     def side_files(self) -> tuple[list[SideFile], list[str]]:
-        """What lies beside the weights and belongs to the model, and what is left out, each with its reason.
+        """The model's other files, and the entries left out, each with its reason.
 
         Raises:
             ConfigError: a link leads out of the folder.
@@ -163,19 +164,19 @@ class BaseFiles:
         return kept, left
 
     def _judged(self, path: Path, *, inside: bool) -> tuple[Path | None, str]:
-        """Where a file's bytes are; or None, and why it is left out. inside: of a further module."""
+        """A file's actual location; or None, and why it is left out. inside: in an extra module's folder."""
         source = self._within(path) if _NAME.fullmatch(path.name) else None
         if source is None:
             return None, "a link to nothing" if _NAME.fullmatch(path.name) else "an odd name"
         facts, ending = source.stat(), PurePath(path.name).suffix.lower()
         if not stat.S_ISREG(facts.st_mode):
-            return None, "a folder" if stat.S_ISDIR(facts.st_mode) else "no ordinary file"
+            return None, "a folder" if stat.S_ISDIR(facts.st_mode) else "not an ordinary file"
         if not (ending in _COPIED or path.name.startswith(_COPIED_NAMES) or (inside and ending == ".safetensors")):
-            return None, "no file of this module" if inside else "may hold other weights"
+            return None, "not a file of this module" if inside else "may hold other weights"
         return (None, f"{facts.st_size:,} bytes") if facts.st_size > _most(path.name) else (source, "")
 
     def _within(self, path: Path) -> Path | None:
-        """Where a path ends; None where nowhere. Raises `ConfigError` where that is not in the model's folder."""
+        """A path's target; None if it does not exist. Raises `ConfigError` if it is outside the model's folder."""
         try:
             target = path.resolve(strict=True)
         except (OSError, RuntimeError):
@@ -186,7 +187,7 @@ class BaseFiles:
         raise ConfigError(f"{shown(str(path))} is a link to another place; a model's files lie in its directory.")
 
     def _module_folders(self) -> list[str]:
-        """Folders of sentence-transformers' further modules, by modules.json: poolings and dense layers."""
+        """Folders of sentence-transformers' extra modules (poolings, dense layers), from modules.json."""
         described = self._within(self.directory / "modules.json")
         try:
             source = StrangersFile(described) if described else None
@@ -199,7 +200,7 @@ class BaseFiles:
 
 
 def copy_side_file(file: SideFile, to: Path) -> None:
-    """The bytes of a file beside the weights, which is still an ordinary one, and of bounded size."""
+    """Copy a side file, checking again that it is ordinary and of bounded size."""
     try:
         source = StrangersFile(file.source)
     except AdapterFormatError as error:
@@ -213,5 +214,5 @@ def copy_side_file(file: SideFile, to: Path) -> None:
 
 
 def _most(name: str) -> int:
-    """Bytes that a file of that name may have."""
+    """The most bytes that a file of this name may have."""
     return _LARGEST_WEIGHTS if name.endswith(".safetensors") else _LARGEST_FILE

@@ -1,4 +1,4 @@
-"""The model card of a full model with an adapter in it. The base model's card is kept below, and said to be its own."""
+"""The model card of a full model with an adapter in it. The base's own card follows below, marked as such."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fedlora.applying.model import Built
 CARD = "README.md"
 _FRONT = re.compile(r"---\r?\n(.*?)\r?\n---\r?\n", re.DOTALL)
 _LICENSE = re.compile(r"^license: [A-Za-z0-9.-]{1,40}$", re.MULTILINE)
-_MOST_CLASSES = 20  # that a card names
+_MOST_CLASSES = 20  # listed in a card
 
 
 def card_of(kept: Sequence[SideFile]) -> str:
-    """The base model's own card, "" where it has none."""
+    """The base model's own card, "" if it has none."""
     for file in kept:
         if file.name == CARD:
             source = StrangersFile(file.source)
@@ -28,7 +28,7 @@ def card_of(kept: Sequence[SideFile]) -> str:
 
 
 def full_card(file: AdapterFile, of_base: str, changed: int, added: int, head: Built) -> str:
-    """README.md, with the front matter that the hub reads. of_base: the base model's card."""
+    """README.md, with front matter for the hub. of_base: the base model's card."""
     front = _FRONT.match(of_base)
     license = _LICENSE.search(front[1]) if front else None
     named = file.base_model if file.base_model and not is_path(file.base_model) else None

@@ -1,9 +1,9 @@
-"""Whether an adapter fits a base model, and what it does to each of its tensors: one judgement, for `apply` and
-`validate --base`, on the meta device, where no number of the base is read.
+"""Whether an adapter fits a base model, and what it changes in each tensor: one judgement for `apply` and
+`validate --base`, made on the meta device without reading the base's numbers.
 
-transformers builds the model, peft puts the adapter beside it. What peft made is compared with the file, key by key and
-shape by shape: peft passes over much in silence (targets without factors, factors without a target, saved modules that
-are not there), and here each is refused by name.
+transformers builds the model and peft adds the adapter. We compare the outcome with the file key by key and shape by
+shape: peft silently ignores much (targets without factors, factors without a target, missing saved modules), and we
+refuse each of these by name.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fedlora.applying.model import WAY_OUT, Built, built, load, quiet, said
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError, FedLoRAError, escaped
 
-# What concerns only how an adapter starts, or runs: peft is not told, so that it loads and imports nothing for it.
+# Fields that only concern initialisation or running: peft does not get them, so it loads and imports nothing for them.
 _NEUTRAL = frozenset((
     "init_lora_weights", "eva_config", "corda_config", "loftq_config", "lora_ga_config", "runtime_config",
     "auto_mapping", "base_model_name_or_path", "revision", "peft_version", "lora_dropout", "inference_mode",
@@ -41,15 +41,15 @@ _NEUTRAL = frozenset((
 ))  # fmt: skip
 
 
-_ADAPTER = re.compile(rf"\.{NAME}(?=\.|$)")  # what peft leaves out of a file's names
+_ADAPTER = re.compile(rf"\.{NAME}(?=\.|$)")  # peft omits this from the names in files
 
 
 @dataclass(frozen=True)
 class Change:
-    """One thing that the adapter does to one parameter or buffer.
+    """One change the adapter makes to one parameter or buffer.
 
-    kind: "update", W + s B A of the pair at the path `source`; "value", the tensor `source` in its place; "bias", W +
-    the added bias `source`; "rows", the rows of `source` in the places `rows`.
+    kind: "update", W + s B A for the pair at path `source`; "value", replaced by the tensor `source`; "bias", W + the
+    added bias `source`; "rows", the given `rows` replaced by those of `source`.
     """
 
     kind: str
@@ -59,8 +59,8 @@ class Change:
 
 @dataclass(frozen=True)
 class Judged:
-    """built: the base on meta. beside: peft's model of it, too. changes: name in the model -> what happens to it, in
-    order. untied: tied parameters must become several, and the config say so."""
+    """built: the base on the meta device. beside: peft's model, also on meta. changes: name in the model -> its
+    changes, in order. untied: tied parameters must become separate, and the config must say so."""
 
     file: AdapterFile
     base: BaseFiles
@@ -71,10 +71,10 @@ class Judged:
 
 
 def judged(file: AdapterFile, base: BaseFiles) -> Judged:
-    """What the adapter does to the base model.
+    """What the adapter changes in the base model.
 
     Raises:
-        AdapterFormatError: it does not fit, in a line. ConfigError: the base is none that transformers builds.
+        AdapterFormatError: it does not fit, in one line. ConfigError: transformers cannot build the base.
     """
     try:
         return _judged(file, base)
@@ -86,7 +86,7 @@ def judged(file: AdapterFile, base: BaseFiles) -> Judged:
 
 def _judged(file: AdapterFile, base: BaseFiles) -> Judged:
     if file.config.get("layer_replication"):
-        raise AdapterFormatError("layer_replication makes another model, which is not written here")
+        raise AdapterFormatError("layer_replication makes another model, which fedlora does not write")
     found = built(file, base)
     file = found.file
     beside = _beside(file, found)
@@ -104,8 +104,8 @@ def _judged(file: AdapterFile, base: BaseFiles) -> Judged:
     lacking = sorted(found.missing - whole)
     if lacking:
         raise AdapterFormatError(
-            f"{found} has {quoted(lacking[0])} ({len(lacking):,} such tensors), and neither its files nor the adapter "
-            f"have it whole, under any name: transformers would invent its numbers"
+            f"{found} needs {quoted(lacking[0])} ({len(lacking):,} such tensors), but neither its files nor the "
+            f"adapter have it in full, under any name: transformers would invent its numbers"
         )
     return Judged(file, base, found, beside, changes, _must_untie(file, base, found, ties, changes))
 
@@ -114,12 +114,12 @@ def _judged(file: AdapterFile, base: BaseFiles) -> Judged:
 
 
 def _beside(file: AdapterFile, found: Built) -> Any:
-    """peft's model: a copy of the base on the meta device with the adapter's empty layers in it."""
+    """peft's model: a copy of the base on the meta device, with the adapter's empty layers added."""
     kind = PEFT_TYPE_TO_CONFIG_MAPPING[file.config["peft_type"]]
     known = {field.name for field in fields(kind) if field.init} - _NEUTRAL
-    known -= {"rank_pattern"} if is_adalora(file.config) else set()  # of masks, see below
+    known -= {"rank_pattern"} if is_adalora(file.config) else set()  # holds masks, handled below
     names = [name for name, _ in found.model.named_modules() if name]
-    resolve(file.config, names, seconds=file.limits.pattern_seconds)  # what peft asks without a limit, within ours
+    resolve(file.config, names, seconds=file.limits.pattern_seconds)  # peft matches without a limit; this enforces ours
     given = {key: dict(x) if isinstance(x, Mapping) else copy.copy(x) for key, x in file.config.items() if key in known}
     with quiet():
         try:
@@ -131,7 +131,7 @@ def _beside(file: AdapterFile, found: Built) -> Any:
         except Exception as error:
             raise AdapterFormatError(f"peft cannot load it beside {found}: {said(error)}") from error
         for path, layer in within(beside) if is_adalora(file.config) else ():
-            if isinstance(layer, LoraLayer) and path in file.layouts:  # the ranks that were kept, as peft loads them
+            if isinstance(layer, LoraLayer) and path in file.layouts:  # the pruned ranks, as peft sets them on loading
                 layer.update_layer(NAME, file.pair(path)[1].shape[0], config.lora_alpha, config=config)
                 began_with = torch.tensor([float(config.init_r)], dtype=torch.float64)
                 layer.ranknum[NAME] = nn.Parameter(began_with, requires_grad=False)
@@ -139,70 +139,70 @@ def _beside(file: AdapterFile, found: Built) -> Any:
 
 
 def _check_targets(file: AdapterFile, found: Built, layers: Mapping[str, Any]) -> None:
-    """Raises `AdapterFormatError` where peft would adapt other modules than the file has factors of, or scale them
-    otherwise than the file's own names say."""
+    """Raise `AdapterFormatError` if peft would adapt other modules than the file has factors for, or scale them
+    differently from what the file's own names imply."""
     idle, absent = sorted(set(file.layouts) - set(layers)), sorted(set(layers) - set(file.layouts))
     if idle:
         raise AdapterFormatError(
-            f"it has factors of {quoted(idle[0])} ({len(idle):,} such modules), which peft would leave out beside "
-            f"{found}: its config does not target them there. Name the modules in target_modules"
+            f"it has factors of {quoted(idle[0])} ({len(idle):,} such modules), which peft would leave out with "
+            f"{found}: the config does not target them there. Name the modules in target_modules"
         )
     if absent:
         raise AdapterFormatError(
-            f"peft would adapt {quoted(absent[0])} of {found} too ({len(absent):,} such modules), and the file has no "
-            f"factors for that: it is damaged, or of another model. Name in target_modules what was trained"
+            f"peft would also adapt {quoted(absent[0])} of {found} ({len(absent):,} such modules), but the file has no "
+            f"factors for it: it is damaged, or belongs to another model. Name in target_modules what was trained"
         )
     for path, layer in layers.items() if not is_adalora(file.config) else ():
         peft, ours = float(layer.scaling[NAME]), file.scale(file.layouts[path].modules(path)[0])
         if not math.isclose(peft, ours, rel_tol=1e-9):
             raise AdapterFormatError(
-                f"{quoted(path)} counts {ours:g} times by the file's names and {peft:g} times by those of {found}: "
-                f"rank_pattern or alpha_pattern means other modules there. Name them in full"
+                f"{quoted(path)} has scale {ours:g} by the file's names but {peft:g} by those of {found}: "
+                f"rank_pattern or alpha_pattern matches other modules there. Name them in full"
             )
 
 
 def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
-    """Raises `AdapterFormatError` where peft would ask for other tensors than the file has, or for other shapes, or
-    load several of the file's that differ into one of its own. Not asked for is what it saves and need not read: a
-    trained bias, of which it keeps the base model's, and what its wrapper of a saved module holds."""
+    """Raise `AdapterFormatError` if peft would ask for tensors or shapes that the file lacks, or would load differing
+    tensors into one of its own. Exempt are tensors that peft saves but need not read: trained biases, for which it
+    keeps the base model's, and the contents of its wrapper around a saved module."""
     with quiet():
         try:
             state = beside.state_dict(keep_vars=True)
             peft = get_peft_model_state_dict(beside, state_dict=state, save_embedding_layers=False)
         except Exception as error:
-            raise AdapterFormatError(f"peft cannot list its tensors beside {found}: {said(error)}") from error
+            raise AdapterFormatError(f"peft cannot list its tensors with {found}: {said(error)}") from error
     for key, tensor in sorted(peft.items()):
         path, stored = key.removeprefix(PREFIX), file.stored.get(key)
         name, kind = quoted(path), extra_kind(path, file.config)
         if stored is None and (kind in ("bias", "copy") or ".original_module." in path):
             continue
         if stored is None:
-            raise AdapterFormatError(f"the file lacks {name}, which peft asks for beside {found}")
+            raise AdapterFormatError(f"the file lacks {name}, which peft needs with {found}")
         if stored.shape != tuple(tensor.shape):
             raise AdapterFormatError(
-                f"{name} has shape {stored.shape}, and beside {found} peft needs {tuple(tensor.shape)}: the adapter is "
-                f"of another model, or its vocabulary or labels changed. Save the base model that way, and apply to it"
+                f"{name} has shape {stored.shape}, but with {found} peft needs {tuple(tensor.shape)}: the adapter "
+                f"belongs to another model, or vocabulary or labels changed. Save such a base model, and apply to it"
             )
     places = {_ADAPTER.sub("", key): tensor for key, tensor in state.items()} | peft
-    loaded: dict[int, str] = {}  # a tensor of peft's -> the first of the file's that it loads there
+    loaded: dict[int, str] = {}  # a tensor of peft's -> the file's first key that loads into it
     for key in sorted(file.stored):
         name = quoted(key.removeprefix(PREFIX))
         if key not in places:
-            raise AdapterFormatError(f"{name} is in the file, and peft would leave it out beside {found}")
+            raise AdapterFormatError(f"{name} is in the file, but peft would leave it out with {found}")
         first = loaded.setdefault(id(places[key]), key)
         if not file.same(key, first):
             raise AdapterFormatError(
-                f"{quoted(first.removeprefix(PREFIX))} and {name} are one tensor in {found}, which ties them, and "
-                f"their numbers differ: peft keeps one of the two for both. Save the adapter again with peft, beside "
+                f"{quoted(first.removeprefix(PREFIX))} and {name} are one tensor in {found}, which ties them, but "
+                f"their numbers differ: peft keeps one of the two for both. Save the adapter again with peft, with "
                 f"that model"
             )
 
 
-# ----------------------------------------------------------------------------------------------------- beside the pairs
+# ------------------------------------------------------------------------------------------------------- other tensors
 
 
 def _heads(file: AdapterFile, found: Built, ties: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, Change]]:
-    """The tensors beside the pairs, but for tokens."""
+    """The changes from tensors other than pairs and tokens."""
     state = found.model.state_dict()
     for head in file.heads:
         kind, shape = file.kind(head), file.stored_head(head).shape
@@ -210,24 +210,24 @@ def _heads(file: AdapterFile, found: Built, ties: Mapping[str, Sequence[str]]) -
             name = f"{plain(head.removesuffix('.lora_B.bias'))}.bias"
             if name in state:
                 yield name, Change("bias", head)
-            elif file.head(head).any():  # zeros are what a merge writes for adapters that had none
-                raise AdapterFormatError(f"it adds to {quoted(name)}, and {found} has no such bias")
+            elif file.head(head).any():  # a merge writes zeros for adapters without such biases
+                raise AdapterFormatError(f"it adds to {quoted(name)}, but {found} has no such bias")
         elif kind != "tokens":
             place = head.replace(".original_module.", ".")
             wanted = tuple(state[place].shape) if place in state else None
             if shape != wanted:
                 raise AdapterFormatError(
-                    f"{quoted(head)} has shape {shape}, and {found} has {wanted or 'no such tensor'}: the vocabulary "
-                    f"or the labels changed. Save the base model that way, and apply to it"
+                    f"{quoted(head)} has shape {shape}, but {found} has {wanted or 'no such tensor'}: the vocabulary "
+                    f"or the labels changed. Save such a base model, and apply to it"
                 )
-            # peft copies a bias or a base weight into the parameter itself; a saved module is a copy beside it.
+            # peft copies a bias or base weight into the parameter itself; a saved module is a separate copy.
             for name in (place,) if kind == "head" else ties.get(place, (place,)):
                 yield name, Change("value", head)
 
 
 def _in_order(file: AdapterFile, name: str, several: Sequence[Change]) -> tuple[Change, ...]:
-    """First what takes the place, then what is added, or rows of it. A saved module is a copy, whatever its original
-    became; what a tie stores twice counts once. Refused: two of one kind, and rows of what is trained otherwise."""
+    """Replacements first, then additions or rows. A saved module replaces whatever happens to its original; a tied
+    duplicate counts once. Refused: two changes of one kind, and rows of a tensor that is also trained otherwise."""
     changes = [c for k, c in enumerate(several) if not any(_same(file, c, other) for other in several[:k])]
     saved = [c for c in changes if c.kind == "value" and file.kind(c.source) == "head"]
     changes = [c for c in changes if c in saved or c.kind != "value"] if saved else changes
@@ -242,7 +242,7 @@ def _in_order(file: AdapterFile, name: str, several: Sequence[Change]) -> tuple[
 
 
 def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Name -> all names of the same parameter, of those that have several."""
+    """Name -> all names of the same parameter, for parameters with several names."""
     by_object: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         by_object.setdefault(id(parameter), []).append(name)
@@ -250,7 +250,7 @@ def ties_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def untied(config: Any) -> Any:
-    """A copy that ties nothing, in any of its parts."""
+    """A copy of the config with tying switched off in all parts."""
     config = copy.deepcopy(config)
     for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
         if part is not None:
@@ -265,8 +265,8 @@ def _must_untie(
     ties: Mapping[str, Sequence[str]],
     changes: Mapping[str, tuple[Change, ...]],
 ) -> bool:
-    """Whether uses of one parameter change differently, so that there must be several. Refused where the class ties
-    them whatever its config says."""
+    """Whether tied uses of one parameter change differently, so that it must be split. Raises if the class ties them
+    whatever its config says."""
 
     def split(groups: Mapping[str, Sequence[str]]) -> Iterator[Sequence[str]]:
         for name, group in groups.items():
@@ -278,8 +278,8 @@ def _must_untie(
         return False
     if kind := asks_whether_tied(found.model):
         raise AdapterFormatError(
-            f"it changes one of {', '.join(map(repr, first[:4]))}, which {found} ties, and {kind} computes otherwise "
-            f"where they are not tied (tie_word_embeddings): merged, it would answer otherwise. {WAY_OUT}"
+            f"it changes one of {', '.join(map(repr, first[:4]))}, which {found} ties, and {kind} computes differently "
+            f"without that tie (tie_word_embeddings): merged, it would answer differently. {WAY_OUT}"
         )
     model, _, _ = load(found.kind, untied(found.config), base, most=file.limits.tensors)
     for group in split(ties_of(model)):
@@ -295,7 +295,7 @@ def _alike(file: AdapterFile, one: Sequence[Change], other: Sequence[Change]) ->
 
 
 def _same(file: AdapterFile, one: Change, other: Change) -> bool:
-    """Whether two changes give a tensor the same numbers."""
+    """Whether two changes put the same numbers into a tensor."""
     if one == other or one.kind != other.kind:
         return one == other
     if any(change.source in file.layouts and file.layouts[change.source].experts for change in (one, other)):

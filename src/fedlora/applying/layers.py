@@ -1,8 +1,8 @@
-"""What peft's layers change of the model's parameters, and whether merged weights can say the same.
+"""What peft's layers change in the model's parameters, and whether merged weights can express it.
 
-The measure is what the model computes with the adapter beside it. Where peft's layer takes no part in that, or a layer
-computes something of its own around its weight, merging would compute another thing: such layers are refused by name.
-Asked are the objects themselves, their classes, and the source of the code around them.
+The reference is what the model computes with the adapter attached. If peft's layer takes no part in that, or a layer
+computes something of its own around its weight, merging would compute something else: we refuse such layers by name.
+To decide, we inspect the objects, their classes, and the source code around them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from fedlora.applying.model import WAY_OUT, Built
 from fedlora.core.echo import quoted
 from fedlora.errors import AdapterFormatError
 
-NAME = "default"  # of the adapter in the peft model
+NAME = "default"  # the adapter's name in the peft model
 _STOCK = {kind.forward for kind in (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, Conv1D)}
 _FACTS = ("dtype", "device", "shape", "size", "ndim", "dim", "numel", "is_quantized", "requires_grad", "is_cuda")
 
 
 def parameter_of(found: Built, path: str, layer: Any) -> str:
-    """The name of the base parameter that a layer of peft's LoRA updates.
+    """The name of the base parameter that a peft LoRA layer updates.
 
     Raises:
-        AdapterFormatError: merged weights would compute something else, in words without the adapter's directory.
+        AdapterFormatError: merged weights would compute something else; the message omits the adapter's directory.
     """
     module, base = plain(path), layer.get_base_layer()
     around = found.model.get_submodule(module.rpartition(".")[0])
     if isinstance(layer, MultiheadAttention) or isinstance(around, nn.MultiheadAttention):
         raise AdapterFormatError(
-            f"{quoted(module)} belongs to nn.MultiheadAttention, whose out_proj peft updates twice, or not at "
+            f"{quoted(module)} belongs to nn.MultiheadAttention, whose out_proj peft updates either twice or not at "
             f"all. {WAY_OUT}"
         )
     parameter = layer.parameter_name if isinstance(layer, ParamWrapper) else "weight"
@@ -62,10 +62,10 @@ def parameter_of(found: Built, path: str, layer: Any) -> str:
 
 
 def token_rows(found: Built, beside: Any) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    """(name of a parameter, path of the tensor with its trained rows, their places), also of what peft ties to it.
+    """(a parameter's name, path of the tensor with its trained rows, their indices), including what peft ties to it.
 
     Raises:
-        AdapterFormatError: as `parameter_of`; tokens that the parameter does not have.
+        AdapterFormatError: as in `parameter_of`; or a token that the parameter does not have.
     """
     paths = dict(within(beside))
     for path, wrapper in paths.items():
@@ -80,11 +80,11 @@ def token_rows(found: Built, beside: Any) -> Iterator[tuple[str, str, tuple[int,
         odd = next((row for row in rows if not 0 <= row < base.weight.shape[0]), None)
         if odd is not None:
             last = base.weight.shape[0] - 1
-            raise AdapterFormatError(f"trainable_token_indices names token {odd}, {quoted(name)} has 0 to {last}")
+            raise AdapterFormatError(f"trainable_token_indices names token {odd}, but {quoted(name)} has 0 to {last}")
         if getattr(base, "bias", None) is not None:
             raise AdapterFormatError(
-                f"it trains rows of a layer with a bias, {quoted(name)}, and peft omits that bias while the "
-                f"adapter is beside the model: merged, it would compute something else"
+                f"it trains rows of a layer with a bias, {quoted(name)}, but peft omits that bias while the adapter is "
+                f"attached: merged, it would compute something else"
             )
         _check_forward(found, plain(path), adapter, base)
         _check_read(found, plain(path), "weight")
@@ -92,7 +92,7 @@ def token_rows(found: Built, beside: Any) -> Iterator[tuple[str, str, tuple[int,
 
 
 def within(beside: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of a peft model, by the paths that adapter files use."""
+    """A peft model's modules, by their paths in adapter files."""
     prefix = "base_model.model."
     for name, module in beside.named_modules():
         if name.startswith(prefix):
@@ -100,7 +100,7 @@ def within(beside: Any) -> Iterator[tuple[str, nn.Module]]:
 
 
 def asks_whether_tied(model: nn.Module) -> str:
-    """The class in a model whose own code computes by `tie_word_embeddings`; "" where none does."""
+    """The class in a model whose own code depends on `tie_word_embeddings`; "" if there is none."""
     kinds: dict[Any, None] = dict.fromkeys(type(module) for module in model.modules())
     for kind in kinds:
         if kind.__module__.startswith("transformers.") and _asks(kind, "tie_word_embeddings"):
@@ -109,34 +109,34 @@ def asks_whether_tied(model: nn.Module) -> str:
 
 
 def _check_forward(found: Built, module: str, layer: Any, base: nn.Module) -> None:
-    """A layer whose class computes something around the weight; peft knows the scale of an embedding."""
+    """Refuse a layer whose class computes something around its weight; peft knows an embedding's scale."""
     scaled = isinstance(base, nn.Embedding) and layer._get_embed_scale() is not None
     if type(base).forward not in _STOCK and not scaled:
         raise AdapterFormatError(
-            f"{quoted(module)} of {found} is a {type(base).__name__} with a forward of its own, where an adapter "
-            f"beside the weight and in it need not be the same. {WAY_OUT}"
+            f"{quoted(module)} of {found} is a {type(base).__name__} with a forward of its own, for which an "
+            f"attached and a merged adapter may differ. {WAY_OUT}"
         )
     if getattr(base, "max_norm", None) is not None:
-        raise AdapterFormatError(f"{quoted(module)} of {found} changes its weight as it is read (max_norm). {WAY_OUT}")
+        raise AdapterFormatError(f"{quoted(module)} of {found} changes its weight on reading (max_norm). {WAY_OUT}")
 
 
 def _check_read(found: Built, module: str, parameter: str) -> None:
-    """A weight that the code of a module around the layer takes past the layer's forward."""
+    """Refuse a weight that code in a surrounding module reads directly, bypassing the layer's forward."""
     *around, leaf = module.split(".")
     if found.config.model_type == "bloom" and not found.config.slow_but_exact:
-        return  # its code reads them under that switch only
+        return  # its code reads them only under that switch
     for depth in range(len(around) + 1):
         kind: Any = type(found.model.get_submodule(".".join(around[:depth])))
         if kind.__module__.startswith("transformers.") and (leaf, parameter) in _reads(kind):
             raise AdapterFormatError(
                 f"it changes {quoted(f'{module}.{parameter}')}, which {kind.__name__} reads without calling its layer: "
-                f"peft's adapter beside the model would have no effect there, but a merged one would"
+                f"peft's attached adapter would have no effect there, but a merged one would"
             )
 
 
 @cache
 def _asks(kind: Any, field: str) -> bool:
-    """Whether the class's own code, but for what makes and ties it, reads that field of its config."""
+    """Whether the class's own code, apart from construction and tying, reads that field of its config."""
     return any(
         isinstance(node, ast.Attribute) and node.attr == field and isinstance(node.ctx, ast.Load)
         for function in _functions(kind)
@@ -152,7 +152,7 @@ def _functions(kind: Any) -> Iterator[ast.FunctionDef]:
 
 @cache
 def _reads(kind: Any) -> frozenset[tuple[str, str]]:
-    """(layer, parameter) that the class's own code computes with: `self.q_proj.weight`, not its dtype or shape."""
+    """(layer, parameter) pairs the class's own code computes with, such as `self.q_proj.weight`; not dtype or shape."""
     found = set()
     for function in _functions(kind):
         nodes = list(ast.walk(function))

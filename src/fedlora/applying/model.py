@@ -1,8 +1,8 @@
-"""The model of a base folder as transformers builds it: of a config that was looked at first, from tensors we read.
+"""The model in a base folder as transformers builds it, from a config we have checked and tensors we read.
 
-transformers decides which class an adapter is for, how stored names become names in memory, what is tied and what is
-missing. It opens no file of the folder, runs no code of it and asks no hub: it gets a config object and lazy tensors.
-On the meta device that costs no memory, which is how the judgement uses it.
+transformers decides which class the adapter is for, how stored names map to names in memory, what is tied and what is
+missing. It opens no file in the folder, runs none of its code and contacts no hub: it gets a config object and lazy
+tensors. On the meta device that takes no memory; the judgement uses it so.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _AUTO = {
     "QUESTION_ANS": "AutoModelForQuestionAnswering", "FEATURE_EXTRACTION": "AutoModel",
 }  # fmt: skip
 _CLASSIFYING = ("SEQ_CLS", "TOKEN_CLS")
-_LISTED = 8  # classes, in a line
+_LISTED = 8  # classes in one line
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64}
-# Fields of a config.json that make transformers read other files, or exchange layers.
+# Fields in a config.json that make transformers read other files or replace layers.
 _NOT_FOLLOWED = ("transformers_weights", "fusion_config", "kernel_config", "distributed_config")
 _COUNT = re.compile(r"layer|block|depth|stage|expert|head|level", re.IGNORECASE)
 _SIZE = re.compile(r"size|vocab|position|dim|width|channel|length|embd|inner|d_", re.IGNORECASE)
 _MOST_LABELS = 100_000  # transformers makes two entries for each
-_MOST, _LARGEST = 10_000, 2**24  # of a count; of a size: the longest contexts have ten million positions
+_MOST, _LARGEST = 10_000, 2**24  # for counts; for sizes: the longest contexts have ten million positions
 
 
 @dataclass(frozen=True)
 class Built:
     """A base model on the meta device, in the class that the adapter is for.
 
-    file: the adapter, by the names of this transformers. missing: names that the base's files do not hold. unexpected:
-    stored names that the class has no place for. auto: the class of transformers that loads the result, "" where the
-    adapter brings no classifier. labels: its classes' names, where the adapter says them. notes: lines for a reader.
+    file: the adapter, under this transformers version's names. missing: names that the base's files lack. unexpected:
+    stored names for which the class has no place. auto: the transformers class that loads the result, "" if the adapter
+    brings no classifier. labels: its class names, if the adapter gives them. notes: for the user.
     """
 
     file: AdapterFile
@@ -71,10 +71,10 @@ class Built:
 
 
 def built(file: AdapterFile, base: BaseFiles) -> Built:
-    """The first of the classes in question that has all modules and tensors that the adapter names.
+    """Build the first candidate class that has all modules and tensors the adapter names.
 
     Raises:
-        AdapterFormatError: none has. ConfigError: the base's config or tensors are none that transformers loads.
+        AdapterFormatError: no class has. ConfigError: transformers cannot load the base's config or tensors.
     """
     heads = {head: file.stored_head(head).shape for head in file.heads if file.kind(head) == "head"}
     rows = sorted({shape[0] for shape in heads.values() if len(shape) == 2})
@@ -83,11 +83,11 @@ def built(file: AdapterFile, base: BaseFiles) -> Built:
     classifies, notes = task in _CLASSIFYING and bool(rows), []
     if classifies and rows[-1] > _MOST_LABELS:
         raise AdapterFormatError(
-            f"{file.directory}: its head has {rows[-1]:,} outputs, and classifiers of up to {_MOST_LABELS:,} are built "
-            f"here. {WAY_OUT}."
+            f"{file.directory}: its head has {rows[-1]:,} outputs; fedlora builds classifiers with at most "
+            f"{_MOST_LABELS:,} outputs. {WAY_OUT}."
         )
     if classifies and labels and len(labels) not in rows:
-        notes.append(f"the adapter names {len(labels)} classes, its head has {rows} outputs: the names are left out.")
+        notes.append(f"the adapter names {len(labels)} classes, but its head has {rows} outputs: names are left out.")
         labels = ()
     brought = classifies and not any(head in base.stored for head in heads)
     needed = {plain(path) for path in file.layouts} | set(heads)
@@ -111,12 +111,12 @@ def built(file: AdapterFile, base: BaseFiles) -> Built:
         return built(renamed, base)
     if first is None or first[1]:
         why = (
-            f"transformers has no class of {base.config.get('model_type')} for it"
+            f"transformers has no class of type {base.config.get('model_type')} for it"
             if first is None
             else _lacking(*first)
         )
         raise AdapterFormatError(f"{file.directory}: {why}. {WAY_OUT}.")
-    return first[0]  # its shapes are the judgement's affair
+    return first[0]  # the judgement deals with its shapes
 
 
 def load(
@@ -125,11 +125,11 @@ def load(
     """(the model, missing names, unexpected names).
 
     Args:
-        meta: shapes without numbers, in float64; else all numbers, in the widest type that the files hold.
-        most: limit of the tensors of a file; twice as many modules and parameters may be built.
+        meta: shapes without numbers, in float64; otherwise all numbers, in the files' widest type.
+        most: limit on the tensors in a file; up to twice as many modules and parameters may be built.
 
     Raises:
-        ConfigError: transformers cannot build it, or the files hold other shapes than the config says.
+        ConfigError: transformers cannot build it, or the files' shapes differ from the config's.
     """
     where = f"the base model in {base.directory}"
     how = {"device_map": {"": "meta"}, "dtype": torch.float64} if meta else {"dtype": widest(base)}
@@ -139,27 +139,27 @@ def load(
             attn_implementation="eager", ignore_mismatched_sizes=True, output_loading_info=True, **how,
         )  # fmt: skip
         if meta:
-            model.tie_weights(recompute_mapping=False)  # also what is stored twice: it leaves that open without numbers
+            model.tie_weights(recompute_mapping=False)  # without numbers, it would leave tied duplicates untied
     for name, stored, wanted in sorted(told["mismatched_keys"]):
-        raise ConfigError(f"{where} holds {name!r} as {tuple(stored)}, and its config.json says {tuple(wanted)}.")
+        raise ConfigError(f"{where} holds {name!r} as {tuple(stored)}, but its config.json says {tuple(wanted)}.")
     return model, frozenset(told["missing_keys"]), tuple(sorted(told["unexpected_keys"]))
 
 
 def config_of(base: BaseFiles, **other: Any) -> Any:
-    """The config object of the base's config.json, with some fields exchanged.
+    """The config object for the base's config.json, with some fields replaced.
 
     Raises:
-        ConfigError: a type that transformers does not know, a field that would load something else, sizes that no model
-            has, or values that transformers does not take.
+        ConfigError: transformers does not know the type, a field would load something else, a size is beyond any real
+            model's, or transformers rejects a value.
     """
     fields, where = dict(base.config), f"the base model in {base.directory}"
     kind = fields.get("model_type")
     if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
-        why = "has no config.json that says its model_type"
+        why = "has no config.json that gives its model_type"
         if isinstance(kind, str):
             why = f"is of type {quoted(kind, 60)}, which transformers {transformers.__version__} does not know"
         if fields.get("auto_map"):
-            why += "; its config.json names code of its own (auto_map), and fedlora runs no stranger's code"
+            why += "; its config.json names its own code (auto_map), and fedlora runs no stranger's code"
         raise ConfigError(f"{where} {why}. {WAY_OUT}.")
     _check_fields(fields, where)
     with quiet(), _translated(f"the config.json of {where} does not fit type {kind}"):
@@ -175,13 +175,13 @@ def widest(base: BaseFiles) -> torch.dtype:
 
 
 def stored_type(base: BaseFiles, name: str) -> torch.dtype | None:
-    """The floating-point type in which a tensor of that name is stored; None where there is none."""
+    """The stored floating-point type of a tensor; None if there is none."""
     return _FLOATS.get(base.stored[name].dtype) if name in base.stored else None
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the reports, bars and warnings of transformers and peft: what they say is judged, and said by us."""
+    """Silence the reports, progress bars and warnings of transformers and peft; we judge and report them ourselves."""
     level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
@@ -196,12 +196,12 @@ def quiet() -> Iterator[None]:
 
 
 def said(error: BaseException) -> str:
-    """What a library said, in one line."""
+    """A library's message, on one line."""
     return quoted((" ".join(str(error).split()) or type(error).__name__).rstrip("."), 300)
 
 
 class _Lazy:
-    """A stored tensor that is read when transformers asks for it; on the meta device never."""
+    """A stored tensor, read when transformers asks for it; never read on the meta device."""
 
     def __init__(self, base: BaseFiles, name: str, meta: bool) -> None:
         self._base, self._name, self._meta = base, name, meta
@@ -215,7 +215,7 @@ class _Lazy:
 
 @contextmanager
 def _bounded(most: int, where: str) -> Iterator[None]:
-    """No more modules and parameters than `most`, whatever a config multiplies."""
+    """Allow at most `most` modules and parameters, whatever a config multiplies."""
     count = 0
 
     def counted(*_: object) -> None:
@@ -236,7 +236,7 @@ def _bounded(most: int, where: str) -> Iterator[None]:
 
 @contextmanager
 def _translated(what: str) -> Iterator[None]:
-    """Whatever transformers raises for a stranger's config becomes one error of ours."""
+    """Turn any exception that transformers raises for a stranger's config into one of ours."""
     try:
         yield
     except (FedLoRAError, MemoryError):
@@ -249,7 +249,7 @@ def _check_fields(value: Any, where: str, name: str = "") -> None:
     for key, inner in value.items() if isinstance(value, Mapping) else ():
         if key in _NOT_FOLLOWED and inner:
             raise ConfigError(
-                f"{where}: its config.json has {key} = {quoted(inner, 80)}, which fedlora does not follow. {WAY_OUT}."
+                f"{where}: its config.json has {key} = {quoted(inner, 80)}, which fedlora does not support. {WAY_OUT}."
             )
         _check_fields(inner, where, str(key))
     for inner in value if isinstance(value, list) else ():
@@ -264,14 +264,14 @@ def _check_fields(value: Any, where: str, name: str = "") -> None:
 
 
 def _classes(file: AdapterFile, task: str | None, config: Any) -> list[Any]:
-    """The classes that the model may be of: by the adapter's task, by the class that it was trained on, by the base's
-    own word, and the bare model. Only transformers' classes for this config; no module is imported by name."""
+    """Candidate classes: by the adapter's task, by the class it was trained on, by the base's config, and the bare
+    model. Only transformers' classes for this config; no module is imported by name."""
     auto = file.config.get("auto_mapping")
     named = [auto.get("base_model_class")] if isinstance(auto, Mapping) else []
     found = [_of_auto(_AUTO[task], config)] if task in _AUTO else []
     for name in (*named, *(config.architectures or ())):
         kind = None
-        with suppress(Exception):  # whatever a module of another name needs
+        with suppress(Exception):  # importing another module's name may fail in any way
             kind = getattr(transformers, name)
         if getattr(kind, "config_class", None) is type(config):
             found.append(kind)
@@ -281,15 +281,15 @@ def _classes(file: AdapterFile, task: str | None, config: Any) -> list[Any]:
 
 def _of_auto(auto: str, config: Any) -> Any:
     mapping = getattr(transformers, auto)._model_mapping
-    kind = mapping.get(type(config), None)  # which has no get of one argument
+    kind = mapping.get(type(config), None)  # its get requires a default
     return kind[0] if isinstance(kind, tuple) else kind
 
 
 def _lacking(found: Built, lacking: list[str]) -> str:
     some = ", ".join(name for name, _ in list(found.model.named_parameters())[:3])
     return (
-        f"{found} has no {quoted(lacking[0], 120)} ({len(lacking):,} such names): the adapter is of another model, or "
-        f"of a class that only its program has. It has {some}, ..."
+        f"{found} has no {quoted(lacking[0], 120)} ({len(lacking):,} such names): the adapter is for another model, "
+        f"or for a class that only its program has. It has {some}, ..."
     )
 
 

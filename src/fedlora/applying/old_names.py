@@ -1,7 +1,7 @@
-"""An adapter that was trained under transformers 4, by the names that its modules have in transformers 5.
+"""Translates an adapter trained under transformers 4 to the module names of transformers 5.
 
-peft converts such an adapter as it loads, and is asked here, with empty tensors: what comes out of it as it went in has
-another name and nothing else. Experts, which it also puts together, are refused with the way round.
+peft converts such an adapter on loading. We run that conversion on empty tensors: those that come out unchanged have
+only been renamed. Experts, which peft also joins into one tensor, are refused, and the message says what to do.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fedlora.errors import AdapterFormatError
 
 
 def by_new_names(file: AdapterFile, model: Any) -> AdapterFile | None:
-    """The adapter as peft takes it beside `model`; None where it makes no names of the model's out of its own.
+    """The adapter under the names peft uses with `model`; None if peft maps none of its names to the model's.
 
     Raises:
-        AdapterFormatError: peft makes other tensors of it.
+        AdapterFormatError: peft would also change tensors.
     """
     if is_adalora(file.config):
         return None
     given = {key: torch.empty(stored.shape, device="meta") for key, stored in file.stored.items()}
     try:
         made = convert_peft_adapter_state_dict_for_transformers(model, LoraConfig(r=file.config["r"]), dict(given))
-    except Exception:  # whatever a model's steps make of tensors that are not its own: peft does not load them either
+    except Exception:  # conversion steps may fail in any way on foreign tensors; peft would not load them either
         return None
     new, modules = sorted(made.keys() - given), {name for name, _ in model.named_modules()}
     if not new or not all(plain(key.removeprefix(PREFIX).partition(".lora_")[0]) in modules for key in new):
@@ -40,9 +40,9 @@ def by_new_names(file: AdapterFile, model: Any) -> AdapterFile | None:
     if len(names) < len(given):
         lost = sorted(given.keys() - names)[0]
         raise AdapterFormatError(
-            f"{quoted(lost.removeprefix(PREFIX))} is a name of transformers 4, and peft puts several such tensors "
-            f"together as it loads them, to {quoted(new[0].removeprefix(PREFIX))}. Load the adapter with peft beside "
-            f"this base model, save it again, and use that"
+            f"{quoted(lost.removeprefix(PREFIX))} is a name from transformers 4, and peft joins several such tensors "
+            f"on loading, into {quoted(new[0].removeprefix(PREFIX))}. Load the adapter with peft on this base model, "
+            f"save it again, and use that"
         )
     return AdapterFile(
         file.directory, scaling=file.scaling, limits=file.limits, allow_unknown=file.config, with_base=True, names=names

@@ -1,4 +1,4 @@
-"""Whether an adapter's base model is the one at hand, as far as names tell, and where they do not, digests."""
+"""Whether an adapter's base model is the one at hand, judged by names and, if these differ, by digests."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from fedlora.core.echo import quoted
 
 
 def relation(file: AdapterFile, base: BaseFiles) -> Iterator[str]:
-    """A line for a reader, where the two names differ and nothing shows that they mean one model."""
+    """A warning if the two names differ and nothing shows that they mean one model."""
     trained_on, own = file.base_model, base.config.get("_name_or_path")
     own = own if isinstance(own, str) and own else base.repository
     if trained_on and own and _last(trained_on) != _last(own) and not _surely_one(file, base, trained_on):
         yield (
-            f"warning: the adapter was trained on {quoted(trained_on, 120)}, and this base model calls itself "
-            f"{quoted(own, 120)}: shapes fit, but it may be another model."
+            f"warning: the adapter was trained on {quoted(trained_on, 120)}, but this base model calls itself "
+            f"{quoted(own, 120)}: the shapes fit, but it may be another model."
         )
 
 
 def _surely_one(file: AdapterFile, base: BaseFiles, trained_on: str) -> bool:
-    """This directory under another name, or the same weights."""
+    """Whether it is this directory under another name, or the same weights."""
     if is_path(trained_on) and Path(os.path.realpath(trained_on)) == base.home:
         return True
     known_digests, here = base_weights(file), base.digests()

@@ -1,6 +1,6 @@
-"""What becomes of one tensor: computed in float64, rounded once, and what the rounding costs.
+"""Computes one changed tensor in float64, rounds it once, and measures the rounding.
 
-Large tensors are taken a block of rows at a time, so that no copy of one is ever whole in float64.
+Large tensors are processed in blocks of rows, so that float64 never holds a whole copy.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from torch import Tensor
 from fedlora.errors import AdapterFormatError
 from fedlora.linalg import norm
 
-BLOCK = 2**21  # numbers that are held in float64 at a time
+BLOCK = 2**21  # numbers held in float64 at a time
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """What writing in a narrow type costs: the norms of the update and of what is lost of it. vanished: no number of a
-    tensor changed, though it should."""
+    """The cost of writing in a narrow type: the norms of the update and of the part lost. vanished: no number in the
+    tensor changed, though some should."""
 
     update: float = 0.0
     lost: float = 0.0
@@ -35,14 +35,14 @@ class Rounding:
 def changed(
     name: str, before: Tensor, dtype: torch.dtype, *, value: Tensor | None = None, delta: Tensor | None = None
 ) -> tuple[Tensor, Rounding]:
-    """(value or `before`) + delta, in `dtype`, and what rounding to it has cost.
+    """(value or `before`) + delta in `dtype`, and the cost of rounding to it.
 
     Args:
-        value: of the shape of `before`, in its place. delta: in float64, a matrix whose rows are the first dimension.
+        value: replaces `before`, with its shape. delta: float64, a matrix whose rows are the first dimension.
 
     Raises:
-        AdapterFormatError: a number is beyond what `dtype` holds, or the base model's own are not finite; whole numbers
-            that would be changed otherwise than by whole numbers.
+        AdapterFormatError: a number exceeds `dtype`'s range, the base model's own are not finite, or integers would be
+            changed by anything but integers.
     """
     if not before.is_floating_point():
         if value is None or value.dtype != before.dtype or delta is not None:
@@ -74,7 +74,7 @@ def changed(
 
 
 def converted(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor that stays, in another type. Raises `AdapterFormatError` where that cannot hold it."""
+    """An unchanged tensor in another type. Raises `AdapterFormatError` if that type cannot hold it."""
     if value.dtype == dtype:
         return value
     after = value.to(dtype)
@@ -99,7 +99,7 @@ def _refuse_infinite(name: str, start: Tensor, exact: Tensor, written: Tensor, d
     worst = float(exact.abs().max())
     raise AdapterFormatError(
         f"{name!r} would hold {worst:.6g} with the adapter in it, beyond {_short(dtype)}'s largest number "
-        f"{torch.finfo(dtype).max:.6g}. Write with --dtype float32, or ask where such a large update comes from."
+        f"{torch.finfo(dtype).max:.6g}. Write with --dtype float32, or find out where such a large update comes from."
     )
 
 

@@ -1,4 +1,4 @@
-"""What peft adds to a weight, in float64, held against the adapter file's own reading while it is made."""
+"""What peft adds to a weight, in float64, compared with our own reading of the adapter file as it is computed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FACTOR = re.compile(r"(\.lora_(?:embedding_)?[ABE])(\.weight)?$")
 
 
 def filled(file: AdapterFile, beside: Any) -> Mapping[str, Any]:
-    """peft's layers by path, with the file's factors in them, in float64. The rest of its model stays on meta."""
+    """peft's layers by path, holding the file's factors in float64. The rest of peft's model stays on meta."""
     weights = StrangersFile(file.directory / WEIGHTS_FILE)
     factors = {key: _FACTOR.sub(rf"\1.{NAME}\2", key) for key in file.stored if _FACTOR.search(key)}
     state = {name: tensor_of(weights, file.stored[key]).double() for key, name in factors.items()}
@@ -32,16 +32,16 @@ def filled(file: AdapterFile, beside: Any) -> Mapping[str, Any]:
 
 @torch.no_grad()
 def update(file: AdapterFile, path: str, layer: Any, shape: Sequence[int]) -> Tensor:
-    """What peft adds to a weight of that shape, as a matrix whose rows are its first dimension. It must be what the
-    file says by itself, one way round or the other: which one is peft's to know.
+    """What peft adds to a weight of this shape, as a matrix whose rows are its first dimension. It must equal the
+    file's own product or its transpose; only peft knows which.
 
     Raises:
         AdapterFormatError: the two differ.
     """
-    if isinstance(layer, ParamWrapper):  # it gives the update the type and device of the weight, which is on meta
+    if isinstance(layer, ParamWrapper):  # it reads only dtype and device from the weight, which is on meta
         layer.get_param = lambda: torch.empty(0, dtype=torch.float64)
     delta: Tensor = layer.get_delta_weight(NAME)
-    delta = delta[None] if delta.dim() + 1 == len(shape) and shape[0] == 1 else delta  # of one expert
+    delta = delta[None] if delta.dim() + 1 == len(shape) and shape[0] == 1 else delta  # a single expert
     layout = file.layouts[path]
     parts = list(delta) if layout.experts and delta.dim() == 3 else [delta.flatten(1)]
     same = tuple(delta.shape) == tuple(shape) and len(parts) == max(layout.experts, 1)
@@ -58,7 +58,7 @@ def update(file: AdapterFile, path: str, layer: Any, shape: Sequence[int]) -> Te
 
 
 def _agrees(part: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Whether part = left @ right up to the rounding of float64, by blocks of rows."""
+    """Whether part = left @ right up to float64 rounding, checked in blocks of rows."""
     if part.shape != (left.shape[0], right.shape[1]):
         return False
     step = max(1, BLOCK // max(1, right.shape[1]))

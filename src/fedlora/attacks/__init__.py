@@ -1,7 +1,7 @@
-"""Clients that lie, for experiments in one process: what they send, in update space. Never part of a federation.
+"""Lying clients, for experiments in one process: what they send, in update space. Never part of a federation.
 
-`kinds` what there is; `spaces` where changes are added up and how a wanted change becomes an upload; `crafts` and
-`directions` the attacks themselves; `adversary` the liars of a run; `who` which clients they are. Torch only.
+`kinds` lists the attacks; `spaces` defines how changes are added and become an upload; `crafts` and `directions` are
+the attacks themselves; `adversary` is a run's liars; `who` chooses them. Needs only torch.
 """
 
 from fedlora.attacks.adversary import Adversary

@@ -1,4 +1,4 @@
-"""The liars of a run: who they are, what they do to a round's uploads, and the numbers that say so."""
+"""A run's liars: who they are, what they do to a round's uploads, and the numbers they report."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from fedlora.errors import HyperparameterError
 
 @dataclass(frozen=True)
 class Adversary:
-    """Those `clients` play `attack`, knowing every upload of the round: the strongest adversary. For experiments.
+    """These `clients` play `attack`, knowing every upload of the round: the strongest adversary. For experiments.
 
-    What it does is a function of the round's uploads, the round and `seed`. Its clients say honestly how many examples
-    they have, and abstain or diverge as they would. An upload that is not finite teaches nobody anything. In a round
-    without an honest client the liars learn from one another. `simulate(adversary=...)` takes one.
+    Its actions are a function of the round's uploads, the round and `seed`. Its clients report their number of examples
+    honestly, and abstain or diverge as they would. Uploads that are not finite are ignored. In a round without an
+    honest client the liars learn from each other. Pass it to `simulate(adversary=...)`.
 
-    Of each liar's upload it tells: "change", the norm of what it adds to its readout; "honest", the norm of what it
-    would have added; "left_out", the share of the wanted change that its rank had no room for, as a norm; of alie "z".
+    It reports for each liar's upload: "change", the norm of what it adds to its readout; "honest", the norm of what it
+    would have added; "left_out", the share of the wanted change that did not fit its rank, by norm; for alie also "z".
 
     Raises:
-        HyperparameterError: no clients; or, in a round, an attack on both factors where one travels.
+        HyperparameterError: no clients; or, in a round, an attack on both factors when only one travels.
 
     Example:
         >>> liars = Adversary(Attack("sign-flip"), ("site-2",), seed=0)
@@ -68,12 +68,12 @@ class Adversary:
         both = one.roles.both_shared
         if self.attack.about.pairs and not both:
             raise HyperparameterError(
-                f"the attack {self.attack.kind} is about products B A, and in this round only one factor travels (B "
+                f"the attack {self.attack.kind} is about products B A, but in this round only one factor travels (B "
                 f"{one.roles.B}, A {one.roles.A}): choose another attack, or a method that shares both."
             )
         if self.attack.space == "factors" and one.upload.form == "subspace":
             raise HyperparameterError(
-                "an attack on factors needs uploads in the coordinates of the readouts, and the subspace form has its "
+                "an attack on factors needs uploads in the coordinates of the readouts, but the subspace form has its "
                 "own: leave out space = 'factors' or upload = 'subspace'."
             )
         return Products() if both and self.attack.space == "update" else Entries()
@@ -84,7 +84,7 @@ class Adversary:
         """One liar's upload, and its numbers."""
         kind, trained = self.attack.kind, space.change(own)
         told = {"honest": space.norm(trained)}
-        if kind == "label-flip":  # its data were hostile; what it sends is what it trained
+        if kind == "label-flip":  # its data were hostile, but it sends what it trained
             return own.upload, {"change": told["honest"], **told, "left_out": 0.0}
         strength = self.attack.about.default if self.attack.strength is None else self.attack.strength
         if kind == "alie":
@@ -114,8 +114,8 @@ class Adversary:
         self, own: Sent, space: ChangeSpace, trained: Change, honest: Sequence[Change], strength: float,
         seeds: tuple[int, int],
     ) -> Change:  # fmt: skip
-        """The change that this liar claims, before it is cut to its rank. A part that no honest client holds stays as
-        it was trained."""
+        """The change this liar wants, before it is cut to its rank. A part that no honest client holds stays as
+        trained."""
         kind = self.attack.kind
         if kind == "sign-flip":
             return crafts.turned(space, trained, strength)
@@ -127,13 +127,13 @@ class Adversary:
             all_parts = crafts.little(space, honest, strength)
         elif kind == "inner-product":
             all_parts = crafts.against(space, honest, strength)
-        else:  # never another attack under its name
+        else:  # never run another attack under this name
             raise NotImplementedError(f"{kind} is in `kinds.KINDS`, but this file does not say what it sends.")
         return Change({key: all_parts.parts.get(key, part) for key, part in trained.parts.items()})
 
 
 def _counts(sent: Sent) -> bool:
-    """Whether the server will count it, as far as can be told here: it does not abstain, and is finite."""
+    """Whether the server will count it, as far as we can tell: it does not abstain, and is finite."""
     upload = sent.upload
     if upload.num_examples == 0:
         return False
@@ -141,7 +141,7 @@ def _counts(sent: Sent) -> bool:
 
 
 def _unchanged(sent: Sent) -> Upload:
-    """The readout's travelling parts as they came, in the upload's dtypes: no bit of a change."""
+    """The readout's travelling parts unchanged, in the upload's dtypes: not one bit differs."""
     modules = {}
     for name, lora in sent.upload.adapter.modules.items():
         begun, like = sent.begun.modules[name].tensors(), lora.tensors()

@@ -1,7 +1,7 @@
-"""The attacks that are formulas: what change a hostile client claims, from its own change c_i and the honest ones.
+"""Attacks given by formulas: the change a hostile client claims, from its own change c_i and the honest ones.
 
-Each returns a `Change` to be put on the client's own readout. mean and sd are over the honest clients of the round,
-who count alike, part by part over those that hold the part.
+Each returns a `Change` to add to the client's own readout. mean and sd are over the round's honest clients, equally
+weighted, and for each part over those that hold it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def turned(space: ChangeSpace, own: Change, strength: float) -> Change:
 
 
 def scaled(space: ChangeSpace, own: Change, strength: float) -> Change:
-    """s c_i. With s = n a single one of n clients replaces the mean of the others' by its own."""
+    """s c_i. With s = n, one of n clients replaces the mean by its own change."""
     return space.times(own, strength)
 
 
 def little(space: ChangeSpace, honest: Sequence[Change], z: float) -> Change:
-    """mean - z sd: as far from the mean as an honest client may well be, and all liars on one side.
+    """mean - z sd: as far from the mean as an honest client may plausibly be, with all liars on one side.
 
-    Source: Baruch, Baruch and Goldberg, "A Little Is Enough", NeurIPS 2019, algorithm 3; the sign is the public codes'.
+    Source: Baruch, Baruch and Goldberg, "A Little Is Enough", NeurIPS 2019, algorithm 3; sign as in the public code.
     """
     return space.plus(space.mean(honest), space.spread(honest), -z)
 
@@ -34,11 +34,11 @@ def little(space: ChangeSpace, honest: Sequence[Change], z: float) -> Change:
 def largest_z(clients: int, attackers: int) -> float:
     """z_max: the largest z at which enough honest clients lie farther out than the liars, if changes are normal.
 
-    s = floor(n / 2 + 1) - m supporters are wanted of the n - m honest ones, and z_max = max {z : phi(z) < (n - m - s) /
-    (n - m)}. At least 0, and finite where the liars are so many that they need nobody (s < 1 counts as 1). Small
-    federations with few liars leave next to nothing: n = 15 and m = 3 give 0.21.
+    The liars need s = floor(n / 2 + 1) - m supporters among the n - m honest clients, and z_max = max {z : phi(z) <
+    (n - m - s) / (n - m)}. At least 0, and finite even if the liars are so many that they need nobody (s < 1 counts as
+    1). Small federations with few liars leave almost nothing: n = 15 and m = 3 give 0.21.
 
-    Source: as `little`, algorithm 3, lines 1 and 2.
+    Source: as for `little`, algorithm 3, lines 1 and 2.
 
     Example:
         >>> round(largest_z(50, 24), 3)  # s = 2, phi(z) = 24 / 26
@@ -51,7 +51,7 @@ def largest_z(clients: int, attackers: int) -> float:
 
 
 def against(space: ChangeSpace, honest: Sequence[Change], strength: float) -> Change:
-    """-e mean. With m of n clients the plain mean's inner product with the honest one is negative for e > (n - m) / m.
+    """-e mean. With m of n clients, the plain mean's inner product with the honest one is negative for e > (n - m) / m.
 
     Source: Xie, Koyejo and Gupta, "Fall of Empires", UAI 2019 (PMLR 115, 2020).
     """
@@ -59,12 +59,12 @@ def against(space: ChangeSpace, honest: Sequence[Change], strength: float) -> Ch
 
 
 def nothing(space: ChangeSpace, own: Change) -> Change:
-    """No change: the readout goes back as it came."""
+    """No change: the readout goes back as received."""
     return space.times(own, 0.0)
 
 
 def disguised(space: ChangeSpace, sent: Sent, honest: Sequence[Change], *seed: str | int) -> Change:
-    """Noise whose every part is as large as the median honest client's."""
+    """Noise in which every part has the median honest client's size."""
     random, sizes = space.noise(sent, *seed), [space.sizes(change) for change in honest]
     parts = {}
     for key, part in random.parts.items():

@@ -1,4 +1,4 @@
-"""The attacks that are about coordinates and subspaces, not about values: inserted directions, and another gauge."""
+"""Attacks on coordinates and subspaces rather than values: inserted directions, and another gauge."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from fedlora.seeds import derive_seed
 def regauged(upload: Upload, condition: float, *seed: str | int) -> Upload:
     """The same update as (B Q, Q^-1 A) with Q = O D: O orthogonal, D powers of two from sqrt(condition) to 1 / sqrt.
 
-    Powers of two are exact and O rounds as any product does, so that the update stays what it was to the roundoff of
-    the dtype that it came in, whatever the condition. A rank of 1 is scaled by the largest entry of D.
+    Powers of two are exact and O rounds like any product, so the update stays the same up to its dtype's roundoff,
+    whatever the condition. A rank of 1 is scaled by the largest entry of D.
     """
 
     def move(name: str, lora: LoRA) -> LoRA:
@@ -39,9 +39,9 @@ def regauged(upload: Upload, condition: float, *seed: str | int) -> Upload:
 
 
 def new_directions(sent: Sequence[Sent], module: str, count: int, *seed: str | int) -> Tensor:
-    """(d_out, <= count) orthonormal columns, orthogonal to every update and readout; none where these fill the space.
+    """(d_out, <= count) orthonormal columns, orthogonal to every update and readout; none if these fill the space.
 
-    They are the same for all who insert, so that they vote together.
+    They are the same for all inserting clients, so that these vote together.
     """
     spans = [adapter.modules[module].factors[0].detach().double()
              for s in sent for adapter in (s.upload.adapter, s.begun) if module in adapter.modules]  # fmt: skip
@@ -49,26 +49,26 @@ def new_directions(sent: Sequence[Sent], module: str, count: int, *seed: str | i
     taken = U[:, s > 1e-10 * s.amax()] if len(s) and float(s.amax()) > 0 else U[:, :0]
     generator = torch.Generator().manual_seed(derive_seed("attack-directions", *seed, module))
     random = torch.randn(len(U), min(count, len(U) - taken.shape[1]), generator=generator, dtype=torch.float64)
-    for _ in range(2):  # once more, for what rounding left
+    for _ in range(2):  # twice, to remove what rounding left
         random = random - taken @ (taken.mT @ random)
     return torch.linalg.qr(random).Q if random.shape[1] else random
 
 
 def inserted(sent: Sent, module: str, columns: Tensor, size: float, *seed: str | int) -> LoRA:
-    """The readout with its weakest slots given to new directions, changed by `size` in all, as far as that goes.
+    """The readout with its weakest slots replaced by new directions, changed by `size` in total, as far as possible.
 
-    Slots that are empty are free. Of the others those are given up whose squares make up half of size^2; one at least
-    where none is empty, so that the change can be larger than asked. The new directions share the other half.
+    Empty slots are used first. Of the others we give up those whose squares make up half of size^2, and at least one if
+    none is empty, so the change can be larger than requested. The new directions share the other half.
     """
     B, A = sent.begun.modules[module].factors
     rank = sent.upload.client.ranks({module: None})[module]
     old = svd_of_product(B.detach().double(), A.detach().double(), tolerance=0.0).head(rank)
-    tails = old.s.square().flip(0).cumsum(0)  # of giving up the weakest, the two weakest, ...
+    tails = old.s.square().flip(0).cumsum(0)  # cost of giving up the weakest, the two weakest, ...
     given = int((tails <= size * size / 2).sum())
     free = rank - len(old.s) + given
     if free == 0:
         given = free = 1
-    free = min(free, columns.shape[1])  # fewer new directions than room for them
+    free = min(free, columns.shape[1])  # there may be fewer new directions than room
     given = max(0, min(given, free - (rank - len(old.s))))
     kept = old.head(len(old.s) - given)
     generator = torch.Generator().manual_seed(derive_seed("attack-rows", *seed, module))
@@ -84,8 +84,8 @@ def with_insertion(sent: Sent, known: Sequence[Sent], sizes: Mapping[str, Sequen
                    *seed: str | int) -> Upload:  # fmt: skip
     """The client's upload with new directions in every module and its readout's heads.
 
-    known: all of the round, the liars too. sizes: module -> the sizes of the honest changes of it; `strength` times
-    their median is how large the change of that module is to be.
+    known: all of the round's, including the liars. sizes: module -> the sizes of its honest changes; `strength` times
+    their median is the target size of that module's change.
     """
     modules = {}
     for name, lora in sent.upload.adapter.modules.items():

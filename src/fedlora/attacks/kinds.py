@@ -1,4 +1,4 @@
-"""The attacks that there are: what each does, what its strength means, who has to know what for it."""
+"""The available attacks: what each does, what its strength means, and what it must know."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ Space = Literal["update", "factors"]
 @dataclass(frozen=True)
 class About:
     """One kind of attack. does: in words, c_i being what honest training would have added. source: who described it.
-    strength: what the number means, "" where there is none; default: its value, None where a formula gives it.
-    colludes: it uses what others send. spaces: it can act in factors, too. pairs: it needs rounds in which both factors
-    travel."""
+    strength: the number's meaning, "" if there is none; default: its value, None if a formula gives it. colludes: it
+    uses what others send. spaces: it can also act in factors. pairs: it needs rounds in which both factors travel."""
 
     does: str
     source: str
@@ -50,12 +49,12 @@ KINDS: Mapping[Kind, About] = MappingProxyType({
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack. strength: as `KINDS` says, None for its default. space: what is added up, `"update"` products B A or
-    `"factors"` the entries of B and A; where one factor travels both are that factor's entries. noise: of a free
-    rider, whether it hides behind noise.
+    """One attack. strength: as in `KINDS`, None for its default. space: what is added, `"update"` for products B A or
+    `"factors"` for the entries of B and A; if only one factor travels, both mean its entries. noise: for a free rider,
+    whether it hides behind noise.
 
     Raises:
-        HyperparameterError: no such attack, a strength that is none, or one of a kind without.
+        HyperparameterError: no such attack, an invalid strength, or a strength for a kind without one.
 
     Example:
         >>> Attack("sign-flip").words
@@ -75,7 +74,7 @@ class Attack:
             raise HyperparameterError(f"the attack {self.kind} has no strength; got {self.strength}. Leave it out.")
         if self.strength is not None and not (least <= self.strength < float("inf") and self.strength > 0):
             raise HyperparameterError(
-                f"the strength of {self.kind} ({about.strength}) is a finite number > 0, of a gauge >= 1; got "
+                f"the strength of {self.kind} ({about.strength}) must be a finite number > 0, for a gauge >= 1; got "
                 f"{self.strength}."
             )
         if self.space not in get_args(Space) or (self.space == "factors" and not about.spaces):
@@ -88,12 +87,12 @@ class Attack:
 
     @property
     def about(self) -> About:
-        """Its line of `KINDS`."""
+        """Its entry in `KINDS`."""
         return KINDS[self.kind]
 
     @property
     def words(self) -> str:
-        """The attack with its strength, for a line of a report."""
+        """The attack with its strength, for a report."""
         about, value = self.about, self.about.default if self.strength is None else self.strength
         said = []
         if about.strength and value is None:

@@ -1,7 +1,7 @@
-"""Where changes are added up: as products B A, whatever their coordinates, or as entries of the factors that travel.
+"""How changes are added up: as products B A, whatever their coordinates, or as entries of the travelling factors.
 
 A change is what a client's round adds to its readout. Both spaces do the same algebra on it, in float64, and end in an
-upload that the server's checks let through: of the client's own rank, form, shapes and dtypes.
+upload that passes the server's checks: with the client's own rank, form, shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Change:
 
 
 class ChangeSpace(ABC):
-    """The algebra of changes. A client without a part has no say in it."""
+    """The algebra of changes. A client without a part does not affect it."""
 
     @abstractmethod
     def change(self, sent: Sent) -> Change:
@@ -41,11 +41,11 @@ class ChangeSpace(ABC):
 
     @abstractmethod
     def weighted(self, parts: Sequence[Any], weights: Sequence[float]) -> Any:
-        """sum_k w_k part_k of one key."""
+        """sum_k w_k part_k for one key."""
 
     @abstractmethod
     def deviation(self, parts: Sequence[Any]) -> Any:
-        """The standard deviation (of a population) entry by entry, of one key."""
+        """The entrywise (population) standard deviation, for one key."""
 
     @abstractmethod
     def size(self, part: Any) -> float:
@@ -53,28 +53,28 @@ class ChangeSpace(ABC):
 
     @abstractmethod
     def noise(self, sent: Sent, *seed: str | int) -> Change:
-        """Random and admissible; its sizes mean nothing."""
+        """A random admissible change; its sizes mean nothing."""
 
     @abstractmethod
     def upload(self, sent: Sent, change: Change) -> tuple[Upload, float]:
-        """(readout + change as this client's upload, ||what its rank left out|| / ||change||)."""
+        """(readout + change as this client's upload, ||what did not fit its rank|| / ||change||)."""
 
     def times(self, change: Change, factor: float) -> Change:
         return Change({key: self.weighted([part], [factor]) for key, part in change.parts.items()})
 
     def plus(self, one: Change, other: Change, factor: float) -> Change:
-        """one + factor other, where both have a part; `one` elsewhere."""
+        """one + factor other where both have a part; `one` elsewhere."""
         return Change({
             key: self.weighted([part, other.parts[key]], [1.0, factor]) if key in other.parts else part
             for key, part in one.parts.items()
         })  # fmt: skip
 
     def mean(self, changes: Sequence[Change]) -> Change:
-        """Each part over those that have it."""
+        """Each part's mean over the changes that have it."""
         return Change({key: self.weighted(parts, [1 / len(parts)] * len(parts)) for key, parts in _by_key(changes)})
 
     def spread(self, changes: Sequence[Change]) -> Change:
-        """The deviation of each part over those that have it."""
+        """Each part's deviation over the changes that have it."""
         return Change({key: self.deviation(parts) for key, parts in _by_key(changes)})
 
     def sizes(self, change: Change) -> dict[Key, float]:
@@ -86,8 +86,8 @@ class ChangeSpace(ABC):
 
 
 class Entries(ChangeSpace):
-    """The entries of the factors that travel, and of the heads. Slot k of one client is slot k of another, and a client
-    of smaller rank has zeros in the later ones, as in zero-padded averages. A part is (d, slots), of A the transposed.
+    """Entries of the travelling factors and of the heads. Slot k of one client is slot k of another, and a client of
+    smaller rank has zeros in the later ones, as in zero-padded averages. A part is (d, slots), for A transposed.
     """
 
     def change(self, sent: Sent) -> Change:
@@ -125,9 +125,9 @@ class Entries(ChangeSpace):
 
 
 class Products(ChangeSpace):
-    """The products B A of each module, as factor pairs; and the entries of the heads. No coordinates come in.
+    """Each module's product B A, as a factor pair, and the entries of the heads. Coordinates play no role.
 
-    What has a larger rank than the client is cut to it: the best approximation of that rank, balanced factors.
+    Anything of larger rank than the client's is cut to the best approximation of that rank, with balanced factors.
     """
 
     def change(self, sent: Sent) -> Change:
@@ -143,10 +143,10 @@ class Products(ChangeSpace):
         return torch.stack([w * part for w, part in zip(weights, parts, strict=True)]).sum(0)
 
     def deviation(self, parts: Sequence[Any]) -> Any:
-        """Dense, module by module: an entry of the weight's change has no meaning in factors."""
+        """Dense, module by module: entries of the weight's change have no meaning in factors."""
         if not isinstance(parts[0], LoRA):
             return torch.stack(list(parts)).std(0, correction=0)
-        first: Tensor = parts[0].delta()  # one dense matrix at a time, beside the two sums
+        first: Tensor = parts[0].delta()  # one dense matrix at a time, plus the two sums
         mean = sum((part.delta() for part in parts[1:]), first) / len(parts)
         squares = sum(((part.delta() - mean).square() for part in parts), torch.zeros_like(first))
         return LoRA((squares / len(parts)).sqrt(), torch.eye(first.shape[1], dtype=torch.float64))
@@ -155,7 +155,7 @@ class Products(ChangeSpace):
         return float(part.norm()) if isinstance(part, LoRA) else float(torch.linalg.vector_norm(part))
 
     def noise(self, sent: Sent, *seed: str | int) -> Change:
-        """dB A_0 with a random dB: of the rank that the client has, so that nothing is cut."""
+        """dB A_0 with a random dB: it has the client's rank, so nothing is cut."""
         parts: dict[Key, Any] = {}
         for name in sent.upload.adapter.modules:
             B, A = sent.begun.modules[name].factors
@@ -173,9 +173,9 @@ class Products(ChangeSpace):
 
 
 def cut(wanted: LoRA, rank: int) -> tuple[LoRA, float]:
-    """(the best approximation of exactly `rank` slots, balanced, with zero slots where there is less; ||the rest||).
+    """(the best approximation with exactly `rank` slots, balanced, zero-padded if needed; ||the rest||).
 
-    wanted: a pair in float64. Source: Eckart and Young 1936. A pair of many slots is multiplied out first.
+    wanted: a pair in float64. Source: Eckart and Young 1936. A pair with many slots is multiplied out first.
     """
     B, A = wanted.factors
     if wanted.rank >= min(B.shape[0], A.shape[1]):
@@ -219,7 +219,7 @@ def _by_slots(factor: str, tensor: Tensor) -> Tensor:
 
 
 def _padded(parts: Sequence[Tensor]) -> list[Tensor]:
-    """With zeros in the slots that only others have."""
+    """Pad with zeros in slots that only others have."""
     widest = max(part.shape[-1] for part in parts)
     return [pad(part, (0, widest - part.shape[-1])) for part in parts]
 

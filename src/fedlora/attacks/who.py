@@ -1,4 +1,4 @@
-"""Which clients lie, and what a flipped label is."""
+"""Chooses the clients that lie, and flips labels."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fedlora.seeds import derive_seed
 
 
 def choose_attackers(clients: Sequence[str], share: float, *, seed: int) -> tuple[str, ...]:
-    """That share of the clients, rounded down, drawn by the seed; in the order of `clients`.
+    """This share of the clients, rounded down, drawn by the seed; in the order of `clients`.
 
-    A function of the names and the seed. Those of a smaller share are among those of a larger one.
+    A function of the names and the seed. A smaller share's attackers are among those of a larger one.
 
     Raises:
-        HyperparameterError: a share outside (0, 1), or one that makes up nobody.
+        HyperparameterError: a share outside (0, 1), or one that rounds to nobody.
 
     Example:
         >>> choose_attackers([f"site-{k}" for k in range(1, 6)], 0.4, seed=0)
@@ -34,7 +34,7 @@ def choose_attackers(clients: Sequence[str], share: float, *, seed: int) -> tupl
 
 
 def flip_labels(labels: Sequence[int], classes: int) -> tuple[int, ...]:
-    """Class k of C as C - 1 - k. The middle one of an odd number of classes stays what it is.
+    """Class k of C becomes C - 1 - k. The middle one of an odd number of classes stays the same.
 
     Raises:
         HyperparameterError: fewer than two classes.

@@ -1,6 +1,6 @@
-"""The command line: thin commands, one file for those that belong together. Bad input is one line and exit code 2.
+"""The command line: thin commands, related ones in one file. Bad input prints one line and exits with code 2.
 
-options.py   options that several commands have           screen.py, formats.py   what they print with, and errors
+options.py   options that several commands share           screen.py, formats.py   output and errors
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import typer
 from fedlora.cli.lazy import lazy_group
 from fedlora.errors import FedLoRAError
 
-# Command -> its function, or its group. A file is imported when its command is called or shown, and torch in none of
-# them before the command does its work.
+# Command -> its function or its group. Its file is imported when the command is called or shown; no file imports torch
+# before the command does its work.
 COMMANDS = {
     "run": "runs:run", "demo": "runs:demo", "compare": "compare:compare", "ranks": "methods:ranks",
     "audit": "audit:audit", "merge": "merge:merge", "resize": "merge:resize", "train": "train:train",
@@ -25,12 +25,12 @@ COMMANDS = {
     "methods": "methods:app", "experiment": "experiment:app", "flower": "flower:app",
 }  # fmt: skip
 _INTERRUPTED = 130
-# Command -> what to do after Ctrl-C. Others store nothing before they end, or say it themselves.
+# Command -> what to do after Ctrl-C. Other commands store nothing before they end, or print their own advice.
 AFTER_INTERRUPT = {
     **dict.fromkeys(("run", "demo", "compare"), "finished rounds are stored: continue with --resume"),
     "experiment run": "finished runs and rounds are stored: call the same command again",
 }
-# What to do about an error of the system that no command foresaw.
+# What to do about a system error that no command foresaw.
 _WAYS_OUT = {
     errno.ENOSPC: " Free some space there, or name another place.",
     errno.EDQUOT: " Free some of your space there, or name another place.",
@@ -67,9 +67,9 @@ def _before(
 
 
 def main() -> None:
-    """The entry point: errors of ours are one line and exit code 2; an interrupt says how to go on."""
+    """The entry point: a fedlora error prints one line and exits with code 2; an interrupt says how to continue."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # letters that a narrow encoding lacks are printed by their codes
+        if hasattr(stream, "reconfigure"):  # a narrow encoding prints letters that it lacks as codes
             stream.reconfigure(errors="backslashreplace")
     try:
         code = app(standalone_mode=False) or 0
@@ -78,7 +78,7 @@ def main() -> None:
         sys.exit(code)
     except FedLoRAError as error:
         sys.exit(_complain(str(error)))
-    except OSError as error:  # a full disk, a folder that may not be written
+    except OSError as error:  # a full disk, a folder without write permission
         way = _WAYS_OUT.get(error.errno or 0, "")
         sys.exit(_complain(f"{error.filename or 'a file'}: {error.strerror or error}.{way}"))
     except MemoryError:
@@ -106,6 +106,6 @@ def main() -> None:
 
 
 def _complain(message: str) -> int:
-    from fedlora.cli.screen import complain  # rich, only where it is needed
+    from fedlora.cli.screen import complain  # imports rich only when needed
 
     return complain(message)

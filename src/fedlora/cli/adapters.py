@@ -1,4 +1,4 @@
-"""`fedlora inspect | diff`: what adapters are made of, and how two of them differ. A command imports torch itself."""
+"""`fedlora inspect | diff`: what adapters contain, and how two adapters differ. Each command imports torch itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fedlora validate | apply`: is an adapter sound, does it fit a base model, and the model with it merged in."""
+"""`fedlora validate | apply`: check an adapter, check it against a base model, and merge it into the model."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def apply(
 
 
 def _base_files(base: str) -> BaseFiles:
-    """The base model that `--base` names: a directory, or a packaged model, as `fedlora train` takes them.
+    """The base model named by `--base`: a directory or a packaged model, as in `fedlora train`.
 
     Raises:
-        ConfigError: what is no directory of safetensors weights. DataError: a package that is absent.
+        ConfigError: there is no directory of safetensors weights. DataError: the package is not installed.
     """
     from fedlora.applying.base_folder import BaseFiles
     from fedlora.data.demo import HUB_NAMES, model_location
@@ -155,7 +155,7 @@ def _as_json(done: Applied) -> dict[str, Any]:
 
 
 def _tell(done: Applied) -> None:
-    """On stderr, a line each: what a reader should know before using the model."""
+    """Prints to stderr, one per line, what a reader should know before using the model."""
     lines = [*done.notes[:_LISTED]]
     if len(done.notes) > _LISTED:
         lines.append(f"and {len(done.notes) - _LISTED} more notes; --json has all")
@@ -164,8 +164,7 @@ def _tell(done: Applied) -> None:
         lines.append(f"left out of the base model: {', '.join(done.left_out[:_LISTED])}{rest}")
     if done.cost is not None:
         lines += _costs(done.cost)
-    for line in lines:
-        notes.warn(line)
+    notes.warn(*lines)
 
 
 def _costs(cost: Cost) -> list[str]:

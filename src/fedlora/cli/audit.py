@@ -1,4 +1,4 @@
-"""`fedlora audit`: how far each method is from the true mean of real uploads, and how far it moves with coordinates."""
+"""`fedlora audit`: how far each method is from real uploads' true mean, and how much it depends on coordinates."""
 
 from __future__ import annotations
 
@@ -96,15 +96,15 @@ def _uploads(adapters: Sequence[Path], from_run: Path | None, weights: str | Non
 
 
 def _tell_round(run: RunFolder) -> None:
-    """One line: of which round the uploads are; a loud one where the run has played more."""
+    """Print the uploads' round in one line; print a warning if the run has played more rounds."""
     found, played = run.newest_uploads(), len(run.metrics())
     if found is None:
         return
-    if found.round >= played:  # more where a run was stopped before it noted the round
+    if found.round >= played:  # greater if the run stopped before it recorded the round
         notes.print(f"uploads of round {found.round} of {run.path}")
         return
     notes.print(
-        f"NOT THE LAST ROUND: these uploads are of round {found.round}, and {run.path} has played {played}; later "
+        f"NOT THE LAST ROUND: these uploads are of round {found.round}, but {run.path} has played {played}; later "
         f"ones were not kept. All figures here are of round {found.round}.",
         style="bold red",
     )
@@ -152,7 +152,7 @@ def _size(x: float) -> str | Text:
 
 
 def _consensus(audit: Audit) -> str:
-    """GLoRA's cut in words: budget and union rank (means over modules), the least gap, and how many cuts were tied."""
+    """GLoRA's cut in words: mean budget and mean union rank over modules, the least gap, and the number of ties."""
     cuts: list[Any] = [facts for facts in audit.modules.values() if "union_rank" in facts]
     if not cuts:
         return ""

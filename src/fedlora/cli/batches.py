@@ -36,14 +36,14 @@ def run_batch(
     wanted: Callable[[PlannedRun], bool],
     heard: Callable[[Outcome], None],
 ) -> None:
-    """Run them; each outcome is heard as it comes. An interrupt ends them at once. Where nobody sees a bar, in a pipe
-    or a file, a line says of each run that it began, and how it ended."""
+    """Run them; `heard` gets each outcome at once. An interrupt ends them at once. If the output is a pipe or file, so
+    that nobody sees a bar, a line reports each run's start and end."""
     if not todo:
         return
     quiet_libraries()
     if private := [run for run in todo if run.config.privacy is not None]:
         place = places.folder(private[0]).path.parent / "*" / "private" / "log"
-        notes.print(where_to_look(place), style="yellow", markup=False, highlight=False, soft_wrap=True)
+        notes.warn(where_to_look(place))
     columns = (
         TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), MofNCompleteColumn(),
         TextColumn("{task.fields[unit]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
@@ -67,7 +67,7 @@ def run_batch(
             for outcome in outcomes:
                 finished += 1
                 if not notes.is_terminal:
-                    end = "done" if outcome.error is None else f"failed: {outcome.error}"
+                    end = "done" if outcome.error is None else f"failed: {outcome.error.rstrip('.')}"
                     _log(f"{title}: {finished} of {len(todo)}: {outcome.run.label} {end}, {outcome.seconds:.0f} s")
                 if outcome.run.digest in rows:
                     progress.remove_task(rows.pop(outcome.run.digest))
@@ -84,11 +84,11 @@ def run_stages(
     given_up: Callable[[Sequence[Outcome]], Collection[str]],
     wanted: Callable[[PlannedRun], bool],
 ) -> list[Outcome]:
-    """The search, then what it decides, each run at most once. Returns what failed.
+    """The search, then the runs that it decides, each at most once. Returns the failures.
 
     Args:
-        given_up: from what has failed so far, the digests of runs of the search that it goes without.
-        wanted: asked before a run is started; one that is not wanted is left out.
+        given_up: from the failures so far, the digests of search runs that the search does without.
+        wanted: called before a run is started; False leaves the run out.
     """
     failed: list[Outcome] = []
     tried: set[str] = set()
@@ -100,22 +100,22 @@ def run_stages(
     for _ in range(2):
         todo = missing(experiment, profile, places, given_up(failed))
         todo = [run for run in todo if run.digest not in tried and wanted(run)]
-        todo.sort(key=lambda run: (not run.searching, run.seed))  # seed by seed: what an interrupt leaves can be paired
+        todo.sort(key=lambda run: (not run.searching, run.seed))  # seed by seed: an interrupt leaves whole pairs
         tried |= {run.digest for run in todo}
         run_batch(experiment.name, todo, places, worker_count(workers, todo), wanted, heard)
     return failed
 
 
 def _log(line: str) -> None:
-    notes.print(f"{datetime.now():%H:%M:%S} {line}", markup=False, highlight=False, soft_wrap=True)
+    notes.print(f"{datetime.now():%H:%M:%S} {line}")
 
 
 def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:
-    """`--workers` as a number: N, or "auto", which is one for each core that this process may use; one on a GPU, whose
-    memory nobody has measured.
+    """The number of workers from `--workers`: N, or "auto", which is one for each core that this process may use, or
+    one on a GPU, because nobody has measured its memory.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: the text is neither.
     """
     if text == "auto":
         on_gpu = any(run.config.model.device != "cpu" for run in todo) and torch.cuda.is_available()

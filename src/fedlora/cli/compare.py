@@ -1,7 +1,7 @@
 """`fedlora compare`: several methods on one configuration over several seeds, with intervals of their differences.
 
-compare_runs.py   the runs, and what came of them      tuning.py   --tune as it is typed
-scores.py         the tables, which `fedlora experiment table` prints, too
+compare_runs.py   the runs and their results           tuning.py   the --tune option
+scores.py         the tables, also for `fedlora experiment table`
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def compare(
     json: JsonAlias = False,
 ) -> None:
     """Run several methods on the same clients, data and seeds: means and paired intervals."""
-    from fedlora.cli.compare_runs import compare_all  # torch: `--help` needs none
+    from fedlora.cli.compare_runs import compare_all  # imports torch, which `--help` does not need
 
     compare_all(
         config, methods, seeds, workers, tune, tune_seeds, reference, metric, set or [], out, resume, data_root,

@@ -1,4 +1,4 @@
-"""The work of `fedlora compare`: an experiment of one axis is made, run and shown."""
+"""The work of `fedlora compare`: build an experiment with one axis, run it, and show it."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ from fedlora.experiments.table_source import Source
 from fedlora.experiments.tables import CellScore, placings, score_cells
 from fedlora.runs.config import RunConfig, load_config, overridden
 from fedlora.runs.inputs import contents
+from fedlora.runs.reading import flat
 from fedlora.runs.sections import MethodSection
 
-_BESIDE = ("validation, best", "test, best", "test, last")  # numbers that stand beside the compared one
+_BESIDE = ("validation, best", "test, best", "test, last")  # shown beside the compared score
 
 
 def compare_all(
@@ -49,8 +50,8 @@ def compare_all(
     reference: str | None, metric: str | None, sets: list[str], out: Path | None, resume: bool,
     data_root: Path | None, form: Format,
 ) -> None:  # fmt: skip
-    """Said of each argument: `fedlora compare --help`."""
-    worker_count(workers, [])  # what is no number is said before anything else
+    """Run `fedlora compare`; its `--help` explains each argument."""
+    worker_count(workers, [])  # first of all, reject what is not a number
     base = load_config(config, sets)
     compared = [base.run.seed] if seeds is None else parse_seeds(seeds, "--seeds")
     labels = parse_methods(methods)
@@ -63,8 +64,8 @@ def compare_all(
     kept = ComparedRuns.at(out or Path("runs") / name, data_root, None if search is None else search.key)
     experiment, refused = _able(experiment)
     for label, why in refused.items():
-        notes.warn(_not_run(label, why))  # before hours are spent on the others
-    planned = missing(experiment, PROFILE, kept)  # also says at once what is no configuration
+        notes.warn(_not_run(label, why))  # before the others take hours
+    planned = missing(experiment, PROFILE, kept)  # also rejects invalid configurations at once
     can_write(kept.work)
     kept.check_place(labels)
     if not resume and next(kept.folders(), None) is not None:
@@ -88,7 +89,7 @@ def compare_all(
 
 
 def _given_up(failed: Sequence[Outcome]) -> dict[str, str]:
-    """Digest -> why, of what failed by itself. What the machine failed says nothing of a run: a search waits for it."""
+    """Digest -> reason, for runs that failed on their own. If the machine failed, the search waits for the run."""
     return {o.run.digest: str(o.error) for o in failed if not o.by_machine}
 
 
@@ -97,8 +98,8 @@ def _not_run(label: str, why: str) -> str:
 
 
 def _able(experiment: Experiment) -> tuple[Experiment, dict[str, str]]:
-    """The experiment without the methods that its configuration alone shows to be impossible, and these: label -> why.
-    Raises `typer.Exit` where none is left."""
+    """The experiment without methods that its configuration alone rules out; and those methods: label -> reason.
+    Raises `typer.Exit` if no method is left."""
     whys: dict[str, str | None] = {}
     for run in [*mains(experiment, PROFILE, {}), *searches(experiment, PROFILE)]:
         if run.cell[AXIS] not in whys:
@@ -112,7 +113,7 @@ def _able(experiment: Experiment) -> tuple[Experiment, dict[str, str]]:
 
 
 def _of_methods(experiment: Experiment, labels: Sequence[str]) -> Experiment:
-    """Of these alone."""
+    """The experiment with only these methods."""
     axis = {label: change for label, change in experiment.axes[AXIS].items() if label in labels}
     return experiment.model_copy(update={"axes": {AXIS: axis}})
 
@@ -126,17 +127,13 @@ def _none(whys: Mapping[str, str]) -> str:
 def _no_contradiction(
     overrides: Sequence[str], seeds: str | None, tune: Tune | None, base: RunConfig, labels: Mapping[str, MethodSection]
 ) -> None:
-    """Raises `ConfigError` where --set says what another option says, or says it to nobody."""
-    said = overridden(overrides)
-    if seeds is not None and "seed" in said.get("run", {}):
+    """Raises `ConfigError` if --set repeats another option, or changes a method that does not run."""
+    said = flat(overridden(overrides))
+    if seeds is not None and "run.seed" in said:
         raise ConfigError("--seeds and --set run.seed=... both set the seeds; give one.")
-    if tune is not None:
-        there: Any = said
-        for part in tune.key.split("."):
-            there = there.get(part) if isinstance(there, Mapping) else None
-        if there is not None:
-            raise ConfigError(f"--tune and --set {tune.key}=... both set {tune.key}; give one.")
-    if "method" in said and base.method.name not in labels:
+    if tune is not None and tune.key in said:
+        raise ConfigError(f"--tune and --set {tune.key}=... both set {tune.key}; give one.")
+    if any(key.startswith("method.") for key in said) and base.method.name not in labels:
         raise ConfigError(
             f"--set method.... changes the config's method, {base.method.name}, which is not among --methods "
             f"{', '.join(labels)}; write settings after a name, such as 'svd energy=0.9'."
@@ -144,22 +141,20 @@ def _no_contradiction(
 
 
 def _say_before(base: RunConfig, seeds: Sequence[int], by_default: bool, workers: str) -> None:
-    """What a comparison does that its config does not say."""
+    """Print how a comparison changes its config."""
     asked = {"run.threads": base.run.threads > 1, "run.workers": base.run.workers not in (None, 1)}
     threads = "".join(f" in place of {key}" for key, more in asked.items() if more)
     more = "" if workers != "1" or cores() == 1 else f"; --workers auto uses all {cores()} cores"
-    notes.print(
-        f"each run uses one process and one thread{threads}, so --workers changes no result{more}", markup=False
-    )
+    notes.print(f"each run uses one process and one thread{threads}, so --workers changes no result{more}")
     if len(seeds) == 1 and by_default:
-        notes.print("one seed: there will be no interval; add --seeds 0:8", style="yellow", markup=False)
+        notes.warn("one seed: there will be no interval; add --seeds 0:8")
 
 
-# ---- what came of it -------------------------------------------------------------------------------------------------
+# ---- results ---------------------------------------------------------------------------------------------------------
 
 
 def _show(grid: Grid, kept: ComparedRuns, refused: Mapping[str, str], form: Format) -> None:
-    """Of the methods that have a result. A failed one is named and counted, whatever else there is."""
+    """Show the methods with a result. A failed one is always named and counted."""
     if not grid.used:
         raise typer.Exit(complain(_none({**refused, **_whys(grid)})))
     searched = [run for run in searches(grid.experiment, PROFILE) if run.digest in grid.results]
@@ -202,7 +197,7 @@ def _whys(grid: Grid) -> dict[str, str]:
 
 
 def _value(cell: CellScore, grid: Grid, kept: ComparedRuns) -> dict[str, Any]:
-    """For JSON: a method's score on every seed, and every run's summary."""
+    """A method's score on every seed, and every run's summary, for JSON."""
     mine = [run for run, _ in grid.used if run.cell == cell.cell]
     told = {run.seed: kept.folder(run).read_json("summary.json") for run in mine}
     runs = {seed: {key: x for key, x in one.items() if key != "diagnostics"} for seed, one in told.items()}
@@ -210,8 +205,8 @@ def _value(cell: CellScore, grid: Grid, kept: ComparedRuns) -> dict[str, Any]:
 
 
 def _drawing(grid: Grid, kept: ComparedRuns) -> Callable[[], list[Path]]:
-    """Of all methods in the folder it is comparison.png, of fewer it has their names: none takes the place of more. A
-    method has its colour by its place among all."""
+    """How to draw the picture. With all methods of the folder it is comparison.png, with fewer it carries their names,
+    so it never replaces a fuller one. A method's colour depends on its place among all."""
 
     def draw() -> list[Path]:
         from fedlora.experiments.pictures import comparison_figure, save
@@ -222,7 +217,7 @@ def _drawing(grid: Grid, kept: ComparedRuns) -> Callable[[], list[Path]]:
         stem = stem if len(mine) == len(every) else "-".join([stem, *sorted(mine)])[:200]
         figure = comparison_figure(grid, [mine.get(name, name) for name in every])
         if figure is None:
-            notes.print("no picture of one seed and one evaluated round; add --seeds 0:8, or more rounds", markup=False)
+            notes.print("no picture of one seed and one evaluated round; add --seeds 0:8, or more rounds")
             return []
         return save(figure, kept.work / f"{stem}.pdf", kept.work / f"{stem}.png")
 

@@ -1,6 +1,6 @@
-"""`fedlora experiment`: grids of runs, and what came of them. Here are its commands' words and options, without torch.
+"""`fedlora experiment`: grids of runs, and their results. This file holds the commands' texts and options, no torch.
 
-experiment_project.py   the files that a command is given, and what all commands say of them
+experiment_project.py   a command's input files, and notes that all commands print
 experiment_runs.py      run, retry, status            experiment_costs.py    run --plan
 experiment_shown.py     table, plot, fill, report     experiment_decide.py   plan, decide
 """

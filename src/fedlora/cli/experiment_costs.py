@@ -1,4 +1,4 @@
-"""`fedlora experiment run --plan`: what is still to be run, and what each of these runs costs, counted by itself."""
+"""`fedlora experiment run --plan`: which runs are missing, and a count of what each one costs."""
 
 from __future__ import annotations
 
@@ -19,19 +19,11 @@ _Counted = tuple[PlannedRun, Workload]
 
 
 def show_plan(chosen: Sequence[Experiment], profile: str, places: Places, rate: float | None) -> None:
-    """A row for each experiment. rate: examples a second, in place of what finished runs took."""
+    """Show a row for each experiment. rate: examples a second, instead of the pace of finished runs."""
     done, given_up, count = places.finished(unclean=True), places.given_up(), Workloads(places.data_root)
     paces = _paces(done)
-    table = Table(
-        "experiment",
-        "search runs",
-        "runs",
-        "finished",
-        "examples to train",
-        "texts to score",
-        "hours",
-        "MB that travel",
-    )
+    numbers = ("search runs", "runs", "finished", "examples to train", "texts to score", "hours", "MB that travel")
+    table = Table("experiment", *numbers)
     lacking: dict[str, str] = {}
     for experiment in chosen:
         search = searches(experiment, profile)
@@ -52,21 +44,21 @@ def show_plan(chosen: Sequence[Experiment], profile: str, places: Places, rate: 
         )  # fmt: skip
     console.print(table)
     for why, name in lacking.items():
-        console.print(f"{name}: its data were not read: {why}", soft_wrap=True, markup=False)
+        console.print(f"{name}: its data were not read: {why}")
     if lacking:
-        console.print("at most: without data, each client counts with whole batches", soft_wrap=True)
+        console.print("at most: without data, each client counts with whole batches")
     said = "the time of finished runs of the same model and max_length, all included, on any machine"
     by = f"--rate, {rate:g} examples a second: training only, without scoring" if rate else said
-    console.print(f"hours of one process by {by}", soft_wrap=True)
+    console.print(f"hours of one process by {by}")
 
 
 def _sum(each: Sequence[int | None]) -> int | None:
-    """None where one of them is not known: then the sum is not."""
+    """The sum; None if one term is unknown."""
     return None if None in each else sum(n for n in each if n is not None)
 
 
 def _scored(work: Sequence[_Counted]) -> str:
-    """Held-out texts; those whose answer is generated, token by token, apart."""
+    """The number of held-out texts, and of those whose answer is generated token by token."""
     if (total := _sum([each.scored for _, each in work])) is None:
         return "not counted: no data"
     made = sum(each.scored or 0 for run, each in work if generates(run.config.evaluate.metric))
@@ -74,7 +66,7 @@ def _scored(work: Sequence[_Counted]) -> str:
 
 
 def _hours(work: Sequence[_Counted], pace: Callable[[RunConfig], float | None]) -> str:
-    """Each run by its own pace, seconds an example; no number where one of them has none."""
+    """The hours from each run's own pace in seconds per example; no number if one run has no pace."""
     spent, strange = 0.0, 0
     for run, each in work:
         seconds = pace(run.config)
@@ -88,12 +80,12 @@ def _hours(work: Sequence[_Counted], pace: Callable[[RunConfig], float | None]) 
 
 
 def _kind(config: RunConfig) -> tuple[str, int]:
-    """What decides how long an example takes: the model by its name, and how long a text may be."""
+    """The key for how long an example takes: the model's name, and the longest text."""
     return named(config).model.path, config.data.max_length
 
 
 def _paces(done: Mapping[str, Result]) -> dict[tuple[str, int], float]:
-    """Seconds of a whole process for each example trained on, of finished runs by their kind."""
+    """Kind of run -> seconds of the whole process per trained example, from finished runs."""
     sums: dict[tuple[str, int], tuple[float, int]] = {}
     for result in done.values():
         config, trained = result.settings, trained_on(result)
@@ -107,7 +99,7 @@ def _paces(done: Mapping[str, Result]) -> dict[tuple[str, int], float]:
 def _travel(
     experiment: Experiment, todo: Sequence[PlannedRun], runs: Sequence[PlannedRun], done: Mapping[str, Result]
 ) -> str:
-    """By the finished runs of each run's own cell; unknown where one has none."""
+    """The traffic in MB, from finished runs of each run's own cell; unknown if a cell has none."""
 
     def cell(run: PlannedRun) -> tuple[tuple[str, str], ...]:
         return tuple(pair for pair in run.cell.items() if pair[0] != experiment.merged)

@@ -1,12 +1,13 @@
-"""`fedlora experiment plan | decide`: the number of seeds before, the verdicts after, and every look in between."""
+"""`fedlora experiment plan | decide`: the number of seeds before the runs, and the verdicts after them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from fedlora.cli.experiment_project import Project, tell
+from fedlora.cli.experiment_project import Project
 from fedlora.cli.formats import Format, Printed, show
+from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, check_asked
 from fedlora.experiments.decision_words import (
@@ -31,7 +32,7 @@ from fedlora.runs.manifest import commit_of_code
 
 
 def plan_seeds(project: Project, names: Sequence[str], *, again: bool) -> None:
-    """A plan for each experiment, written and shown."""
+    """Write and show a plan for each experiment."""
     claims = _claims(project)
     for name in names:
         experiment = project.named(name)
@@ -57,11 +58,13 @@ def _claims(project: Project) -> Claims:
 
 
 def _show_plan(asked: Claims, grid: Grid, plan: SeedPlan, path: Path, name: str) -> None:
-    """What pages show of it; what is too few; and the next command. name: as the experiment was typed."""
+    """Show the plan as pages do, what it lacks, and the next command. name: the experiment as typed."""
     experiment = grid.experiment
     if plan.results.there:
-        tell([f"{plan.results.there} of the {plan.results.of} planned runs exist already. Verdicts will say so: "
-            f"a plan made after seeing its runs plans nothing."])  # fmt: skip
+        notes.warn(
+            f"{plan.results.there} of the {plan.results.of} planned runs exist already. Verdicts will say so: "
+            f"a plan made after seeing its runs plans nothing."
+        )
     families, seeds = asked.of(experiment.name), len(plan.seeds)
     source = Source(grid, plan=plan, claims=asked)
     made = [table for kind in ("seeds", "rates") if (table := table_of(kind, source)).rows]
@@ -69,7 +72,7 @@ def _show_plan(asked: Claims, grid: Grid, plan: SeedPlan, path: Path, name: str)
     show(Printed(made, [], plan.model_dump(mode="json"), [where]), Format.table)
     can = {family: asked.powers(family, plan.spreads[family], seeds) for family in families}
     cases = f"{asked.power:.0%}"
-    tell([
+    notes.warn(*[
         f"{family}: {seeds_in_words(plan.needed[family])} seeds would find equal methods equivalent in {cases} of "
         f"cases; {seeds} do in {per_cent(min(one.equal for one in can[family].values()))}, and show a difference of "
         f"{_in_unit(families[family], max(one.gap for one in can[family].values()))} or more in {cases} (of the "
@@ -78,13 +81,13 @@ def _show_plan(asked: Claims, grid: Grid, plan: SeedPlan, path: Path, name: str)
     ])  # fmt: skip
     profile = experiment.profile(plan.profile)
     if seeds == len(profile.seeds) and any(n > seeds < families[of].cap for of, n in plan.needed.items()):
-        tell([f"profile {plan.profile} has {seeds} seeds, fewer than a family needs and its cap allows."])
+        notes.warn(f"profile {plan.profile} has {seeds} seeds, fewer than a family needs and its cap allows.")
     which = f"0:{seeds}" if plan.seeds == list(range(seeds)) else ",".join(map(str, plan.seeds))
-    tell([f"next: fedlora experiment run {name} --profile {plan.profile} --seeds {which}"])
+    notes.warn(f"next: fedlora experiment run {name} --profile {plan.profile} --seeds {which}")
 
 
 def show_answers(project: Project, names: Sequence[str], form: Format) -> None:
-    """The verdicts of each family that asks the experiments."""
+    """Show the verdicts of each family that asks about these experiments."""
     claims, found, past = _claims(project), list[Answers](), list[str]()
     for name in names:
         experiment = project.named(name)
@@ -110,7 +113,7 @@ def _in_unit(family: Family, value: float) -> str:
 
 
 def answers_of(project: Project, claims: Claims, experiment: Experiment) -> list[Answers]:
-    """The families of one experiment. Raises `ConfigError` where there is no plan."""
+    """The answers of one experiment's families. Raises `ConfigError` if there is no plan."""
     known = project.known(experiment)
     check_asked(claims, known)
     plan = read_plan(path_of(project.results, experiment.name))

@@ -1,4 +1,4 @@
-"""`fedlora experiment run | retry | status`: what is missing is run, and how much there is."""
+"""`fedlora experiment run | retry | status`: run what is missing, and count the runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from fedlora.cli.batches import run_stages
 from fedlora.cli.experiment_costs import show_plan
-from fedlora.cli.experiment_project import Project, tell
+from fedlora.cli.experiment_project import Project
 from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError, counted
@@ -26,23 +26,24 @@ def run_missing(
     project: Project, names: Sequence[str], profile: str, seeds: str | None, workers: str, plan: bool,
     rate: float | None,
 ) -> None:  # fmt: skip
-    """Said of each argument: `fedlora experiment run --help`."""
+    """Run what is missing; `fedlora experiment run --help` explains each argument."""
     places = project.places
     only = None if seeds is None else parse_seeds(seeds, "--seeds")
     loaded = [_of_seeds(project, project.named(name), profile, only) for name in names]
-    for experiment in loaded:
-        check_number(experiment, profile, experiment.compared(profile))
-        check_runnable(missing(experiment, profile, places, places.given_up()))
     if rate is not None and not plan:
         raise ConfigError("--plan computes hours from --rate: give both, or leave it out.")
+    for experiment in loaded:
+        check_number(experiment, profile, experiment.compared(profile))
+        todo = missing(experiment, profile, places, places.given_up())
+        check_runnable(todo)
+        if plan:
+            continue
+        if gone := missing_files(todo):
+            raise ConfigError(f"experiment {experiment.name}: {' '.join(gone)}")
+        notes.warn(*other_files(todo, places.finished(unclean=True)))
     if plan:
         show_plan(loaded, profile, places, rate)
         return
-    for experiment in loaded:
-        todo = missing(experiment, profile, places, places.given_up())
-        if gone := missing_files(todo):
-            raise ConfigError(f"experiment {experiment.name}: {' '.join(gone)}")
-        tell(other_files(todo, places.finished(unclean=True)))
     for experiment in loaded:
         run_stages(
             experiment, profile, places, workers, given_up=lambda _: places.given_up(),
@@ -52,7 +53,7 @@ def run_missing(
     broken = 0
     for experiment in loaded:
         grid = project.grid(experiment, profile, unclean=True)
-        tell(lost_lines(grid))
+        notes.warn(*lost_lines(grid))
         broken += sum(len(one.seeds) for one in lost_of(grid) if one.why) + len(dead_ends(grid))
     if broken:
         said = f"{counted(broken, 'run')} failed; see {places.work / 'failures'}. Mend the cause, then: fedlora "
@@ -61,8 +62,8 @@ def run_missing(
 
 
 def _of_seeds(project: Project, experiment: Experiment, profile: str, only: list[int] | None) -> Experiment:
-    """With the seeds that were asked for, else with those that are planned. Raises `ConfigError` for one that the
-    profile does not have."""
+    """The experiment with the requested seeds, otherwise with the planned ones. Raises `ConfigError` for a seed that
+    the profile lacks."""
     known = experiment.profile(profile).seeds
     if unknown := sorted({*(only or [])} - {*known}):
         raise ConfigError(
@@ -73,7 +74,7 @@ def _of_seeds(project: Project, experiment: Experiment, profile: str, only: list
 
 
 def forget_failures(results: Path, work: Path) -> None:
-    """Of this machine and beside the results."""
+    """Forget the failures on this machine and those stored with the results."""
     found = sorted((work / "failures").glob("*.json"))
     forget_failed(results, {path.stem for path in found})
     for path in found:
@@ -82,7 +83,7 @@ def forget_failures(results: Path, work: Path) -> None:
 
 
 def show_status(project: Project, names: Sequence[str], profile: str, as_json: bool) -> None:
-    """A row for each experiment."""
+    """Show a row for each experiment."""
     places = project.places
     done, given_up = places.finished(unclean=True), places.given_up()
     shown = Table("experiment", "search", "runs", "failed", "to do", title=f"Experiments, profile {profile}")
@@ -94,7 +95,7 @@ def show_status(project: Project, names: Sequence[str], profile: str, as_json: b
         finished = sum(run.result(done) is not None for run in mains(experiment, profile, done, given_up))
         left = missing(experiment, profile, places, given_up)
         failed = sum(places.failure(run).exists() for run in left)
-        tell(other_files(left, done))
+        notes.warn(*other_files(left, done))
         project.tell_left_out([(experiment, profile)])
         searched = [sum(run.result(done) is not None for run in search), len(search)]
         found[experiment.name] = {

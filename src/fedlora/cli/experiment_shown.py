@@ -1,4 +1,4 @@
-"""`fedlora experiment table | plot | fill | report`: what came of the runs."""
+"""`fedlora experiment table | plot | fill | report`: show the results of runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from fedlora.cli.experiment_decide import answers_of
-from fedlora.cli.experiment_project import Project, tell
+from fedlora.cli.experiment_project import Project
 from fedlora.cli.formats import Format
 from fedlora.cli.scores import show_scores
 from fedlora.cli.screen import NOT_WHOLE, notes, plotted
@@ -25,13 +25,12 @@ from fedlora.experiments.report import Decided, write_report
 from fedlora.experiments.runnable import other_files
 from fedlora.experiments.runner import missing
 from fedlora.experiments.scores import parse_number
-from fedlora.experiments.seed_plan import path_of, read_plan, still_open
+from fedlora.experiments.seed_plan import plan_there, still_open
 from fedlora.experiments.spec import Experiment
-from fedlora.experiments.store import exists
 
 
 def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format) -> None:
-    """Scores, differences, prices and budgets; under them what a reader has to know."""
+    """Show scores, differences, prices and budgets, with the notes that a reader needs below."""
     experiment = project.planned(project.named(name), profile)
     grid = project.grid(experiment, profile)
     parse_number(grid.which(metric or ""))
@@ -42,13 +41,13 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
     )  # fmt: skip
     project.tell_left_out([(experiment, profile)])
     if late := still_open(project.results, grid):
-        tell([f"Too early to judge: {late}."])
+        notes.warn(f"Too early to judge: {late}.")
     if not is_whole(grid):
         raise typer.Exit(NOT_WHOLE)
 
 
 def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
-    """The map of what is decided and its set-ups, or what has been run."""
+    """Draw the map of verdicts and its set-ups, or the finished runs."""
     experiment = project.planned(project.named(name), profile)
     target = out or project.results / "plots" / f"{experiment.name}-{profile}.png"
     project.tell_left_out([(experiment, profile)])
@@ -84,7 +83,7 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
 
 
 def fill_pages(project: Project, pages: Sequence[Path]) -> None:
-    """Each page's tables from the results."""
+    """Fill each page's tables from the results."""
     stored = Stored.read(
         project.experiments, project.results, (project.claims_file if project.asked else None) or Path()
     )
@@ -92,14 +91,14 @@ def fill_pages(project: Project, pages: Sequence[Path]) -> None:
     for page, text, new in found:
         if new != text:
             files.write(page.resolve(), new)  # a link stays one
-        notes.print(f"{page}: {'filled' if new != text else 'as it was'}", markup=False, highlight=False)
+        notes.print(f"{page}: {'filled' if new != text else 'as it was'}")
     asked = dict.fromkeys(pair for _, text, _ in found for pair in asked_of(text))
     project.tell_left_out([(project.named(name), profile) for name, profile in asked])
 
 
 def report(project: Project, names: Sequence[str], out: Path, profile: str) -> None:
-    """The page, of these or all experiments that have the profile; with "mini" of all their profiles but "paper" and
-    pilots."""
+    """Write the page on these or all experiments with this profile; with "mini", on all their profiles except "paper"
+    and pilots."""
     shown = [project.named(name) for name in names] or project.all
     if not shown:
         raise ConfigError(f"there are no experiments in {project.experiments}.")
@@ -119,17 +118,16 @@ def report(project: Project, names: Sequence[str], out: Path, profile: str) -> N
     waiting = {one.family.experiment for one in decided.answers if not one.complete} if decided else set()
     grids = [grid for grid in grids if grid.experiment.name not in waiting]
     write_report(out, grids, project.experiments / "paper_numbers.toml", decided)
-    tell(late)
-    notes.print(f"report: {out}", soft_wrap=True, highlight=False, markup=False)
+    notes.warn(*late)
+    notes.print(f"report: {out}")
 
 
 def _decided(project: Project, claims: Claims, experiments: Sequence[Experiment]) -> Decided:
-    """Every family of each of these that has a plan."""
+    """Every family with a plan that asks about these experiments."""
     found, grids, past = list[Answers](), {}, {}
     for experiment in experiments:
-        path = path_of(project.results, experiment.name)
-        if claims.of(experiment.name) and exists(path):
-            plan = read_plan(path)
+        plan = plan_there(project.results, experiment.name) if claims.of(experiment.name) else None
+        if plan is not None:
             found += answers_of(project, claims, experiment)
             past[experiment.name] = plan.history
             grid = project.grid(experiment, plan.profile)

@@ -18,7 +18,7 @@ from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
-    from fedlora.experiments.table_source import Table  # with torch
+    from fedlora.experiments.table_source import Table  # imports torch
 
 _IN_LATEX = str.maketrans({
     **{sign: f"\\{sign}" for sign in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
@@ -43,8 +43,8 @@ JsonAlias = Annotated[bool, typer.Option("--json", help="the same as --format js
 
 @dataclass(frozen=True)
 class Printed:
-    """One result in all formats. tables and remarks are for people, in words; records for CSV, one a line, with all
-    digits; value for JSON. by_round: for curves, a line a run, round and score; of what has rounds."""
+    """One result in all formats. tables and remarks: text for people; records: one CSV line each, with all digits;
+    value: for JSON. by_round: for curves, a line per run, round and score, if the result has rounds."""
 
     tables: Sequence[Table]
     records: Sequence[Mapping[str, Any]]
@@ -54,21 +54,21 @@ class Printed:
 
 
 def chosen(format: Format, json: bool) -> Format:
-    """The format, with --json for its old name. Raises `ConfigError` where both are given and differ."""
+    """The format; --json is an alias. Raises `ConfigError` if both are given and differ."""
     if json and format not in (Format.table, Format.json):
         raise ConfigError(f"--json and --format {format} are two formats; give one.")
     return Format.json if json else format
 
 
 def show(printed: Printed, format: Format) -> None:
-    """On stdout."""
+    """Print the result to stdout."""
     if format is Format.json:
         print_json(plain(printed.value))
     elif format in (Format.csv, Format.long):
         if format is Format.long and not printed.by_round:
             raise ConfigError("--format long lists runs round by round, and this command shows no runs; use csv.")
         print(_csv(printed.by_round if format is Format.long else printed.records), end="")
-        for remark in printed.remarks:  # a program reads the lines, a person what they are of
+        for remark in printed.remarks:  # a program reads the lines, a person reads what they are about
             print(remark, file=sys.stderr)
     elif format is Format.markdown:
         parts = [_markdown(table) for table in printed.tables]
@@ -84,7 +84,7 @@ def show(printed: Printed, format: Format) -> None:
 
 
 def fitting(table: Table, width: int) -> list[Table]:
-    """The table, or where it is wider than so many characters its columns in several, each with the names."""
+    """The table; if it is wider than `width` characters, several with part of the columns, each with the names."""
     lines = [table.columns, *table.rows]
     widths = [max(len(line[k]) for line in lines) + len(" │ ") for k in range(len(table.columns))]
     names = list(range(table.names))
@@ -104,12 +104,12 @@ def fitting(table: Table, width: int) -> list[Table]:
 
 
 def _plain(table: Table) -> str:
-    """The caption without the marks of emphasis."""
+    """The caption without emphasis marks."""
     return table.caption.replace("*", "")
 
 
 def _on_screen(table: Table) -> Drawn:
-    """Numbers stand whole; where even one column of them does not fit beside the names, these are folded."""
+    """Numbers are never folded; if even one number column does not fit beside the names, the names are folded."""
     drawn = Drawn(title=_plain(table), title_justify="left")
     for k, column in enumerate(table.columns):
         name = k < table.names
@@ -132,7 +132,7 @@ def _latex(table: Table) -> str:
 
     def line(cells: Sequence[str]) -> str:
         row = " & ".join(cell.translate(_IN_LATEX) for cell in cells)
-        return ("{}" if row.lstrip().startswith(("[", "*")) else "") + row + r" \\"  # else an argument of the \\ before
+        return ("{}" if row.lstrip().startswith(("[", "*")) else "") + row + r" \\"  # or \\ before takes an argument
 
     columns = "l" * table.names + "r" * (len(table.columns) - table.names)
     body = [r"\toprule", line(table.columns), r"\midrule", *map(line, table.rows), r"\bottomrule"]
@@ -140,7 +140,7 @@ def _latex(table: Table) -> str:
 
 
 def _csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """A header and a line a record; what there is no number for is empty."""
+    """A header and one line per record; a missing number is empty."""
     text = io.StringIO()
     columns = list(dict.fromkeys(key for record in records for key in record))
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")

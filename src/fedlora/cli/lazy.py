@@ -1,4 +1,4 @@
-"""Commands that are imported when they are called or shown: `fedlora merge` needs nothing of `fedlora run`."""
+"""Commands that are imported when they are called or shown: `fedlora merge` imports nothing of `fedlora run`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def lazy_group(package: str, commands: Mapping[str, str]) -> type[TyperGroup]:
     """The class of a group of commands, for `typer.Typer(cls=...)`.
 
     Args:
-        package: in which the commands' files are. commands: name -> "file:name" of its function, or of a `typer.Typer`
-            with more commands.
+        package: the package with the commands' files. commands: name -> "file:name" of its function, or of a
+            `typer.Typer` with more commands.
 
     Example::
 
@@ -29,7 +29,7 @@ def lazy_group(package: str, commands: Mapping[str, str]) -> type[TyperGroup]:
     class Lazy(TyperGroup):
         def __init__(self, **attributes: Any) -> None:
             super().__init__(**attributes)
-            self.commands = {name: TyperCommand(name) for name in commands}  # click looks there for the nearest name
+            self.commands = {name: TyperCommand(name) for name in commands}  # click searches it for similar names
 
         def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
             return loaded(package, cmd_name, commands[cmd_name]) if cmd_name in commands else None
@@ -42,8 +42,8 @@ def loaded(package: str, name: str, where: str) -> click.Command:
     """The command itself, imported and built."""
     module, _, attribute = where.partition(":")
     found = getattr(import_module(f"{package}.{module}"), attribute)
-    alone = typer.Typer(add_completion=False, suggest_commands=False)  # click 8.4 does, and once is enough
-    alone.callback()(lambda: None)  # a group, whatever is in it
+    alone = typer.Typer(add_completion=False, suggest_commands=False)  # click 8.4 suggests, and once is enough
+    alone.callback()(lambda: None)  # makes it a group, whatever it contains
     if isinstance(found, typer.Typer):
         alone.add_typer(found, name=name)
     else:
@@ -55,7 +55,7 @@ def loaded(package: str, name: str, where: str) -> click.Command:
 
 
 def _explain_arguments(command: click.Command) -> None:
-    """Give arguments their help back: arguments of click 8.5 have one, too, and forget that of typer 0.20."""
+    """Restore the help of arguments: arguments in click 8.5 have their own and lose that from typer 0.20."""
     for inner in getattr(command, "commands", {}).values():
         _explain_arguments(inner)
     hints = get_type_hints(inspect.unwrap(command.callback), include_extras=True) if command.callback else {}

@@ -1,4 +1,4 @@
-"""What was measured in words and tables: scores, classes by name, the confusion matrix."""
+"""Measurements in words and tables: scores, classes by name, the confusion matrix."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from rich.text import Text
 from fedlora.cli.screen import Table
 from fedlora.training.metrics import worst_of
 
-SHOWN_CLASSES = 10  # of a confusion matrix on the screen
-_NAMED_CLASSES = 8  # of a column's title
+SHOWN_CLASSES = 10  # the largest confusion matrix on the screen
+_NAMED_CLASSES = 8  # the most classes in a column's title
 
 
 def number(score: float | None) -> str:
-    """A score in three digits; what is no number (null in a file) is said so."""
+    """A score in three digits; "no number" for None (null in a file)."""
     return "no number" if score is None else f"{score:.3f}"
 
 
 def byte_size(count: float) -> str:
-    """Bytes in the unit that shows them: 999 bytes, 30.2 KB, 1.5 MB."""
+    """Bytes in a readable unit: 999 bytes, 30.2 KB, 1.5 MB."""
     if count < 1e3:
         return f"{count:.0f} bytes"
     return f"{count / 1e3:.1f} KB" if count < 1e6 else f"{count / 1e6:.1f} MB"
 
 
 def megabytes(count: float) -> str:
-    """Bytes as MB for a column: 14.1; of a small model 0.023, where one digit would say 0.0."""
+    """Bytes as MB for a column: 14.1; below 1 MB 0.023, because one digit would show 0.0."""
     return f"{count / 1e6:.1f}" if count >= 1e6 else f"{count / 1e6:.3f}"
 
 
@@ -37,8 +37,8 @@ def label_title(names: Sequence[str]) -> str:
 
 
 def label_cell(counts: Sequence[int], names: Sequence[str]) -> str:
-    """A client's examples of each class, in the order of the title; of many classes those with the most."""
-    counts = [*counts, *[0] * (len(names) - len(counts))]  # classes above the largest that occurs
+    """A client's examples of each class, in the title's order; if there are many classes, only the largest."""
+    counts = [*counts, *[0] * (len(names) - len(counts))]  # classes above the largest with examples
     if len(names) <= _NAMED_CLASSES:
         return " / ".join(map(str, counts))
     largest = sorted(range(len(names)), key=lambda k: -counts[k])[:2]
@@ -47,27 +47,27 @@ def label_cell(counts: Sequence[int], names: Sequence[str]) -> str:
 
 
 def other_scores(scores: Mapping[str, float | None], metric: str) -> str:
-    """All scores but the metric and details, as "macro f1 0.612, loss 0.904"."""
+    """All scores except the metric and details, such as "macro f1 0.612, loss 0.904"."""
     shown = {name: score for name, score in scores.items() if "/" not in name and name not in (metric, "worst")}
     return ", ".join(f"{name.replace('_', ' ')} {number(score)}" for name, score in shown.items())
 
 
 def least_recalled(scores: Mapping[str, float | None], count: int = 5) -> str:
-    """The classes of which the least is found, with their recall."""
+    """The classes with the lowest recall, and their recall."""
     recalls = {name.removeprefix("recall/"): x for name, x in scores.items() if name.startswith("recall/") and x == x}
     found = sorted((x, name) for name, x in recalls.items() if x is not None)[:count]
     return ", ".join(f"{name} {x:.3f}" for x, name in found)
 
 
 def worst_client(each: Mapping[str, Mapping[str, float | None]], metric: str) -> str:
-    """The client whose readout is worst, and its score."""
+    """The client with the worst readout, and its score."""
     worst = worst_of(metric, list(each), lambda client: each[client][metric])
     return "" if worst is None else f"{worst}, {number(each[worst][metric])}"
 
 
 def confusion_table(confusion: Mapping[str, Any] | None, which: str) -> Table | None:
-    """A row for each true class, a column for what its examples were taken for, and recall. None where there is
-    nothing to show, or too many classes. which: "last" or "best"."""
+    """A row for each true class, a column for each predicted class, and recall. None if there is nothing to show or
+    there are too many classes. which: "last" or "best"."""
     if not confusion or not confusion[which] or len(confusion["classes"]) > SHOWN_CLASSES:
         return None
     names, matrix = confusion["classes"], confusion[which]

@@ -1,4 +1,4 @@
-"""`fedlora merge | resize`: several PEFT adapters into one, with or without a federated method; one at another rank."""
+"""`fedlora merge | resize`: merge PEFT adapters, with or without a federated method, or change an adapter's rank."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ DType = Annotated[str | None, typer.Option(help="float16, bfloat16, float32, flo
 MaxError = Annotated[float | None, typer.Option(help="refuse to write beyond this relative error")]
 For = Annotated[str | None, typer.Option("--for", help="vllm: write one rank that vLLM accepts, or refuse")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="compute and report everything, write nothing")]
-_LISTED = 8  # names, of those with other weights
+_LISTED = 8  # the most names with other weights in the output
 
 
 def merge(
@@ -154,9 +154,9 @@ def resize(
 
 
 def _target(out: Path | None, dry_run: bool) -> Path:
-    """Where to write; of a dry run that names no place one that does not exist, and is not made.
+    """Where to write. A dry run without a place gets one that does not exist and is never made.
 
-    Raises `ConfigError`: no place, and something to write.
+    Raises `ConfigError` if there is something to write but no place.
     """
     if out is None and not dry_run:
         raise ConfigError("give -o DIRECTORY to write to, or --dry-run to write nothing.")
@@ -164,7 +164,7 @@ def _target(out: Path | None, dry_run: bool) -> Path:
 
 
 def _of_what(method: str, *, ruled: bool, read_out: bool) -> str | None:
-    """What the result's error is relative to, in words; None: its own modules, as they were truncated."""
+    """The mean that the result's error refers to, in words; None: its own modules before truncation."""
     if ruled:
         mean = "the mean that the rule weighs"
         return f"truncation error over all modules, of {mean}:" if method == "svd" else f"off {mean} by"
@@ -182,7 +182,7 @@ def _method(text: str) -> tuple[Method[Any], str]:
 
 
 def _show(report: MergeReport, json: bool, of_mean: str | None) -> None:
-    """The modules, what was taken for granted, and how far off the result is; of_mean: in words, of what."""
+    """Print the modules, the assumptions, and how far off the result is. of_mean: from which mean, in words."""
     if json:
         print_json(plain(asdict(report)))
         return

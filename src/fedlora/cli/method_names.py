@@ -1,4 +1,4 @@
-"""Methods as they are typed: "glora", "glora gamma=1", "flexlora preset=raflora", several of them behind commas.
+"""Methods as typed: "glora", "glora gamma=1", "flexlora preset=raflora", or several separated by commas.
 
 Commas and spaces inside quotes or brackets belong to a value: "glora tie='error', own:Mean weights=[1, 2]".
 """
@@ -21,10 +21,10 @@ _SPACES = " \t\r\n"
 
 
 def parse_methods(text: str) -> dict[str, MethodSection]:
-    """Label -> the method's section, in the order given; "all" is every method at its defaults.
+    """Label -> the method's section, in the given order; "all" is every method at its defaults.
 
     Raises:
-        ConfigError: what is no NAME [KEY=VALUE ...], or a label twice.
+        ConfigError: a part is not NAME [KEY=VALUE ...], or a label occurs twice.
     """
     parts = [part.strip() for part in _cut(text, ",") if part.strip()]
     names = [name for part in parts for name in (METHODS if part == "all" else [part])]
@@ -58,7 +58,7 @@ def parse_method(name: str, settings: Sequence[str]) -> MethodSection:
 
 
 def parse_defence(text: str) -> Rule | None:
-    """A robust rule as it is typed: "krum liars=1", "geometric-median". Raises `ConfigError`."""
+    """A robust rule as typed: "krum liars=1", "geometric-median". Raises `ConfigError`."""
     name, *settings = _cut(" ".join(text.split()), _SPACES)
     values = _values(settings, f"a robust rule is NAME [KEY=VALUE ...], such as 'krum liars=1'; got {text!r}.", "rule")
     try:
@@ -76,7 +76,7 @@ def _sentence(error: ConfigError) -> str:
 
 
 def _values(settings: Sequence[str], wrong: str, taken: str) -> dict[str, Any]:
-    """KEY=VALUE words as values of TOML; a bare word is a string. Raises `ConfigError`, with what is wrong."""
+    """KEY=VALUE words as TOML values; a bare word is a string. Raises `ConfigError` with the text `wrong`."""
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -87,12 +87,12 @@ def _values(settings: Sequence[str], wrong: str, taken: str) -> dict[str, Any]:
 
 
 def plain_label(text: str) -> str:
-    """One method as it is labelled: with one space between its words. Raises `ConfigError` as `parse_methods`."""
+    """A method's label: its words with one space between them. Raises `ConfigError` as `parse_methods` does."""
     return " ".join(word for word in _cut(text, _SPACES) if word)
 
 
 def _cut(text: str, at: str) -> list[str]:
-    """The text in pieces, cut at each of these characters that is outside quotes and brackets."""
+    """The text cut at each of these characters outside quotes and brackets."""
     pieces, closing = [""], ""
     for character in text:
         if not closing and character in at:

@@ -1,4 +1,4 @@
-"""`fedlora methods`, `methods check` and `ranks`: what there is to choose from, and whether a method is one."""
+"""`fedlora methods`, `methods check` and `ranks`: list methods, check one, and show rank profiles."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def methods(context: typer.Context, json: AsJson = False) -> None:
 @app.command()
 def check(
     context: typer.Context,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="of `fedlora methods`, or your own module:Class")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="from `fedlora methods`, or your own module:Class")],
     settings: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="hyper-parameters")] = None,
     json: AsJson = False,
 ) -> None:
-    """Run every contract on a method: what it claims, what was measured. Exit code 1 where something does not hold."""
+    """Run every contract on a method: its claim and the measurement. Exit code 1 if something does not hold."""
     from fedlora.cli.method_names import parse_method
     from fedlora.methods.registry import METHODS
     from fedlora.testing.checking import check as checked
@@ -117,7 +117,7 @@ def ranks(
 
 
 def _facts(row: Listed) -> dict[str, Any]:
-    """A row for programs; its package only where it is not ours, and why where it cannot be used."""
+    """A method's row for programs; with its package if it is not fedlora's, and the error if it cannot be used."""
     facts: dict[str, Any] = {"paper": row.paper, "hyper-parameters": row.defaults, "presets": row.presets}
     if row.error is not None:
         facts = {"error": row.error}

@@ -1,4 +1,4 @@
-"""Options that several commands have, in one wording each; those that were typed in vain, and keys typed as options."""
+"""Options that several commands share, with one text each; errors for idle options and for keys typed as options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, get_args
+from typing import Annotated
 
 import click
 import typer
@@ -17,7 +17,7 @@ from fedlora.errors import ConfigError
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 
-# Of runs.
+# For runs.
 Config = Annotated[Path, typer.Argument(help="the run's TOML file", show_default=False)]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key: run.rounds=5")]
 DataRoot = Annotated[
@@ -25,7 +25,7 @@ DataRoot = Annotated[
     typer.Option(envvar="FEDLORA_DATA_ROOT", help="where the files of data.task are (folders glue, superni)"),
 ]
 
-# Of commands that read adapters.
+# For commands that read adapters.
 Adapters = Annotated[list[Path], typer.Argument(help="PEFT adapter directories", show_default=False)]
 AllowUnknown = Annotated[
     list[str] | None, typer.Option(help="a config field to treat as harmless (repeatable)", show_default=False)
@@ -63,10 +63,10 @@ def split_names(text: str) -> list[str]:
 
 
 def numbers(text: str, option: str, *, least: float = -math.inf, most: float = math.inf) -> list[float]:
-    """Finite numbers from "1,2.5,1e3". Raises `ConfigError`, which names the option and what it takes."""
+    """Finite numbers from "1,2.5,1e3". Raises `ConfigError`, which names the option and the numbers that it takes."""
     try:
         if not text.isascii() or "_" in text:
-            raise ValueError("letters that Python takes for digits, and nobody else")
+            raise ValueError("letters that only Python takes for digits")
         found = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"{option} takes numbers separated by commas; got {text[:80]!r}.") from error
@@ -77,10 +77,10 @@ def numbers(text: str, option: str, *, least: float = -math.inf, most: float = m
 
 
 def refuse_idle(context: typer.Context, idle: Mapping[str, str]) -> None:
-    """An option that was typed and would do nothing is an error, never silence: the first of these parameters.
+    """Reject an option that was typed but would do nothing, instead of ignoring it: the first such parameter.
 
     Args:
-        idle: parameter -> why it does nothing here, as the rest of a sentence that begins with the option's name.
+        idle: parameter -> why it does nothing here; the sentence begins with the option's name.
 
     Raises:
         ConfigError: one of them was typed.
@@ -92,7 +92,7 @@ def refuse_idle(context: typer.Context, idle: Mapping[str, str]) -> None:
 
 
 def meant(error: click.NoSuchOption) -> str | None:
-    """A line for somebody who typed the name of a key as an option; None where the command or the config has none such.
+    """A hint for a key typed as an option; None if the command or the config has no such key.
 
     Example: `--rounds` of `fedlora run` -> "run.rounds is a key of the config: --set run.rounds=VALUE"
     """
@@ -106,14 +106,7 @@ def meant(error: click.NoSuchOption) -> str | None:
 
 
 def _keys(name: str) -> list[str]:
-    """All keys that end in `name` or its plural, or the `name` of the table that is called so: `method.name`."""
-    from fedlora.runs.config import RunConfig  # pydantic and torch: only where somebody has mistyped
+    """All keys called `name` or its plural, and `name` of the table with that name: `method.name`."""
+    from fedlora.runs.config import KEYS  # imports pydantic and torch, so only after a typing error
 
-    found = []
-    for section, field in RunConfig.model_fields.items():
-        table = next((kind for kind in get_args(field.annotation) if hasattr(kind, "model_fields")), field.annotation)
-        keys = getattr(table, "model_fields", {})
-        found += [f"{section}.{key}" for key in (name, f"{name}s") if key in keys]
-        if name == section and "name" in keys:
-            found.append(f"{section}.name")
-    return found
+    return [key for key in KEYS if key.partition(".")[2] in (name, f"{name}s") or key == f"{name}.name"]

@@ -1,4 +1,4 @@
-"""`fedlora privacy`: the plan of a private run, epsilon recomputed from a ledger, and what people write into one."""
+"""`fedlora privacy`: plan a private run, recompute epsilon from a ledger, and write decisions into a ledger."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fedlora.runs.quiet import quiet_libraries
 if TYPE_CHECKING:
     from fedlora.runs.private_run import PrivacyPlan
 
-SECONDS_AN_ENTRY = 13e-6  # of exact noise, on one core (privacy.mechanism)
+SECONDS_AN_ENTRY = 13e-6  # to draw exact noise, on one core (privacy.mechanism)
 
 
 _DECISIONS = ("--budget", "--charge", "--adopt")
-_GOES_WITH: dict[str, tuple[str, ...]] = {  # parameter -> what it is of; "": of a ledger that is only looked at
+_GOES_WITH: dict[str, tuple[str, ...]] = {  # parameter -> the options that use it; "": showing a ledger
     "set": ("--plan",), "data_root": ("--plan",), "delta": ("--budget", ""), "because": _DECISIONS,
     "population": _DECISIONS, "noise_multiplier": ("--charge",), "rounds": ("--charge",), "sampling": ("--charge",),
 }  # fmt: skip
@@ -102,7 +102,7 @@ def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: boo
         print_json({**asdict(found), "parts": {name: asdict(part) for name, part in found.parts.items()}})
     else:
         _show_plan(found)
-    check_affordable(prepared)  # exit code 2 and one line, where the run would be refused
+    check_affordable(prepared)  # prints one line and exits with code 2 if the run would be refused
     if weak := [name for name, part in found.parts.items() if part.signal <= part.lost]:
         notes.warn(
             f"in {len(weak)} of {len(found.parts)} parts even a change that all clients agree on, with the clip "

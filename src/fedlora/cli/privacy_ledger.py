@@ -1,4 +1,4 @@
-"""A ledger on the command line: what it says, and the lines that people write into it."""
+"""Show a ledger on the command line, and write people's decisions into it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def decide(
     budget: tuple[float, float | None] | None,
     charged: tuple[float | None, int | None, float] | None,
 ) -> None:
-    """Write one line: a budget (epsilon, delta), an earlier training (z, T, q), or, of neither, that the file moved."""
+    """Write one line: a budget (epsilon, delta), an earlier training (z, T, q), or, without both, a moved file."""
     if because is None:
         raise ConfigError("--because 'why' is missing: it stays in the ledger, and whoever gets a model can read it.")
     if not file.is_file() and (population is None or (budget is None and charged is None)):
@@ -54,7 +54,7 @@ def decide(
 
 
 def _people(found: Recomputed) -> dict[str, Any]:
-    """As `Ledger.describe` has it."""
+    """The decisions, in the form of `Ledger.describe`."""
     return {
         "earlier": [asdict(earlier) for earlier in found.earlier],
         "budgets": [budget_facts(budget) for budget in found.budgets],
@@ -63,7 +63,7 @@ def _people(found: Recomputed) -> dict[str, Any]:
 
 
 def show_ledger(file: Path, delta: float | None, as_json: bool) -> None:
-    """Epsilon, recomputed from the file alone."""
+    """Print epsilon, recomputed from the file alone."""
     found = recompute(file, delta)
     number, digest = found.tip
     if as_json:

@@ -1,4 +1,4 @@
-"""What a private run says of itself on the screen: rows of a table."""
+"""What the screen shows about a private run: rows of a table."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from fedlora.runs.private_run import of_people
 
 
 def where_to_look(place: object, *, drawn: bool = False) -> str:
-    """Said of every private run, before it begins: whether a round went wrong may not decide what the screen says.
-    drawn: who takes part is a secret draw."""
+    """The note before every private run: the screen must not depend on whether a round goes wrong. drawn: the choice of
+    clients is a secret draw."""
     watched = (
         " Clients are drawn secretly, and the time when a round ends reveals who was drawn: nobody else may watch "
         "this screen."
@@ -24,7 +24,7 @@ def where_to_look(place: object, *, drawn: bool = False) -> str:
 
 
 def privacy_rows(spent: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(what, how much) of a summary's "privacy"."""
+    """Rows (what, how much) from a summary's "privacy"."""
     who = "all clients a round" if spent["sampling"] == 1.0 else f"each client with chance {spent['sampling']:g}"
     yield (
         "epsilon of the planned rounds",

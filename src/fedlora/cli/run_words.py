@@ -1,4 +1,4 @@
-"""A run in words and tables: what is said of its data before it begins, and of what came of it at the end."""
+"""A run in words and tables: notes on its data before it begins, and its results at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Rows = Iterator[tuple[str | Text, str | Text]]
 
 
 def tell_attack(manifest: Mapping[str, Any]) -> None:
-    """One loud line where clients of a run lie on purpose."""
+    """Print a warning if clients of a run lie on purpose."""
     if attack := manifest.get("attack"):
         notes.print(
             f"UNDER ATTACK, on purpose: {in_words(attack, len(manifest['clients']))}. Do not use its results.",
@@ -37,7 +37,10 @@ def tell_attack(manifest: Mapping[str, Any]) -> None:
 
 
 def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None:
-    """What is odd about a run's texts: copies on both sides, and what is too long to be seen whole.
+    """Print problems with a run's texts: copies on both sides, and texts that are too long.
+
+    Args:
+        max_length: data.max_length, in tokens. answer: evaluate.max_new_tokens, the room that prompts leave.
 
     Args:
         max_length: data.max_length, in tokens. answer: evaluate.max_new_tokens, which a prompt leaves room for.
@@ -64,7 +67,7 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
 
 
 def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str) -> None:
-    """One line where examples were too long: how many, and how much of them is not seen in training."""
+    """Print one line if training examples were too long: how many, and how many tokens were cut."""
     if cut:
         examples, tokens = (sum(part[what] for part in cut.values()) for what in ("cut", "tokens"))
         notes.warn(
@@ -74,10 +77,10 @@ def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str
 
 
 def show_run(folder: RunFolder) -> None:
-    """A finished run on one screen."""
+    """Show a finished run on one screen."""
     s, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
     tell_attack(manifest)
-    if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run tells of no single client
+    if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run shows no single client
         console.print(_clients(s, manifest, folder.metrics()[-1]))
     title = f"{s['method']}, {counted(s['rounds'], 'round')}, {counted(s['clients'], 'client')}"
     table = Table("", "", title=title, show_header=False)
@@ -122,7 +125,7 @@ def _scores(s: Mapping[str, Any]) -> Rows:
 
 
 def _costs(s: Mapping[str, Any]) -> Rows:
-    if s["bytes"]:  # of a private run it is not told
+    if s["bytes"]:  # a private run does not report it
         up = s["bytes"]["up_adapter"] + s["bytes"]["up_heads"]
         yield "sent up / down", f"{byte_size(up)} / {byte_size(s['bytes']['total'] - up)}"
     if s["seconds"]:
@@ -150,7 +153,7 @@ def _rules(s: Mapping[str, Any]) -> Rows:
     if s["refused"]:
         yield "client rounds left out", str(s["refused"])
     if spent := s.get("privacy"):
-        from fedlora.cli.privacy_rows import privacy_rows  # torch
+        from fedlora.cli.privacy_rows import privacy_rows  # imports torch
 
         yield from privacy_rows(spent)
     if s.get("defence"):
@@ -162,7 +165,7 @@ def _clients(s: dict[str, Any], manifest: dict[str, Any], last: dict[str, Any]) 
     metric, names = s["metric"], manifest["data"]["labels"]
     common, own_test = s.get("clients_at_end_common") or {}, manifest["data"].get("own_test") or {}
     readouts = ["own readout, own test", "own readout, common test"] if common else ["own readout, test"]
-    readouts = readouts if s["clients_at_end"] else []  # a column that nothing would stand in is left out
+    readouts = readouts if s["clients_at_end"] else []  # leave out a column without values
     labelled = [label_title(names)] if names else []
     clients = Table("client", "rank", "examples", *labelled, "last loss", *readouts, title="Clients")
     counts = manifest["data"]["label_counts"] or {}
@@ -182,7 +185,7 @@ def _clients(s: dict[str, Any], manifest: dict[str, Any], last: dict[str, Any]) 
 
 
 def _weighed(clients: dict[str, dict[str, Any]], most: int = 12) -> Table:
-    """What a robust rule did to each client, those that it took most from first."""
+    """How a robust rule weighted each client; those that lost most come first."""
     table = Table("client", "rounds", "left out", "mean weight", "after the rule", title="What the robust rule did")
     for name in sorted(clients, key=lambda name: (clients[name]["after"] / clients[name]["before"], name))[:most]:
         one = clients[name]
@@ -191,7 +194,7 @@ def _weighed(clients: dict[str, dict[str, Any]], most: int = 12) -> Table:
 
 
 def _show_samples(folder: RunFolder, most: int = 2, width: int = 200) -> None:
-    """The first answers of a language model, each on one line; all of them are in samples.md."""
+    """Print a language model's first answers, each on one line; samples.md has all of them."""
     path = folder.path / "samples.jsonl"
     if not path.is_file():
         return

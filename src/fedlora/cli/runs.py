@@ -64,13 +64,13 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
         lacking = folder.lacking()
         states = [name for name in lacking if name.startswith("checkpoints/")]
         results = [name for name in lacking if name not in states]
-        if not results:  # else it is prepared, and compared then
+        if not results:  # otherwise the run is prepared, and then compared
             tell_gone(check_finished(folder, config, data_root))
         said = _made_again(folder, results) if results else _nothing_left(folder, config, states)
         notes.warn(said)
         if results:
             _rounds(config, folder, resume, config.method.name, data_root)
-    if not (folder.plots / "metric.png").exists():  # also after a kill between the summary and the plots
+    if not (folder.plots / "metric.png").exists():  # also if the run was killed between the summary and the plots
         plotted(lambda: import_plots().plot_run(folder))
     without_times(folder, config)
     if as_json:
@@ -80,7 +80,7 @@ def _run(config: RunConfig, folder: RunFolder, resume: bool, as_json: bool, data
 
 
 def _nothing_left(folder: RunFolder, config: RunConfig, gone: Sequence[str]) -> str:
-    """What `--resume` says of a run that has ended. gone: its checkpoints that are missing."""
+    """The note of `--resume` on a finished run. gone: its missing checkpoints."""
     summary = folder.read_json("summary.json")
     if gone:
         return (
@@ -89,15 +89,15 @@ def _nothing_left(folder: RunFolder, config: RunConfig, gone: Sequence[str]) -> 
             f"may."
         )
     said = f"{folder.path} holds a finished run of {counted(summary['rounds'], 'round')}; nothing was trained now."
-    more = config.privacy is None and not summary.get("stopped_early")  # a budget and a stop are for good
+    more = config.privacy is None and not summary.get("stopped_early")  # a budget and an early stop are final
     return said + f" For more rounds: --resume --set run.rounds={config.run.rounds + 1}" * more
 
 
 def _made_again(folder: RunFolder, lacking: Sequence[str]) -> str:
-    """What `--resume` says of a run that has ended and whose results are gone in part.
+    """The note of `--resume` on a finished run that has lost some results.
 
     Raises:
-        CheckpointError: nothing is there to make them from.
+        CheckpointError: there is nothing to make them from.
     """
     from fedlora.core.checkpoint import newest_round
 
@@ -118,7 +118,7 @@ def _made_again(folder: RunFolder, lacking: Sequence[str]) -> str:
 
 
 def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data_root: Path | None) -> None:
-    """All rounds, behind a progress bar."""
+    """Play all rounds, behind a progress bar."""
     from fedlora.cli.privacy_rows import where_to_look
     from fedlora.core.checkpoint import newest_round
     from fedlora.runs.execution import execute_events
@@ -133,7 +133,7 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
         )
     folder.check_place()
     if folder.exists():
-        changes(folder, config)  # what cannot be gone on with is said before anything is read
+        changes(folder, config)  # report a run that cannot continue before reading anything
     quiet_libraries()
     with notes.status(f"{label}: reading data and model"):
         prepared = prepare(config, data_root, stored_classes(folder))
@@ -163,10 +163,10 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
 
 
 class _Watch:
-    """The progress bar's state: client updates done, the round, and in words the loss of the last whole round and the
-    last metric.
+    """The progress bar's state: finished client updates, the round, the last whole round's loss and the last metric in
+    words.
 
-    Where nobody watches a bar (a log), a line a round stands in its place.
+    If nobody watches a bar (a log), each round prints a line instead.
     """
 
     def __init__(self, progress: Progress, task: Any, metric: str, rounds: int) -> None:
@@ -193,7 +193,7 @@ class _Watch:
 
 @contextmanager
 def _progress(label: str, rounds: int, per_round: int, metric: str, done: int) -> Iterator[_Watch]:
-    """done: rounds that were finished before this process."""
+    """done: rounds finished before this process."""
     columns = (
         TextColumn("{task.description}", style="bold", markup=False), TextColumn("{task.fields[round]}"),
         BarColumn(bar_width=28), MofNCompleteColumn(),

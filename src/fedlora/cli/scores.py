@@ -1,4 +1,4 @@
-"""Scores over seeds in all formats: what `fedlora experiment table` and `fedlora compare` both print."""
+"""Scores over seeds in all formats, for `fedlora experiment table` and `fedlora compare`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def show_scores(
     grid: Grid, number: str, tables: Sequence[Table], form: Format, *, first: Sequence[str] = (),
     beside: Sequence[str] = (), more: Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """The tables of a number, and under them what a reader has to know: what is missing stands first.
+    """Print a number's tables, and the notes that a reader needs below them; what is missing comes first.
 
     Args:
-        number: that is compared; "" for the experiment's. first, beside: lines that are told before and after the
-            others. more: for JSON, beside what every table has.
+        number: the number to compare; "" for the experiment's. first, beside: lines printed before and after the
+            others. more: for JSON, besides what every table has.
     """
     which, cells = grid.which(number), score_cells(grid, number)
     less = {cell.less for cell in cells if cell.metric is not None} or {False}
@@ -51,14 +51,13 @@ def show_scores(
     aloud = {"not_for_use": " ".join(loud)} if loud else {}
     lines = [{**line, **aloud} for line in _records(which, cells, differences, grid.rows)]
     show(Printed(tables, lines, value, [*remarks], long_records(grid) if form is Format.long else []), form)
-    if form is Format.json:  # a program reads it: people read this
-        for line in missing:
-            notes.warn(line)
+    if form is Format.json:  # the JSON is for a program; this is for people
+        notes.warn(*missing)
 
 
 def _records(which: str, cells: Sequence[CellScore], differences: Sequence[Difference], axis: str) -> list[Any]:
-    """A record a cell, with its difference to the reference where there is one. metric: which number; score: of what,
-    as "accuracy"."""
+    """One record per cell, with its difference to the reference, if there is one. metric: which number; score: its
+    metric, such as "accuracy"."""
     found = []
     for cell in cells:
         where = {name: label for name, label in cell.cell.items() if name != axis}
@@ -82,13 +81,13 @@ def cell_value(cell: CellScore) -> dict[str, Any]:
 
 
 def _difference(d: Difference) -> dict[str, Any]:
-    """Gaps that are all alike have no interval."""
+    """A difference for JSON; if all gaps are equal, it has no interval."""
     low, high = d.interval or (None, None)
     return {**vars(d), "low": low, "high": high, "decided": d.decided}
 
 
 def direction(which: str, cells: Sequence[CellScore]) -> list[str]:
-    """A line where less is better, for who reads an order or the sign of a difference."""
+    """A line if smaller is better, for readers of the order or of a difference's sign."""
     metrics = dict.fromkeys(cell.metric for cell in cells if cell.metric is not None)
     less = [metric for metric in metrics if parse_number(which).smaller_is_better(metric)]
     if not less:

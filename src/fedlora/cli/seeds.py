@@ -1,4 +1,4 @@
-"""Seeds as they are typed."""
+"""Seeds as typed on the command line."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from fedlora.errors import ConfigError
 
-MOST = 10_000  # more is a slip of the finger, and would not fit in memory
+MOST = 10_000  # more is a typing error, and would not fit in memory
 
 
 def parse_seeds(text: str, option: str) -> list[int]:
-    """Seeds from "0:8" (half-open, as Python has it), "0,3,5" or "7". Raises `ConfigError`."""
+    """Seeds from "0:8" (half-open, as in Python), "0,3,5" or "7". Raises `ConfigError`."""
     found: Sequence[int]
     try:
         if ":" in text:

@@ -82,7 +82,7 @@ def train(
     limits = limits_of(limit)
     names = None if labels is None else split_names(labels)
     if names is None and kind == "classes" and adapter is not None:
-        names = list(labels_of(adapter, limits)) or None  # in its own order
+        names = list(labels_of(adapter, limits)) or None  # in the adapter's order
     examples = read_examples(data, columns, kind, names)
     weights = parse_class_weights(class_weights, examples) if class_weights is not None else None
     settings = TrainSettings(
@@ -107,7 +107,7 @@ def train(
 
 
 def _of_other_kinds(data: Path, columns: Columns, kind: Kind) -> dict[str, str]:
-    """Options that are of other data than these -> why they do nothing."""
+    """Option for other kinds of data -> why it does nothing here."""
     if kind == "classes":
         return dict.fromkeys(
             _OF_LANGUAGE_MODELS, f"is for language models, and {data} holds classes ({columns.label!r})"

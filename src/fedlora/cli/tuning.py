@@ -1,10 +1,10 @@
-"""A search as it is typed: `--tune KEY=VALUES`, with seeds of its own."""
+"""A search as typed: `--tune KEY=VALUES`, with its own seeds."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
+from fedlora.cli.options import numbers
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import AXIS, SEARCH_SEED
@@ -12,7 +12,7 @@ from fedlora.experiments.spec import NOT_TO_SEARCH, Tune
 
 
 def parse_search(tune: str | None, seeds: str | None) -> Tune | None:
-    """Raises `ConfigError` also for seeds of a search that there is none of."""
+    """The search, or None. Raises `ConfigError`, also for seeds of a search that does not exist."""
     if tune is None and seeds is not None:
         raise ConfigError(f"--tune-seeds {seeds} sets the seeds of a search; add --tune KEY=VALUES.")
     if tune is None:
@@ -28,13 +28,9 @@ def parse_search(tune: str | None, seeds: str | None) -> Tune | None:
 def parse_tune(text: str, seeds: Sequence[int]) -> Tune:
     """A search from "KEY=VALUE,VALUE,...". Raises `ConfigError`."""
     key, _, values = text.partition("=")
-    try:
-        numbers = [float(value) for value in values.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"--tune takes KEY=NUMBERS, as train.lr=1e-3,3e-3,1e-2; got {text!r}.") from error
+    found = numbers(values, f"--tune {key.strip() or 'KEY'}=NUMBERS (as train.lr=1e-3,3e-3,1e-2)")
     if key.strip() in NOT_TO_SEARCH:
         raise ConfigError(f"--tune: {key.strip()} is not a setting that can be searched.")
-    if not all(map(math.isfinite, numbers)) or len({*numbers}) < len(numbers):
-        what = "names a value twice" if all(map(math.isfinite, numbers)) else "has a value that is not a finite number"
-        raise ConfigError(f"--tune {text} {what}; it takes KEY=NUMBERS, as train.lr=1e-3,3e-3,1e-2.")
-    return Tune(key=key.strip(), values=numbers, over=[AXIS], seeds=list(seeds))
+    if len({*found}) < len(found):
+        raise ConfigError(f"--tune {text} names a value twice.")
+    return Tune(key=key.strip(), values=found, over=[AXIS], seeds=list(seeds))

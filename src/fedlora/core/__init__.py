@@ -1,7 +1,7 @@
-"""What all sides agree on: adapters, the protocol of a method, the messages that travel, and how values are stored.
+"""Shared ground: adapters, the method protocol, the messages between server and clients, and how values are stored.
 
-Read `method` first. Everything here is an immutable value or a pure function; torch and safetensors are all it needs,
-and what does without them (`files`, `echo`, ...) is imported without them.
+Read `method` first. Everything here is an immutable value or a pure function. It needs torch and safetensors only, and
+modules that need neither (`files`, `echo`, ...) import neither.
 """
 
 from typing import TYPE_CHECKING

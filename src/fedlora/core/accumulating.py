@@ -1,9 +1,9 @@
-"""The one thing that a method must offer for private rounds: its next state from a *released mean change*.
+"""What a method must add to support private rounds: computing its next state from a *released mean change*.
 
-A private round gives the method one noised sum of the clients' changes and nothing else: no upload, no weight, no
-count. The state M is public already, so the next one is M + that change, cut to a rank R that everybody knew before.
-This accumulates changes, where a plain round replaces M by the clients' mean. The two agree where everybody started
-from all of M: sum_i p_i (D_i - M) + M is the mean. Where a client's rank is below that of M they do not.
+A private round gives the method one noised sum of the clients' changes and nothing else: no uploads, no weights, no
+count. The state M is already public, so the next state is M + that change, cut to a rank R known in advance. A private
+round accumulates changes, whereas a plain round replaces M by the clients' mean. The two agree if every client started
+from all of M: sum_i p_i (D_i - M) + M is the mean. They differ where a client's rank is below that of M.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ S = TypeVar("S")
 
 
 class Accumulating(ABC, Generic[S]):
-    """A method whose next state may be made of its state and a mean change alone.
+    """A method that can compute its next state from its current state and a mean change alone.
 
-    Its readouts must depend on the state, the client's name and its rank only: what a client did before may not choose
-    what another one receives.
+    Its readouts may depend only on the state, the client's name and its rank: one client's past must not affect what
+    another client receives.
     """
 
     @abstractmethod
     def require_accumulating(self) -> None:
-        """Nothing where its options can be kept in a private round.
+        """Check that a private round can honour this method's options.
 
         Raises:
-            HyperparameterError: an option needs what a released sum does not tell, or would do nothing.
+            HyperparameterError: an option needs data that a released sum does not carry, or would have no effect.
         """
 
     @abstractmethod
@@ -42,16 +42,16 @@ class Accumulating(ABC, Generic[S]):
         """
 
     def common_rows(self, state: S) -> Tensor | None:
-        """(r, d_in) public rows in whose span the rows of every update lie, or None where there are none.
+        """(r, d_in) public rows whose span contains the rows of every update, or None if there are none.
 
-        With them the change is summed as what it is in an orthonormal basis of these rows, (d_out, r), so that clipping
-        it is clipping the product. `fedlora.privacy` chooses bases itself where there are none.
+        With them, the change is summed as its (d_out, r) coordinates in an orthonormal basis of these rows, so that
+        clipping it clips the product. Without them, `fedlora.privacy` chooses bases itself.
         """
         return None
 
 
 def options_without_effect(method: object, name: str, defaults: dict[str, object]) -> str | None:
-    """The options of a method that are not at these defaults, in words: for `require_accumulating`. None: all are."""
+    """A message naming the options that differ from `defaults`, for `require_accumulating`; None if none differ."""
     changed = [f"{key} = {getattr(method, key)!r}" for key, value in defaults.items() if getattr(method, key) != value]
     if not changed:
         return None

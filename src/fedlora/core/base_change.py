@@ -1,7 +1,7 @@
-"""How the base weight of one matrix has moved since pre-training: the whole change, and its newest steps.
+"""How one matrix's base weight has moved since pre-training: the total change, and its newest steps.
 
-FedEx-LoRA and FLoRA move the base weight in every round. A client that took part lately needs the newest steps only;
-one that was away, or is new, needs more of them or the whole. Both are factor pairs, and whichever is smaller travels.
+FedEx-LoRA and FLoRA move the base weight in every round. A client that took part recently needs only the newest steps;
+a new client, or one that was away, needs more of them or the total. Both are factor pairs; the smaller one is sent.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from fedlora.core.lora import LoRA, stack
 from fedlora.linalg import svd_of_product
 
-# What a recompression may cut, all together, relative to the change: 1,000 steps stay within 1e-9 of their sum even if
-# every one cuts that much in the same direction. docs/decisions/0013-exact-means-exact.md
+# The most that all recompressions together may cut, relative to the change: 1,000 steps stay within 1e-9 of their sum
+# even if every one cuts that much in the same direction. docs/decisions/0013-exact-means-exact.md
 _INVISIBLE = 1e-12
 
 
@@ -25,8 +25,8 @@ class BaseChange:
     """total: the change since pre-training in float64, recompressed (rank <= min(d_out, d_in)), so that a thousand
     steps do not drift from their sum.
 
-    version: how many steps it is made of. steps: the newest of them, oldest first. Older ones are dropped once all
-    steps kept would be larger than the total itself, so the state is at most twice its size.
+    version: the number of steps in it. steps: the newest steps, oldest first. Older steps are dropped once the kept
+    ones would be larger than the total, so the state is at most twice the total's size.
     """
 
     TAG: ClassVar[str] = "base-change/1"
@@ -36,7 +36,7 @@ class BaseChange:
     steps: tuple[LoRA, ...]
 
     def since(self, version: int) -> tuple[LoRA, ...] | None:
-        """The steps after `version`; None where not all of them are kept, so that the total has to do."""
+        """The steps after `version`; None if some were dropped, in which case the total must be sent."""
         behind = self.version - version
         if not 0 <= behind <= len(self.steps):
             return None
@@ -44,9 +44,9 @@ class BaseChange:
 
 
 def moved(base: BaseChange | None, step: LoRA, dtype: torch.dtype | None = None) -> BaseChange | None:
-    """`base` after one more step, both recompressed exactly; unchanged where the step is zero.
+    """`base` after one more step, both recompressed exactly; unchanged if the step is zero.
 
-    dtype: of the step as it is kept and sent; None: its own. The total takes it as it came.
+    dtype: how the step is kept and sent; None: its own. The total adds the step in its original dtype.
     """
     exact, step = step, compressed(step, dtype)
     if step.rank == 0:
@@ -61,12 +61,12 @@ def moved(base: BaseChange | None, step: LoRA, dtype: torch.dtype | None = None)
 
 
 def added(total: LoRA, step: LoRA) -> LoRA:
-    """total + step as one pair in float64, with as many columns as it has rank, balanced."""
+    """total + step as one balanced float64 pair with as many columns as its rank."""
     return _balanced(stack([total.map(Tensor.double), step.map(Tensor.double)], [1.0, 1.0]), _INVISIBLE)
 
 
 def compressed(lora: LoRA, dtype: torch.dtype | None = None) -> LoRA:
-    """The same update with as many columns as it has rank, balanced, in a dtype (None: its own)."""
+    """The same update as a balanced pair with as many columns as its rank, in `dtype` (None: its own)."""
     dtype = dtype or lora.factors[0].dtype
     return _balanced(lora.map(Tensor.double), torch.finfo(dtype).eps / 8).map(lambda t: t.to(dtype))
 

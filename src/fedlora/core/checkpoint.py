@@ -2,9 +2,9 @@
 
     round-00007.3f2a90c1d4e5b6a7.safetensors          tensors, and the tree around them as JSON in the metadata
 
-The file is written whole or not at all (`files`). The name carries SHA-256 of the content, so damage shows. The
-metadata names the round, and the run that it is of: a checkpoint of another one is refused, whatever its name. The
-types come from the reader, never from the file, which knows them by tags: nothing in a checkpoint can name code to run.
+The file is written whole or not at all (`files`). Its name carries the SHA-256 of its content, so damage shows. Its
+metadata names the round and the run, and a checkpoint of another round or run is refused, whatever its name. The reader
+supplies the types and the file refers to them by tags only, so a checkpoint cannot name code to run.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _NAME = re.compile(r"round-(\d{5,})\.([0-9a-f]{16})\.safetensors")
 
 
 def save(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2) -> Path:
-    """Write `value` as the checkpoint of `round`, in the place of another one of that round, and remove all but the
-    newest `keep` ones; never the one just written. of: the run that it belongs to.
+    """Write `value` as the checkpoint of `round`, replacing any earlier one of that round, and remove all but the
+    newest `keep`; never the one just written. of: the run it belongs to.
 
     Raises:
-        CheckpointError: the value holds something that cannot be stored, or the disk refuses; older ones stay.
+        CheckpointError: the value holds something that cannot be stored, or the disk refuses; older checkpoints stay.
     """
     with saving(directory, round, value, of=of, keep=keep) as path:
         pass
@@ -53,8 +53,8 @@ def save(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2
 
 @contextmanager
 def saving(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2) -> Iterator[Path]:
-    """As `save`, around what must be seen before the checkpoint is: all of it is on the disk when the block begins, and
-    one rename is left for its end. Where the block fails there is no checkpoint."""
+    """`save` as a context manager, for work that must be visible before the checkpoint: the data are on disk when the
+    block begins, and a rename at its end publishes them. If the block fails there is no checkpoint."""
     tensors: dict[str, Tensor] = {}
     tree = _encode(value, "", tensors)
     try:
@@ -63,12 +63,14 @@ def saving(directory: Path, round: int, value: Any, *, of: str = "", keep: int =
         raise CheckpointError(
             f"the checkpoint of round {round} cannot be stored: safetensors has no {error}."
         ) from error
-    digest = hashlib.sha256(content).hexdigest()[:16]
-    path = directory / f"round-{round:05d}.{digest}.safetensors"
+    digest = hashlib.sha256()
+    for piece in content:
+        digest.update(piece)
+    path = directory / f"round-{round:05d}.{digest.hexdigest()[:16]}.safetensors"
     in_block = False
     try:
         with files.replacing(path) as file:
-            file.write(content)
+            file.writelines(content)
             file.flush()
             os.fsync(file.fileno())
             in_block = True
@@ -77,22 +79,23 @@ def saving(directory: Path, round: int, value: Any, *, of: str = "", keep: int =
     except OSError as error:
         if in_block:
             raise
+        size = sum(map(len, content))
         raise CheckpointError(
-            f"the checkpoint of round {round} ({len(content):,} bytes) could not be written to {directory}: {error}. "
+            f"the checkpoint of round {round} ({size:,} bytes) could not be written to {directory}: {error}. "
             f"Earlier checkpoints are untouched; free some space and resume."
         ) from error
     older = [(other, old) for other, _, old in _listed(directory) if old != path]
     for k, (other, old) in enumerate(older):
-        if other == round or k >= keep - 1:  # the same round stored again: the newer value stands
+        if other == round or k >= keep - 1:  # the same round stored again: the newer value wins
             old.unlink()
 
 
 def keep_also(directory: Path, of: Path, round: int, *, keep: int = 1) -> None:
-    """The checkpoint of `round` in `of` lies in `directory` too, once on the disk where there are links, whatever
-    becomes of the other; and all but the newest `keep` of `directory` go.
+    """Keep the checkpoint of `round` from `of` in `directory` too, as a hard link where the file system has them,
+    independent of the original; remove all but the newest `keep` in `directory`.
 
     Raises:
-        CheckpointError: there is none of that round, or the disk refuses.
+        CheckpointError: `of` has no checkpoint of that round, or the disk refuses.
     """
     found = [path for number, _, path in _listed(of) if number == round]
     if not found:
@@ -114,7 +117,7 @@ def keep_also(directory: Path, of: Path, round: int, *, keep: int = 1) -> None:
 
 
 def newest_round(directory: Path) -> int | None:
-    """The round of the newest checkpoint, sound or not; None where there is none."""
+    """The round of the newest checkpoint, sound or not; None if there is none."""
     listed = _listed(directory)
     return listed[0][0] if listed else None
 
@@ -131,15 +134,15 @@ def load_newest(
     upto: int | None = None,
     tell: Callable[[str], None] = _warn,
 ) -> tuple[int, T] | None:
-    """(round, value) of the newest sound checkpoint of a run, as a `kind`; None where there is none. upto: of those
-    whose round is at most this. of: the run, as `save` was told it.
+    """(round, value) of a run's newest sound checkpoint, as a `kind`; None if there is none. upto: the latest round to
+    consider. of: the run, as given to `save`.
 
-    A damaged one, or one of another run, is skipped, and the one before it used. `extra`: dataclasses that occur where
-    the type says only `Any` (a method's own state). tell: takes the line that says what was skipped; a
-    `UserWarning` if not given.
+    Checkpoints that are damaged or belong to another run are skipped for the one before. `extra`: dataclasses that
+    occur where the type says only `Any` (a method's own state). tell: receives the line that says what was skipped;
+    by default a `UserWarning`.
 
     Raises:
-        CheckpointError: there are checkpoints, and none is sound; a directory has the name of one.
+        CheckpointError: there are checkpoints but none is sound, or a directory has a checkpoint's name.
     """
     listed = [entry for entry in _listed(directory) if upto is None or entry[0] <= upto]
     why: list[str] = []
@@ -161,7 +164,7 @@ def _listed(directory: Path) -> list[tuple[int, str, Path]]:
     """(round, digest, path) of each checkpoint, newest first."""
     named = [(_NAME.fullmatch(path.name), path) for path in directory.glob("round-*.safetensors")]
     for match, path in named:
-        if match and path.is_dir():  # no checkpoint could be written there
+        if match and path.is_dir():  # save could not write here
             raise CheckpointError(f"{path} is a directory and has the name of a checkpoint. Move it away.")
     return sorted(((int(match[1]), match[2], path) for match, path in named if match), reverse=True)
 
@@ -192,12 +195,12 @@ def _read(path: Path, round: int, digest: str, of: str, kind: type[T], extra: tu
 
 
 def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """JSON for `value`, its tensors moved to `tensors` under their path."""
+    """`value` as JSON; its tensors go to `tensors` under their paths."""
     if isinstance(value, Tensor):
         if value.layout != torch.strided or value.is_complex() or value.device.type == "meta":
             kind = f"{value.dtype}, {value.layout}, on {value.device}"
             raise CheckpointError(f"the tensor at {path or '/'} ({kind}) cannot be stored in a checkpoint.")
-        tensors[path] = value.detach().cpu().clone().contiguous()
+        tensors[path] = value.detach().cpu().contiguous()
         return {"tensor": path}
     if is_dataclass(value) and not isinstance(value, type):
         if made := [f.name for f in fields(value) if not f.init]:
@@ -211,7 +214,7 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         if not all(isinstance(key, str) for key in value):
             raise CheckpointError(f"a mapping at {path or '/'} has keys that are not strings; it cannot be stored.")
         return {"mapping": {key: _encode(item, _below(path, key), tensors) for key, item in value.items()}}
-    if type(value) is tuple:  # one with names, or torch.Size, would come back as a plain one
+    if type(value) is tuple:  # a named tuple or torch.Size would come back as a plain tuple
         return {"tuple": [_encode(item, f"{path}/{k}", tensors) for k, item in enumerate(value)]}
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": repr(float(value))}
@@ -221,13 +224,13 @@ def _encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _type_name(cls: type) -> str:
-    """The class's own tag, which no move or new name of its code changes; its module and name where it has none."""
-    tag = vars(cls).get("TAG")  # its own: what inherits from a tagged class is another one
+    """The class's own tag, which survives moving or renaming its code; without one, its module and name."""
+    tag = vars(cls).get("TAG")  # only its own: a subclass of a tagged class is another class
     return tag if isinstance(tag, str) else f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _below(path: str, key: str) -> str:
-    """A path one step down, as JSON pointers write it: a slash inside a key is no step."""
+    """A path one step down, escaped like a JSON pointer so that a slash inside a key is no step."""
     return f"{path}/{key.replace('~', '~0').replace('/', '~1')}"
 
 

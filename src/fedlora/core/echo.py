@@ -1,7 +1,7 @@
-"""Text of strangers where people and programs read it: bounded, on one line, and without power over what shows it.
+"""Untrusted text made safe for people and programs to read: bounded, on one line, unable to affect what displays it.
 
-A name or a field of a file from somewhere may hold control sequences of a terminal, marks that turn the reading
-direction, line breaks, a megabyte of letters, or the syntax of the page that it is put into.
+A name or field in a stranger's file may hold terminal control sequences, marks that reverse the reading direction, line
+breaks, a megabyte of letters, or the syntax of the page that shows it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from fedlora.errors import escaped
 
 __all__ = ["MOST", "escaped", "markdown_cell", "quoted", "shown", "yaml_string"]
 
-MOST = 200  # letters: enough to recognise a thing by
+MOST = 200  # letters: enough to recognise something
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./ ")
 _DEEPEST = 4
 
 
 def shown(text: object, most: int = MOST) -> str:
-    """A stranger's text within a line of ours: escaped and cut to `most` letters."""
+    """A stranger's text for one of our lines: escaped and cut to `most` letters."""
     return _cut(escaped(_head(str(text), most)), most)
 
 
@@ -35,7 +35,7 @@ def quoted(value: Any, most: int = MOST) -> str:
 
 
 def markdown_cell(text: object, most: int = MOST) -> str:
-    """A stranger's text for a table of a model card, as code: no mark, link or column can begin in it.
+    """A stranger's text as code for a model card's table: it cannot start markup, a link or a column.
 
     Example:
         >>> markdown_cell("q_proj|[a](http://b)")
@@ -45,7 +45,7 @@ def markdown_cell(text: object, most: int = MOST) -> str:
 
 
 def yaml_string(text: object, most: int = 2_000) -> str:
-    """A stranger's text as a value of YAML: itself where it is plainly a name, else in quotes, on one line.
+    """A stranger's text as a YAML value on one line: bare if it is plainly a name, otherwise quoted.
 
     Example:
         >>> yaml_string("org/model-7B"), yaml_string("a: b")
@@ -58,7 +58,7 @@ def yaml_string(text: object, most: int = 2_000) -> str:
 
 
 def _yaml(letter: str) -> str:
-    """A letter between YAML's double quotes; half a letter is none."""
+    """A letter between YAML's double quotes; a lone surrogate becomes "?"."""
     if "\ud800" <= letter <= "\udfff":
         return "?"
     return letter if letter.isprintable() and letter not in '"\\' else f"\\U{ord(letter):08x}"
@@ -77,7 +77,7 @@ def _cut(text: str, most: int) -> str:
 
 
 def _written(value: Any, most: int, depth: int) -> str:
-    """`repr`, of no more of the value than `most` letters can show."""
+    """`repr` of only as much of the value as `most` letters can show."""
     if isinstance(value, str):
         return repr(_head(value, most))
     if isinstance(value, bytes):
@@ -97,7 +97,7 @@ def _written(value: Any, most: int, depth: int) -> str:
 
 
 def _listed(parts: Iterable[str], most: int) -> str:
-    """The parts with commas, no more of them than `most` letters can show."""
+    """The parts joined by commas, only as many as `most` letters can show."""
     taken, length = [], 0
     for part in islice(parts, most):
         taken.append(part)

@@ -1,6 +1,6 @@
-"""Writing a file that is all or nothing: beside the place, flushed, renamed, and the folder flushed too.
+"""Atomic file writing: write beside the target, flush, rename, flush the folder.
 
-Whole folders: `folders`.
+For whole folders, see `folders`.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _NO_LINK = os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def read(path: Path) -> bytes:
-    """All of an ordinary file, as `opened` opens it."""
+    """The whole content of an ordinary file, opened by `opened`."""
     with opened(path) as file:
         return file.read()
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of an ordinary file, in 64 hexadecimal digits."""
+    """SHA-256 of an ordinary file, as 64 hexadecimal digits."""
     with opened(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` when the block ends well; else `path` stays as it was and nothing is left.
+    """A file to write that becomes `path` if the block succeeds; otherwise `path` stays as it was and nothing is left.
 
-    The folder is made where it is missing. After a crash at any moment there is the old file or the new one, whole;
-    what the crash left beside it goes when `path` is written next. A link at `path` is replaced by the file, and what
-    it leads to is not touched.
+    Creates the folder if it is missing. After a crash at any moment the old or the new file is there, whole; the next
+    write to `path` removes what the crash left beside it. A link at `path` is replaced by the file, and its target is
+    not touched.
 
     Raises:
         OSError: the disk refuses. The old file is untouched.
@@ -64,7 +64,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                     file.flush()
                     if lasting:
                         os.fsync(descriptor)
-                    os.replace(place, path)  # with the lock still held: else another one could take it for a leftover
+                    os.replace(place, path)  # while we hold the lock: otherwise another process could sweep it
             except BaseException:
                 with suppress(OSError):
                     place.unlink(missing_ok=True)
@@ -73,13 +73,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
                 sync_folder(path.parent)
     except OSError as error:
         if error.errno and str(error.filename) in ("None", str(place)):
-            raise OSError(error.errno, error.strerror, str(given)) from error  # the other name tells nobody anything
+            raise OSError(error.errno, error.strerror, str(given)) from error  # the temporary name helps nobody
         raise
 
 
 @contextmanager
 def making(folder: Path) -> Iterator[None]:
-    """The folder and those above it are there; where the block fails, those that were made for it go again."""
+    """Create the folder and its parents; if the block fails, remove those created here."""
     missing = []
     for place in (folder, *folder.parents):
         if os.path.lexists(place):
@@ -96,14 +96,14 @@ def making(folder: Path) -> Iterator[None]:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """`content` as the whole of `path`, as `replacing` does; text in UTF-8."""
+    """Replace `path` by `content`, as `replacing` does; text is written as UTF-8."""
     raw = content.encode() if isinstance(content, str) else content
     with replacing(path) as file:
         file.write(raw)
 
 
 def sweep(path: Path) -> None:
-    """Remove what crashed processes left beside `path`. What a living one is writing stays."""
+    """Remove what crashed processes left beside `path`. Files that live processes are writing stay."""
     for left in beside.leftovers(path.parent, path.name):
         if not beside.own(left, stat.S_IFREG):
             continue
@@ -117,12 +117,12 @@ def sweep(path: Path) -> None:
 
 
 def _made(path: Path) -> tuple[Path, int]:
-    """A new file beside `path`, and its descriptor. Opened for itself alone: no file and no link that stands there."""
+    """A new file beside `path`, and its descriptor. O_EXCL: never opens a file or link that already exists."""
     for _ in range(beside.TRIES):
         place = beside.fresh(path.parent, path.name)
         with suppress(FileExistsError):
             descriptor = os.open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK, 0o666)
             if beside.hold(descriptor) is not False:
                 return place, descriptor
-            os.close(descriptor)  # another process swept it before it was locked
+            os.close(descriptor)  # another process swept it before we locked it
     raise FileExistsError(errno.EEXIST, "its place for an unfinished file is taken", str(path))

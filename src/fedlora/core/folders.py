@@ -1,12 +1,12 @@
-"""A folder that appears whole: built beside its place, flushed, and put there by one rename.
+"""Atomic folder writing: build it beside its target, flush it, and publish it by one rename.
 
     .NAME.TOKEN.part/          for this user only; gone at the end (`beside`)
-        lock                   held while its writer lives; says which folder it lies in (`_mark`)
-        new/                   what is being built
-        old/                   what was replaced, on file systems that cannot exchange two folders in one step
+        lock                   held while its writer lives; names the folder it lies in (`_mark`)
+        new/                   the folder being built
+        old/                   the folder being replaced, on file systems that cannot exchange two folders in one step
 
-A crash at any moment leaves the old folder or the new one in its place. Between the two renames of a file system that
-cannot exchange them it may leave none there: then the next writing puts the old one back.
+A crash at any moment leaves the old or the new folder in place. On a file system that cannot exchange folders, a crash
+between the two renames may leave neither; the next write then puts the old one back.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _HERE, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 @dataclass(frozen=True)
 class FolderKind:
-    """What a folder of one kind holds, so that nothing else is ever deleted in the belief that it is one.
+    """Describes one kind of folder, so that a folder of any other kind is never deleted by mistake.
 
-    name: in words, with an article. sign: the file that each of them has; None where none is sure. files: a regular
-    expression of the paths of its files, with "/" between the parts. mark: what else must hold of a folder: why it does
-    not, in words, or None. instead: what to do but moving it away.
+    name: in words, with an article. sign: a file that every such folder has; None if there is none. files: a regular
+    expression for its files' paths, with "/" between the parts. mark: a further check that returns why a folder fails
+    it, in words, or None. instead: what the user can do other than moving it away.
 
     Example:
         >>> FolderKind("an adapter", "adapter_config.json", r"adapter_config[.]json|README[.]md").name
@@ -50,7 +50,7 @@ class FolderKind:
     instead: str = field(default="name another directory", compare=False)
 
     def stranger(self, folder: Path) -> str | None:
-        """Why `folder` is not wholly of this kind, in words; None where it is."""
+        """Why `folder` is not entirely of this kind, in words; None if it is."""
         if self.sign is not None and not (folder / self.sign).is_file():
             return f"has no {self.sign}, so it is not {self.name}"
         for found in _leaves(folder):
@@ -59,7 +59,7 @@ class FolderKind:
         return None if self.mark is None else self.mark(folder)
 
 
-ANY_FOLDER = FolderKind("a folder", None, r"(?s:.*)")  # for places that nobody else writes to, as those of a run
+ANY_FOLDER = FolderKind("a folder", None, r"(?s:.*)")  # for places only we write to, such as a run's
 
 
 @contextmanager
@@ -70,12 +70,12 @@ def replacing_folder(
     kind: FolderKind | None = None,
     inputs: Sequence[str | os.PathLike[str]] = (),
 ) -> Iterator[Path]:
-    """An empty folder to fill that becomes `target` when the block ends well; else `target` stays as it was and nothing
-    is left. Missing parents appear with it, in the same step.
+    """An empty folder to fill that becomes `target` if the block succeeds; otherwise `target` stays as it was and
+    nothing is left. Missing parents appear with it, in the same step.
 
     Args:
-        force: a target that is not empty is replaced, where it is wholly of `kind`. inputs: what the result is made
-            from; a target that is one of them, holds one or lies in one is refused, force or not.
+        force: replace a non-empty target that is entirely of `kind`. inputs: what the result is made from; a target
+            that is, contains or lies in one of them is refused, even with force.
 
     Raises:
         ConfigError: the target cannot be written or may not be replaced.
@@ -88,7 +88,7 @@ def replacing_folder(
     """
     place, given = _real(target), [Path(path).absolute() for path in inputs]
 
-    def check() -> None:  # also at the end, when the current directory may be another one
+    def check() -> None:  # runs again at the end, when the current directory may have changed
         _check(target, place, force, kind, given)
 
     lasting = not beside.is_unseen(place)
@@ -126,7 +126,7 @@ def check_target(
     kind: FolderKind | None = None,
     inputs: Sequence[str | os.PathLike[str]] = (),
 ) -> None:
-    """Raises `ConfigError` where `replacing_folder` would refuse this target: to ask before long work."""
+    """Raise `ConfigError` if `replacing_folder` would refuse this target; call it before long work."""
     _check(target, _real(target), force, kind, inputs)
 
 
@@ -145,7 +145,7 @@ def _check(
                 raise PermissionError(errno.EACCES, f"{home} may not be written to") from None
             return
         if stat.S_ISLNK(facts.st_mode):
-            raise ConfigError(f"{shown(target)} is a link; name the directory that it leads to, or another one.")
+            raise ConfigError(f"{shown(target)} is a link; name the directory it points to, or another one.")
         if not stat.S_ISDIR(facts.st_mode):
             raise ConfigError(f"{shown(target)} is a file; name a directory.")
         _check_place(target, place)
@@ -164,24 +164,24 @@ def _check(
         raise ConfigError(f"{shown(target)} is not empty; name another directory{replace}.")
     why = _looked_at(place, kind)
     if why is not None:
-        raise ConfigError(f"{shown(target)} {why}: it is not replaced. Move it away, or {kind.instead}.")
+        raise ConfigError(f"{shown(target)} {why}, so it is not replaced. Move it away, or {kind.instead}.")
 
 
 def _looked_at(place: Path, kind: FolderKind) -> str | None:
-    """`kind.stranger` of one folder: where another writer replaced it meanwhile, of the one that is there now."""
+    """`kind.stranger` for one folder; if another writer replaces it meanwhile, for the new one."""
     for _ in range(beside.TRIES):
         itself = _identity(place)
         with suppress(FileNotFoundError):
             why = kind.stranger(place)
             if why is None or _identity(place) == itself:
                 return why
-    return "is replaced by others all the time"
+    return "is being replaced by other processes over and over"
 
 
 def recover(target: str | os.PathLike[str]) -> None:
-    """Clean up after writers of `target` that died, and put back what one of them had taken away and not replaced."""
+    """Clean up after dead writers of `target`, and put back a folder that one of them moved away and never replaced."""
     place = _real(target)
-    for path in (place, *place.parents):  # parents too: one that is there now may have been missing, and made with it
+    for path in (place, *place.parents):  # a parent that exists now may have been missing and created with it
         if os.path.lexists(path.parent) and not os.access(path.parent, os.W_OK):
             break
         for left in beside.leftovers(path.parent, path.name):
@@ -193,31 +193,31 @@ def recover(target: str | os.PathLike[str]) -> None:
 def _recover(left: Path, place: Path) -> None:
     try:
         lock = os.open(left / "lock", os.O_RDWR | os.O_NONBLOCK | _FLAGS)
-    except FileNotFoundError:  # its writer died before it had one: then there is nothing else in it
+    except FileNotFoundError:  # its writer died before creating the lock, so the folder is empty
         left.rmdir()
         return
     try:
         marked = os.read(lock, 100) == _mark(left)
-        if beside.hold(lock) and (marked or os.listdir(left) == ["lock"]):  # it may have died before it wrote the mark
+        if beside.hold(lock) and (marked or os.listdir(left) == ["lock"]):  # it may have died before writing the mark
             _clear(left, place)
     finally:
         os.close(lock)
 
 
 def _mark(scratch: Path) -> bytes:
-    """Tells a scratch folder that a writer made here from one that somebody sends, in an archive or a repository: no
-    copy of a folder has its number."""
+    """Distinguishes a scratch folder made here from one that arrived in an archive or repository: a copy has another
+    inode number."""
     return f"{scratch.lstat().st_ino}\n".encode()
 
 
 def _clear(scratch: Path, place: Path) -> None:
-    """Remove a scratch folder, the lock last. What was taken away and not replaced goes back first; where its place is
-    taken by now, it stays where it is: it is somebody's only copy."""
+    """Remove a scratch folder, the lock last. First put back a folder that was moved away and never replaced; if its
+    place is taken by now, leave it: it may be somebody's only copy."""
     with suppress(OSError):
         old, new = scratch / "old", scratch / "new"
         if os.path.lexists(old) and os.path.lexists(new):
             os.rename(old, place)
-        for part in scratch.iterdir():  # `new` and `old`, and the scratch folders of what was built for `new`
+        for part in scratch.iterdir():  # `new`, `old`, and scratch folders of writes inside `new`
             if part.name != "lock":
                 _remove(part)
         (scratch / "lock").unlink(missing_ok=True)
@@ -225,12 +225,12 @@ def _clear(scratch: Path, place: Path) -> None:
 
 
 def _remove(folder: Path) -> None:
-    if not stat.S_ISDIR(folder.lstat().st_mode):  # also a link, to whatever it leads
+    if not stat.S_ISDIR(folder.lstat().st_mode):  # links too, wherever they point
         folder.unlink()
         return
     try:
         shutil.rmtree(folder)
-    except OSError:  # a folder in it that may not be changed is still ours to remove
+    except OSError:  # we may remove read-only folders inside it too
         os.chmod(folder, 0o700)
         for above, inside, _ in os.walk(folder):
             for path in (os.path.join(above, name) for name in inside):
@@ -245,13 +245,13 @@ def _scratch(top: Path) -> tuple[Path, int]:
         place = beside.fresh(top.parent, top.name)
         with suppress(FileExistsError):
             place.mkdir(mode=0o700)
-            with suppress(FileNotFoundError):  # another process swept it while it was empty
+            with suppress(FileNotFoundError):  # another process swept it while empty
                 lock = os.open(place / "lock", os.O_RDWR | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
                 if beside.hold(lock) is not False:
                     try:
                         os.write(lock, _mark(place))
                     except OSError:
-                        _clear(place, top)  # nothing is in it yet
+                        _clear(place, top)  # it is still empty
                         os.close(lock)
                         raise
                     return place, lock
@@ -260,18 +260,18 @@ def _scratch(top: Path) -> tuple[Path, int]:
 
 
 def _put(made: Path, top: Path, place: Path, check: Callable[[], None]) -> Path:
-    """Rename what was made to its place, or to that of its topmost missing parent; return the folder around it.
+    """Rename the new folder to its place, or to its topmost missing parent; return the folder that contains it.
 
-    check: raises where a place that is not empty may not be replaced.
+    check: raises if a non-empty target may not be replaced.
     """
     for _ in range(beside.TRIES):
-        first = _first_missing(place)  # another process may have made parents meanwhile
+        first = _first_missing(place)  # another process may have created parents meanwhile
         if not first.is_relative_to(top):
             raise FileNotFoundError(errno.ENOENT, f"{top.parent} is gone")
         source = made / first.relative_to(top)
         if first == place:
             with suppress(FileNotFoundError):
-                os.chmod(source, stat.S_IMODE(place.lstat().st_mode) | 0o700)  # as private, or open, as the old one
+                os.chmod(source, stat.S_IMODE(place.lstat().st_mode) | 0o700)  # keep the old folder's permissions
         try:
             os.rename(source, first)
             return first.parent
@@ -290,8 +290,7 @@ def _put(made: Path, top: Path, place: Path, check: Callable[[], None]) -> Path:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Let two folders change places in one step, which Python's own renames cannot; False where the file system cannot
-    either."""
+    """Swap two folders in one step, which Python's renames cannot do; False if the file system cannot either."""
     library = ctypes.CDLL(None, use_errno=True)
     if library.renameat2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE):
         number = ctypes.get_errno()
@@ -302,7 +301,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def _flush(folder: Path) -> None:
-    """Everything below `folder` to the disk."""
+    """Flush everything below `folder` to disk."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -320,7 +319,7 @@ def _flush(folder: Path) -> None:
 
 
 def _check_inputs(target: object, place: Path, inputs: Sequence[str | os.PathLike[str]]) -> None:
-    """Raises `ConfigError` where the target is an input, holds one or lies in one, by whatever names."""
+    """Raise `ConfigError` if the target is, contains or lies in an input, by whatever name."""
     itself, above = _identity(place), {_identity(parent) for parent in place.parents} - {None}
     for given in inputs:
         real = Path(os.path.realpath(given))
@@ -329,24 +328,22 @@ def _check_inputs(target: object, place: Path, inputs: Sequence[str | os.PathLik
             raise ConfigError(f"{shown(target)} is or holds the input {shown(given)}, which is never replaced.")
         if _identity(real) in above:
             raise ConfigError(
-                f"{shown(target)} lies in the input {shown(given)}, and no output may; name another directory."
+                f"{shown(target)} lies in the input {shown(given)}; no output may. Name another directory."
             )
 
 
 def _check_place(target: object, place: Path) -> None:
-    """Raises `ConfigError` for folders that cannot be replaced whole."""
-    with suppress(OSError):  # a current directory that is gone
+    """Raise `ConfigError` for folders that cannot be replaced as a whole."""
+    with suppress(OSError):  # the current directory is gone
         here = Path.cwd()
         if _identity(place) in map(_identity, (here, *here.parents)):
-            raise ConfigError(f"{shown(target)} is the current directory, or holds it; name a directory in it.")
+            raise ConfigError(f"{shown(target)} is or contains the current directory; name a directory in it.")
     if os.path.ismount(place):
-        raise ConfigError(
-            f"{shown(target)} is where a disk is mounted, and cannot be replaced; name a directory in it."
-        )
+        raise ConfigError(f"{shown(target)} has a disk mounted on it and cannot be replaced; name a directory in it.")
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What tells a folder from all others, whatever it is called."""
+    """Identifies a folder whatever name it goes by."""
     try:
         facts = path.stat()
     except (OSError, ValueError):
@@ -355,7 +352,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _first_missing(place: Path) -> Path:
-    """The topmost part of a path that is not there; the path itself where only that can be missing."""
+    """The topmost missing part of a path; the path itself if all its parents exist."""
     first = place
     for parent in place.parents:
         if os.path.lexists(parent):
@@ -365,7 +362,7 @@ def _first_missing(place: Path) -> Path:
 
 
 def _real(target: str | os.PathLike[str]) -> Path:
-    """The absolute path without links and dots above its last part, which may be a link itself."""
+    """The absolute path with links and dots resolved above its last part, which may itself be a link."""
     given = Path(target)
     try:
         if given.name in ("", ".."):
@@ -380,7 +377,7 @@ def _cannot(target: object, error: Exception) -> ConfigError:
 
 
 def _leaves(folder: Path) -> Iterator[str]:
-    """The paths of all files and links below `folder`, and of its empty folders with "/" at the end."""
+    """Paths of all files and links below `folder`; empty folders end in "/"."""
     waiting = [""]
     while waiting:
         above = waiting.pop()

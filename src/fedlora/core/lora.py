@@ -1,6 +1,6 @@
-"""The values that travel: one factor pair `LoRA`, and an `Adapter` of many with its heads.
+"""The values that travel: one factor pair `LoRA`, and an `Adapter` of many pairs and heads.
 
-Knows nothing of alpha, r or PEFT: the update of one matrix is Delta W = B @ A, in units that `adapters.io` chose.
+This module knows nothing of alpha, r or PEFT: one matrix's update is Delta W = B @ A, scaled as `adapters.io` chose.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class LoRA:
     """One update Delta W = B @ A of a weight W (d_out, d_in), kept as its factors.
 
     Args:
-        B: (d_out, r), or None where this factor does not travel.
-        A: (r, d_in), or None where this factor does not travel.
+        B: (d_out, r), or None if this factor does not travel.
+        A: (r, d_in), or None if this factor does not travel.
 
     Raises:
         ShapeError: the factors are not matrices, or do not share r.
@@ -70,8 +70,8 @@ class LoRA:
         if self.B is None or self.A is None:
             missing = "B" if self.B is None else "A"
             raise FactorNotShared(
-                f"factor {missing} of this update is absent: by its role it did not travel. "
-                f"`fedlora.client.receive(download, kept)` completes an adapter before its product is needed."
+                f"factor {missing} of this update is absent: its role keeps it from travelling. "
+                f"`fedlora.client.receive(download, kept)` completes an adapter before you need its product."
             )
         return self.B, self.A
 
@@ -80,11 +80,11 @@ class LoRA:
         """r, the columns of B and rows of A (not the numerical rank)."""
         if self.B is not None:
             return self.B.shape[1]
-        assert self.A is not None  # __post_init__: one factor is there
+        assert self.A is not None  # __post_init__ guarantees one factor
         return self.A.shape[0]
 
     def delta(self) -> Tensor:
-        """The dense update B @ A, (d_out, d_in). For tests and small matrices: the server never forms it."""
+        """The dense update B @ A, (d_out, d_in). For tests and small matrices; the server never forms it."""
         B, A = self.factors
         return B @ A
 
@@ -99,11 +99,11 @@ class LoRA:
         return float(norm(R_B @ R_A.T))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LoRA:
-        """The same pair with `change` applied to each factor that is present (a cast, a move, a clone)."""
+        """The same pair with `change` (a cast, a move, a clone) applied to each factor present."""
         return LoRA(None if self.B is None else change(self.B), None if self.A is None else change(self.A))
 
     def tensors(self) -> dict[str, Tensor]:
-        """The factors that are present, by name."""
+        """The factors present, by name."""
         if self.B is None or self.A is None:
             return {name: t for name, t in (("B", self.B), ("A", self.A)) if t is not None}
         return {"B": self.B, "A": self.A}
@@ -117,16 +117,16 @@ class LoRA:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """All that one client trains: a `LoRA` for each adapted module, and fully trained heads such as a classifier.
+    """Everything one client trains: a `LoRA` per adapted module, and fully trained heads such as a classifier.
 
     Args:
         modules: path of the adapted module in the base model -> its factor pair.
         heads: path of a fully trained tensor (PEFT modules_to_save) -> its value, any shape.
-        base: module -> how its base weight has moved since pre-training; {} where none has; None where nobody said. It
-            is no part of what is trained: it says which base weights the factors belong to. A `receive` sets it, and
-            whatever puts the adapter into a network puts it in too.
+        base: module -> how its base weight has moved since pre-training; {} if none has; None if unknown. It is not
+            trained: it says which base weights the factors belong to. `receive` sets it, and code that puts the
+            adapter into a network must apply it too.
 
-    The mappings are copied, sorted by name and read-only from then on.
+    The mappings are copied, sorted by name and made read-only.
 
     Example:
         >>> Adapter({"layer.q": LoRA(torch.zeros(6, 4), torch.ones(4, 5))}, heads={"head.weight": torch.zeros(3, 6)})
@@ -157,7 +157,7 @@ class Adapter:
         yield from self.heads.values()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Adapter:
-        """The same adapter with `change` applied to every tensor of its modules and heads; of the same base."""
+        """The same adapter with `change` applied to every tensor of its modules and heads; its base is unchanged."""
         return Adapter(
             {name: lora.map(change) for name, lora in self.modules.items()},
             {name: change(head) for name, head in self.heads.items()},
@@ -165,7 +165,7 @@ class Adapter:
         )
 
     def folded(self) -> Adapter:
-        """The same model as an adapter of the pre-trained base: what the base has moved by stands in the factors."""
+        """The same model as an adapter of the pre-trained base: the factors include the base's movement."""
         base = self.base or {}
         modules = {
             name: stack([base[name], lora], [1.0, 1.0]) if name in base else lora for name, lora in self.modules.items()
@@ -181,8 +181,8 @@ class Adapter:
 def stack(loras: list[LoRA], weights: list[float]) -> LoRA:
     """sum_i w_i B_i A_i as one factor pair of rank sum r_i: [w_1 B_1 | w_2 B_2 | ...] and [A_1; A_2; ...].
 
-    Exact but for the rounding of each w_i B_i in the dtype of the factors, which shows where huge columns cancel: give
-    float64 there.
+    Exact except for rounding each w_i B_i in the factors' dtype, which shows where huge columns cancel; pass float64
+    there.
     """
     pairs = [lora.factors for lora in loras]
     return LoRA(
@@ -192,8 +192,8 @@ def stack(loras: list[LoRA], weights: list[float]) -> LoRA:
 
 
 def change_of(sent: LoRA, begun: LoRA) -> LoRA:
-    """B A as sent - B_0 A_0 as it began, both factors there, as one pair in float64. A factor that did not travel is
-    the one that it began with."""
+    """The change B A - B_0 A_0 from `begun` (both factors present) to `sent`, as one float64 pair. A factor that did
+    not travel equals its starting value."""
     B_0, A_0 = (t.detach().double() for t in begun.factors)
     B, A = (old if t is None else t.detach().to(old) for t, old in ((sent.B, B_0), (sent.A, A_0)))
     if sent.A is None:
@@ -204,10 +204,10 @@ def change_of(sent: LoRA, begun: LoRA) -> LoRA:
 
 
 def fresh_rows(count: int, d_in: int, *seed: str | int, like: Tensor) -> Tensor:
-    """(count, d_in) rows of A as LoRA starts them: uniform on +-1/sqrt(d_in) (PEFT's kaiming_uniform with a = sqrt 5).
+    """(count, d_in) rows of A as LoRA initialises them: uniform on +-1/sqrt(d_in) (PEFT's kaiming_uniform, a = sqrt 5).
 
-    A stable function of `seed`; drawn on the CPU in float64, then cast to `like`'s dtype and device, so that it does
-    not depend on either.
+    A deterministic function of `seed`: drawn on the CPU in float64, then cast to `like`'s dtype and device, so that
+    neither affects the draw.
     """
     generator = torch.Generator().manual_seed(derive_seed("fresh-rows", *seed))
     rows = torch.rand(count, d_in, generator=generator, dtype=torch.float64)
@@ -215,10 +215,10 @@ def fresh_rows(count: int, d_in: int, *seed: str | int, like: Tensor) -> Tensor:
 
 
 def revive(lora: LoRA, *seed: str | int) -> LoRA:
-    """The same update with no dead slot: where B[:, k] and A[k, :] are both zero, A[k, :] becomes a fresh row.
+    """The same update without dead slots: where B[:, k] and A[k, :] are both zero, A[k, :] becomes a fresh row.
 
-    Such a slot has a zero gradient in both factors, under every optimiser, for ever; B = 0 with a fresh A is how LoRA
-    itself starts. `seed` makes the rows a stable function of (key, round, client).
+    A dead slot has a zero gradient in both factors, under every optimiser, for ever; B = 0 with a fresh A is LoRA's own
+    initialisation. `seed` makes the rows a deterministic function of (key, round, client).
     """
     B, A = lora.factors
     dead = (B == 0).all(dim=0) & (A == 0).all(dim=1)
@@ -229,7 +229,7 @@ def revive(lora: LoRA, *seed: str | int) -> LoRA:
 
 
 def named_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of an adapter, under a name for messages."""
+    """Every tensor of an adapter, with a name for messages."""
     for name, lora in adapter.modules.items():
         for factor, tensor in lora.tensors().items():
             yield factor_name(factor, name), tensor
@@ -246,6 +246,6 @@ def head_name(head: str) -> str:
 
 
 def compute_dtype(lora: LoRA) -> torch.dtype:
-    """float32, or float64 where a factor is: what the tall products are computed in."""
+    """The dtype for tall products: float64 if a factor has it, otherwise float32."""
     wide = torch.float64 in (getattr(lora.B, "dtype", None), getattr(lora.A, "dtype", None))
     return torch.float64 if wide else torch.float32

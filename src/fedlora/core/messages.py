@@ -1,4 +1,4 @@
-"""What a server and its clients say to each other, and what a client remembers between rounds."""
+"""The messages between a server and its clients, and what a client remembers between rounds."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fedlora.core.method import Roles
 from fedlora.errors import HyperparameterError, UploadRefused
 
 Form = Literal["factors", "subspace"]
-Missing = Literal["renormalise", "zero"]  # what a module counts as for those who lack it
+Missing = Literal["renormalise", "zero"]  # how a module averages over clients that lack it
 
 
 @dataclass(frozen=True)
 class Client:
-    """A participant. rank: one r for all modules, or module -> r for the modules that it holds.
+    """A participant. rank: one r for all modules, or module -> r for the modules it holds.
 
     Example:
         >>> Client("site-1", rank=4).ranks(["q", "v"])
@@ -41,7 +41,7 @@ class Client:
             raise HyperparameterError(f"client {self.id!r}: ranks must be integers >= 1; got {self.rank!r}.")
 
     def ranks(self, modules: Mapping[str, object]) -> dict[str, int]:
-        """Module -> r, for those of `modules` that this client holds."""
+        """Module -> r, for the given `modules` that this client holds."""
         if isinstance(self.rank, int):
             return dict.fromkeys(modules, self.rank)
         return {name: self.rank[name] for name in modules if name in self.rank}
@@ -49,12 +49,12 @@ class Client:
 
 @dataclass(frozen=True, eq=False)
 class Upload:
-    """What a client sends back: shared factors and heads only, the others absent (None, or not there).
+    """What a client sends back: its shared factors and heads only; the others are absent (None or missing).
 
-    Its tensors are not copied: nobody may write to them until the round is closed.
+    Its tensors are not copied: do not write to them until the round is closed.
 
-    num_examples: how many it trained on; sets its weight. 0 abstains. form: "factors" (B_i, A_i) of the client's
-    rank, or "subspace" (U_i, Ahat_i) of rank <= r_i, as Algorithm 1 sends; the server gets the same from either.
+    num_examples: how many it trained on; sets its weight. 0 abstains. form: "factors" (B_i, A_i) at the client's rank,
+    or "subspace" (U_i, Ahat_i) of rank <= r_i, as Algorithm 1 sends; the server computes the same from either.
 
     Example:
         >>> download = server.download(state, clients[0])
@@ -70,17 +70,17 @@ class Upload:
 
     @property
     def nbytes_modules(self) -> int:
-        """Bytes of its factors."""
+        """Bytes in its factors."""
         return sum(_bytes(t) for lora in self.adapter.modules.values() for t in lora.tensors().values())
 
     @property
     def nbytes_heads(self) -> int:
-        """Bytes of its heads."""
+        """Bytes in its heads."""
         return sum(map(_bytes, self.adapter.heads.values()))
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """As a dense one, also of a layout that the server then refuses."""
+    """Its size as a dense tensor, whatever layout it has (the server refuses others later)."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -88,9 +88,9 @@ def _bytes(tensor: torch.Tensor) -> int:
 class Download:
     """What a client receives.
 
-    adapter: shared and frozen parts, of the client's ranks. start: what local parts begin as, for a client that has
-    kept nothing yet. base: module -> how its base weight has moved since pre-training; empty where none has. What of
-    all this a client holds already need not travel: see `parcels`.
+    adapter: shared and frozen parts, at the client's ranks. start: initial values for local parts, for a client that
+    has kept none yet. base: module -> how its base weight has moved since pre-training; empty if none has. Parts that
+    the client already holds need not travel: see `parcels`.
 
     Example:
         >>> download = server.download(state, Client("site-1", rank=2))
@@ -107,7 +107,7 @@ class Download:
 
     @property
     def base_delta(self) -> dict[str, LoRA]:
-        """Module -> a copy of the whole change of its base weight since pre-training; empty where none has moved."""
+        """Module -> a copy of its base weight's total change since pre-training; empty if none has moved."""
         totals = {}
         for name, change in self.base.items():
             came = self.adapter.modules.get(name)
@@ -118,11 +118,11 @@ class Download:
 
 @dataclass(frozen=True)
 class Held:
-    """What a client holds of its last download.
+    """What a client still holds from its last download.
 
-    round: of that download. parts: the frozen ones of "B", "A" and "heads" -> a digest of what it holds. ranks: module
-    -> r, at which it holds them. local: modules and heads of which it keeps parts of its own. base: module -> version
-    of its base weight (absent: as pre-trained).
+    round: of that download. parts: each part of "B", "A" and "heads" that it holds as it came -> its digest. ranks:
+    module -> the r at which it holds them. local: modules and heads with parts that only the client keeps. base: module
+    -> version of its base weight (absent: as pre-trained).
     """
 
     TAG: ClassVar[str] = "held/1"
@@ -136,10 +136,10 @@ class Held:
 
 @dataclass(frozen=True, eq=False)
 class ClientMemory:
-    """What stays with a client between rounds.
+    """What a client keeps between rounds.
 
     kept: local parts of the adapter. position: how far it has read its data. held: what need not be sent to it again
-    (the engine has one copy of everything, so it stores only the list). ranks: where pruning changed them.
+    (the engine has one copy of everything, so it stores only this list). ranks: set once pruning has changed them.
 
     Example:
         >>> memory = ClientMemory()  # before a client's first round
@@ -157,7 +157,7 @@ class ClientMemory:
 
 
 def as_pruned(client: Client, memory: ClientMemory) -> Client:
-    """The client at the ranks that pruning has left it.
+    """The client at the ranks left after pruning.
 
     Example:
         >>> as_pruned(Client("site-1", 8), ClientMemory(ranks={"q": 3, "v": 3})).rank
@@ -167,11 +167,11 @@ def as_pruned(client: Client, memory: ClientMemory) -> Client:
 
 
 def checked_examples(upload: Upload) -> float:
-    """The upload's num_examples, a finite number >= 0. Raises `UploadRefused`."""
+    """The upload's num_examples as a finite float >= 0. Raises `UploadRefused`."""
     n = upload.num_examples
     try:
         sound = not isinstance(n, bool) and isinstance(n, numbers.Real) and math.isfinite(n) and n >= 0
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer too large for a float
         sound = False
     if not sound:
         shown = repr(n)

@@ -1,30 +1,30 @@
-"""The protocol: what a federated LoRA method is. Read this page first.
+"""The method protocol: what a federated LoRA method is. Read this page first.
 
 A method is a small state machine on ONE adapted matrix. Its state is an immutable value; its functions are pure:
 
-    S = init(seed)            S = aggregate(S, updates)            readout(S, client, rank) -> what that client receives
+    S = init(seed)            S = aggregate(S, updates)            readout(S, client, rank) -> what a client receives
 
-The family factorises as (what is averaged) x (in which coordinates) x (how it is read out). Three points of it:
+Methods differ in (what they average) x (in which coordinates) x (how they read it out). Three examples:
 
-* FedIT averages the factors B and A as they come and hands everyone the average. State: one pair (B, A).
+* FedIT averages the factors B and A as they come and sends everyone the average. State: one pair (B, A).
 * FedSA-LoRA averages only A. B is declared `local`: it never leaves the client, so there is no global model.
-* GLoRA averages the updates B A, in coordinates of the subspace that the clients' updates span. State: that
-  subspace and the average in it. Each client reads out those components, as many as its own rank, that suit it.
+* GLoRA averages the updates B A, in coordinates of the subspace that the clients' updates span. State: that subspace
+  and the average in it. Each client reads out the components that suit it, as many as its own rank.
 
-The client side knows no method. A method only declares who owns each factor (`Roles`); `client.receive` and
-`client.send` do the rest. `Server` lifts a method over all modules, checks uploads, normalises weights and averages
-heads, so a method never sees more than one matrix, and `alpha / r` never gets in here at all.
+Client code knows no method. A method only declares who owns each factor (`Roles`); `client.receive` and `client.send`
+do the rest. `Server` applies a method to all modules, checks uploads, normalises weights and averages heads, so a
+method never sees more than one matrix and never sees `alpha / r`.
 
-Contracts (all in `fedlora.testing`; `fedlora methods check` runs them on a method of yours; s a state, us updates, c a
+Contracts (all in `fedlora.testing`; `fedlora methods check` runs them on your own method; s a state, us updates, c a
 client, r a rank):
 
 * rank:   readout(s, c, r).lora.rank == r, from init on
-* alive:  no slot k of a readout has both B[:, k] == 0 and A[k, :] == 0, for its gradient would be zero for ever
-* exact   (if claimed): effective(aggregate(s, us)) - base(s) == sum_i p_i B_i A_i, base(s) as read out of s
+* alive:  no slot k of a readout has both B[:, k] == 0 and A[k, :] == 0, since its gradient would be zero for ever
+* exact   (if claimed): effective(aggregate(s, us)) - base(s) == sum_i p_i B_i A_i, with base(s) from a readout of s
 * gauge   (if claimed): the same state (up to round-off) when each (B_i, A_i) becomes (B_i Q_i, Q_i^-1 A_i)
 * order:  the server sorts by client id, so aggregate(s, us) == aggregate(s, permuted us), bitwise
 * purity: inputs stay bitwise unchanged; a state round-trips through `checkpoint`
-* halves: one client cut in two of half its weight changes nothing (exact methods; GLoRA at a fixed R)
+* halves: splitting one client into two of half its weight changes nothing (exact methods; GLoRA at a fixed R)
 """
 
 from __future__ import annotations
@@ -44,32 +44,32 @@ from fedlora.errors import FactorNotShared
 from fedlora.linalg.parallel import Each, one_by_one
 
 Role = Literal["shared", "local", "frozen"]
-NOBODY = ""  # the client of an update that is no client's; ids are not empty
+NOBODY = ""  # marks an update that belongs to no client; client ids are not empty
 
 
 @dataclass(frozen=True)
 class TailPenalty:
-    """A declared addition to every client's loss, which lets its rank shrink (HetLoRA's rank self-pruning).
+    """An extra term in every client's loss that lets its rank shrink (HetLoRA's rank self-pruning).
 
-    strength * sum over modules of ||B[:, q:]||_F ||A[q:, :]||_F, with q = tail_start(r). Where that sum without its
-    strength is smaller after the round than before it, the client cuts its rank to q for good (`client.prune`).
+    strength * sum over modules of ||B[:, q:]||_F ||A[q:, :]||_F, with q = tail_start(r). If that sum without its
+    strength shrinks over the round, the client cuts its rank to q for good (`client.prune`).
     """
 
     strength: float
     keep: float
 
     def tail_start(self, rank: int) -> int:
-        """q: the first slot of the tail, at least 1 and at most r - 1 (a rank of 1 has no tail)."""
+        """q: the tail's first slot, between 1 and r - 1 (a rank of 1 has no tail)."""
         return max(1, min(rank - 1, math.floor(self.keep * rank + 1e-9)))
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Who owns each part of the adapter, this round, and what the method adds to the clients' loss.
+    """Who owns each part of the adapter this round, and what the method adds to the clients' loss.
 
-    shared: trained, uploaded, replaced by the next readout. local: trained, never leaves the client.
-    frozen: received, never trained, never uploaded; a server may replace it, and then it is sent again. `heads` are
-    fully trained tensors such as a classifier. moves_base: readouts may change the base weight W0 (`Readout.base`).
+    shared: trained, uploaded, replaced by the next readout. local: trained, never leaves the client. frozen: received,
+    never trained, never uploaded; a server may replace it, and then sends it again. `heads` are fully trained tensors
+    such as a classifier. moves_base: readouts may change the base weight W0 (`Readout.base`).
 
     Example:
         >>> build("ffa-lora").roles(round=0).A
@@ -86,22 +86,22 @@ class Roles:
 
     @property
     def both_shared(self) -> bool:
-        """Whether both factors travel: an update is all in its upload then, in whatever coordinates."""
+        """Whether both factors travel, so that the upload holds the whole update."""
         return self.B == self.A == "shared"
 
 
 @dataclass(frozen=True)
 class Update:
-    """What one client sends for one matrix, as the server hands it to a method.
+    """What one client sends for one matrix, as the server passes it to a method.
 
     client: its id. weight: p_i, summing to 1 over the updates (to less with `Server(missing="zero")`). rank: the
-    client's nominal rank r_i (the factors may have fewer columns, where a client sends its subspace form). lora: the
-    factors that travelled, in the compute dtype. stored: the dtype in which they arrived, which sets the size of their
-    rounding noise.
+    client's nominal rank r_i (the factors have fewer columns if a client sends its subspace form). lora: the factors
+    that travelled, in the compute dtype. stored: the dtype in which they arrived, which sets the size of their rounding
+    noise.
 
-    After a robust rule the weights may sum to less, and the last one may be of `NOBODY`: what clients were sent, in the
-    place of changes that do not count. It comes weighed, with a weight of 1, and has no history
-    (`core.multiplied`; only a method that asks for "products" gets it).
+    After a robust rule the weights may sum to less, and the last update may belong to `NOBODY`: it holds what the
+    server sent to clients, in place of changes that do not count. It is already weighted, has weight 1, and has no
+    history (`core.multiplied`; only a method that asks for "products" gets it).
 
     Example:
         >>> update = Update("site-1", 0.5, 2, LoRA(torch.ones(6, 2), torch.ones(2, 5)), torch.float32)
@@ -117,20 +117,20 @@ class Update:
 
     @property
     def B(self) -> Tensor:
-        """(d_out, r). Raises `FactorNotShared` where B is not shared."""
+        """(d_out, r). Raises `FactorNotShared` if B is not shared."""
         return self._present("B")
 
     @property
     def A(self) -> Tensor:
-        """(r, d_in). Raises `FactorNotShared` where A is not shared."""
+        """(r, d_in). Raises `FactorNotShared` if A is not shared."""
         return self._present("A")
 
     def _present(self, name: str) -> Tensor:
         factor = self.lora.tensors().get(name)
         if factor is None:
             raise FactorNotShared(
-                f"factor {name} of client {self.client!r} was asked for, but it did not travel. "
-                f"A method can only use the factors that its own `roles` declare shared."
+                f"the method asked for factor {name} of client {self.client!r}, but it did not travel. "
+                f"A method can use only the factors that its own `roles` declare shared."
             )
         return factor
 
@@ -139,9 +139,9 @@ class Update:
 class Readout:
     """What one client receives for one matrix.
 
-    lora: of exactly the asked rank; local factors are None. base: how the base weight W0 has moved, or None where it
-    never did. It is cumulative: a client that missed rounds just applies what it lacks. fresh: lora was made for this
-    call and nobody else holds it, so that it need not be copied before it leaves the server.
+    lora: of exactly the requested rank; local factors are None. base: how the base weight W0 has moved, or None if it
+    never did. It is cumulative: a client that missed rounds applies what it lacks. fresh: lora was made for this call
+    and nobody else holds it, so the server need not copy it before sending.
 
     Example:
         >>> Readout(LoRA(torch.zeros(6, 2), torch.ones(2, 5))).lora.rank
@@ -159,8 +159,8 @@ S = TypeVar("S")
 class Method(Protocol[S]):
     """A federated LoRA method. Implementations are frozen dataclasses: their fields are their hyper-parameters.
 
-    `State` is a frozen dataclass whose fields are tensors, `LoRA` values, numbers, strings, None, other such
-    dataclasses, or tuples and string-keyed mappings of these: what `checkpoint` can store.
+    `State` is a frozen dataclass that `checkpoint` can store: its fields are tensors, `LoRA` values, numbers, strings,
+    None, other such dataclasses, or tuples and string-keyed mappings of these.
 
     Example:
         >>> method = build("svd")
@@ -177,33 +177,33 @@ class Method(Protocol[S]):
         """The common start from `seed`, of rank r_max: B = 0, or a trained pair. `key` seeds the method's draws."""
 
     def roles(self, round: int) -> Roles:
-        """Who owns what in round `round` (from 0), of all modules alike. May change from round to round."""
+        """Who owns what in round `round` (from 0), for every module. May change from round to round."""
 
     def aggregate(self, state: S, updates: Sequence[Update]) -> S:
-        """The next state: all the work that is equal for every client. `updates` is never empty."""
+        """The next state: all work that is the same for every client. `updates` is never empty."""
 
     def readout(self, state: S, client: str | None, rank: int) -> Readout:
-        """What `client` (None: an unknown one) starts from at `rank`. Only selection."""
+        """What `client` (None: an unknown one) starts from at `rank`. It only selects from the state."""
 
     def effective(self, state: S) -> LoRA | None:
-        """The server's whole update of W0, base change included; None where there is no global model."""
+        """The server's whole update of W0, base change included; None if there is no global model."""
 
     def diagnostics(self, state: S) -> Mapping[str, object]:
         """Plain numbers and words about the last aggregation, for logs and reports.
 
-        "dropped" and "rounding", where a method has them, are shares of the mean's energy, as `linalg.ConsensusMean`
-        says; the server warns of either above 1e-3.
+        "dropped" and "rounding", if a method reports them, are shares of the mean's energy, as in
+        `linalg.ConsensusMean`; the server warns if either exceeds 1e-3.
         """
 
 
 class AllAtOnce(ABC, Generic[S]):
-    """A method that aggregates several matrices in fewer steps than one by one. Only speed: the result is the same."""
+    """A method that aggregates several matrices faster together than one by one. The result is the same."""
 
     @abstractmethod
     def aggregate_all(
         self, states: Sequence[S], updates: Sequence[Sequence[Update]], each: Each = one_by_one
     ) -> list[S]:
-        """`aggregate` of each matrix; `each` runs what is left to do one by one."""
+        """`aggregate` for each matrix; `each` runs the work that remains one by one."""
 
     @abstractmethod
     def readout(self, state: S, client: str | None, rank: int) -> Readout:
@@ -217,7 +217,7 @@ class AllAtOnce(ABC, Generic[S]):
 def aggregate_all(
     method: Method[S], states: Sequence[S], updates: Sequence[Sequence[Update]], each: Each = one_by_one
 ) -> list[S]:
-    """`method.aggregate` of several matrices, all at once where the method can."""
+    """`method.aggregate` for several matrices, together if the method can."""
     if isinstance(method, AllAtOnce):
         found: list[S] = method.aggregate_all(states, updates, each)
         return found

@@ -1,24 +1,20 @@
-"""The third thing that a method may offer: how an update is handed to it whose *change* counts m times.
+"""What a method may add for robust rules: how it takes an update whose *change* counts m times.
 
-A robust rule (`server.robust_rules`) gives each client a multiplier m of its change, and wants the sum
+A robust rule (`server.robust_rules`) gives each client a multiplier m for its change, and wants the sum
 
     sum_i p_i (R_i + m_i (D_i - R_i)),        R_i = B_0 A_0 what client i was sent, D_i = B_i A_i what it sent back
 
-Updates with m = 1 are handed over as they came. With others the list has to become one that the method can take:
+Updates with m = 1 are passed on as they came. For other m, the list becomes one that the method can take:
 
-* "products": D_i of weight m_i p_i, and after all of them one update more, of nobody: sum_i p_i (1 - m_i) R_i, what
-  clients were sent in the place of their changes. They were sent the same few columns of the server's own, so that it
-  has as many as there are of these, and not r_i more for each client. The sum is exact.
-* "terms": two updates of the same client, D_i of weight m p_i and R_i of weight (1 - m) p_i, which may be negative.
-* "factors": one update of the same shape, each travelling factor moved: B_0 + m (B_i - B_0), A_0 + m (A_i - A_0). The
-  sum is exact where one factor travels beside a common one, and is what this method makes of factors elsewhere.
+* "products": D_i with weight m_i p_i, followed by one update that belongs to nobody: sum_i p_i (1 - m_i) R_i, what the
+  server sent to clients in place of their changes. All clients were sent the same few columns of the server's, so the
+  extra update has only as many columns as there are of these, not r_i more per client. The sum is exact.
+* "terms": two updates of the same client, D_i with weight m p_i and R_i with weight (1 - m) p_i, which may be negative.
+* "factors": one update of the same shape with each travelling factor moved: B_0 + m (B_i - B_0), A_0 + m (A_i - A_0).
+  The sum is exact if one factor travels beside a common one; otherwise it is what this method makes of factors.
 
-A client with m = 0 has no update in the first two. A method that says nothing gets "factors", which every method can
-take.
-
-Where the terms b_j a_j of an update cancel, its columns are huge beside what they add up to. A method that takes
-products gets the update as a pair that does not cancel instead, also with m = 1: what it would round in a float32 of
-such columns is as large as everybody's update. The pair is made in float64, and rounded to the dtype of the upload.
+A client with m = 0 has no update in the first two forms. A method that does not say gets "factors", which every method
+can take.
 """
 
 from __future__ import annotations
@@ -34,50 +30,45 @@ from torch import Tensor
 from fedlora.core.lora import LoRA
 from fedlora.core.method import NOBODY, Update
 from fedlora.linalg import distinct, shortest, unit_roundoff
-from fedlora.linalg.cancelling import cancels, may_cancel
 
 How = Literal["products", "terms", "factors"]
 
-_CANCELS = (
-    100.0  # the sum of its terms' norms over the norm of an update, from which on its columns are not handed over
-)
-
 
 class TakesMultipliers(ABC):
-    """A method that says how it takes an update whose change counts m times, or why it cannot keep its promise."""
+    """A method that says how it takes an update whose change counts m times, or why it cannot do so correctly."""
 
     @property
     @abstractmethod
     def multiplied(self) -> How:
-        """The form in which it gets such updates."""
+        """The form in which it takes such updates."""
 
     def require_multipliers(self, columns: int | None = None) -> None:  # noqa: B027 - most have nothing to refuse
-        """Whether the weights of a robust rule survive this method's options.
+        """Check that this method's options preserve a robust rule's weights.
 
         Args:
-            columns: of all updates of a matrix together, where a round is about to be aggregated; None: not known yet.
+            columns: of all updates of a matrix together, just before a round is aggregated; None: not known yet.
 
         Raises:
-            HyperparameterError: they would not: the method has weights of its own, or keeps too little of the sum.
+            HyperparameterError: the method has weights of its own, or keeps too little of the sum.
         """
 
 
 def multiplied_how(method: Any) -> How:
-    """The form in which a method gets updates whose change counts m times."""
+    """The form in which a method takes updates whose change counts m times."""
     return method.multiplied if isinstance(method, TakesMultipliers) else "factors"
 
 
 def multiplied(how: How, updates: Sequence[Update], begun: Sequence[LoRA], m: Sequence[float]) -> list[Update]:
-    """The updates of one matrix, each with a change from `begun` that counts m times.
+    """One matrix's updates, with each change from `begun` counted m times.
 
     Args:
-        updates: as they came, of one compute dtype. begun: what each client was sent. m: >= 0 each; an update with
-            m = 1 stays the same one, unless its terms cancel.
+        updates: as they came, all in one compute dtype. begun: what each client was sent. m: >= 0 each; an update with
+            m = 1 is returned as it is.
     """
     each = [(u, _like(R, u), k) for u, R, k in zip(updates, begun, m, strict=True)]
     if how == "factors" or any(len(u.lora.tensors()) < 2 for u in updates):
         return [u if k == 1 else replace(u, lora=_between(u.lora, R, k)) for u, R, k in each]
-    own = [replace(u, weight=k * u.weight, lora=_plain(u.lora)) for u, _, k in each if k]
+    own = [replace(u, weight=k * u.weight) for u, _, k in each if k]
     rest = [replace(u, weight=(1 - k) * u.weight, lora=R) for u, R, k in each if k != 1]
     if how == "terms" or not rest:
         return own + rest
@@ -86,13 +77,13 @@ def multiplied(how: How, updates: Sequence[Update], begun: Sequence[LoRA], m: Se
 
 
 def _like(begun: LoRA, update: Update) -> LoRA:
-    """In the compute dtype, on the device."""
+    """`begun` in the update's compute dtype and on its device."""
     like = next(iter(update.lora.tensors().values()))
     return begun.map(lambda t: t.to(like))
 
 
 def _added(readouts: Sequence[Update]) -> LoRA:
-    """Their weighted sum as one pair: the columns of any of them, each once, without those whose weights cancel."""
+    """The weighted sum as one pair: each distinct column once, without those whose weights cancel."""
     B, A = (torch.cat([u.lora.factors[k] for u in readouts], dim=1 - k) for k in (0, 1))
     at, place = distinct(B, A)
     weights = torch.tensor([u.weight for u in readouts for _ in range(u.lora.rank)], dtype=torch.float64).to(B.device)
@@ -103,27 +94,21 @@ def _added(readouts: Sequence[Update]) -> LoRA:
 
 
 def plain_pair(sent: LoRA) -> LoRA:
-    """The same update as a pair of orthogonal columns, none of which cancel, of `sent`'s rank and dtype: the last ones
-    may be zero."""
+    """The same update as a pair of orthogonal columns that do not cancel, with `sent`'s rank and dtype; the last
+    columns may be zero."""
     B, A = (t.to(sent.factors[0].dtype) for t in shortest([(1.0, *sent.factors)]))
     return LoRA(_padded(B, len(B), sent.rank), _padded(A, sent.rank, A.shape[1]))
 
 
-def _plain(sent: LoRA) -> LoRA:
-    """`sent` itself, or where its terms cancel its `plain_pair`."""
-    terms_cancel = may_cancel(*sent.factors, _CANCELS)[0] and cancels(*sent.factors, _CANCELS)
-    return plain_pair(sent) if terms_cancel else sent
-
-
 def _between(sent: LoRA, begun: LoRA, m: float) -> LoRA:
-    """Each factor that travelled, begun + m (sent - begun)."""
+    """begun + m (sent - begun) for each factor that travelled."""
     was = begun.tensors()
     parts = {name: _moved(t, was[name], m) for name, t in sent.tensors().items()}
     return LoRA(parts.get("B"), parts.get("A"))
 
 
 def _moved(sent: Tensor, begun: Tensor, m: float) -> Tensor:
-    """begun + m (sent - begun); where shapes differ (a client sent fewer columns than it was given), of the larger."""
+    """begun + m (sent - begun), padded to the larger shape if they differ (a client sent fewer columns than it got)."""
     if sent.shape != begun.shape:
         rows, columns = (max(a, b) for a, b in zip(sent.shape, begun.shape, strict=True))
         sent, begun = (_padded(t, rows, columns) for t in (sent, begun))

@@ -1,13 +1,13 @@
-"""What really travels: a download without the parts that its client holds already.
+"""What really travels: a download without the parts its client already holds.
 
-    parcel   = pack(download, held)           server side; held: what the client says that it holds, None at first
+    parcel   = pack(download, held)           server side; held: what the client says it holds, None at first
     download = unpack(parcel, cache)          client side; complete again
     cache    = remember(download, kept)       what the client stores until then; cache.held is what it tells the server
 
-A part that clients do not train travels once, and again when it is another one, whoever replaced it: what the client
-holds is known by a digest. Of the change of the base weights only the steps that it missed travel, or the whole where
-that is smaller. The in-process engine uses
-`pack` to count bytes; networks send a parcel's `tensors`.
+A part that clients do not train travels once, and again whenever it changes, whoever replaced it: a digest identifies
+what the client holds. A part that they train need not travel to a client that measured this download, and stored it.
+For the base weights' change, only the steps that the client missed travel, or the total if that is smaller. The
+in-process engine uses `pack` to count bytes; networks send a parcel's `tensors`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ PARTS = ("B", "A", "heads")
 
 @dataclass(frozen=True, eq=False)
 class Cache:
-    """What a client stores of its last download: the frozen parts, and how far its base weights have moved."""
+    """What a client stores from its last download: the frozen parts, those that it will train if it has not yet, and
+    how far its base weights have moved."""
 
     TAG: ClassVar[str] = "cache/1"
 
@@ -45,10 +46,10 @@ class Cache:
 class Parcel:
     """What travels to a client.
 
-    left_out: those of "B", "A" and "heads" that the client holds. adapter, start: as in the download, without what the
-    client holds. base: module -> the whole change of its
-    base weight. steps: module -> what to add to the change that the client holds. versions: module -> version of the
-    base weight after that, for all modules whose base has ever moved. held: what the client was taken to hold.
+    left_out: those of "B", "A" and "heads" that the client holds. adapter, start: as in the download, minus what the
+    client holds. base: module -> the total change of its base weight. steps: module -> what to add to the change that
+    the client holds. versions: module -> the base weight's version after that, for every module whose base has ever
+    moved. held: what the server assumed the client holds.
     """
 
     client: Client
@@ -64,7 +65,7 @@ class Parcel:
     held: Held | None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything with a size, by a name for the wire."""
+        """Everything with a size, under its name on the wire."""
         named: dict[str, Tensor] = {}
         groups = {"adapter": self.adapter.modules, "start": self.start.modules, "base": self.base, "steps": self.steps}
         for group, loras in groups.items():
@@ -76,7 +77,7 @@ class Parcel:
 
 
 def pack(download: Download, held: Held | None) -> Parcel:
-    """What `download` comes down to for a client that holds `held` (None: it has never been sent anything)."""
+    """Reduce `download` to what a client that holds `held` lacks (None: it has never been sent anything)."""
     d = download
     ranks = d.start.ranks | d.adapter.ranks
     has = [part for part, digest in (held.parts.items() if held else ()) if digest == fingerprint(d, part)]
@@ -115,10 +116,10 @@ def _without(start: Adapter, local: Sequence[str]) -> Adapter:
 
 
 def unpack(parcel: Parcel, cache: Cache | None) -> Download:
-    """The complete download again, from what came and what the client stored.
+    """Restore the complete download from the parcel and what the client stored.
 
     Raises:
-        KeptStateError: the parcel leaves out something, and `cache` is not what it was packed for.
+        KeptStateError: the parcel leaves something out, and `cache` is not the one it was packed for.
     """
     p = parcel
     if cache is not None and cache.held != p.held:
@@ -161,13 +162,13 @@ def _stored(mine: Mapping[str, Tensor], factor: str, what: str) -> Tensor:
 
 def _left_out(what: str) -> KeptStateError:
     return KeptStateError(
-        f"{what} left out for a client that stores it, but the stored part here belongs to another download. "
-        f"Ask again, for everything."
+        f"{what} left out because this client should store it, but the stored part belongs to another download. "
+        f"Ask again for everything."
     )
 
 
 def fingerprint(download: Download, part: str) -> str:
-    """A digest of one of a download's `PARTS`: the same where, bit for bit, the same would be sent."""
+    """A digest of one of a download's `PARTS`: equal exactly if the same bits would be sent."""
     adapter = download.adapter
     found = adapter.heads if part == "heads" else {name: x.tensors().get(part) for name, x in adapter.modules.items()}
     digest = hashlib.sha256()
@@ -178,18 +179,19 @@ def fingerprint(download: Download, part: str) -> str:
     return digest.hexdigest()[:32]
 
 
-def held_after(download: Download, kept: Adapter | None = None) -> Held:
-    """What a client holds once it has received `download`. kept: the local parts that it keeps (`client.keep`)."""
-    d = download
-    frozen = ReadOnly({part: fingerprint(d, part) for part in PARTS if getattr(d.roles, part) == "frozen"})
+def held_after(download: Download, kept: Adapter | None = None, *, untrained: bool = False) -> Held:
+    """What a client holds after receiving `download`. kept: the local parts that it keeps (`client.keep`). untrained:
+    it has stored the shared parts too, for it has not trained them yet."""
+    d, stored = download, ("frozen", "shared") if untrained else ("frozen",)
+    parts = ReadOnly({part: fingerprint(d, part) for part in PARTS if getattr(d.roles, part) in stored})
     ranks = ReadOnly(d.start.ranks | d.adapter.ranks)
     local = (*kept.modules, *kept.heads) if kept else ()
-    return Held(d.round, frozen, ranks, local, ReadOnly({name: change.version for name, change in d.base.items()}))
+    return Held(d.round, parts, ranks, local, ReadOnly({name: change.version for name, change in d.base.items()}))
 
 
-def remember(download: Download, kept: Adapter | None = None) -> Cache:
-    """What a client stores of a complete download, for the next `unpack`. kept: as for `held_after`."""
-    held = held_after(download, kept)
+def remember(download: Download, kept: Adapter | None = None, *, untrained: bool = False) -> Cache:
+    """What a client stores from a complete download for the next `unpack`. kept, untrained: as in `held_after`."""
+    held = held_after(download, kept, untrained=untrained)
     modules = {}
     for name, lora in download.adapter.modules.items():
         B, A = (lora.tensors().get(factor) if factor in held.parts else None for factor in ("B", "A"))

@@ -1,4 +1,4 @@
-"""A process that ends when the one that started it does, however that ends: the kernel sees to it (Linux)."""
+"""Ties a process's life to its parent's: the kernel kills it when the parent ends, in whatever way (Linux)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
-_libc = ctypes.CDLL(None)  # loaded here, so that a process just forked has nothing to load
+_libc = ctypes.CDLL(None)  # at import, so that a freshly forked process loads nothing
 
 
 def killed_with(parent: int) -> None:
-    """From now on: this process is killed when `parent` ends, also in the middle of a long call. It holds for what this
-    process becomes by exec, and not for what it starts.
+    """From now on the kernel kills this process when `parent` ends, even in the middle of a long call. This survives
+    exec, but does not extend to child processes.
 
     Args:
-        parent: the process that started this one. More exactly its thread that did so, which must last as long.
+        parent: the process that started this one; strictly the thread that did, which must live as long.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the kernel was asked
+    if os.getppid() != parent:  # the parent ended before prctl took effect
         os._exit(1)
 
 

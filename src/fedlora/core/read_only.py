@@ -1,4 +1,4 @@
-"""A mapping that cannot be changed: what our values hold, so that they are values. It pickles, and JSON takes it."""
+"""A read-only mapping, so that values that hold one are immutable. It pickles and serialises to JSON."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ V = TypeVar("V")
 
 
 class ReadOnly(dict[K, V]):
-    """A `dict` that refuses to change. Made like one; `|`, `copy` and `dict(...)` give plain dicts."""
+    """A `dict` that refuses to change. Construct it like one; `|`, `copy` and `dict(...)` give plain dicts."""
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
-            "this mapping belongs to a value and cannot change: make a new one, as {**mapping, key: value}."
+            "this mapping belongs to a value, which cannot change: make a new one, as {**mapping, key: value}."
         )
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse

@@ -1,7 +1,7 @@
-"""What a round's clients send, seen by one who knows everything: for experiments with clients that lie.
+"""All uploads of a round, as an omniscient adversary sees them: for experiments with lying clients.
 
-A `Tamperer` is handed to the engine. It sees all uploads of a round before the server does, and says what arrives in
-the place of those of its own clients. Nothing else in the package takes one.
+The engine takes a `Tamperer`. It sees a round's uploads before the server does, and replaces those of its own clients.
+Nothing else in the package takes one.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fedlora.core.method import Roles
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """One client's upload beside what it began from. begun: the complete adapter before training, its readout. roles:
-    of the round, which say what of it travels."""
+    """One client's upload and what it started from. begun: the complete adapter before training (its readout). roles:
+    the round's, which say which parts travel."""
 
     upload: Upload
     begun: Adapter
@@ -27,8 +27,8 @@ class Sent:
 
 @dataclass(frozen=True)
 class Attacked:
-    """What an adversary did in a round. what: the attack in words. clients: each client of its own that took part ->
-    numbers about its upload; empty where none took part."""
+    """What an adversary did in a round. what: the attack in words. clients: each of its clients that took part ->
+    numbers about its upload; empty if none took part."""
 
     what: str
     clients: Mapping[str, Mapping[str, float]]
@@ -36,14 +36,14 @@ class Attacked:
 
 @dataclass(frozen=True, eq=False)
 class Tampered:
-    """What arrives at the server: an upload for each that was sent, in the same order, and what was done."""
+    """What arrives at the server: one upload for each that was sent, in the same order, and what was done."""
 
     uploads: Sequence[Upload]
     attacked: Attacked
 
 
 class Tamperer(Protocol):
-    """Clients that lie together, knowing all that others send. A pure function of its arguments."""
+    """Clients that lie together, knowing everyone's uploads. A pure function of its arguments."""
 
     def __call__(self, sent: Sequence[Sent], round: int) -> Tampered:
-        """sent: of all clients of the round whose training went well, in the order they came in. round: from 0."""
+        """sent: every client of the round whose training succeeded, in order of arrival. round: from 0."""

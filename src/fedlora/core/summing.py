@@ -1,10 +1,10 @@
-"""What more a method may offer: its next state from *sums* over a round's updates, not from their list.
+"""What a method may add to save memory: computing its next state from *sums* over a round's updates, not their list.
 
-A server that has more uploads than memory adds them up as they come and forgets them. A method that can go on from what
-is left inherits one of these, and its state is then the one that `aggregate` makes of the list, up to rounding:
+A server with more uploads than memory adds them up as they arrive and discards them. A method that can work from the
+sums inherits one of these classes; up to rounding, its state equals what `aggregate` makes of the list:
 
-* `FromSums`: of a matrix the mean update itself is left and, where the method asks for it, the clients' votes.
-* `FromMeans`: the mean factors are left. For methods that average factors; there is nothing more to write.
+* `FromSums`: receives, per matrix, the mean update and, if it asks for them, the clients' votes.
+* `FromMeans`: receives the mean factors. For methods that average factors; they have nothing more to write.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,35 +24,34 @@ S = TypeVar("S")
 
 @dataclass(frozen=True)
 class Summing:
-    """What a method needs of a round.
+    """What a method needs from a round.
 
-    votes: K = sum_i p_i U_i U_i^T. bases: of how many clients it keeps U_i, the last ones by name; 0: nobody's.
-    canonical: whose columns span U_i, as `linalg.gauge_split` says. weighting: n_i, or 1 for everybody. rank_tol: the
-    tolerance of a client's rank; None: by its stored dtype.
+    votes: K = sum_i p_i U_i U_i^T. bases: the number of clients whose U_i to keep, the last by name; 0: none.
+    canonical: whose columns span U_i, as in `linalg.gauge_split`. rank_tol: the tolerance for a client's rank; None:
+    set by its stored dtype.
     """
 
     votes: bool = False
     bases: int = 0
     canonical: Canonical = "product"
-    weighting: Literal["examples", "uniform"] = "examples"
     rank_tol: float | None = None
 
     def tolerance(self, stored: torch.dtype) -> float:
-        """The relative size of rounding in factors that arrived in `stored`."""
+        """The relative rounding error of factors that arrived as `stored`."""
         return rank_tolerance(stored) if self.rank_tol is None else self.rank_tol
 
 
 @dataclass(frozen=True, eq=False)
 class Sums:
-    """A round's updates of one matrix, added up. Handed to one method, once: it may use the tensors up.
+    """A round's updates of one matrix, added up. Passed to one method, once: it may overwrite the tensors.
 
-    mean (d_out, d_in), votes (d_out, d_out) or None: float64, of weights p_i. doubts (d_out, d_out) or None: what
-    rounding of the stored factors can be of the votes, sum_i (p_i t_i)^2 U_i U_i^T with t_i the tolerance of the
-    client's rank. dtype: the compute dtype, of the state. nominal: sum r_i. ranks: client -> rank of its update. bases:
-    client -> (U_i (d_out, k_i) in the compute dtype, the roundoff of the dtype in which it came). roundoff: of the
-    clients' dtypes, by weight. floor: how large rounding of the stored factors can be in one direction of the mean.
-    terms: the sizes of what
-    was added up; larger where so many were that float64's own rounding adds up.
+    mean (d_out, d_in), votes (d_out, d_out) or None: float64, weighted by p_i. doubts (d_out, d_out) or None: bounds
+    the votes' error from rounding of the stored factors, sum_i (p_i t_i)^2 U_i U_i^T with t_i the tolerance of the
+    client's rank. dtype: the state's compute dtype. nominal: sum r_i. ranks: client -> rank of its update. bases:
+    client -> (U_i (d_out, k_i) in the compute dtype, the roundoff of its stored dtype). roundoff: the clients' dtypes'
+    roundoff, averaged by weight. floor: the largest error that rounding of the stored factors can cause in one
+    direction of the mean. terms: the sizes of the summands; larger if there were so many that float64's own rounding
+    adds up.
     """
 
     mean: Tensor
@@ -68,11 +67,11 @@ class Sums:
 
 
 class FromSums(ABC, Generic[S]):
-    """A method that can do without the list of updates."""
+    """A method that does not need the list of updates."""
 
     @abstractmethod
     def summing(self) -> Summing:
-        """What it needs.
+        """What the method needs from a round.
 
         Raises:
             HyperparameterError: its options need all uploads at once.
@@ -84,15 +83,15 @@ class FromSums(ABC, Generic[S]):
 
 
 class FromMeans:
-    """A method that sees of its clients nothing but weighted means of the factors that travelled, zero-padded or not.
+    """A method that uses only weighted means of the clients' travelled factors, zero-padded or not.
 
-    So `aggregate` of a round is `aggregate` of one update for each rank, the mean of those who have it with the sum of
-    their weights.
+    `aggregate` of a round then equals `aggregate` of one update per rank: the mean over the clients of that rank, with
+    the sum of their weights.
     """
 
     def require_means(self) -> None:
-        """Nothing where its options keep to that.
+        """Check that its options keep to that.
 
         Raises:
-            HyperparameterError: an option needs the clients apart.
+            HyperparameterError: an option needs individual clients' updates.
         """

@@ -1,4 +1,4 @@
-"""Tensors as the bytes of a safetensors file. The library's own writer needs numpy, which the core does not bring."""
+"""Writes tensors as safetensors bytes. The library's own writer needs numpy, which the core does not install."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ TYPES = {
 }  # fmt: skip
 
 
-def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The content of a safetensors file. The widest types come first, so that each tensor begins at its alignment.
+def tensor_file(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> list[bytes | memoryview]:
+    """The content of a safetensors file, in pieces: views of the tensors, of which nothing is copied where they lie on
+    the CPU in order. The widest types come first, so that every tensor is aligned.
 
-    Raises `KeyError` for a data type that the format does not have.
+    Raises `KeyError` for a data type that safetensors lacks.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
-    pieces, at = [], 0
+    pieces, at = list[memoryview](), 0
     for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])):
         pieces.append(stored_bytes(tensor))
         spans = [at, at := at + len(pieces[-1])]
         header[name] = {"dtype": TYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": spans}
     said = json.dumps(header, separators=(",", ":")).encode()
     said += b" " * (-len(said) % 8)
-    return b"".join([len(said).to_bytes(8, "little"), said, *pieces])
+    return [len(said).to_bytes(8, "little"), said, *pieces]

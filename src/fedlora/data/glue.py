@@ -1,7 +1,7 @@
 """GLUE's sentence tasks, from local JSONL files or the Hugging Face hub: columns, labels and official test sets.
 
-Local files lie under ROOT/glue/TASK/{train,validation}.jsonl with the columns of the hub's `nyu-mll/glue`. The official
-validation files are the test sets here, since GLUE's own test labels are not public; choose on a share of train.
+Local files are ROOT/glue/TASK/{train,validation}.jsonl with the columns of the hub's `nyu-mll/glue`. We test on the
+official validation files, since GLUE's own test labels are not public; select models on a share of train.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HUB = "nyu-mll/glue"
 
 @dataclass(frozen=True)
 class Columns:
-    """Of one task: its sentence, the second one, its classes by index, and the hub's names of its test sets."""
+    """One task's columns: sentence, second sentence, classes by index, and the hub's names for its test sets."""
 
     text: str
     pair: str | None
@@ -45,9 +45,9 @@ GLUE: Mapping[str, Columns] = MappingProxyType(
 
 
 def read_glue(task: GlueTask, root: Path | None) -> tuple[TextData, dict[str, TextData]]:
-    """(train, test set by name) of a task: from files below `root`, or from the hub where it is None.
+    """(train, test set by name) for a task, from files below `root`, or from the hub if it is None.
 
-    A local copy has one test set, "validation"; the hub has two for mnli, matched and mismatched.
+    A local copy has one test set, "validation"; for mnli the hub has two, matched and mismatched.
 
     Raises:
         DataError: no such files, or the hub cannot be reached.
@@ -77,7 +77,7 @@ def read_glue(task: GlueTask, root: Path | None) -> tuple[TextData, dict[str, Te
         }
     except LabelError as error:
         raise DataError(
-            f"{error.found} is not a class of data.task = {task!r}. GLUE's test sets have -1 for labels: use the "
-            f"files of its training and validation sets, or drop the row."
+            f"{error.found} is not a class of data.task = {task!r}. GLUE's test sets have -1 for labels: use its "
+            f"training and validation files, or drop the row."
         ) from error
     return found.pop("train"), found

@@ -1,6 +1,6 @@
-"""Tables with types, of the extra `hub`: Parquet files, `datasets.Dataset` objects, data sets of the Hugging Face hub.
+"""Typed tables, from the extra `hub`: Parquet files, `datasets.Dataset` objects, data sets on the Hugging Face hub.
 
-A column of the type ClassLabel comes as the names of its classes.
+A ClassLabel column is returned as class names.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from fedlora.errors import DataError, repeated
 from fedlora.given_files import half_the_memory, opened, parse_json
 
 PREFIX = "hf://"
-_AT_ONCE = 256  # rows of a Parquet file, at most: what they take is known before the next are made
+_AT_ONCE = 256  # the most Parquet rows per batch: we check each batch's memory before reading the next
 _PARTS = ("config", "split", "revision")
 _Classes = Mapping[str, tuple[str, ...]]
 
 
 def is_hub(source: object) -> bool:
-    """Whether a source is the address of a data set of the hub, and no file."""
+    """Whether a source is the address of a hub data set rather than a file."""
     return isinstance(source, str | os.PathLike) and str(source).startswith(PREFIX)
 
 
 def parquet_table(file: Path, columns: Iterable[str]) -> Table:
-    """These columns of a Parquet file, as far as it has them. Raises `DataError`."""
+    """Those of these columns that a Parquet file has. Raises `DataError`."""
     try:
         import pyarrow.parquet  # type: ignore[import-untyped]
     except ImportError as error:
@@ -44,8 +44,8 @@ def parquet_table(file: Path, columns: Iterable[str]) -> Table:
             check_names(file, names)
             classes = _classes_written(file, found.schema_arrow.metadata or {})
             values: dict[str, list[Any]] = {name: [] for name in names if name in set(columns)}
-            taken = 0  # what a dictionary stores once stands in every row
-            # a row can be as large as all that its columns store of a group: a dictionary holds a value once
+            taken = 0  # a value that a dictionary stores once can take memory in every row,
+            # and a single row can be as large as everything its columns store in a group
             row = max((group.total_byte_size for group in groups), default=0)
             at_once = max(1, min(_AT_ONCE, half_the_memory() // (8 * row + 1)))
             check_memory(file, 4 * row, "largest row")
@@ -63,18 +63,18 @@ def parquet_table(file: Path, columns: Iterable[str]) -> Table:
         raise unreadable(file, error) from error
     if any(len(cells) != facts.num_rows for cells in values.values()):
         count = min(map(len, values.values()))
-        raise DataError(f"{file} announces {facts.num_rows:,} rows and holds {count:,}: it is damaged. Write it again.")
+        raise DataError(f"{file} announces {facts.num_rows:,} rows but holds {count:,}: it is damaged. Write it again.")
     return _table(str(file), names, facts.num_rows, values, classes)
 
 
 def dataset_table(dataset: Any, columns: Iterable[str], name: str = "the data set") -> Table:
-    """These columns of a `datasets.Dataset`, as far as it has them. Raises `DataError`."""
+    """Those of these columns that a `datasets.Dataset` has. Raises `DataError`."""
     if isinstance(dataset, Mapping):
         raise DataError(f"{name} is a dictionary of the splits {sorted(dataset)}; use one of them: data['train'].")
     if not hasattr(dataset, "column_names") or not hasattr(dataset, "__len__"):
         raise DataError(
-            f"{name} is a {type(dataset).__name__}, and not a datasets.Dataset: a stream has no rows to count and "
-            f"deal out. Load it without streaming=True."
+            f"{name} is a {type(dataset).__name__}, not a datasets.Dataset: the rows of a stream cannot be counted and "
+            f"distributed. Load it without streaming=True."
         )
     values = {c: [_plain(value) for value in dataset[c]] for c in dataset.column_names if c in columns}
     classes = {c: tuple(getattr(dataset.features[c], "names", None) or ()) for c in values}
@@ -82,10 +82,10 @@ def dataset_table(dataset: Any, columns: Iterable[str], name: str = "the data se
 
 
 def hub_table(address: str, columns: Iterable[str]) -> Table:
-    """These columns of "hf://owner/name?config=...&split=...&revision=..."; without a split, of "train".
+    """These columns of "hf://owner/name?config=...&split=...&revision=..."; the split defaults to "train".
 
     Raises:
-        DataError: no such address, `datasets` is not installed, or the hub cannot be reached (said within seconds).
+        DataError: no such address, `datasets` is not installed, or the hub cannot be reached (reported within seconds).
     """
     name, config, split, revision = hub_source(address)
     where = f"the data set {'/'.join(filter(None, (name, config)))}, split {split!r}"
@@ -96,7 +96,7 @@ def hub_table(address: str, columns: Iterable[str]) -> Table:
     try:
         _reach_the_hub()
         found = load_dataset(name, config, split=split, revision=revision)
-    except Exception as error:  # datasets raises whatever its transport raises
+    except Exception as error:  # datasets passes on any transport exception
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise DataError(
             f"{where} cannot be loaded from the hub: {reason}. Offline, give local files instead (a .parquet file of "
@@ -106,7 +106,7 @@ def hub_table(address: str, columns: Iterable[str]) -> Table:
 
 
 def hub_source(address: str) -> tuple[str, str | None, str, str | None]:
-    """Name, config, split and revision of an address. Raises `DataError` for anything else behind the question mark."""
+    """An address's name, config, split and revision. Raises `DataError` for any other query parameter."""
     name, _, query = address.removeprefix(PREFIX).partition("?")
     try:
         pairs = urllib.parse.parse_qsl(query, strict_parsing=True, keep_blank_values=True) if query else []
@@ -116,14 +116,14 @@ def hub_source(address: str) -> tuple[str, str | None, str, str | None]:
     odd = [key for key, value in pairs if key not in _PARTS or not value]
     if odd or not name or len(parts) < len(pairs):
         raise DataError(
-            f"{address!r} is not an address of a data set: write hf://owner/name, and after it, if needed, "
+            f"{address!r} is not the address of a data set: write hf://owner/name, followed if needed by "
             f"?config=...&split=...&revision=..." + (f"; {odd[0]!r} is none of these, or has no value." if odd else ".")
         )
     return name, parts.get("config"), parts.get("split", "train"), parts.get("revision")
 
 
 def _reach_the_hub() -> None:
-    """One question, once: without a network `datasets` would go on asking for half a minute."""
+    """One request: without a network, `datasets` would retry for half a minute."""
     from huggingface_hub import constants, get_session
 
     if not constants.HF_HUB_OFFLINE:
@@ -133,7 +133,7 @@ def _reach_the_hub() -> None:
 def _table(
     name: str, columns: Sequence[str], count: int, values: Mapping[str, Sequence[object]], classes: _Classes
 ) -> Table:
-    """values: column -> its cells. classes: of any columns; empty where a column is of no classes."""
+    """values: column -> its cells. classes: column -> class names; empty for a column without classes."""
     rows = [(f"row {k + 1}", {c: cells[k] for c, cells in values.items()}) for k in range(count)]
     named = {c: names for c, names in classes.items() if names and c in values}
     for where, row in rows:
@@ -154,7 +154,7 @@ def _name_of_class(place: str, value: object, names: tuple[str, ...]) -> str | N
 
 
 def _classes_written(file: Path, metadata: Mapping[bytes, bytes]) -> _Classes:
-    """Column -> names by index, of what `datasets` has written as ClassLabel into a Parquet file."""
+    """Column -> names by index, from the ClassLabel metadata that `datasets` writes into Parquet files."""
     try:
         features = parse_json(metadata.get(b"huggingface", b"{}")).get("info", {}).get("features") or {}
         kinds = {
@@ -164,14 +164,14 @@ def _classes_written(file: Path, metadata: Mapping[bytes, bytes]) -> _Classes:
         }
         for column, names in kinds.items():
             if not isinstance(names, list) or not all(isinstance(n, str) for n in names) or repeated(names):
-                raise ValueError(f"the classes of {column!r} are {str(names)[:100]}, and must be different texts")
+                raise ValueError(f"the classes of {column!r} are {str(names)[:100]}, but must be distinct texts")
     except (ValueError, AttributeError) as error:
         raise DataError(
-            f"{file}: what the library datasets has written of its columns cannot be read ({error}). Write it again."
+            f"{file}: the library datasets' metadata on its columns cannot be read ({error}). Write it again."
         ) from error
     return {column: tuple(names) for column, names in kinds.items()}
 
 
 def _plain(value: Any) -> Any:
-    """A number or text as Python has it, also where the data set gives its values as NumPy's or torch's."""
+    """A Python number or text, even if the data set returns NumPy or torch values."""
     return value.item() if getattr(value, "ndim", None) == 0 else value

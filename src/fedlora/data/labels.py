@@ -1,4 +1,4 @@
-"""A column of labels as class indices and names: one rule for all sources (`read_classification` states it)."""
+"""Turns a label column into class indices and names, by one rule for all sources (see `read_classification`)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from decimal import Decimal
 
 from fedlora.errors import DataError
 
-MAX_LABELS = 10_000  # more classes than this is a column of ids or free text, not of labels
-_PASTED = 200  # so many names are written out for the reader to copy
+MAX_LABELS = 10_000  # a column with more distinct values holds ids or free text, not labels
+_PASTED = 200  # the most names written out for the user to copy
 _WHOLE = re.compile(r"[+-]?\d+", re.ASCII)
 _INDEX = re.compile(r"\d{1,18}", re.ASCII)
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -20,7 +20,7 @@ Cells = Sequence[tuple[str, object]]  # (where, value)
 
 
 class LabelError(DataError):
-    """Labels of no class, or whose classes are not clear. found: the one row and its label, where it is of no class."""
+    """A label matches no class, or the classes are ambiguous. found: the row and label that match no class, if any."""
 
     def __init__(self, message: str, found: str = "") -> None:
         super().__init__(message)
@@ -35,13 +35,13 @@ def decode_labels(
     agreed: bool = False,
     key: str = "label_names",
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Class indices and names, by the rule in `read_classification`, which has the arguments too.
+    """Class indices and names, by the rule in `read_classification`, which also describes the arguments.
 
     Args:
-        source: what error messages call it.
+        source: its name in error messages.
 
     Raises:
-        DataError: a value that is no label, labels of several kinds without names, a label that no name is of.
+        DataError: a value is not a label, labels of several kinds have no names, or a label matches no name.
     """
     if label_names is not None and (not label_names or len(set(label_names)) < len(label_names)):
         raise DataError(f"{key} must be different names, at least one; got {tuple(label_names)}.")
@@ -62,7 +62,7 @@ def decode_labels(
 
 
 def given(key: str, names: Sequence[str]) -> str:
-    """What to type, so that these are the classes; of very many the first ones.
+    """What to type to declare these classes; only the first ones if there are very many.
 
     Example:
         >>> given("data.labels", ["-1", "1"])
@@ -70,26 +70,26 @@ def given(key: str, names: Sequence[str]) -> str:
     """
     some, more = list(names[:_PASTED]), ", ..." * (len(names) > _PASTED)
     if key.startswith("--"):
-        typed = ",".join(some).replace("'", "'\"'\"'")  # as a shell has it
+        typed = ",".join(some).replace("'", "'\"'\"'")  # shell quoting
         return f"{key}='{typed}{more}'"
     return f"{key} = {json.dumps(some, ensure_ascii=False)[:-1]}{more}]"  # a list in TOML and in Python
 
 
 def shown(names: Sequence[str]) -> str:
-    """Classes for a message: the first twenty."""
+    """Classes for a message: at most twenty."""
     return f"{list(names[:20])}{', ...' if len(names) > 20 else ''}"
 
 
 def in_order(names: Iterable[str]) -> tuple[str, ...]:
-    """Classes that nobody gave an order: whole numbers by size, anything else by the alphabet. Each once."""
+    """Classes in default order: integers by size, anything else alphabetically. Each once."""
     every = set(names)
     if all(map(_WHOLE.fullmatch, every)):
-        return tuple(sorted(every, key=lambda name: (Decimal(name), name)))  # int() takes 4300 digits and no more
+        return tuple(sorted(every, key=lambda name: (Decimal(name), name)))  # int() fails beyond 4300 digits
     return tuple(sorted(every))
 
 
 def one_number(names: Iterable[str]) -> tuple[str, str] | None:
-    """Two spellings of one whole number, such as "1" and "+1", "01" or "1.0"; None where there are none."""
+    """Two spellings of one integer, such as "1" and "+1", "01" or "1.0"; None if there are none."""
     whole: dict[Decimal, str] = {}
     others: list[str] = []
     for name in names:
@@ -107,14 +107,14 @@ def _unknown(found: str, value: str, names: Sequence[str], agreed: bool, key: st
     cure = f"Add it to {key}, or drop the row."
     if agreed:
         cure = (
-            "Write the row's class as it is written there, or drop the row. If the list lacks a class, add it at all "
+            "Write the row's class exactly as in that list, or drop the row. If the list lacks a class, add it at all "
             "parties."
         )
     return LabelError(f"{found} is not among the {len(names)} classes of {key}, {shown(names)}.{hint} {cure}", found)
 
 
 def _as_text(source: object, where: str, value: object, names: Sequence[str]) -> str:
-    """A label as it is looked up. Blanks around it count only where a name has them."""
+    """A label in lookup form. Surrounding blanks are kept only if a name has them."""
     if not isinstance(value, str | int | float):
         raise DataError(f"{source}, {where}: a label must be a name or a whole number; got {value!r}.")
     text = str(value).lower() if isinstance(value, bool) else str(value)
@@ -122,7 +122,7 @@ def _as_text(source: object, where: str, value: object, names: Sequence[str]) ->
 
 
 def _found_names(source: object, cells: Cells, raw: Sequence[str], key: str) -> tuple[str, ...]:
-    """The classes of labels that nobody named: what occurs, words by the alphabet and whole numbers by size."""
+    """Classes without given names: the values that occur, words alphabetically and integers by size."""
     kinds: dict[str, int] = {}  # kind -> its first row
     rows: dict[str, int] = {}  # label -> its first row
     for i, ((_, value), text) in enumerate(zip(cells, raw, strict=True)):
@@ -148,13 +148,13 @@ def _found_names(source: object, cells: Cells, raw: Sequence[str], key: str) -> 
 
 
 def _check_numbers(source: object, places: Mapping[str, str], names: Sequence[str], key: str) -> None:
-    """Raises `LabelError` for numbers that are no classes. places: label -> its first row. names: all, in order."""
+    """Raise `LabelError` for numbers that are not classes. places: label -> its first row. names: all, in order."""
     if same := one_number(places):
         one, other = same
         raise LabelError(
-            f"{source}: the labels {one!r} ({places[one]}) and {other!r} ({places[other]}) are one number written in "
-            f"two ways, so it is unclear whether they mean one class. Write them alike; if they are two classes, give "
-            f"{given(key, names)}."
+            f"{source}: the labels {one!r} ({places[one]}) and {other!r} ({places[other]}) are the same number written "
+            f"in two ways, so it is unclear whether they mean one class. Write them alike; if they are two classes, "
+            f"give {given(key, names)}."
         )
     broken = next((name for name in places if not _WHOLE.fullmatch(name)), None)
     if broken is not None:

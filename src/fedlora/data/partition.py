@@ -1,6 +1,6 @@
-"""Which training examples each client holds: label skew (Dirichlet) or none (iid).
+"""Assigns training examples to clients, with label skew (Dirichlet) or without (iid).
 
-Every partition is a list with one array of example indices per client, and holds every index exactly once.
+A partition is a list with one array of example indices per client; it contains every index exactly once.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from fedlora.seeds import derive_seed
 
 Indices = NDArray[np.int64]
 Labels = Sequence[int] | NDArray[np.integer]
-_DRAWS = 1000  # whole draws to try
+_DRAWS = 1000  # the most complete draws to try
 
 
 def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size: int = 8) -> list[Indices]:
-    """Deal the examples to clients with label skew: the share of class k that each client gets is Dir(alpha 1_n).
+    """Deal the examples to clients with label skew: the clients' shares of class k follow Dir(alpha 1_n).
 
     Use it for non-IID runs. alpha = 0.1 leaves most clients nearly one class, 0.5 is milder, 100 is close to iid.
-    Client sizes come out unequal too (nothing balances them): log them with `label_counts`.
+    Client sizes are unequal too, as nothing balances them: log them with `label_counts`.
 
         for each class k: shuffle its indices; prop ~ Dir(alpha 1_n); cut at (cumsum(prop) * len).astype(int)[:-1]
-        draw all of it again until the smallest client has min_size examples; then shuffle within each client
+        repeat the whole draw until the smallest client has min_size examples; then shuffle within each client
 
     Args:
         labels: (N,) whole numbers >= 0, the class of each example.
         clients: n, at least 1.
         alpha: concentration, > 0 and finite. Smaller means more skew.
         seed: the run's seed; the stream is `derive_seed(seed, "partition", "dirichlet")`.
-        min_size: fewest examples that a client may hold, >= 0. Conditioning on it tames the skew a little.
+        min_size: fewest examples per client, >= 0. Conditioning on it reduces the skew a little.
 
     Returns:
         n arrays of indices into `labels`, int64, every index exactly once.
 
     Raises:
-        DataError: labels are not whole numbers >= 0, a bad clients / alpha / min_size, clients * min_size is more than
+        DataError: labels are not whole numbers >= 0, clients, alpha or min_size is invalid, clients * min_size exceeds
             N, or none of 1000 draws gave every client min_size examples.
 
     Source: FedScope's `dirichlet_distribution_noniid_slice` (which redraws until min_size = 1; 8 is our choice).
@@ -60,7 +60,7 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
         raise DataError(f"min_size must be >= 0; got {min_size}.")
     if clients * min_size > y.size:
         raise DataError(
-            f"{clients} clients with at least {min_size} examples each need {clients * min_size}, and there are only "
+            f"{clients} clients with at least {min_size} examples each need {clients * min_size}, but there are only "
             f"{y.size}. {_possible(y.size, clients, min_size)}"
         )
 
@@ -72,9 +72,9 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
         for members in classes:
             shuffled = rng.permutation(members)
             prop = rng.dirichlet(np.full(clients, alpha))
-            if not abs(prop.sum() - 1) < 1e-6:  # overflow at a huge alpha gives all zeros, nan fails too
+            if not abs(prop.sum() - 1) < 1e-6:  # a huge alpha overflows to all zeros; nan fails too
                 raise DataError(
-                    f"numpy cannot draw Dir({alpha}) for {clients} clients: the shares add up to {prop.sum()} and not "
+                    f"numpy cannot draw Dir({alpha}) for {clients} clients: the shares add up to {prop.sum()}, not "
                     f"to 1. Use an alpha between 0.001 and 1e6; for no skew use iid()."
                 )
             cuts = (np.cumsum(prop) * len(shuffled)).astype(int)[:-1]
@@ -93,7 +93,7 @@ def dirichlet(labels: Labels, clients: int, alpha: float, *, seed: int, min_size
 
 
 def iid(size: int, clients: int, *, seed: int) -> list[Indices]:
-    """Deal the examples to clients at random, sizes equal up to one.
+    """Deal the examples to clients at random, with sizes that differ by at most one.
 
     Use it as the control without skew, and for data without labels (instructions).
 
@@ -124,11 +124,11 @@ def iid(size: int, clients: int, *, seed: int) -> list[Indices]:
 def label_counts(labels: Labels, parts: Sequence[Indices]) -> NDArray[np.int64]:
     """How many examples of each class each client holds.
 
-    Use it to log a partition: row sums are the client sizes, column sums the classes, if the parts cover the data.
+    Use it to log a partition: rows sum to client sizes, columns to class sizes, if the parts cover the data.
 
     Args:
         labels: (N,) whole numbers >= 0.
-        parts: for each client an array of indices below N, as `dirichlet` and `iid` return it.
+        parts: for each client an array of indices below N, from `dirichlet` or `iid`.
 
     Returns:
         (clients, classes) counts, int64; classes = max(labels) + 1, so a class without examples has a zero column.
@@ -162,7 +162,7 @@ def _as_labels(labels: Labels) -> NDArray[np.int64]:
     if y.dtype.kind not in "iu":
         raise DataError(
             f"labels must be whole numbers (class indices); got {y.dtype}, first value {y[0]!r}. Map names to indices "
-            f"first (read_classification does); data without classes is dealt with iid()."
+            f"first (read_classification does); partition data without classes with iid()."
         )
     if y.min() < 0:
         raise DataError(
@@ -173,7 +173,7 @@ def _as_labels(labels: Labels) -> NDArray[np.int64]:
 
 
 def _possible(size: int, clients: int, min_size: int) -> str:
-    """What to do where so many clients cannot have so many examples: numbers that are accepted, none below 1."""
+    """Feasible numbers to suggest instead, none below 1."""
     ways = [f"at most {counted(size // min_size, 'client')}"] * (size >= min_size)
     ways += [f"min_size <= {size // clients}"] * (size >= clients)
     ways = ways or ["more examples", f"at most {counted(size, 'client')} and min_size = 1"]

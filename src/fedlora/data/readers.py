@@ -1,4 +1,4 @@
-"""Text data from wherever it is: a file by its suffix, a data set of the hub by "hf://", or a `datasets.Dataset`."""
+"""Reads text data from a file (by its suffix), a hub data set ("hf://"), or a `datasets.Dataset`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedlora.errors import DataError
 if TYPE_CHECKING:
     from datasets import Dataset
 
-CHAT = "messages"  # the column of conversations, where nothing else is said
+CHAT = "messages"  # the default column for conversations
 
 
 def read_classification(
@@ -29,14 +29,14 @@ def read_classification(
     agreed: bool = False,
     key: str = "label_names",
 ) -> TextData:
-    """Read a classification task, one example per row. Give `label_names` whenever you read more than one file of a
-    task: without it each file numbers the classes it happens to contain.
+    """Read a classification task, one example per row. Give `label_names` whenever you read several files of one task:
+    without it, each file numbers the classes it happens to contain.
 
-    Labels are names, whole numbers, or true and false; a column of more than one of these is refused. Without
-    label_names the classes are what occurs: names by the alphabet, whole numbers by size, "false" before "true"; a
-    number that is negative or written in two ways is refused. With label_names: a label is looked up as a name; a whole
-    number (false is 0, true is 1) is taken as an index, unless some label name is itself a number (then only names
-    count). A ClassLabel column of `datasets` brings its names and goes by them.
+    Labels are names, whole numbers, or booleans; a column that mixes these is refused. Without label_names the classes
+    are the values that occur: names alphabetically, whole numbers by size, "false" before "true"; a number that is
+    negative or written in two ways is refused. With label_names, a label is looked up as a name; a whole number (false
+    is 0, true is 1) is taken as an index, unless some label name is itself a number (then only names count). A
+    ClassLabel column of `datasets` brings its own names.
 
     Args:
         source: a UTF-8 file, .jsonl or .json (one object per line), .csv or .tsv (a header row, Excel's quoting); with
@@ -46,9 +46,9 @@ def read_classification(
         label: the column of the class.
         pair: the column of the second sentence, if the task has one.
         label_names: the classes, by index.
-        agreed: several parties agreed on label_names: a row has one of these names, and no index, for whose index it
-            was nobody could tell.
-        key: what the user names the classes by, for error messages: "label_names", "data.labels" or "--labels".
+        agreed: several parties agreed on label_names: each row must have one of these names; an index is refused,
+            since it could follow another party's order.
+        key: the user's name for label_names in error messages: "label_names", "data.labels" or "--labels".
 
     Raises:
         DataError: no such file, unknown suffix, not UTF-8, malformed row, missing column, missing or empty value,
@@ -79,26 +79,26 @@ def read_instructions(
     response: str = "response",
     messages: str | None = None,
 ) -> TextData:
-    """Read prompts with their wanted responses, or conversations, one a row. They are taken as they stand: what stands
-    around a prompt is the trainer's template.
+    """Read prompts with their wanted responses, or conversations, one per row. Texts are used as they are; the
+    trainer's template adds what surrounds a prompt.
 
         {"prompt": "...", "response": "..."}
         {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}
 
-    A conversation is an instruction with a history: its last user's message is the prompt, the assistant's answer to it
-    the response. It has a system message or none, then a user's, and in the end an assistant's. Two messages of a user
-    may follow each other (whether the model's template takes them is said when it is applied); an assistant's may not.
+    A conversation is an instruction with a history: its last user message is the prompt, the assistant's answer to it
+    the response. It may start with a system message, then has a user message, and ends with an assistant message. Two
+    user messages may follow each other (the model's template may reject that later); two assistant messages may not.
 
     Args:
         source: as for `read_classification`; CSV cannot hold conversations.
-        prompt: the column of what the model reads.
-        response: the column of what it should answer.
-        messages: the column of conversations. None: "messages", where the rows have it and not both of the others.
+        prompt: the column with the model's input.
+        response: the column with its wanted answer.
+        messages: the column of conversations. None: "messages", if the rows have it and not both of the others.
 
     Raises:
-        DataError: as `read_classification`; rows that could be read in two ways; an unknown role, content that is no
-            string or is empty, an assistant that begins, a conversation without an answer at its end, calls of tools.
-            The message names row, line and message.
+        DataError: as in `read_classification`; ambiguous rows; an unknown role, content that is empty or not a string,
+            a conversation that starts with the assistant or does not end with an answer, tool calls. The message names
+            row, line and message.
 
     Example:
         >>> _ = Path("ask.jsonl").write_text('{"prompt": "2 + 2?", "response": "4"}\\n')
@@ -110,8 +110,8 @@ def read_instructions(
         if prompt in table.columns and response in table.columns:
             raise DataError(
                 f"{table.name} has the columns {prompt!r} and {response!r}, and conversations in {CHAT!r} too: say "
-                f"which of them to read, with data.messages = {CHAT!r} (in Python messages={CHAT!r}), or by leaving "
-                f"one of them out of the file."
+                f"which to read, with data.messages = {CHAT!r} (in Python messages={CHAT!r}), or by leaving one of "
+                f"them out of the file."
             )
         messages = CHAT
     if messages is None:
@@ -131,7 +131,7 @@ def read_instructions(
 
 
 def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str]) -> Table:
-    """The rows of a source. columns: those that will be read, of what need not be read whole. Raises `DataError`."""
+    """A source's rows. columns: those to read, if the source need not be read whole. Raises `DataError`."""
     if is_hub(source):
         return hub_table(str(source), columns)
     if not isinstance(source, str | os.PathLike):
@@ -147,7 +147,7 @@ def open_table(source: str | os.PathLike[str] | Dataset, columns: Sequence[str])
 
 
 def _conversation(where: str, value: object, column: str) -> tuple[Message, ...]:
-    """(role, content) of each message, checked."""
+    """Each message's (role, content), checked."""
     if not isinstance(value, list) or not value:
         what = f"a string, {value[:40]!r}" if isinstance(value, str) else "empty" if value == [] else repr(value)[:60]
         raise DataError(
@@ -159,7 +159,7 @@ def _conversation(where: str, value: object, column: str) -> tuple[Message, ...]
     if "system" in roles[1:]:
         raise DataError(f"{where}, message {roles.index('system', 1) + 1}: a system message can only come first.")
     if "assistant" not in roles:
-        raise DataError(f"{where}: there is no message of the assistant, so there is nothing to learn. Drop the row.")
+        raise DataError(f"{where}: there is no message from the assistant, so there is nothing to learn. Drop the row.")
     if roles[roles[0] == "system"] == "assistant":
         raise DataError(f"{where}: the assistant speaks first, so its answer has no prompt. Drop that message.")
     if roles[-1] != "assistant":
@@ -167,8 +167,9 @@ def _conversation(where: str, value: object, column: str) -> tuple[Message, ...]
     for k in range(1, len(roles)):
         if roles[k] == roles[k - 1] == "assistant":
             raise DataError(
-                f"{where}, message {k + 1}: two messages of the assistant in a row, so it is unclear where the "
-                f"first ends. Join them, or drop one."
+                f"{where}, message {k + 1}: two messages from the assistant in a row, so it is unclear where the "
+                f"first ends. "
+                f"Join them, or drop one."
             )
     return turns
 
@@ -183,7 +184,7 @@ def _message(where: str, message: object) -> Message:
     more = sorted(key for key, given in message.items() if key not in ("role", "content") and given)
     if more:
         raise DataError(
-            f"{where} has {more}, and only role and content are read: calls of tools, weights and names are not "
+            f"{where} has {more}, but only role and content are read: tool calls, weights and names are not "
             f"supported. Drop them from the file if they mean nothing, or drop the row."
         )
     role = message["role"]

@@ -1,9 +1,10 @@
-"""Train, validation and test parts of one data set, stratified and without leaks."""
+"""Splits one data set into train, validation and test parts, stratified and without leaks."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,13 +16,12 @@ from fedlora.seeds import derive_seed
 def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple[TextData, TextData, TextData]:
     """Split into (train, validation, test) at random, without leaks: copies of one input all go to the same part.
 
-    Use it when the data comes without official splits. Two examples are copies if their text (pair, history) agree
-    after case folding and collapsing white space. Classification is stratified: each part has the classes in (nearly)
-    the proportions of the whole; a group of copies counts as the class of its first example. Each part is in random
-    order.
+    Use it for data without official splits. Two examples are copies if their texts (and pair or history) agree after
+    case folding and collapsing white space. Classification is stratified: each part has (nearly) the overall class
+    proportions; a group of copies counts as the class of its first example. Each part is in random order.
 
-    The shuffled groups are dealt class by class, each to the part that is furthest behind its share. Without copies
-    every size is then within 4/3 of its share, and within 2 for each class; groups of copies cannot be cut.
+    The shuffled groups are dealt class by class, each to the part furthest below its share. Without copies, every size
+    is then within 4/3 of its share, and within 2 for each class; groups of copies cannot be cut.
 
     Args:
         data: N examples, N >= 1.
@@ -30,7 +30,7 @@ def split(data: TextData, *, validation: float, test: float, seed: int) -> tuple
         seed: the run's seed; the stream is `derive_seed(seed, "split")`.
 
     Raises:
-        DataError: impossible fractions, or a part that was asked for and would come out empty.
+        DataError: impossible fractions, or a requested part would be empty.
 
     Example:
         >>> data = read_classification("train.jsonl", text="text", label="label")
@@ -75,42 +75,54 @@ Parts = tuple[TextData, TextData, TextData]  # train, validation, test
 
 
 def follow(parts: Mapping[str, Parts]) -> dict[str, Parts]:
-    """The parts of several files, where copies of one text do not straddle two splits across the files either.
+    """Align several files' parts, so that copies of one text do not straddle two splits across files either.
 
-    A text that several files hold goes, in all of them, where the first of these files has it; a copy that moves stands
-    at the end of its new part. Nothing is lost, and files that share no text are as they were.
+    A text that several files hold goes, in all of them, where the first of these files has it. Nothing is lost, and
+    files that share no text are as they were.
 
     Args:
-        parts: file -> its parts, of which none has copies of one text in two (as `split` makes them).
+        parts: file -> its parts, with all copies of a text within one part (as from `split`).
 
     Raises:
-        DataError: a part would have nothing left.
+        DataError: a part would be left empty.
     """
     places: dict[tuple[str, str], int] = {}
     found: dict[str, Parts] = {}
     for name, three in parts.items():
         goes = [[places.setdefault(one, k) for one in inputs(part)] for k, part in enumerate(three)]
-        moved = sum(to != k for k, each in enumerate(goes) for to in each)
-        new: list[TextData] = []
-        for k, which in enumerate(("train", "validation", "test")):
-            order = [k, *(j for j in range(3) if j != k)]  # what comes stands behind what stays
-            new.append(TextData.concat([three[j].select(np.flatnonzero(np.equal(goes[j], k))) for j in order]))
-            if len(three[k]) and not len(new[k]):
+        found[name] = rearranged(three, goes)
+        for which, old, new in zip(("train", "validation", "test"), three, found[name], strict=True):
+            if len(old) and not len(new):
+                moved = sum(to != k for k, each in enumerate(goes) for to in each)
                 raise DataError(
                     f"{name!r} has no {which} example left: {moved} of its {sum(map(len, three))} examples are copies "
-                    f"of texts in earlier files and go where those have them, so that no file is tested on what "
-                    f"another trains on. Take the copies out of one of the files, or ask for other shares."
+                    f"of texts in earlier files and follow those, so that no file is tested on what another trains on. "
+                    f"Remove the copies from one of the files, or ask for other shares."
                 )
-        found[name] = (new[0], new[1], new[2])
     return found
 
 
+def rearranged(parts: Parts, goes: Sequence[Sequence[int]]) -> Parts:
+    """The same examples in other parts: goes[j][i] is the part that example i of part j goes to. What comes stands
+    behind what stays."""
+    new = []
+    for k in range(3):
+        order = (k, *(j for j in range(3) if j != k))
+        new.append(TextData.concat([parts[j].select(np.flatnonzero(np.equal(goes[j], k))) for j in order]))
+    return new[0], new[1], new[2]
+
+
 def inputs(data: TextData) -> list[tuple[str, str]]:
-    """Each example's text, and its pair or history ("" without), as `split` compares them: equal for two copies."""
+    """Each example's text, and its pair or history ("" without), normalised so that two copies are equal."""
     pairs = data.pair or ("",) * len(data)
-    if data.history is not None:  # an input is all that the model reads before its answer
+    if data.history is not None:  # the input is everything the model reads before its answer
         pairs = tuple(" ".join(content for _, content in before) for before in data.history)
     return [(_normalised(text), _normalised(pair)) for text, pair in zip(data.text, pairs, strict=True)]
+
+
+def digests(data: TextData) -> list[str]:
+    """Each example's input in 32 hexadecimal digits of SHA-256, by which two copies are known as such."""
+    return [hashlib.sha256(ascii(one).encode()).hexdigest()[:32] for one in inputs(data)]
 
 
 def _normalised(text: str) -> str:

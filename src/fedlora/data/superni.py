@@ -1,8 +1,8 @@
-"""Super-NaturalInstructions: task files of the v2 schema as prompts with their references, and which tasks are clients.
+"""Super-NaturalInstructions: v2 task files as prompts with references, and a choice of tasks as clients.
 
-A task file holds Definition, Categories, Input_language, Output_language and Instances [{input, output: [...]}], as the
-repository allenai/natural-instructions has them (its folder tasks/). A prompt is the definition and the input in the
-Alpaca template, as FlexLoRA uses it; the first output is trained on, all of them count when scoring.
+A task file holds Definition, Categories, Input_language, Output_language and Instances [{input, output: [...]}], as in
+the repository allenai/natural-instructions (folder tasks/). A prompt is definition and input in the Alpaca template,
+like FlexLoRA's; training uses the first output, scoring all of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Selection:
-    """Names of the tasks that are clients, and of those that nobody trains on.
+    """Names of the tasks that are clients, and of those that no client trains on.
 
     Example:
         >>> Selection(train=("task1", "task2"), unseen=("task3",)).unseen
@@ -51,10 +51,10 @@ class Selection:
 
 
 def list_tasks(folder: Path, *, min_instances: int = 100) -> dict[str, str]:
-    """Name -> category of the English tasks in a folder that have enough instances.
+    """Name -> category of the English tasks in a folder with enough instances.
 
     Raises:
-        DataError: no task files there, or one that is not of the v2 schema.
+        DataError: there are no task files, or one does not follow the v2 schema.
 
     Example:
         >>> list_tasks(Path("root/superni"))
@@ -75,14 +75,14 @@ def list_tasks(folder: Path, *, min_instances: int = 100) -> dict[str, str]:
 
 
 def select_tasks(tasks: Mapping[str, str], train: int, unseen: int, *, seed: int) -> Selection:
-    """`train` tasks to be clients and `unseen` ones of other categories, by the seed.
+    """Draw `train` tasks as clients and `unseen` tasks of other categories, by the seed.
 
-    One task for each of `train` categories drawn, the unseen ones from the categories left. Where there are too few
-    categories for that, some are set aside for the unseen tasks first, and the clients share the others as evenly as
-    they go.
+    We draw `train` categories with one task each, and the unseen tasks from the remaining categories. If there are too
+    few categories, some are set aside for the unseen tasks first, and the clients share the others as evenly as
+    possible.
 
     Args:
-        tasks: name -> category, of `list_tasks`.
+        tasks: name -> category, from `list_tasks`.
 
     Raises:
         DataError: there are not enough tasks.
@@ -102,10 +102,10 @@ def select_tasks(tasks: Mapping[str, str], train: int, unseen: int, *, seed: int
         generator.shuffle(names)
     sizes = {c: len(names) for c, names in by_category.items()}
     aside: list[str] = []
-    least = max(0, len(categories) - train)  # categories that no client needs
+    least = max(0, len(categories) - train)  # number of categories that no client needs
     while categories and (len(aside) < least or sum(sizes[c] for c in aside) < unseen):
         aside.append(categories.pop())
-    if sum(sizes[c] for c in categories) < train:  # that took too much: set aside as few tasks as will do
+    if sum(sizes[c] for c in categories) < train:  # too much set aside: set aside as few tasks as possible
         aside = _least_sum([*categories, *aside], sizes, unseen)
         categories = [c for c in dict.fromkeys([*categories, *sorted(by_category)]) if c not in aside]
     others, mine = (
@@ -121,7 +121,7 @@ def select_tasks(tasks: Mapping[str, str], train: int, unseen: int, *, seed: int
 
 
 def _least_sum(categories: Sequence[str], sizes: Mapping[str, int], target: int) -> list[str]:
-    """Categories whose sizes add up to at least the target, and to as little as they can (subset sums)."""
+    """Categories whose sizes add up to the smallest sum that reaches the target (subset sums)."""
     reached: dict[int, list[str]] = {0: []}
     for category in categories:
         for total, chosen in sorted(reached.items(), reverse=True):
@@ -131,7 +131,7 @@ def _least_sum(categories: Sequence[str], sizes: Mapping[str, int], target: int)
 
 
 def read_selection(train: Path, unseen: Path) -> Selection:
-    """A selection from two files with a task name a line. Raises `DataError`.
+    """A selection from two files with one task name per line. Raises `DataError`.
 
     Example:
         >>> _ = Path("train.txt").write_text("task1"), Path("unseen.txt").write_text("task2")
@@ -159,7 +159,7 @@ def read_selection(train: Path, unseen: Path) -> Selection:
 
 
 def read_tasks(folder: Path, names: Sequence[str]) -> dict[str, Task]:
-    """Name -> task. Raises `DataError` where a file is missing or not of the v2 schema.
+    """Name -> task. Raises `DataError` if a file is missing or does not follow the v2 schema.
 
     Example:
         >>> list(read_tasks(Path("root/superni"), ["task2"]))
@@ -183,7 +183,7 @@ def read_tasks(folder: Path, names: Sequence[str]) -> dict[str, Task]:
 
 
 def _prompt(definition: str, text: str) -> tuple[str, tuple[int, int]]:
-    """The prompt, and from where to where its input goes: what is cut first where the whole is too long."""
+    """The prompt, and the span of its input, which is cut first if the whole is too long."""
     if not text.strip():
         prompt = f"{_INTRO}{_ASK}{definition}\n\n### Response:\n"
         return prompt, (0, 0)
@@ -195,7 +195,7 @@ def _load(path: Path) -> dict[str, list]:  # type: ignore[type-arg]
     try:
         raw = parse_json(read_given(path, half_the_memory() // 8))
         sound = isinstance(raw, dict) and _strings(raw["Definition"]) and _strings(raw["Categories"])
-        for key in ("Input_language", "Output_language"):  # may be left out, or empty
+        for key in ("Input_language", "Output_language"):  # may be missing or empty
             sound = sound and (raw.get(key, []) == [] or _strings(raw[key]))
         sound = sound and isinstance(raw["Instances"], list) and bool(raw["Instances"])
         sound = sound and all(isinstance(i["input"], str) and _strings(i["output"]) for i in raw["Instances"])

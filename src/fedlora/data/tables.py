@@ -1,8 +1,8 @@
-"""Tables of text: CSV, TSV and JSONL files, each row with its place for error messages. Nothing is guessed or skipped.
+"""Reads CSV, TSV and JSONL files as text tables whose rows keep their place for error messages. It never guesses.
 
-The standard library parses them. In silence pandas drops a field too many, makes "" of one that is missing, skips a
-line of blanks, renames a column that stands twice and reads on behind a closing quote; `datasets` makes times of texts
-that look like them, and leaves a copy of all rows in its cache.
+We use the standard library: pandas silently drops a surplus field, turns a missing one into "", skips blank lines,
+renames duplicate columns and reads on after a closing quote; `datasets` turns texts that look like times into times,
+and leaves a copy of all rows in its cache.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedlora.errors import DataError, repeated
 from fedlora.given_files import half_the_memory, parse_json, read_given
 
 _TOO_LARGE = "Is it the right file? If so, split it, and give each client its part."
-_LINE = 2**24  # bytes of one row's text; a book has one million
+_LINE = 2**24  # bytes of text in one row; a book has one million
 
 _QUOTED = re.compile(r'"[^"]*"')
 _LONE_RETURN = re.compile(r"\r(?!\n)")
@@ -32,13 +32,13 @@ Rows = list[tuple[str, dict[str, object]]]  # (where, {column: value})
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of one source, as they stand there.
+    """One source's rows, unchanged.
 
     Args:
-        name: of the source, for error messages.
-        columns: all that the source has; of large sources the rows hold only those that were asked for.
-        rows: (where, {column: value}) of each; `where` is "row 3, line 4".
-        classes: column -> its classes by index, where the source names them. The column's values are these names.
+        name: the source's, for error messages.
+        columns: all of the source's columns; for large sources, rows hold only the requested ones.
+        rows: each row's (where, {column: value}); `where` is like "row 3, line 4".
+        classes: column -> its classes by index, if the source names them. The column's values are then these names.
 
     Raises:
         DataError: there are no rows.
@@ -51,10 +51,10 @@ class Table:
 
     def __post_init__(self) -> None:
         if not self.rows:
-            raise DataError(f"{self.name} holds no rows. Was it written to the end?")
+            raise DataError(f"{self.name} holds no rows. Was it written completely?")
 
     def having(self, columns: Iterable[str]) -> Table:
-        """Itself. Raises `DataError` for a column that is not there, and for a row without a value in one of them."""
+        """Itself. Raises `DataError` if a column is missing, or a row has no value in one of them."""
         for column in columns:
             if column not in self.columns:
                 there = list(self.columns[:20])
@@ -68,23 +68,23 @@ class Table:
         return self
 
     def cells(self, column: str) -> list[tuple[str, object]]:
-        """(where, value) of each row."""
+        """Each row's (where, value)."""
         return [(where, row[column]) for where, row in self.rows]
 
     def texts(self, column: str) -> tuple[str, ...]:
-        """A column's values. Raises `DataError` where one is no string that a tokeniser can read."""
+        """A column's values. Raises `DataError` if one is not a string that a tokeniser can read."""
         return tuple(readable(f"{self.name}, {where}: {column!r}", row[column]) for where, row in self.rows)
 
     def _hint(self, column: str) -> str:
         marks = [mark for mark in ";\t|" if len(self.columns) == 1 and mark in self.columns[0]]
         if marks:
-            return f" Is {marks[0]!r} meant to stand between columns? A .csv has commas, a .tsv has tabs."
+            return f" Is {marks[0]!r} meant to separate columns? A .csv has commas, a .tsv has tabs."
         near = difflib.get_close_matches(column, self.columns, n=1, cutoff=0.5)
         return f" Did you mean {near[0]!r}?" if near else ""
 
 
 def readable(place: str, value: object) -> str:
-    """`value`, a string that a tokeniser can read. Raises `DataError`, which begins with its place."""
+    """`value` as a string that a tokeniser can read. Raises `DataError`, whose message begins with `place`."""
     if not isinstance(value, str):
         raise DataError(f"{place} must be a string; got {type(value).__name__} {value!r}.")
     try:
@@ -93,7 +93,7 @@ def readable(place: str, value: object) -> str:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{place} holds half of a surrogate pair at character {error.start}, which no tokeniser can read. The text "
-            f"was cut inside an emoji or the like: mend the row."
+            f"was cut inside an emoji or the like: repair the row."
         ) from error
     return value
 
@@ -115,7 +115,7 @@ def text_table(file: Path) -> Table:
 
 
 def unreadable(file: Path, error: OSError) -> DataError:
-    """What to tell of a file that cannot be opened."""
+    """The error for a file that cannot be opened."""
     if isinstance(error, FileNotFoundError):
         begin = (
             "in a config file at its own folder" if file.is_absolute() else f"at the working directory, {Path.cwd()}"
@@ -126,22 +126,22 @@ def unreadable(file: Path, error: OSError) -> DataError:
 
 
 def check_names(file: Path, columns: Sequence[str]) -> None:
-    """Raises `DataError` where two columns have one name."""
+    """Raise `DataError` if two columns have the same name."""
     if twice := repeated(columns):
         raise DataError(f"{file}: the header names {twice[:5]} more than once: {columns[:20]}. Rename one of them.")
 
 
 def check_memory(file: Path, needed: int, what: str) -> None:
-    """Raises `DataError` where the rows of a file take more than half of this machine's memory. needed: bytes."""
+    """Raise `DataError` if a file's rows would take more than half of this machine's memory. needed: bytes."""
     if needed > (most := half_the_memory()):
         raise DataError(
-            f"{file}: its {what} take some {needed:,} bytes of memory as rows, and {most:,} are allowed (half of this "
-            f"machine's). {_TOO_LARGE}"
+            f"{file}: its {what} would take about {needed:,} bytes of memory as rows; at most {most:,} are allowed "
+            f"(half of this machine's). {_TOO_LARGE}"
         )
 
 
 def _content(file: Path) -> bytes:
-    """The bytes of a text file whose rows will fit into memory. Raises `DataError`."""
+    """A text file's bytes, if its rows will fit into memory. Raises `DataError`."""
     try:
         raw = read_given(file, half_the_memory() // 6)
     except OSError as error:
@@ -150,20 +150,20 @@ def _content(file: Path) -> bytes:
     longest = max(map(len, raw.split(b"\n")))
     if longest > _LINE:
         raise DataError(
-            f"{file} has a line of {longest:,} bytes, and {_LINE:,} are allowed: no example is that long. Is it one "
-            f"JSON array (`jq -c '.[]'` makes lines of it), or not text?"
+            f"{file} has a line of {longest:,} bytes; at most {_LINE:,} are allowed, since no example is that long. Is "
+            f"it one JSON array (`jq -c '.[]'` makes lines of it), or not text?"
         )
-    wide = 12 if file.suffix.lower() in (".csv", ".tsv") else 6  # the csv module keeps four bytes a letter, twice
+    wide = 12 if file.suffix.lower() in (".csv", ".tsv") else 6  # the csv module keeps four bytes per letter, twice
     check_memory(file, wide * len(raw) + 400 * lines + 70 * marks, f"{len(raw):,} bytes in {lines:,} lines")
     return raw
 
 
 def _json_rows(file: Path, content: str) -> Iterator[tuple[int, dict[str, object]]]:
-    """(line, object) of each line that is not blank."""
-    advice = 'Each line must be one example such as {"text": "...", "label": 0}: mend or drop that line.'
+    """(line, object) for each non-blank line."""
+    advice = 'Each line must be one example such as {"text": "...", "label": 0}: repair or drop that line.'
     if content.lstrip().startswith("["):
         advice = "The file is one JSON array: convert it with `jq -c '.[]'`."
-    for line, text in enumerate(content.split("\n"), start=1):  # not splitlines(): U+2028, U+0085 may stand in a text
+    for line, text in enumerate(content.split("\n"), start=1):  # splitlines() would also split at U+2028 and U+0085
         if not text.strip():
             continue
         try:
@@ -176,8 +176,8 @@ def _json_rows(file: Path, content: str) -> Iterator[tuple[int, dict[str, object
 
 
 def _check_returns(file: Path, content: str) -> None:
-    """Raises `DataError` for a lone return outside of quotes in a file whose lines end otherwise: the csv module writes
-    it so when it is told to end lines with a line feed, and reads the end of a row there."""
+    """Raise `DataError` for a lone carriage return outside quotes in a file with other line ends: a csv writer that
+    ends lines with a line feed leaves it unquoted in a field, but a reader would end the row there."""
     if content.count("\r") == content.count("\r\n"):
         return
     bare = _QUOTED.sub("", content)
@@ -185,16 +185,16 @@ def _check_returns(file: Path, content: str) -> None:
     if at is not None and "\n" in bare:
         near = bare[max(at.start() - 20, 0) : at.end() + 20]
         raise DataError(
-            f"{file} has a lone \\r outside of quotes among lines that end with \\n, near {near!r}: perhaps a row "
-            f"ends there, perhaps not. Put double quotes around the field, or take the \\r out."
+            f"{file} has a lone \\r outside quotes among lines that end with \\n, near {near!r}: it may or may not end "
+            f"a row. Put double quotes around the field, or remove the \\r."
         )
 
 
 def _csv_rows(file: Path, content: str) -> Iterator[tuple[int, dict[str, object]]]:
-    """(first line, fields by the names in the header) of each row; None for a field that it lacks."""
+    """(first line, fields by header name) for each row; None for a missing field."""
     dialect = "excel-tab" if file.suffix.lower() == ".tsv" else "excel"
     _check_returns(file, content)
-    limit = csv.field_size_limit(_LINE)  # a setting of the process, so it is put back
+    limit = csv.field_size_limit(_LINE)  # a process-wide setting, restored below
     header: list[str] = []
     count, line = 0, 1
     try:
@@ -205,7 +205,7 @@ def _csv_rows(file: Path, content: str) -> Iterator[tuple[int, dict[str, object]
                 if len(fields) > len(header):
                     raise DataError(
                         f"{file}, row {count}, line {line} has {len(fields)} fields, but the header has {len(header)}: "
-                        f"{header[:20]}. A field that contains the separator must stand in double quotes."
+                        f"{header[:20]}. A field that contains the separator must be in double quotes."
                     )
                 yield line, dict(zip_longest(header, fields))
             elif fields:

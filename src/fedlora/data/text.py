@@ -1,6 +1,6 @@
 """Text examples as plain values: select, join and fingerprint them.
 
-No tokens and no tensors here: that is the trainer's work.
+No tokens or tensors here; those are the trainer's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Message = tuple[str, str]  # (role, content)
 ROLES = ("system", "user", "assistant")
 _EXTRAS = ("references", "droppable", "history")
 _PER_EXAMPLE = ("pair", "labels", "responses", *_EXTRAS)
-_PLAIN: dict[str, Callable[[Any], tuple[Any, ...]]] = {  # field -> how lists and NumPy's numbers become plain values
+_PLAIN: dict[str, Callable[[Any], tuple[Any, ...]]] = {  # field -> conversion from lists and NumPy numbers
     **dict.fromkeys(("text", "pair", "responses", "label_names"), tuple),
     "labels": lambda labels: tuple(map(operator.index, labels)),
     "references": lambda answers: tuple(map(tuple, answers)),
@@ -43,13 +43,13 @@ class TextData:
         labels: N class indices, each below len(label_names).
         responses: N strings, the wanted answer to each prompt.
         label_names: the classes, by index.
-        references: N tuples of answers that count as right when scoring generated text; default: the response alone.
-        droppable: N pairs (start, end), the characters of each prompt that are cut first where it is too long.
-        history: N tuples of (role, content), what was said before each prompt: a system message, earlier turns. A
-            conversation is its history, its last prompt and the last response; default: nothing was said before.
+        references: N tuples of acceptable answers for scoring generated text; default: only the response.
+        droppable: N pairs (start, end), the characters of each prompt to cut first if it is too long.
+        history: N tuples of (role, content), the messages before each prompt: a system message, earlier turns. A
+            conversation is its history, last prompt and last response; default: no history.
 
     Raises:
-        DataError: lengths differ, a label is no index into label_names, or fields that do not belong to `kind`.
+        DataError: lengths differ, a label is not an index into label_names, or a field does not belong to `kind`.
 
     Example:
         >>> data = TextData(
@@ -80,7 +80,7 @@ class TextData:
             if self.labels is None or self.responses is not None or not self.label_names:
                 raise DataError("classification data has labels and label_names, and no responses.")
             if any(getattr(self, name) is not None for name in _EXTRAS):
-                raise DataError("references, droppable and history are of instruction data.")
+                raise DataError("references, droppable and history are for instruction data only.")
             wrong = next((i for i, y in enumerate(self.labels) if not 0 <= y < len(self.label_names)), None)
             if wrong is not None:
                 raise DataError(
@@ -94,16 +94,16 @@ class TextData:
                 raise DataError("an example without any reference cannot be scored; give at least one answer each.")
             odd = {role for before in self.history or () for role, _ in before} - {*ROLES}
             if odd:
-                raise DataError(f"a role of a history is system, user or assistant; got {sorted(odd)[0]!r}.")
+                raise DataError(f"a role in a history must be system, user or assistant; got {sorted(odd)[0]!r}.")
         else:
-            raise DataError(f"kind is 'classification' or 'instruction'; got {self.kind!r}.")
+            raise DataError(f"kind must be 'classification' or 'instruction'; got {self.kind!r}.")
 
     def __len__(self) -> int:
         return len(self.text)
 
     def messages(self, k: int) -> tuple[Message, ...]:
-        """The conversation of instruction k as (role, content): its history, its prompt, its response."""
-        assert self.responses is not None, "a sentence with a class is no conversation"
+        """Instruction k's conversation as (role, content): history, prompt, response."""
+        assert self.responses is not None, "a sentence with a class is not a conversation"
         before = self.history[k] if self.history is not None else ()
         return (*before, ("user", self.text[k]), ("assistant", self.responses[k]))
 
@@ -116,7 +116,7 @@ class TextData:
             indices: (n,) whole numbers in [0, N). Not a boolean mask.
 
         Raises:
-            DataError: an index outside [0, N), or something that is no list of whole numbers.
+            DataError: an index is outside [0, N), or `indices` is not a list of whole numbers.
         """
         index = np.asarray(indices)
         if index.ndim != 1 or (index.size and index.dtype.kind not in "iu"):
@@ -138,11 +138,11 @@ class TextData:
         return replace(self, text=tuple(self.text[i] for i in chosen), **present)
 
     def digest(self) -> str:
-        """SHA-256 (hex) of the content: kind, label names, then every example; their order counts.
+        """SHA-256 (hex) of the content: kind, label names, then every example in order.
 
-        Use it to record with a result which data it was computed on. It hashes one JSON line per item (ASCII-escaped):
-        [kind, label_names], then [text, pair, label, response] with null for what the task does not have; then, where
-        there are some, references and droppable.
+        Use it to record which data a result was computed on. It hashes one JSON line per item (ASCII-escaped):
+        [kind, label_names], then [text, pair, label, response] with null for what the task lacks; then references,
+        droppable and history, if there are any.
         """
         hasher = hashlib.sha256((json.dumps([self.kind, self.label_names]) + "\n").encode())
         absent = (None,) * len(self)
@@ -158,14 +158,14 @@ class TextData:
     def concat(parts: Sequence[TextData]) -> TextData:
         """All examples of `parts`, one part after the other.
 
-        Use it to pool what several clients hold. All parts must be of one task.
+        Use it to pool several clients' data. All parts must belong to one task.
 
         Raises:
-            DataError: no part, or parts that differ in kind, label_names, or whether they have pairs.
+            DataError: there is no part, or parts differ in kind, label_names, or whether they have pairs.
         """
         if not parts:
             raise DataError("concat needs at least one part; got none.")
-        if any(part.history is not None for part in parts):  # no history is an empty one
+        if any(part.history is not None for part in parts):  # for the others, use an empty history
             parts = [part if part.history is not None else replace(part, history=((),) * len(part)) for part in parts]
         tasks = {
             (part.kind, part.label_names, *(getattr(part, name) is not None for name in ("pair", *_EXTRAS)))

@@ -1,4 +1,4 @@
-"""Experiments: a grid of runs from one TOML file, their results a line each, and what they say.
+"""Experiments: a grid of runs from one TOML file, one line of results each, and what the results show.
 
 Each file uses those above it, and none below (a contract of import-linter):
 

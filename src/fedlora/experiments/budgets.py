@@ -1,4 +1,4 @@
-"""What privacy costs: of each cell what its runs spent, beside their scores on the test set after the last round."""
+"""The cost of privacy: each cell's spent epsilon, with its scores on the test set after the last round."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SIMULATIONS = "Private runs of an experiment are simulations: each is a populati
 @dataclass(frozen=True)
 class Budget:
     """One cell over its seeds. line, label: of the two axes. scores: score -> seed -> value, on the test set after the
-    last round; none of a score that a run lacks, because it diverged. spent: by each of its runs, read from the results
-    and not from the plan; None where the cell has no [privacy]."""
+    last round; without a score that some run lacks because it diverged. spent: by each of its runs, read from the
+    results and not from the plan; None if the cell has no [privacy]."""
 
     line: str
     label: str
@@ -39,10 +39,10 @@ class Budget:
 
 
 def spendings(grid: Grid) -> list[Budget]:
-    """Every cell that has a result, in the order of the file; empty for an experiment without `budgets`.
+    """Every cell with a result, in the file's order; empty for an experiment without `budgets`.
 
     Raises:
-        ConfigError: runs of one cell that did not spend the same, or that have [privacy] where the file says none.
+        ConfigError: the runs of one cell spent different amounts, or have [privacy] where the file excludes it.
     """
     axes = grid.experiment.budgets
     if axes is None:
@@ -74,7 +74,7 @@ def _spent(line: str, label: str, private: bool, by_seed: Mapping[int, Result]) 
 
 
 def budget_rows(found: Sequence[Budget], lines: str) -> tuple[list[str], list[list[str]]]:
-    """(columns, rows) in words: what each cell spent, and mean ± standard deviation over its seeds. lines: the axis."""
+    """(columns, rows) in words: each cell's spending, and mean ± standard deviation over its seeds. lines: the axis."""
     columns = [lines, "epsilon", "delta", "z", "q", "rounds", "accuracy", "log-loss", "seeds"]
     rows = []
     for cell in found:
@@ -87,7 +87,7 @@ def budget_rows(found: Sequence[Budget], lines: str) -> tuple[list[str], list[li
 
 
 def _epsilon(cell: Budget) -> str:
-    """Rounded up; of a run that is clipped and hardly noised no promise at all."""
+    """Epsilon rounded up; a run that is clipped and hardly noised has no guarantee."""
     e = cell.epsilon or 0.0
     return f"{math.ceil(e * 100) / 100:.2f}" if e < 1000 else f"none ({cell.label})"
 

@@ -1,4 +1,4 @@
-"""docs/claims.toml: what is asked, in families of questions with margins, and the paper's claims that ask it."""
+"""docs/claims.toml: families of questions with margins, and the paper's claims that the families test."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Margin = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class Family(Part):
     """Questions that share one error rate: is the first better than the second, in this set-up?
 
-    question: in words, for tables and the report. experiment: the one that is asked, of two axes. pairs: (first,
-    second), labels of the experiment's first row axis; a gap is positive where the first is better. setups: labels of
-    its other axis; each pair is asked in each of them. metric: the score that is compared, on the test set after the
-    last round. beside: another score, shown with its intervals, without a verdict. margin: what is too small to matter,
-    in the unit of `metric` (nats of log-loss; of accuracy a share, so that 0.01 is a point). cap: the most seeds that
-    may be spent, whatever the pilot says. profile: the one of the experiment that answers. pilot: the one that gives
-    the spread, on other seeds. claims: the paper's claims, of [claims], that ask this.
+    question: in words, for tables and the report. experiment: the one that answers, with two axes. pairs: (first,
+    second), labels of the experiment's first row axis; a gap is positive if the first is better. setups: labels of its
+    other axis; each pair is compared in each of them. metric: the score to compare, on the test set after the last
+    round. beside: another score, shown with its intervals, without a verdict. margin: the largest difference that does
+    not matter, in units of `metric` (nats of log-loss; for accuracy a share, so 0.01 is a point). cap: the most seeds
+    to spend, whatever the pilot says. profile: the experiment's profile that answers. pilot: the profile that gives the
+    spread, on other seeds. claims: the paper's claims, from [claims], that this tests.
     """
 
     question: str
@@ -52,7 +52,7 @@ class Family(Part):
 class HeadOf(Part):
     """Where the head alone was measured, on the same seeds, if not in the experiment itself.
 
-    experiment: one that has the head. setup: one of its set-ups, for all set-ups of the experiment that is asked.
+    experiment: the one with the head. setup: one of its set-ups, for all set-ups of the compared experiment.
     """
 
     experiment: str
@@ -60,11 +60,11 @@ class HeadOf(Part):
 
 
 class Gate(Part):
-    """LoRA has to carry the result: a set-up where no adapter is better than a head alone by more than the margin is
-    thrown out, and nothing is compared in it. The key is the experiment.
+    """LoRA must matter: a set-up in which no adapter beats a head alone by more than the margin is discarded, and
+    nothing is compared in it. The key is the experiment.
 
-    lora: labels of which one has to be better; the level alpha is shared among them. head: the label of the control
-    without LoRA. head_of: where that was measured. margin: of log-loss in nats, one-sided t test on the planned seeds.
+    lora: labels of which one must be better; they share the level alpha. head: the label of the control without LoRA.
+    head_of: where that was measured. margin: of log-loss in nats, one-sided t test on the planned seeds.
     """
 
     lora: Annotated[list[str], Field(min_length=1)]
@@ -76,9 +76,9 @@ class Gate(Part):
 class Claim(Part):
     """One claim of the paper.
 
-    sentence: as the paper has it. where: its table, figure or section. experiment: what is run for it. metric: what is
-    compared, in words. verdict: the rule by which our results decide, written before them. corrected: what was mended
-    in it afterwards, with the date.
+    sentence: as in the paper. where: its table, figure or section. experiment: what is run for it. metric: the
+    comparison, in words. verdict: the rule by which our results decide, written before them. corrected: a later
+    correction of it, with the date.
     """
 
     sentence: str
@@ -90,11 +90,11 @@ class Claim(Part):
 
 
 class Claims(Part):
-    """What is asked, before it is run.
+    """All questions, written before the runs.
 
-    alpha: the chance that a family says anything false, at most, where gaps are normal. power: with which equal methods
-    are to be found equivalent; the number of seeds follows from it. families: the questions, by names of your own.
-    gates: by experiment, when a set-up counts at all. claims: the paper's sentences, by names of your own.
+    alpha: the largest chance that a family says anything false, if gaps are normal. power: the chance of finding equal
+    methods equivalent; it determines the number of seeds. families: the questions, under your own names.
+    gates: by experiment, when a set-up counts at all. claims: the paper's sentences, under your own names.
     """
 
     alpha: Annotated[float, Field(gt=0, lt=0.5)] = ALPHA
@@ -104,20 +104,20 @@ class Claims(Part):
     claims: dict[str, Claim] = Field(default_factory=dict)
 
     def of(self, experiment: str) -> dict[str, Family]:
-        """The families that ask an experiment."""
+        """The families that ask about an experiment."""
         return {name: family for name, family in self.families.items() if family.experiment == experiment}
 
     def pilots(self, experiment: str) -> set[str]:
-        """The profiles of an experiment that give spreads and are not compared."""
+        """The profiles of an experiment that only give spreads and are not compared."""
         return {family.pilot for family in self.of(experiment).values()}
 
     def powers(self, name: str, spreads: Mapping[str, float], seeds: int) -> dict[str, Power]:
-        """What so many seeds can show of a family's questions. spreads: question -> standard deviation of its gaps."""
+        """What this many seeds can show about a family's questions. spreads: question -> its gaps' deviation."""
         family = self.families[name]
         return powers(spreads, family.margin, seeds, self.alpha / len(family.questions), self.power)
 
     def asked_by(self, claim: str) -> list[str]:
-        """The families that a claim is decided by."""
+        """The families that decide a claim."""
         return [name for name, family in self.families.items() if claim in family.claims]
 
     @model_validator(mode="after")
@@ -148,7 +148,7 @@ class Question:
 
 
 def load_claims(path: Path) -> Claims:
-    """Raises `ConfigError`: no such file, no TOML, or not claims, with a line for each thing wrong."""
+    """The claims. Raises `ConfigError`: no such file, no TOML, or not claims, with a line for each error."""
     try:
         return Claims.model_validate(read_toml(path, "the claims"))
     except ValidationError as error:
@@ -157,7 +157,7 @@ def load_claims(path: Path) -> Claims:
 
 
 def setup_axis(experiment: Experiment) -> str:
-    """The one axis beside the first row axis. Raises `ConfigError` where there are more or none."""
+    """The only axis besides the first row axis. Raises `ConfigError` if there are more or none."""
     others = [axis for axis in experiment.axes if axis != experiment.rows[0]]
     if len(others) != 1:
         raise ConfigError(
@@ -168,7 +168,7 @@ def setup_axis(experiment: Experiment) -> str:
 
 
 def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
-    """Raises `ConfigError` where families or gates name an experiment, label, set-up or profile that is not there, or
+    """Raises `ConfigError` if families or gates name an experiment, label, set-up or profile that does not exist, or
     seeds that are too few or serve twice."""
     for name, family in claims.families.items():
         labels, whose = [label for pair in family.pairs for label in pair], f"the family {name}"
@@ -197,8 +197,8 @@ def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
 
 
 def _check_data(whose: str, family: Family, experiment: Experiment) -> None:
-    """Raises `ConfigError` for a pair of which one is measured on clients' own data, and the other on the common ones.
-    Mergers are measured on these."""
+    """Raises `ConfigError` for a pair with one label measured on clients' own data, and the other on common data.
+    Mergers are measured on common data."""
     rows, axis, number = experiment.rows[0], setup_axis(experiment), parse_number("test, last")
     cells = [] if experiment.merged else [*experiment.cells(family.profile)]
     configs = {(cell[rows], cell[axis]): first_run(experiment, family.profile, cell).config for cell in cells}
@@ -217,7 +217,7 @@ def _check_cells(
     experiments: Mapping[str, Experiment], whose: str, name: str, labels: Sequence[str], setups: Sequence[str],
     profile: str | None,
 ) -> None:  # fmt: skip
-    """profile: whose cells the labels in the set-ups have to be."""
+    """profile: the labels in the set-ups must be its cells."""
     if name not in experiments:
         raise ConfigError(f"{whose} names the experiment {name!r}, which is not there.")
     experiment = experiments[name]

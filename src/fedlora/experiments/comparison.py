@@ -1,4 +1,4 @@
-"""A comparison: methods on one configuration over seeds, as an experiment of one axis, its runs named for people.
+"""A comparison: methods on one configuration over seeds, as an experiment with one axis and readable folder names.
 
 OUT/METHOD/seed-0                       with a search: OUT/METHOD/train.lr=0.003/seed-0
 OUT/METHOD/search/train.lr=0.003/seed-1000
@@ -34,7 +34,7 @@ from fedlora.runs.inputs import differing
 from fedlora.runs.resuming import changes, check_finished, stored_classes
 from fedlora.runs.sections import MethodSection
 
-PROFILE = "comparison"  # the one that a comparison's experiment has
+PROFILE = "comparison"  # the only profile of a comparison's experiment
 AXIS = "method"
 SEARCH_SEED = 1000
 PICTURE = "comparison.png"  # in OUT
@@ -53,19 +53,19 @@ def comparison(
     reference: str | None = None,
     tune: Tune | None = None,
 ) -> Experiment:
-    """The methods by label, on the configuration; with one process and one thread a run, so that more runs at a time
-    change no bit, and no process stands in another's way.
+    """The methods by label, on the configuration. Each run has one process and one thread, so that parallel runs change
+    no bit and do not slow each other down.
 
     Args:
-        methods: label -> its section. The bare name of the configuration's own method is the configuration's.
-        metric: what is compared, as `Result.score` takes it.
+        methods: label -> its section. The bare name of the configuration's own method means the configuration's.
+        metric: the compared number, as `Result.score` takes it.
         reference: the label that the others are compared with.
-        tune: searched for each method. Its seeds are none of the compared ones.
+        tune: the search for each method. Its seeds must not be compared seeds.
 
     Raises:
-        ConfigError: methods that are none or take no such settings, all of them in one line; a reference that is no
-            label; a search on compared seeds, or without validation data; a metric that is none, or that no run of
-            the configuration has; [privacy].
+        ConfigError: unknown methods or settings, all in one line; a reference that is not a label; a search on compared
+            seeds, or without validation data; an unknown metric, or one that no run of the configuration has;
+            [privacy].
     """
     if base.privacy is not None:
         raise ConfigError(
@@ -88,12 +88,12 @@ def comparison(
     for label in methods:
         if (same := folders.setdefault(folder_name(label), label)) != label:
             raise ConfigError(f"the runs of {same!r} and {label!r} would share the folder {folder_name(label)!r}.")
-    run = one_thread.model_dump(mode="json", exclude_defaults=True)
+    run = one_thread.model_dump(mode="json", exclude_defaults=True, exclude={"method"})  # the axis has it
     axis = {
         label: {"method": {"name": section.name, **section.model_dump(mode="json", exclude_defaults=True)}}
         for label, section in methods.items()
     }
-    if tune is not None and base.method.name in axis:  # the configuration's own value is where a search begins
+    if tune is not None and base.method.name in axis:  # a search starts from the configuration's own value
         axis[base.method.name]["method"].pop(tune.key.removeprefix("method."), None)
     found = Experiment(
         name=name, title=name, question="", metric=metric, reference=reference, run=run,
@@ -105,8 +105,8 @@ def comparison(
 
 
 def default_metric(base: RunConfig) -> str:
-    """The test set at the round that is best on validation; without validation data at the last; without a test set
-    validation. Raises `ConfigError` where there is neither."""
+    """The test set at the best validation round; without validation data, at the last; without a test set, validation.
+    Raises `ConfigError` if there is neither."""
     if base.data.task is not None:
         return "test, best"
     if base.data.test != 0 or base.clients.own_test is not None:
@@ -118,8 +118,8 @@ def default_metric(base: RunConfig) -> str:
 
 @dataclass(frozen=True)
 class ComparedRuns(Places):
-    """The folder of a comparison, OUT: its runs by their names, their results in one file, whatever code made them.
-    tuned_key: what is searched, for the names."""
+    """The folder of a comparison, OUT: its runs by name, their results in one file, whatever code made them.
+    tuned_key: the searched key, for the names."""
 
     tuned_key: str | None = None
 
@@ -128,32 +128,32 @@ class ComparedRuns(Places):
         return cls(root, root, data_root, tuned_key)
 
     def folder(self, run: PlannedRun) -> RunFolder:
-        """By its name, or wherever a run of its digest is: names change with --tune."""
+        """The folder with its name, or any folder with a run of its digest, because names change with --tune."""
         named = RunFolder(self.work / self._name(run))
         if _digest(named) == run.digest:
             return named
         return next((folder for folder in self.folders() if _digest(folder) == run.digest), named)
 
     def lock(self, run: PlannedRun) -> FileLock:
-        """Outside of OUT, which stays as it was where nothing can run."""
+        """The lock lies outside of OUT, which stays unchanged if nothing can run."""
         place = hashlib.sha256(str(self.work.resolve()).encode()).hexdigest()[:16]
         return FileLock(Path(tempfile.gettempdir()) / f"fedlora-{place}-{run.digest}.lock")
 
     def classes(self, run: PlannedRun) -> tuple[str, ...]:
-        """Also of another run on the same data, with which this one is compared."""
+        """The run's stored classes, or those of another run on the same data, because the two are compared."""
         data = json.loads(run.config.canonical())["data"]
         alike = (folder for folder in self.folders() if _data(folder) == data)
         return next(filter(None, map(stored_classes, [self.folder(run), *alike])), ())
 
     def folders(self) -> Iterator[RunFolder]:
-        """Every run that is there, finished or not."""
+        """Every existing run, finished or not."""
         for depth in _DEPTHS:
             for path in sorted(self.work.glob(f"{depth}/manifest.json")):
                 yield RunFolder(path.parent)
 
     def check_place(self, methods: Collection[str]) -> None:
-        """May a comparison of these labels be written here? Where nothing is, in an empty folder, where runs of one
-        are, and where one was killed before its first run had a manifest.
+        """Check that a comparison of these labels may be written here: there is nothing, an empty folder, a
+        comparison's runs, or what remains if it was killed before its first run had a manifest.
 
         Raises:
             ConfigError: the folder holds other files, and no run.
@@ -171,7 +171,7 @@ class ComparedRuns(Places):
             )
 
     def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
-        """Digest -> result of every finished run: its folder is its result. `unclean` makes no difference."""
+        """Digest -> result of every finished run, from its folder. `unclean` has no effect."""
         found: dict[str, Result] = {}
         for folder in self.folders():
             if folder.finished() and (told := _summarised(folder)) is not None:
@@ -180,7 +180,7 @@ class ComparedRuns(Places):
 
     def done(self, run: PlannedRun) -> bool:
         folder = self.folder(run)
-        with suppress(CheckpointError):  # what is damaged is not done: its run says what is wrong
+        with suppress(CheckpointError):  # a damaged run is not done; running it reports the damage
             return _digest(folder) == run.digest and folder.finished() and folder.whole()
         return False
 
@@ -189,13 +189,13 @@ class ComparedRuns(Places):
         self.failure(run).unlink(missing_ok=True)
 
     def restore(self) -> None:
-        """Make the results' file of the finished runs that are there: of one that was killed as it ended, or damaged;
-        without those of runs that are others now, or are gone."""
+        """Rewrite the results file from the finished runs: some may be missing or damaged after a kill, and others may
+        have changed or gone."""
         if found := self.finished():
             rewrite(self.results, RESULTS, found)
 
     def failed(self, run: PlannedRun, error: Exception) -> None:
-        """A failure that is no refusal of ours is kept with its traceback; that of a refusal helps nobody."""
+        """Keep a failure with its traceback, except fedlora's own refusals, whose traceback helps nobody."""
         if not isinstance(error, FedLoRAError):
             files.write(self.failure(run), failure_report(run, error))
 
@@ -209,10 +209,10 @@ class ComparedRuns(Places):
 
 
 def check_read(runs: Sequence[PlannedRun], places: ComparedRuns) -> list[str]:
-    """Are the runs that are there, finished or not, of this configuration, and did they read what there is now? What is
-    still to be run will. Also finished ones that were not asked for: their results lie in the same folder, and one
-    frame is of all. Returns in words what is gone, so that nobody can tell. Raises `CheckpointError` where one is not,
-    naming what."""
+    """Check that existing runs, finished or not, belong to this configuration and read the current files, as new runs
+    will. This includes finished runs that were not requested, because one frame shows all results in the folder.
+    Returns in words which files are gone, so that they cannot be checked. Raises `CheckpointError` for a difference,
+    and names it."""
     known: dict[str, Any] = {}
     gone: list[str] = []
     asked = set()
@@ -231,8 +231,8 @@ def check_read(runs: Sequence[PlannedRun], places: ComparedRuns) -> list[str]:
 
 
 def check_alike(runs: Sequence[PlannedRun], places: ComparedRuns) -> None:
-    """Raises `ConfigError` where two of these finished runs, the search's too, read different things: another model,
-    one method other code, or one seed other data."""
+    """Raises `ConfigError` if two of these finished runs, including the search's, read different things: another model,
+    other code for one method, or other data for one seed."""
     first: dict[Any, tuple[str, Any]] = {}
     for run in runs:
         manifest, config = places.folder(run).read_json("manifest.json"), run.config
@@ -250,12 +250,12 @@ def check_alike(runs: Sequence[PlannedRun], places: ComparedRuns) -> None:
 
 
 def folder_name(label: str) -> str:
-    """A label as the name of a folder."""
+    """A label as a folder's name."""
     return label.replace(" ", "_").replace(":", ".").replace("/", "-")
 
 
 def _summarised(folder: RunFolder) -> Result | None:
-    """A finished run's result; None where a part of it is gone, so that the run has to make it again."""
+    """A finished run's result; None if part of it is gone, so that the run must make it again."""
     try:
         if _digest(folder) is None or not folder.whole():
             return None
@@ -269,7 +269,7 @@ def _summarised(folder: RunFolder) -> Result | None:
 
 
 def _digest(folder: RunFolder) -> str | None:
-    """Of the configuration of the run there; None where there is none, or it cannot be read."""
+    """The digest of the configuration of the run there; None if there is none, or it cannot be read."""
     try:
         manifest: Any = folder.read_json("manifest.json")
     except CheckpointError:
@@ -279,7 +279,7 @@ def _digest(folder: RunFolder) -> str | None:
 
 
 def _data(folder: RunFolder) -> Any:
-    """Table [data] of the run there, as it is stored; None where it cannot be read."""
+    """Table [data] of the run there, as stored; None if it cannot be read."""
     try:
         return folder.read_json("config.json").get("data")
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""What runs cost: examples trained on, held-out texts scored, and how long finished runs took."""
+"""The cost of runs: training examples, scored held-out texts, and the time of finished runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from fedlora.training.settings import TrainSection
 
 @dataclass(frozen=True)
 class Times:
-    """Of some runs together. examples: trained on, None where one of them cannot be counted. training, wall: seconds;
-    training is that of the clients, wall of the whole processes."""
+    """The totals of some runs. examples: trained on, None if one run cannot be counted. training, wall: seconds;
+    training is the clients' time, wall that of whole processes."""
 
     runs: int
     examples: int | None
@@ -33,9 +33,9 @@ class Times:
 
 @dataclass(frozen=True)
 class Workload:
-    """What a run is to compute. trained: examples, over all clients and rounds; None: nobody can count them, `why`.
-    most: whether it may be less, because no data say whether a client has a whole batch. scored: held-out texts put to
-    the model, at most; None where the data are not here. why: what is wrong with the data, "" where they are here."""
+    """The work of a run. trained: examples, over all clients and rounds; None if they cannot be counted. most: it may
+    be less, because without data a client may lack a whole batch. scored: held-out texts to score, at most; None if the
+    data are not here. why: the problem with the data, "" if they are here."""
 
     trained: int | None
     most: bool
@@ -44,8 +44,8 @@ class Workload:
 
 
 class Workloads:
-    """Counts runs. Clients' sizes are read from the data, once for all runs that deal alike. data_root: of named data;
-    without it these are not looked for (the hub is not asked)."""
+    """Counts runs. It reads clients' sizes from the data, once for all runs with the same partition. data_root: for
+    named data; without it these are not searched for (the hub is not asked)."""
 
     def __init__(self, data_root: Path | None) -> None:
         self._root = data_root
@@ -76,7 +76,7 @@ class Workloads:
 
 @dataclass(frozen=True)
 class Held:
-    """How many held-out texts there are: common ones, those of all clients together, and of further test sets."""
+    """The number of held-out texts: common ones, all clients' together, and those of further test sets."""
 
     clients: int
     validation: int
@@ -94,11 +94,11 @@ class Held:
 
 
 def examples_of(config: RunConfig, sizes: Mapping[str, int] | None = None) -> int | None:
-    """How many examples a run's clients train on, over all rounds; of a private run, whose draw is secret, the expected
-    number.
+    """The number of examples that a run's clients train on, over all rounds; for a private run, whose draw is secret,
+    the expected number.
 
-    sizes: client -> how many examples it has. Without them each takes whole batches, which is the most that it can;
-    None where it trains by epochs, which the data alone can count.
+    sizes: client -> its number of examples. Without them each client takes whole batches, which is the most; None if it
+    trains by epochs, which only the data can count.
     """
     train, run = config.train, config.run
     if sizes is None:
@@ -114,7 +114,7 @@ def examples_of(config: RunConfig, sizes: Mapping[str, int] | None = None) -> in
 
 
 def trained_on(result: Result) -> int | None:
-    """`examples_of` a finished run, by the sizes that it noted; those of a private run are not told."""
+    """`examples_of` a finished run, from the sizes that it recorded; a private run does not report them."""
     train = result.settings.train
     sizes = result.examples or (dict.fromkeys(result.ranks, train.batch_size) if train.steps else {})
     return examples_of(result.settings, sizes) if sizes else None
@@ -133,20 +133,20 @@ def times_of(results: Iterable[Result]) -> Times:
 
 
 def _a_round(train: TrainSection, size: int) -> int:
-    """What a client of that many examples trains on in a round, as `training.local` does: in batches of its own size
-    where it has less than one."""
+    """The examples that a client of this size trains on in a round, as in `training.local`: a client with less than one
+    batch uses a batch of its own size."""
     batch = min(train.batch_size, size)
     return (train.steps or math.ceil(train.epochs * size / batch)) * batch
 
 
 @lru_cache(maxsize=256)
 def _turns(names: tuple[str, ...], share: float, seed: int, rounds: int) -> Mapping[str, int]:
-    """Client -> in how many rounds it takes part."""
+    """Client -> the number of rounds in which it takes part."""
     return Counter(one for k in range(rounds) for one in sample_clients(names, share, seed=seed, round=k))
 
 
 def _scored(config: RunConfig, held: Held) -> int:
-    """Validation by rounds, the test sets of the last and of the best round, and clients' own at the end."""
+    """Validation by rounds, the test sets at the last and best round, and clients' own at the end."""
     e, rounds = config.evaluate, config.run.rounds
     validation, test, probes = held.validation, held.test, held.probes
     if of_clients(config):
@@ -155,5 +155,5 @@ def _scored(config: RunConfig, held: Held) -> int:
     at_end = (held.own_test or held.clients * held.test) if e.clients_at_end else 0
     at_end += held.clients * held.test if e.clients_at_end == "both" else 0
     evaluations = math.ceil(rounds / e.every)
-    states = 2 if validation and evaluations > 1 else 1  # the last, and the best where it may be another
+    states = 2 if validation and evaluations > 1 else 1  # the last, and the best if it can be another
     return evaluations * validation + states * (test + probes) + at_end

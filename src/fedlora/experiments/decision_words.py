@@ -1,4 +1,4 @@
-"""Answers in words: the rows of the decision table, for the command line and for the page."""
+"""Answers in words: the rows of the decision table, for the command line and for pages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from fedlora.training.metrics import METRICS
 
 COLUMNS = ("question", "set-up", "difference", "95 % interval", "ahead", "beside", "verdict")
 MARKS = {"better": "▲", "worse": "▼", "equivalent": "≈", "undecided": "?"}
-OUT = "thrown out"  # how a verdict that the gate took begins
+OUT = "thrown out"  # how the reason of a discarded set-up begins
 UNITS = {"loss": ("log-loss, nats", 1.0, 4), "accuracy": ("accuracy, points", 100.0, 2)}  # words, factor, digits
 BELOW = "by less than the margin"
 
 
 def title(found: Answers) -> str:
-    """What a family's table shows."""
+    """The title of a family's table."""
     family = found.family
     lower = "" if METRICS[family.metric].larger_is_better else ", lower by this much"
     return (
@@ -29,7 +29,7 @@ def title(found: Answers) -> str:
 
 
 def caption(found: Answers, alpha: float) -> str:
-    """What stands above a family's table on a page. alpha: of the claims."""
+    """The caption of a family's table on a page. alpha: the claims' level."""
     family, count = found.family, len(found.family.questions)
     unit, beside = (UNITS[score][0].replace(", ", " in ") for score in (family.metric, family.beside))
     margin = margin_in_words(family)
@@ -64,7 +64,7 @@ def margin_in_words(family: Family) -> str:
 
 
 def seeds_in_words(count: int) -> str:
-    """ "452"; "10000 or more" where the count stopped (`verdicts.MOST`)."""
+    """ "452"; "10000 or more" if the count stopped (`verdicts.MOST`)."""
     return f"{count} or more" if count >= MOST else str(count)
 
 
@@ -73,33 +73,33 @@ def _unit(words: str) -> str:
 
 
 def verdict_in_words(answer: Answer) -> str:
-    """The verdict, and whether its gap is below the margin; why there is none."""
+    """The verdict, and whether its gap is below the margin; or why there is none."""
     if answer.verdict is None:
         return answer.why
     return f"{answer.verdict} {BELOW}" if answer.below_margin else answer.verdict
 
 
 def by_score(found: Sequence[Answers]) -> dict[Score, list[Answers]]:
-    """The families of each score: a picture, and a margin in it, have one unit."""
+    """The families of each score, because a picture, with its margin, has one unit."""
     return {score: [one for one in found if one.family.metric == score] for score in
             dict.fromkeys(one.family.metric for one in found)}  # fmt: skip
 
 
 def margins(found: Sequence[Answers]) -> dict[str, float]:
-    """Score -> the smallest margin of the families that go by it."""
+    """Score -> the smallest margin of its families."""
     return {score: min(one.family.margin for one in of) for score, of in by_score(found).items()}
 
 
 def mark(answer: Answer) -> str:
-    """The verdict as one sign, in brackets where its gap is below the margin; ✕ where the gate threw the set-up out,
-    – where there is no number."""
+    """The verdict as one sign, in brackets if its gap is below the margin; ✕ if the gate discarded the set-up, – if
+    there is no number."""
     if answer.verdict is not None:
         return f"({MARKS[answer.verdict]})" if answer.below_margin else MARKS[answer.verdict]
     return "✕" if answer.why.startswith(OUT) else "–"
 
 
 def sentence(found: Answers, answer: Answer) -> str:
-    """One answer for somebody who has not read a word of us."""
+    """One answer for a reader who knows none of our terms."""
     first, second, test = answer.question.first, answer.question.second, answer.test
     if test is None or answer.verdict is None:
         return f"{first} against {second}: {answer.why}."
@@ -133,7 +133,7 @@ def _beside(found: Answers, answer: Answer) -> str:
 
 
 def tally(found: Sequence[Answers]) -> dict[str, int]:
-    """Verdict -> how many questions have it, of several families; "no verdict" for those without one."""
+    """Verdict -> the number of questions with it, over several families; "no verdict" for those without one."""
     counts: dict[str, int] = {}
     for one in found:
         for answer in one.answers:
@@ -143,7 +143,7 @@ def tally(found: Sequence[Answers]) -> dict[str, int]:
 
 
 def tally_in_words(found: Sequence[Answers]) -> str:
-    """ "9 questions: 5 better, 4 undecided."; empty where there are none."""
+    """ "9 questions: 5 better, 4 undecided."; empty if there are none."""
     counts = tally(found)
     told = ", ".join(f"{count} {word}" for word, count in sorted(counts.items(), key=lambda pair: -pair[1]))
     return f"{counted(sum(counts.values()), 'question')}: {told}." if counts else ""
@@ -155,7 +155,7 @@ def kind(answer: Answer) -> str:
 
 
 def rows(found: Answers) -> list[list[str]]:
-    """A row a question, in the order of `COLUMNS`; before all seeds are there without a number."""
+    """One row per question, in the order of `COLUMNS`; without numbers until all seeds have run."""
     if not found.complete:
         waiting = f"{found.there} of {found.wanted} seeds"
         return [[f"{q.first} against {q.second}", q.setup, "", "", "", "", waiting] for q in found.family.questions]
@@ -183,7 +183,7 @@ def in_unit(test: Weighed, score: str, *, bracket: bool = False) -> tuple[str, s
 
 
 def remarks(found: Sequence[Answers]) -> list[str]:
-    """What stands under the tables: what was thrown out, what the gate found, and what the scores rest on."""
+    """The notes below the tables: discarded set-ups, the gate's results, and the scores' origin."""
     lines = []
     for one in found:
         for gated in one.gates:
@@ -204,7 +204,7 @@ def remarks(found: Sequence[Answers]) -> list[str]:
 
 
 def claim_rows(claims: Claims, found: Sequence[Answers]) -> list[list[str]]:
-    """A row for each claim of the paper: its sentence, what was mended in it, what the families that ask it came to."""
+    """A row for each claim of the paper: its sentence, its correction, and its families' verdicts."""
     by_name = {one.name: one for one in found}
     made = []
     for name, claim in claims.claims.items():
@@ -223,7 +223,7 @@ def _tally(found: Answers | None) -> str:
 
 
 def records(found: Answers) -> list[dict[str, Any]]:
-    """Each answer for programs, with all digits; before all seeds are there only what is asked."""
+    """Each answer for programs, with all digits; only the questions until all seeds have run."""
     bare = [Answer(question, None, f"{found.there} of {found.wanted} seeds") for question in found.family.questions]
     return [
         {

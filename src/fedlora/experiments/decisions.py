@@ -1,7 +1,7 @@
-"""From results to verdicts: one look, at the planned number of seeds, past the gate, a family at a time.
+"""From results to verdicts: one look, at the planned number of seeds, after the gate, one family at a time.
 
-`answers` gives no number before all planned seeds are there: until then a family is "n of N". What is thrown out by the
-gate, and what failed on a seed, is listed; both stay in the family's count of questions, so that losing one makes no
+`answers` gives no number before all planned seeds have run: until then a family is "n of N". Set-ups that the gate
+discards and failures on a seed are listed, and stay in the family's count of questions, so that losing one makes no
 other easier to decide.
 """
 
@@ -25,9 +25,9 @@ Scores = Mapping[tuple[str, str], Mapping[int, Mapping[str, float]]]  # (label, 
 
 @dataclass(frozen=True)
 class Gated:
-    """Whether LoRA carries a set-up. ahead: label -> how much lower its log-loss is than the head's, in the mean, and
-    spread its standard deviation over seeds. needed: seeds with which such a lead would pass, with power 0.8; None
-    where it is not above the margin. lost: what has no number, where that leaves the gate without an answer."""
+    """Whether LoRA matters in a set-up. ahead: label -> the mean difference by which its log-loss is below the head's,
+    and spread its standard deviation over seeds. needed: the seeds with which such a lead would pass, with power 0.8;
+    None if it is not above the margin. lost: the missing numbers, if they leave the gate without an answer."""
 
     setup: str
     passed: bool
@@ -40,7 +40,7 @@ class Gated:
 
 @dataclass(frozen=True)
 class Answer:
-    """One question. verdict: None where there is none to give, and why says it. test, beside: of the two scores."""
+    """One question. verdict: None if there is none; why says the reason. test, beside: for the two scores."""
 
     question: Question
     verdict: Verdict | None
@@ -50,15 +50,15 @@ class Answer:
 
     @property
     def below_margin(self) -> bool:
-        """Whether it is better or worse, and by less than the margin in the mean. That the gap is no larger is then
-        not shown: it would be equivalent."""
+        """Whether it is better or worse, but by less than the margin in the mean. Then nothing shows that the gap is no
+        larger; otherwise it would be equivalent."""
         return self.verdict in ("better", "worse") and self.test is not None and abs(self.test.mean) < self.test.margin
 
 
 @dataclass(frozen=True)
 class Answers:
-    """One family. there, wanted: seeds on which all of its runs are finished, and the plan's number. answers: empty
-    before they are all there. gates: of its set-ups. notes, gate_notes: what its scores, and the gate's, rest on
+    """One family. there, wanted: the seeds on which all of its runs are finished, and the plan's number. answers: empty
+    until they are all there. gates: of its set-ups. notes, gate_notes: the origin of its scores and of the gate's
     (`footnotes`)."""
 
     name: str
@@ -76,8 +76,8 @@ class Answers:
 
 
 def read_scores(grid: Grid) -> dict[tuple[str, str], dict[int, dict[str, float]]]:
-    """Every finished cell's log-loss and accuracy on the test set after the last round, by seed; of a run that failed
-    by itself, or has no number, an empty mapping: there is nothing to wait for."""
+    """Every finished cell's log-loss and accuracy on the test set after the last round, by seed; an empty mapping for a
+    run that failed on its own or has no number, because there is nothing to wait for."""
     axis = setup_axis(grid.experiment)
     found: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
     for run in grid.runs:
@@ -92,7 +92,7 @@ def read_scores(grid: Grid) -> dict[tuple[str, str], dict[int, dict[str, float]]
 
 
 def gaps_of(scores: Scores, question: Question, score: Score, seeds: Sequence[int]) -> list[float]:
-    """By how much the first is better, seed by seed. Raises `KeyError` where a number is missing."""
+    """By how much the first is better, for each seed. Raises `KeyError` if a number is missing."""
     first, second = (scores[label, question.setup] for label in (question.first, question.second))
     up = 1.0 if METRICS[score].larger_is_better else -1.0
     return [up * (first[seed][score] - second[seed][score]) for seed in seeds]
@@ -105,11 +105,11 @@ def answers(
     scores: Scores,
     heads: Mapping[str, Mapping[int, Mapping[str, float]]],
 ) -> list[Answers]:
-    """Every family that asks the experiment.
+    """The answers of every family that asks about the experiment.
 
     Args:
-        seeds: the planned ones. scores: as `read_scores` gives them.
-        heads: set-up -> seed -> the scores of a head alone; not looked at where the experiment has no gate.
+        seeds: the planned ones. scores: from `read_scores`.
+        heads: set-up -> seed -> the scores of a head alone; unused if the experiment has no gate.
     """
     gate = claims.gates.get(experiment.name)
     found = []
@@ -182,7 +182,7 @@ def _gated(
         mine = scores[label, setup]
         gone = [f"{gate.head} on seed {seed}" for seed in seeds if "loss" not in heads[seed]]
         gone += [f"{label} on seed {seed}" for seed in seeds if "loss" not in mine[seed]]
-        if gone:  # no witness
+        if gone:  # this label cannot testify
             lost += [what for what in gone if what not in lost]
             continue
         gaps = [heads[seed]["loss"] - mine[seed]["loss"] for seed in seeds]
@@ -195,8 +195,8 @@ def _gated(
 def answers_from(
     claims: Claims, grid: Grid, experiments: Mapping[str, Experiment], seeds: Sequence[int]
 ) -> list[Answers]:
-    """`answers` of stored results. grid: at the plan's profile. experiments: by name, those that a gate names, too.
-    seeds: of the plan. Raises `ConfigError` where a gate names an experiment that is not there."""
+    """`answers` from stored results. grid: at the plan's profile. experiments: by name, with those that a gate names.
+    seeds: the plan's. Raises `ConfigError` if a gate names an experiment that does not exist."""
     gate = claims.gates.get(grid.experiment.name)
     setups = list(grid.experiment.axes[setup_axis(grid.experiment)])
     heads: dict[str, dict[int, dict[str, float]]] = {}

@@ -1,23 +1,21 @@
-"""How numbers are told apart and written: what differs by round-off is alike, and what differs is seen to differ."""
+"""Compares and writes numbers: values that differ only by round-off count as equal, and other differences show."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-ALIKE = (
-    1e-6  # relative: training in float32 repeats a score to about 1e-7, and one example of a million moves it by this
-)
+ALIKE = 1e-5  # relative: results keep six digits, so that means of equal scores may differ by one unit in the last
 
 
 def alike(a: float, b: float) -> bool:
-    """Whether two scores are the same but for rounding."""
+    """Whether two scores are equal up to rounding."""
     return math.isclose(a, b, rel_tol=ALIKE, abs_tol=1e-12)
 
 
 def places(scores: Sequence[float], *, smaller_is_better: bool = False) -> tuple[int, ...]:
-    """The place of each, from 0: how many are better. Scores that are alike share the better place; those without a
-    number (infinite) share the last one."""
+    """The place of each, from 0: the number of better ones. Equal scores share the better place; those without a number
+    (infinite) share the last one."""
     order = sorted(range(len(scores)), key=lambda k: scores[k] if smaller_is_better else -scores[k])
     found = [0] * len(scores)
     for place, k in enumerate(order):
@@ -29,8 +27,8 @@ def places(scores: Sequence[float], *, smaller_is_better: bool = False) -> tuple
 
 
 def in_words(mean: float, spread: float | None = None) -> str:
-    """ "0.8123" or "0.8123 ± 0.0210": four digits behind the point, more where two of the spread's (of a number without
-    one: of its own) begin later."""
+    """ "0.8123" or "0.8123 ± 0.0210": four digits after the point, or more to show two digits of the spread (without a
+    spread, of the number)."""
     if spread is None:
         return written(mean, mean)
     small = abs(mean) if spread <= ALIKE * abs(mean) else spread
@@ -38,7 +36,7 @@ def in_words(mean: float, spread: float | None = None) -> str:
 
 
 def difference_in_words(mean: float, low: float, high: float, between: str = " .. ") -> tuple[str, str]:
-    """(difference, interval), with the digits that tell the interval's ends apart; "none" where they are one."""
+    """(difference, interval), with enough digits to separate the interval's ends; "none" if they are equal."""
     if low == high:
         return written(mean, abs(mean), sign=True), "none"
     small = (high - low) / 2
@@ -48,7 +46,7 @@ def difference_in_words(mean: float, low: float, high: float, between: str = " .
 
 
 def written(value: float, small: float, *, sign: bool = False) -> str:
-    """`value` with two significant digits of `small`, and at least four behind the point."""
+    """`value` with digits down to two significant ones of `small`, and at least four after the point."""
     plus = "+" if sign else ""
     if not math.isfinite(small) or small == 0:
         return f"{value:{plus}.4f}"
@@ -57,6 +55,6 @@ def written(value: float, small: float, *, sign: bool = False) -> str:
 
 
 def shown(value: float) -> str:
-    """A setting's value, as short as it is exact: 0.003, 1e-05, 0.0010000001."""
+    """A setting's value, as short as possible but exact: 0.003, 1e-05, 0.0010000001."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)

@@ -1,12 +1,12 @@
-"""Tables in a Markdown page that are filled from stored results, and by nothing else.
+"""Tables in a Markdown page, filled only from stored results.
 
     <!-- filled: privacy mini budgets -->
     | clients | epsilon | ...
     <!-- end -->
 
-Between the two markers stands what `filled` makes of an experiment, a profile and a kind of table: a caption
-and the table (`page_tables`), and what it rests on (`footnotes`). `fedlora experiment fill PAGE` writes it,
-and a test holds every page to it: no number there was typed.
+`filled` writes the text between the two markers from an experiment, a profile and a kind of table: a caption
+and the table (`page_tables`), and its origin (`footnotes`). `fedlora experiment fill PAGE` runs it,
+and a test holds every page to it, so no number there was typed.
 
 docs/evidence/experiments.md says what each kind of table (`page_tables.KINDS`) shows.
 """
@@ -25,22 +25,22 @@ from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import KINDS, PLANNED, table_of
 from fedlora.experiments.plan import searches
 from fedlora.experiments.result import Result
-from fedlora.experiments.seed_plan import SeedPlan, check_plan, path_of, read_plan, still_open
+from fedlora.experiments.seed_plan import SeedPlan, check_plan, path_of, plan_there, read_plan, still_open
 from fedlora.experiments.spec import load_experiment
-from fedlora.experiments.store import exists, read_failed, read_results
+from fedlora.experiments.store import read_failed, read_results
 from fedlora.experiments.table_source import Source
 
-_MARKER = re.compile(r"<!--\s*(filled|end)\b", flags=re.IGNORECASE)  # anything meant as one
-_BEGIN = r"^<!-- filled: (?P<asked>[^\n]*?) -->$"  # markers have lines of their own
+_MARKER = re.compile(r"<!--\s*(filled|end)\b", flags=re.IGNORECASE)  # anything that looks like a marker
+_BEGIN = r"^<!-- filled: (?P<asked>[^\n]*?) -->$"  # each marker has its own line
 _END = "<!-- end -->"
 _BLOCK = re.compile(rf"({_BEGIN}\n)(?:(?!<!-- filled: ).)*?(^<!-- end -->$)", flags=re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where pages take their numbers from. results: as `read_results` reads them. claims: the file of what is asked;
-    plans: the results' folder, in which the plans are. Without the two nothing is decided. failed: digest -> why, of
-    runs that failed by themselves. planned: what was found of an experiment's plan before."""
+    """The source of pages' numbers. results: from `read_results`. claims: the file with the questions; plans: the
+    results' folder with the plans. Without both nothing is decided. failed: digest -> reason, for runs that failed on
+    their own. planned: a cache of experiments' plans."""
 
     experiments: Path
     results: Mapping[str, Result]
@@ -51,7 +51,7 @@ class Stored:
 
     @classmethod
     def read(cls, experiments: Path, results: Path, claims: Path) -> Stored:
-        """From the folders. What failed is what is kept beside the results: pages say the same wherever they are
+        """Read the folders. Only failures stored with the results count, so that pages are the same wherever they are
         filled."""
         asked = claims if claims.is_file() else None
         return cls(experiments, read_results(results), asked, results, read_failed(results))
@@ -60,7 +60,7 @@ class Stored:
         return Grid(load_experiment(self.experiments / f"{name}.toml"), profile, self.results, self.failed)
 
     def plan_of(self, grid: Grid, plans: Path, claims: Path) -> tuple[SeedPlan, list[Answers], Claims]:
-        """The plan of an experiment, its answers, and what asks."""
+        """An experiment's plan, its answers, and the claims."""
         name = grid.experiment.name
         if name not in self.planned:
             asked, plan = load_claims(claims), read_plan(path_of(plans, name))
@@ -74,13 +74,13 @@ class Stored:
 
 
 def filled(text: str, stored: Stored) -> str:
-    """The page with each block as the results have it; the rest of it as it was.
+    """The page with each block filled from the results; the rest is unchanged.
 
     Args:
-        text: of a Markdown page.
+        text: a Markdown page.
 
     Raises:
-        ConfigError: a block that asks for what there is not, or has no end.
+        ConfigError: a block names something that does not exist, or has no end.
     """
     if "\r\n" in text:
         return filled(text.replace("\r\n", "\n"), stored).replace("\n", "\r\n")
@@ -98,15 +98,15 @@ def filled(text: str, stored: Stored) -> str:
 
 
 def asked_of(text: str) -> list[tuple[str, str]]:
-    """(experiment, profile) of each block of a page."""
+    """(experiment, profile) of each block on a page."""
     found = [begun.split(" ") for begun in re.findall(_BEGIN, text.replace("\r\n", "\n"), flags=re.MULTILINE)]
     return [(words[0], words[1]) for words in found if len(words) > 1]
 
 
 def read_page(path: Path) -> str:
-    """Its text. Raises `ConfigError` where it cannot be read."""
+    """A page's text. Raises `ConfigError` if it cannot be read."""
     try:
-        with path.open(encoding="utf-8", newline="") as page:  # its own ends of lines
+        with path.open(encoding="utf-8", newline="") as page:  # keep its line ends
             return page.read()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the page {path} cannot be read: {error}.") from error
@@ -121,7 +121,7 @@ def _block(asked: str, stored: Stored) -> str:
     grid = stored.grid(name, profile)
     source = Source(grid, words.strip())
     plan: SeedPlan | None = None
-    planned = stored.plans is not None and exists(path_of(stored.plans, name))
+    planned = stored.plans is not None and plan_there(stored.plans, name) is not None
     if kind in PLANNED and not planned:
         return "No plan of it is written yet.\n"
     if kind in PLANNED and stored.claims is None:
@@ -134,10 +134,10 @@ def _block(asked: str, stored: Stored) -> str:
             raise ConfigError(f"<!-- filled: {asked} -->: the plan of {name} is of profile {found.profile}.")
         if profile == found.profile:
             waiting = [one for one in answers if not one.complete]
-            if waiting and kind not in ("seeds", "rates"):  # for the head alone, which may be another experiment's
+            if waiting and kind not in ("seeds", "rates"):  # for the head alone, maybe from another experiment
                 there, wanted = waiting[0].there, waiting[0].wanted
                 return f"No number before all planned seeds are there: {there} of {wanted}.\n"
-            plan, grid = found, grid.of_seeds(found.seeds)  # no further seeds: they are none of what was planned
+            plan, grid = found, grid.of_seeds(found.seeds)  # further seeds were not planned
         source = Source(grid, source.words, plan, answers, claims)
     if not grid.used:
         return f"No run of it is stored yet (0 of {len(grid.runs)}).{_failed(grid)}\n"
@@ -149,8 +149,8 @@ def _block(asked: str, stored: Stored) -> str:
 
 
 def _made(grid: Grid, plan: SeedPlan | None) -> str:
-    """How many trainings, of which seeds, of which commits, on which machines, and what failed. plan: of this profile;
-    its seeds are then all that were meant."""
+    """How many trainings, from which commits, on which machines, and what failed. plan: for this profile; only its
+    seeds then count as intended."""
     there, meant = ({run.digest for run in runs} for runs in ((run for run, _ in grid.used), grid.runs))
     commits = sorted({commit for _, result in grid.used for commit in result.commits(7)})
     made_on = [part.machine for _, result in grid.used for part in result.made if part.machine]
@@ -164,7 +164,7 @@ def _made(grid: Grid, plan: SeedPlan | None) -> str:
 
 
 def _failed(grid: Grid) -> str:
-    """Which of the runs, and of their search, failed by themselves; empty where none did."""
+    """Which of the runs, and of their search, failed on their own; empty if none did."""
     each = {run.digest: run for run in [*searches(grid.experiment, grid.profile), *grid.runs]}
     lost = [run for digest, run in each.items() if digest in grid.failed and digest not in grid.results]
     words = "; ".join(f"{run.label} ({grid.failed[run.digest]})" for run in lost)

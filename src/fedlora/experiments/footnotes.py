@@ -1,5 +1,5 @@
-"""What scores rest on and numbers do not show: whose model was measured, by which code, on which machine, and what was
-chosen at the edge of its grid."""
+"""What scores depend on but numbers do not show: whose model was measured, by which code, on which machine, and choices
+at the edge of their grid."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from fedlora.experiments.claims import Family, Gate, setup_axis
 from fedlora.experiments.digits import shown
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.merger_settings import ALONE
-from fedlora.experiments.plan import PlannedRun, at_the_edge, level_values
+from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.result import Result
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.tables import CellScore, of_two_units, without_number
 
 Used = Sequence[tuple[PlannedRun, Result]]
-_FIRST_GRID = (1e-3, 10.0)  # of C, in results that do not say what was tried
+_FIRST_GRID = (1e-3, 10.0)  # the grid of C in results that do not record it
 
 
 def notes(
     grid: Grid, number: str | None = None, *, cells: Sequence[CellScore] = (), of: Used | None = None,
     searched: bool = True,
 ) -> list[str]:  # fmt: skip
-    """A line for each thing that a reader of numbers of these runs has to know.
+    """One line for each thing that a reader of these runs' numbers must know.
 
     Args:
-        number: its name, where it is a score, "" for the compared one; of a score it is said whose model has it.
-        cells: those with the number, for seeds that lack it. of: the runs, where these are not all that are there.
-        searched: whether values at the edge of their grid are told.
+        number: its name, if it is a score, "" for the compared one; for a score a line says whose model has it.
+        cells: those with the number, for seeds that lack it. of: the runs, if these are not all.
+        searched: whether to mention values at the edge of their grid.
     """
     of = grid.used if of is None else of
     which = "" if number is None else grid.which(number)
@@ -42,14 +42,14 @@ def notes(
 
 
 def family_notes(family: Family, grid: Grid) -> list[str]:
-    """Of the runs that a family compares, and of no others."""
+    """Notes on only the runs that a family compares."""
     setups, labels = setup_axis(grid.experiment), {label for pair in family.pairs for label in pair}
     of = [o for o in grid.used if o[0].cell[grid.rows] in labels and o[0].cell[setups] in family.setups]
     return notes(grid, "test, last", of=of)
 
 
 def gate_notes(gate: Gate, setups: Collection[str], grid: Grid) -> list[str]:
-    """Where the head alone chose its strength at the edge of what was tried. grid, setups: where it was measured."""
+    """A line if the head alone chose its strength at the edge of its grid. grid, setups: where it was measured."""
     axis = setup_axis(grid.experiment)
     heads = [result.of for run, result in grid.used if run.cell[grid.rows] == gate.head and run.cell[axis] in setups]
     counts: Counter[tuple[str, float]] = Counter()
@@ -66,7 +66,7 @@ def gate_notes(gate: Gate, setups: Collection[str], grid: Grid) -> list[str]:
 
 
 def whose_models(axis: str, of: Used, which: str) -> list[str]:
-    """Where scores are of clients' own models: a line, for they stand beside those of a server's."""
+    """A line if scores are from clients' own models, because they appear beside those of a server's model."""
     labels: dict[str, dict[str, None]] = {}
     for run, result in of:
         labels.setdefault(_whose(result, which), {})[run.cell[axis]] = None
@@ -90,14 +90,14 @@ def _whose(result: Result, which: str) -> str:
 
 
 def mixtures(axis: str, of: Used) -> list[str]:
-    """A line where runs are of several commits, machines or versions of libraries, and how often these meet in what is
-    compared: the labels of the axis on one seed, all else alike."""
+    """A line if runs are from several commits, machines or versions of libraries, and how often a comparison mixes
+    them: the axis's labels on one seed, with all else equal."""
     found = [_mixture(axis, of, what, told) for what, told in _ORIGINS.items()]
     return [line for line in found if line]
 
 
 def _mixture(axis: str, of: Used, what: str, told: Callable[[Result], str]) -> str:
-    """A merger may be of another commit than the training that it merges, and than the mergers beside it."""
+    """A merger's commit may differ from that of the training that it merges, and from the other mergers'."""
     each_of = [(run, told(result)) for run, result in of]
     counts = Counter(origin for _, origin in dict.fromkeys((run.digest, origin) for run, origin in each_of))
     if len(counts) < 2:
@@ -118,7 +118,7 @@ def _mixture(axis: str, of: Used, what: str, told: Callable[[Result], str]) -> s
 
 
 def _machines(result: Result) -> str:
-    """Of all its parts, each once; of a part that noted none, the one of the result."""
+    """The machines of all its parts, each once; a part without a record has the result's."""
     return " and ".join(dict.fromkeys((part.machine or result.machine).words for part in result.made))
 
 
@@ -130,20 +130,19 @@ _ORIGINS: Mapping[str, Callable[[Result], str]] = {
 
 
 def edges(grid: Grid, of: Used) -> list[str]:
-    """A line for each searched value that others tie with, or that is the largest or the smallest of those tried."""
+    """A line for each searched value that ties with others, or is the largest or smallest tried."""
     tune = grid.experiment.tune
     if tune is None:
         return []
     over = [axis for axis in tune.over if len({run.cell[axis] for run, _ in of}) > 1]
     found: dict[tuple[str, str], list[str]] = {}
     for where, run in {tuple(run.cell[axis] for axis in tune.over): run for run, _ in of}.items():
-        edge = at_the_edge(grid.experiment, grid.profile, run.tuned)
-        level = level_values(grid.experiment, grid.profile, run.cell, grid.results, grid.failed)
+        made = grid.choice(run.cell)
         label = ", ".join(name for axis, name in zip(tune.over, where, strict=True) if axis in over) or "all"
-        if level:
-            what = f"{', '.join(map(shown, level))} tie on validation, and the smallest was taken"
+        if made.level:
+            what = f"{', '.join(map(shown, made.level))} tie on validation, and the smallest was taken"
             found.setdefault((what, "the search does not tell them apart"), []).append(label)
-        elif edge is not None and run.tuned is not None:
-            what = f"{shown(run.tuned)}, the {edge} tried, was chosen"
+        elif made.edge is not None and run.tuned is not None:
+            what = f"{shown(run.tuned)}, the {made.edge} tried, was chosen"
             found.setdefault((what, "the best may lie beyond: widen the grid"), []).append(label)
     return [f"{tune.key} = {what} for {'; '.join(labels)}: {so}." for (what, so), labels in found.items()]

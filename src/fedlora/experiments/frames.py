@@ -1,4 +1,4 @@
-"""Results as pandas frames. A new column is a line in `COLUMNS`."""
+"""Results as pandas frames. For a new column, add a line to `COLUMNS`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedlora.errors import CheckpointError
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
 from fedlora.experiments.store import read_results, read_results_of
+from fedlora.runs.reading import flat
 
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-# Of each run, in `results`.
+# The columns of each run, in `results`.
 COLUMNS: Mapping[str, Callable[[Result], object]] = {
     "digest": lambda r: r.digest,
     "method": lambda r: r.method,
@@ -40,17 +42,18 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
     """Stored runs as a pandas frame.
 
     Args:
-        path: a folder of results (`results`, the `--out` of `fedlora compare`), or one of its files. Runs of a search
-            (`--tune`) are among them, on seeds of their own: leave those out before you take means.
-        by_round: a row for each run, round and score (on validation; "training loss" of each client), in place of one
+        path: a folder of results (`results`, the `--out` of `fedlora compare`), or one of its files. It includes the
+            runs of a search (`--tune`), on their own seeds: leave those out before you take means.
+        by_round: a row for each run, round and score (on validation; "training loss" of each client), instead of one
             for each run.
 
     Returns:
-        By run: where it is stored, `COLUMNS`, every setting in which the runs differ ("train.lr"), and every score on
-        the test set after the last round ("test loss"). By round: digest, method, seed, round, metric, client, value.
+        By run: its file, `COLUMNS`, every setting in which the runs differ ("train.lr"), and every score on the test
+        set after the last round ("test loss"). By round: digest, method, seed, round, metric, client, value.
 
     Raises:
-        CheckpointError: a file there that holds no results. FileNotFoundError: nothing is there.
+        CheckpointError: the path is the folder of one run, or a file there does not hold results. FileNotFoundError:
+            there is nothing.
 
     Example:
         >>> runs = results("results")
@@ -60,15 +63,20 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
     from pandas import DataFrame
 
     place = Path(path)
+    if (place / "manifest.json").is_file():
+        raise CheckpointError(
+            f"{place} is the folder of one run: its scores are in summary.json, and those of each round in "
+            f"metrics.jsonl. A frame is of many runs: give the --out of fedlora compare, or a folder of results."
+        )
     files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
     if not files:
         raise FileNotFoundError(f"{place} has no results (NAME.jsonl).")
     if place.is_dir():
-        read_results(place)  # refuses two files that say different things of one run
+        read_results(place)  # rejects two files that contradict each other about one run
     found = [*{d: (file.stem, result) for file in files for d, result in read_results_of(file).items()}.values()]
     if by_round:
         return DataFrame([row for _, result in found for row in rounds_of(result)])
-    settings = [_flat(result.settings.model_dump(mode="json")) for _, result in found]
+    settings = [flat(result.settings.model_dump(mode="json")) for _, result in found]
     differing = {key for one in settings for key in one if any(one[key] != other.get(key) for other in settings)}
     return DataFrame(
         [
@@ -81,7 +89,7 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
 
 
 def rounds_of(result: Result) -> Iterator[dict[str, object]]:
-    """Each score on validation and each client's training loss, by round; NaN where it diverged."""
+    """Each score on validation and each client's training loss, by round; NaN if it diverged."""
     of = {"digest": result.digest, "method": result.method, "seed": result.settings.run.seed}
     for score in result.history.metrics:
         for t, value in result.history.curve(score).items():
@@ -93,17 +101,10 @@ def rounds_of(result: Result) -> Iterator[dict[str, object]]:
 
 
 def long_records(grid: Grid) -> list[dict[str, object]]:
-    """A record for each run, round and score on validation, with the labels of its cell: for curves of one's own."""
+    """A record for each run, round and score on validation, with its cell's labels, for your own curves."""
     return [
         {**run.cell, "seed": run.seed, "round": row["round"], "metric": row["metric"], "value": row["value"]}
         for run, result in grid.used
         for row in rounds_of(result)
         if row["client"] is None
     ]
-
-
-def _flat(table: Mapping[str, object], where: str = "") -> dict[str, object]:
-    found: dict[str, object] = {}
-    for key, value in table.items():
-        found |= _flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
-    return found

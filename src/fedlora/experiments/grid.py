@@ -1,4 +1,4 @@
-"""An experiment at one profile with what has come of it: what tables, verdicts and pictures are made of."""
+"""An experiment at one profile with its results: the input of tables, verdicts and pictures."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from fedlora.experiments.plan import PlannedRun, mains
+from fedlora.experiments.plan import Choice, PlannedRun, choice, mains
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import Cell, Experiment
 
 
 @dataclass(frozen=True)
 class Grid:
-    """results: by digest. failed: digest -> why, of runs that failed by themselves. by_machine: of those that this
-    machine failed to run, which says nothing of them."""
+    """results: by digest. failed: digest -> reason, for runs that failed on their own. by_machine: for runs that this
+    machine failed to run, which says nothing about them."""
 
     experiment: Experiment
     profile: str
@@ -24,13 +24,17 @@ class Grid:
 
     @cached_property
     def runs(self) -> list[PlannedRun]:
-        """Those that count, of cells whose search is done."""
+        """The runs that count, of cells whose search is done."""
         return mains(self.experiment, self.profile, self.results, self.failed)
 
     @cached_property
     def used(self) -> list[tuple[PlannedRun, Result]]:
-        """Those that have a result."""
+        """The runs with a result."""
         return [(run, result) for run in self.runs if (result := run.result(self.results)) is not None]
+
+    def choice(self, cell: Cell) -> Choice:
+        """The result of a cell's search."""
+        return choice(self.experiment, self.profile, cell, self.results, self.failed)
 
     @property
     def rows(self) -> str:
@@ -39,18 +43,18 @@ class Grid:
 
     @cached_property
     def axes(self) -> list[str]:
-        """Those of which the profile has more than one label; the first at least."""
+        """The axes with more than one label in the profile; at least the first."""
         cells = list(self.experiment.cells(self.profile))
         return [axis for axis in self.experiment.axes if len({cell[axis] for cell in cells}) > 1] or [self.rows]
 
     def which(self, number: str = "") -> str:
-        """A number's name; without one that which is compared."""
+        """A number's name; by default the compared one."""
         return number or self.experiment.compared(self.profile)
 
     def place(self, cell: Cell) -> tuple[str, ...]:
-        """Its labels of `axes`."""
+        """The cell's labels on `axes`."""
         return tuple(cell[axis] for axis in self.axes)
 
     def of_seeds(self, seeds: Sequence[int]) -> Grid:
-        """With these seeds in place of the profile's: those that a plan asks for."""
+        """The grid with a plan's seeds instead of the profile's."""
         return replace(self, experiment=self.experiment.with_seeds(self.profile, seeds))

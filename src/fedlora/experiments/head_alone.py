@@ -1,9 +1,9 @@
 """The controls without LoRA: a head alone, trained to its optimum on all clients' data together or by each client.
 
-Logistic regression (scikit-learn) on what the pre-trained model hands to its head, its strength of regularisation
-chosen on validation. On all data together that is more than a federation could do with heads alone: an adapter trained
-over rounds that does not beat it says nothing about servers. Where adapters are trained apart and merged once, the like
-without LoRA is heads that are trained apart and averaged: what one exchange can do without an adapter.
+It is a logistic regression (scikit-learn) on the input of the pre-trained model's head, with its regularisation chosen
+on validation. On all data together, that is more than a federation could do with heads alone: an adapter trained over
+rounds that does not beat it says nothing about servers. If adapters are trained apart and merged once, the matching
+control is heads that are trained apart and averaged: what one exchange can do without an adapter.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedlora.runs.preparation import Prepared
 from fedlora.training.encoding import collate, encode
 
 STRENGTHS = (1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0, 1000.0)  # scikit-learn's C
-# Text -> its features, of the model that was used last: one process makes many runs on one model.
+# Text -> its features, for the model used last: one process makes many runs with one model.
 _known: dict[tuple[str, ...], Tensor] = {}
 _of: list[tuple[str, ...]] = []  # that model
 
@@ -35,12 +35,12 @@ def head_alone(
     """Set ("test", "validation") -> loss (mean log-loss, nats) and accuracy; "strength", the chosen C; and
     "strengths_tried", the ends of its grid.
 
-    apart: client -> weight. Each of these trains a head on its own data, all with one C, and their coefficients and
-    intercepts are averaged. None: one head on all clients' data.
+    apart: client -> weight. Each of them trains a head on its own data, all with one C, and the weighted means of their
+    coefficients and intercepts make the result. None: one head on all clients' data.
 
     Raises:
-        ConfigError: the model is no classifier, there are no validation data to choose on, or a client that trains its
-            own head lacks one of the classes.
+        ConfigError: the model is not a classifier, there are no validation data for the choice, or a client that trains
+            its own head lacks one of the classes.
     """
     from sklearn.metrics import log_loss
 
@@ -82,7 +82,7 @@ def _head(X: Any, labels: Sequence[Any], strength: float) -> Any:
 
 
 def _mean_head(heads: Sequence[Any], shares: Sequence[float]) -> Any:
-    """The first of the heads, with the weighted mean of all heads' coefficients and intercepts."""
+    """The first head, with the weighted mean of all heads' coefficients and intercepts."""
     mean = heads[0]
     mean.coef_ = np.average([head.coef_ for head in heads], axis=0, weights=shares)
     mean.intercept_ = np.average([head.intercept_ for head in heads], axis=0, weights=shares)
@@ -90,13 +90,13 @@ def _mean_head(heads: Sequence[Any], shares: Sequence[float]) -> Any:
 
 
 def no_adapter(seed: Adapter) -> Adapter:
-    """An adapter of nothing, with the start's heads."""
+    """A zero adapter, with the start's heads."""
     nothing = {name: LoRA(m.factors[0][:, :1] * 0, m.factors[1][:1] * 0) for name, m in seed.modules.items()}
     return Adapter(nothing, seed.heads)
 
 
 def _features(prepared: Prepared, data: TextData) -> Any:
-    """What the pre-trained model hands to its head, (examples, width), as a float32 array."""
+    """The input of the pre-trained model's head, (examples, width), as a float32 array."""
     config, model = prepared.config, prepared.model
     content = ",".join(f"{name}={digest}" for name, digest in sorted(prepared.manifest["model"]["sha256"].items()))
     pairs = data.pair or [""] * len(data)

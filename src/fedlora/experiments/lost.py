@@ -1,4 +1,4 @@
-"""What is not in an experiment's tables, and why: runs that failed or were not run, and searches that chose nothing."""
+"""What is missing from an experiment's tables, and why: failed runs, runs to do, and searches without a choice."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 from fedlora.experiments.digits import shown
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import PlannedRun, dead_end, searches
+from fedlora.experiments.plan import PlannedRun, searches
 from fedlora.experiments.spec import Cell
 
-_NAMED = 5  # cells that were not run, of which the names are told
+_NAMED = 5  # the most missing cells to name
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Runs of one cell that have no result, for one reason.
+    """Runs of one cell without a result, for one reason.
 
-    seeds: which. why: what failed; "" where nobody ran them. by_machine: nothing is known of the runs themselves.
-    value: of the search that waits for them, as "train.lr = 0.01"; None of runs that count.
+    seeds: which. why: the failure; "" if they were not run. by_machine: the failure says nothing about the runs.
+    value: for runs that a search waits for, such as "train.lr = 0.01"; None for runs that count.
     """
 
     cell: Cell
@@ -42,7 +42,7 @@ class Lost:
 
 
 def lost_of(grid: Grid) -> list[Lost]:
-    """Every run that counts and has no result; of a search that could not choose yet, the runs that it waits for."""
+    """Every run that counts but has no result; for a search that cannot choose yet, the runs that it waits for."""
     found: dict[tuple[tuple[tuple[str, str], ...], str | None, str, bool], list[int]] = {}
 
     def add(run: PlannedRun, value: str | None) -> None:
@@ -65,17 +65,14 @@ def lost_of(grid: Grid) -> list[Lost]:
 
 
 def dead_ends(grid: Grid) -> dict[str, str]:
-    """Cell, in words -> why its search, which is done, chose nothing."""
-    whys = {
-        ", ".join(cell.values()): dead_end(grid.experiment, grid.profile, cell, grid.results, grid.failed)
-        for cell in grid.experiment.cells(grid.profile)
-    }
+    """Cell, in words -> why its search is done but chose nothing."""
+    cells = grid.experiment.cells(grid.profile)
+    whys = {", ".join(cell.values()): grid.choice(cell).why for cell in cells}
     return {cell: why for cell, why in whys.items() if why is not None}
 
 
 def worst_values(grid: Grid) -> list[str]:
-    """A line for each value that counts as the worst of its search: a run of it failed, or has no score on
-    validation."""
+    """A line for each value that counts as the worst of its search, because a run failed or has no validation score."""
     seeds: dict[tuple[str, str, str], list[int]] = {}
     for run in searches(grid.experiment, grid.profile):
         found = run.result(grid.results)
@@ -95,7 +92,7 @@ def worst_values(grid: Grid) -> list[str]:
 
 
 def lost_lines(grid: Grid) -> list[str]:
-    """All of the above in words, and how many runs there are of how many."""
+    """All of the above in words, and how many of the planned runs have a result."""
     lost = lost_of(grid)
     lines = [one.words for one in lost if one.why]
     lines += [f"{cell} not run: {why}" for cell, why in dead_ends(grid).items()]
@@ -118,7 +115,7 @@ def _planned(grid: Grid) -> int:
 
 
 def value_in_words(grid: Grid, run: PlannedRun) -> str:
-    """Of a run of a search: "train.lr = 0.01"."""
+    """The value of a search's run: "train.lr = 0.01"."""
     tune = grid.experiment.tune
     return f"{tune.key} = {shown(run.tuned)}" if tune is not None and run.tuned is not None else ""
 

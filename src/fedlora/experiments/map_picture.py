@@ -1,4 +1,4 @@
-"""The map of verdicts: a row a question, a column a set-up, in the style of `pictures`."""
+"""The map of verdicts: a row per question, a column per set-up, in the style of `pictures`."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from fedlora.experiments.decision_words import MARKS, OUT, UNITS, mark
 from fedlora.experiments.decisions import Answer, Answers
 from fedlora.experiments.pictures import FAINT, INK, MUTED, drawn, wrapped
 
-_MAP = "PuOr"  # orange to purple: told apart by everybody
+_MAP = "PuOr"  # orange to purple: everybody can distinguish them
 _DARK, _LIGHT, _GREY = "#111111", "#fefefe", "#b9b9b9"  # in cells: the same by day and by night
 _HATCH = "////"
-_TITLE = 0.42  # of a row's height: the question stands above its cells, which so have the picture's whole width
+_TITLE = 0.42  # of a row's height: the question is above its cells, which then have the picture's whole width
 
 
 @drawn
 def map_figure(found: Sequence[Answers]) -> Figure:
-    """A row a question (first against second), a column a set-up: colour is the mean difference, with zero in the
-    middle and the margin marked on the scale. Hatched: undecided. Struck: thrown out by the gate.
+    """A row per question (first against second), a column per set-up: colour is the mean difference, with zero in the
+    middle and the margin marked on the scale. Hatched: undecided. Struck: discarded by the gate.
 
-    The scale ends at the largest difference, but at four margins at least and at twelve at most: what is larger has the
-    colour of its end, and its number. A verdict in brackets is of a gap below its margin. found: complete families of
-    one experiment that go by one score.
+    The scale ends at the largest difference, but between four and twelve margins; a larger one has the colour of the
+    end, and its number. A verdict in brackets means a gap below the margin. found: complete families of one experiment
+    with one score.
 
     Raises:
-        ValueError: the families go by several scores: one scale has one unit.
+        ValueError: the families have several scores, but one scale has one unit.
     """
     if len(scores := {one.family.metric for one in found}) > 1:
         raise ValueError(f"a map has one unit; these families go by {' and '.join(sorted(scores))}.")
@@ -62,7 +62,7 @@ def map_figure(found: Sequence[Answers]) -> Figure:
 
 
 def _draw_cell(axis: Any, x: int, y: float, a: Answer, norm: Normalize, factor: float) -> None:
-    """One cell. Its box carries the question as its name, and the hatching of an undecided one."""
+    """Draw one cell. Its box is named after the question, and hatched if undecided."""
     high = 1 - _TITLE
     middle = (x + 0.5, y + high / 2)
     name = a.question.words
@@ -91,7 +91,7 @@ def _draw_cell(axis: Any, x: int, y: float, a: Answer, norm: Normalize, factor: 
 
 
 def _scale(figure: Figure, norm: Normalize, margins: Sequence[float], unit: str) -> None:
-    """The colours from end to end, zero and the margins on them."""
+    """Draw the colours from end to end, with zero and the margins."""
     height = figure.get_figheight()
     axis = figure.add_axes((0.06, 1.18 / height, 0.88, 0.2 / height))
     figure.colorbar(plt.cm.ScalarMappable(norm, _MAP), cax=axis, orientation="horizontal")
@@ -109,7 +109,7 @@ def _scale(figure: Figure, norm: Normalize, margins: Sequence[float], unit: str)
 
 
 def _keys(figure: Figure, *, below: bool) -> None:
-    """below: whether a verdict is of a gap below the margin, which is then explained."""
+    """below: some verdict's gap is below the margin, which the legend then explains."""
 
     def bare(label: str) -> Patch:
         return Patch(facecolor="none", edgecolor="none", label=label)

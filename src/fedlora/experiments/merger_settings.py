@@ -1,4 +1,4 @@
-"""What a merger is: the settings behind the labels of an experiment's axis `merged`. A method, or a control:
+"""A merger's settings: those behind the labels of an experiment's axis `merged`. A method, or a control:
 
 exact mean, shrunk  the exact mean, each module scaled to the norm that the merger `like` gives it
 least error         the same rank budget as the method `like`, in the basis of least error (GLoRA with basis energy)
@@ -27,10 +27,10 @@ Merger = Mapping[str, Any]
 
 
 def resolved(mergers: Mapping[str, Merger], labels: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
-    """Label -> its merger, with the settings of what it is like in place of that one's label. labels: only of these.
+    """Label -> its merger; the label in `like` is replaced by that merger's settings. labels: only these.
 
     Raises:
-        ConfigError: neither a method nor a control, unknown settings, or a `like` that is no method's label.
+        ConfigError: neither a method nor a control, unknown settings, or a `like` that is not a method's label.
     """
     made: dict[str, dict[str, Any]] = {}
     for label in mergers if labels is None else labels:
@@ -54,7 +54,7 @@ def resolved(mergers: Mapping[str, Merger], labels: Sequence[str] | None = None)
 
 
 def searched_as(mergers: Mapping[str, Merger], label: str, reference: str | None) -> str:
-    """Whose searched value a label goes by: a control's is that of what it is held against."""
+    """The label whose searched value this label uses: a control uses that of the label that it is compared with."""
     merger = mergers[label]
     if "control" not in merger:
         return label
@@ -75,7 +75,7 @@ def check_run(config: RunConfig, where: str) -> None:
 
 
 def method_of(label: str, merger: Merger) -> Method[Any]:
-    """The method. Raises `ConfigError` where it names none, `HyperparameterError` for settings that it lacks."""
+    """The method. Raises `ConfigError` if it names none, `HyperparameterError` for settings that it lacks."""
     settings = {key: value for key, value in merger.items() if key not in ("name", "preset")}
     if "name" not in merger:
         raise ConfigError(f"the merger {label!r} names no method (name = ...) and no control.")

@@ -1,8 +1,8 @@
-"""Train once, merge many: what several servers make of the same uploads, and what would explain their results away.
+"""Train once, merge many: apply several servers to the same uploads, and controls that could explain their results.
 
-An experiment with `merged = AXIS` has mergers for the labels of that axis in place of changes to the configuration. Its
-runs have one round and keep their uploads; each merger is then a server of its own on these uploads, and its model is
-measured as the run's is. A merger is a method (`name = "glora", rho = 0.25`) or a control
+In an experiment with `merged = AXIS`, the labels of that axis are mergers instead of changes to the configuration. Its
+runs have one round and keep their uploads; each merger is then a separate server on these uploads, and its model is
+measured like the run's. A merger is a method (`name = "glora", rho = 0.25`) or a control
 (`merger_settings`).
 """
 
@@ -35,10 +35,10 @@ Update = Mapping[str, LoRA]
 def merge_all(
     prepared: Prepared, dealt: Dealt, folder: RunFolder, mergers: Mapping[str, Merger], *, validate: bool
 ) -> dict[str, dict[str, Any]]:
-    """Label -> what came of it: scores on the test set and, with `validate`, on validation; of an update also its
-    Frobenius norm over all modules, its relative error against the exact mean, and its largest rank.
+    """Label -> its result: scores on the test set and, with `validate`, on validation; for an update also its Frobenius
+    norm over all modules, its relative error against the exact mean, and its largest rank.
 
-    mergers: as `resolved` gives them.
+    mergers: from `resolved`.
     """
     uploads = _uploads(prepared, folder)
     alike = prepared.server.weighs_by == "uniform"

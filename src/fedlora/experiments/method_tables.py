@@ -12,9 +12,9 @@ from fedlora.experiments.tables import in_its_unit, orders, placings, score_cell
 
 _PLACES = 5  # so many places have a column of their own on 80 characters
 _SHARED = (
-    "Places: methods of the same score, to one in a million, share the better place, which counts for each of them; "
-    "the next place stays empty. Those without a number share the last one. An order with a shared place counts as "
-    "another order."
+    "Places: methods of the same score, to one in a hundred thousand, share the better place, which counts for each of "
+    "them; the next place stays empty. Those without a number share the last one. An order with a shared place counts "
+    "as another order."
 )
 
 
@@ -45,7 +45,7 @@ def places(source: Source) -> Table:
     return Table([grid.rows, *heads, *lower, "mean place"], rows, caption, [_SHARED] if shared else [])
 
 
-# What a run took, in the mean over seeds. No number of private runs travels.
+# A run's costs, in the mean over seeds. Private runs report no traffic.
 _COSTS: Mapping[str, Callable[[Sequence[Result]], str]] = {
     "target": lambda runs: " and ".join(dict.fromkeys(r.target for r in runs)),
     "MB up": lambda runs: _megabytes([r.megabytes_up for r in runs]),
@@ -56,7 +56,7 @@ _COSTS: Mapping[str, Callable[[Sequence[Result]], str]] = {
 
 
 def costs(source: Source) -> Table:
-    """What a run sends and takes; and how far its update moves with coordinates, on the worst seed."""
+    """What a run sends and takes, and how far its update moves with coordinates, on the worst seed."""
     by: dict[tuple[str, ...], list[Result]] = {}
     for run, result in source.grid.used:
         by.setdefault(source.grid.place(run.cell), []).append(result)
@@ -66,7 +66,7 @@ def costs(source: Source) -> Table:
 
 
 def _megabytes(each: Sequence[float | None]) -> str:
-    """14.1; of a small model 0.023, where one digit would say 0.0."""
+    """14.1; below 1 MB 0.023, because one digit would show 0.0."""
     told = _told(each)
     return f"{fmean(told):.{1 if fmean(told) >= 1 else 3}f}" if told else "not told"
 

@@ -1,9 +1,9 @@
-"""Which code on which machine made a run: it may have been stopped and gone on, and its uploads merged again later.
+"""Which code on which machine made a run, because it may stop and continue, and its uploads may be merged later.
 
     parts.json    in a run's folder, written before anything is computed: a part for each code and machine
 
-A part is noted before it computes, so that one which was killed is never forgotten. It may be one too many: what it did
-was perhaps done again. Parts before which nothing was kept (no checkpoint) are dropped, for everything was.
+A part is recorded before it computes, so that a killed one is never forgotten. It may be one too many, if all that it
+did was done again. Parts before which nothing was kept (no checkpoint) are dropped, because everything was done again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,8 @@ from fedlora.core import checkpoint
 from fedlora.runs.folder import PARTS, RunFolder
 
 
-def is_clean(commit: object) -> bool:
-    """Whether a commit as manifests have it is of a checkout without local changes. None: code outside a checkout."""
-    return isinstance(commit, Mapping) and commit.get("clean") is True
-
-
 def made_by(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Commit and machine of what computes now. manifest: of this process, not a stored one."""
+    """Commit and machine of the current computation. manifest: this process's, not a stored one."""
     machine = {
         "device": torch.cuda.get_device_name() if manifest["device"].startswith("cuda") else "cpu",
         "threads": manifest["threads"],
@@ -36,7 +31,7 @@ def made_by(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def note(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
-    """Note that this code goes on with the run, where it is another one than before. manifest: of this process."""
+    """Record that this code continues the run, if it differs from the code before. manifest: this process's."""
     kept = folder.exists() and checkpoint.newest_round(folder.checkpoints) is not None
     done = len(folder.metrics()) if kept else 0
     parts, now = noted(folder) if done else [], made_by(manifest)
@@ -48,5 +43,5 @@ def note(folder: RunFolder, manifest: Mapping[str, Any]) -> None:
 
 
 def noted(folder: RunFolder) -> list[dict[str, Any]]:
-    """The parts of a run; none where nothing was noted. Raises `CheckpointError` for a file that cannot be read."""
+    """The parts of a run; empty if none were recorded. Raises `CheckpointError` for a file that cannot be read."""
     return list(folder.read_json(PARTS)["parts"]) if os.path.lexists(folder.path / PARTS) else []

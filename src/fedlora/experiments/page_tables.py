@@ -1,6 +1,6 @@
-"""The kinds of table that a page is filled with: each is its columns, its rows, and a caption above them.
+"""The kinds of table for pages: each has columns, rows, and a caption above them.
 
-A caption is enough for somebody who reads nothing else on the page: what is shown, of how many seeds, in which unit.
+A caption suffices for somebody who reads nothing else on the page: what is shown, from how many seeds, in which unit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from fedlora.experiments.costs import times_of
 from fedlora.experiments.digits import difference_in_words, shown
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import at_the_edge, level_values
 from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.result import SCORES, Result
 from fedlora.experiments.scores import capital, scale
@@ -34,13 +33,13 @@ _ONE = "Each interval is of one comparison; none is corrected for their number."
 
 
 def table_of(kind: str, source: Source) -> Table:
-    """Raises `ConfigError` for words that the kind does not take."""
+    """The table of a kind. Raises `ConfigError` for words that the kind does not take."""
     return KINDS[kind](source)
 
 
 def tables_of(grid: Grid, number: str = "") -> list[Table]:
-    """All that an experiment has without a plan: scores, differences to its reference, prices, budgets, categories.
-    number: another one than the compared one."""
+    """All tables without a plan: scores, differences to the reference, prices, budgets, categories. number: instead of
+    the compared one."""
     experiment = grid.experiment
     asked = [("scores", number)]
     asked += [("differences", f": {number}")] if experiment.reference else []
@@ -83,7 +82,7 @@ def _prices(source: Source) -> Table:
 
 
 def _scores(source: Source) -> Table:
-    """A row a cell that has any. words: numbers' names, with semicolons between them; none: the experiment's."""
+    """A row for each cell with a result. words: numbers' names, separated by semicolons; "" for the experiment's."""
     grid, tune = source.grid, source.grid.experiment.tune
     each = {grid.which(name): score_cells(grid, name) for name in map(str.strip, source.words.split(";"))}
     which, cells = next(iter(each.items()))
@@ -109,14 +108,14 @@ def _scores(source: Source) -> Table:
 
 
 def _of_planned(cell: CellScore) -> str:
-    """How many seeds have a number: "3"; "2 of 3" where that is not all that were planned."""
+    """The number of seeds with a number: "3"; "2 of 3" if more were planned."""
     there = len(cell.scores)
     return str(there) if there == cell.planned else f"{there} of {cell.planned}"
 
 
 def _differences(source: Source) -> Table:
-    """Paired by seed. words: `LABEL` of the first row axis that all others are compared with, then a colon and a
-    number's name, each of which may be left out."""
+    """Paired by seed. words: the `LABEL` of the first row axis that all others are compared with, then a colon and a
+    number's name; both are optional."""
     label, _, number = (part.strip() for part in source.words.partition(":"))
     grid, experiment = source.grid, source.grid.experiment
     reference, known = label or experiment.reference or "", experiment.axes[grid.rows]
@@ -145,7 +144,7 @@ def _gap(d: Difference) -> list[str]:
 
 
 def _of_gaps(grid: Grid, number: str, cells: Sequence[CellScore], minus: str, count: int) -> str:
-    """count: of intervals."""
+    """count: the number of intervals."""
     family = _ONE if count < 2 else (
         f"Each interval is of one comparison: with {count} of them the chance that at least one leaves out zero "
         f"without a real difference is up to {min(100, 5 * count)} %."
@@ -157,14 +156,14 @@ def _of_gaps(grid: Grid, number: str, cells: Sequence[CellScore], minus: str, co
 
 
 def _better(cells: Sequence[CellScore]) -> str:
-    """Which sign is. Of several metrics it is said of each."""
+    """Which sign is better; with several metrics, for each."""
     signs = {unit: "Negative" if cell.less else "Positive" for cell in cells if (unit := cell.unit) is not None}
     if len({*signs.values()}) < 2:
         return f"{next(iter(signs.values()), 'Positive')} is better."
     return "; ".join(f"{sign.lower()} is better of {unit}" for unit, sign in signs.items()).capitalize() + "."
 
 
-# Of mergers and of runs: column -> its number.
+# For mergers and for runs: column -> its number.
 _OF_MERGERS: Mapping[str, Callable[[Result], float | None]] = {
     "relative error": lambda r: r.of.error if r.of else None,
     "norm": lambda r: r.of.norm if r.of else None,
@@ -201,7 +200,7 @@ def _mechanism(source: Source) -> Table:
 
 
 def _times(source: Source) -> Table:
-    """One row of all trainings of the profile, each counted once, whatever was merged from it."""
+    """One row for all trainings of the profile, each counted once, whatever was merged from it."""
     times = times_of({run.digest: result for run, result in source.grid.used}.values())
     known = times.examples is not None and times.training
     row = {
@@ -219,7 +218,7 @@ def _times(source: Source) -> Table:
 
 
 def _categories(source: Source) -> Table:
-    """By category, where the data come in tasks. words: a number's name."""
+    """Means by category, for data in tasks. words: a number's name."""
     found = score_categories(source.grid, source.grid.which(source.words))
     categories = sorted({category for by in found.values() for category in by})
     rows = [[c, *(f"{by[c]:.3f}" if c in by else "" for by in found.values())] for c in categories]
@@ -228,12 +227,11 @@ def _categories(source: Source) -> Table:
 
 
 def _value(grid: Grid, cell: CellScore) -> str:
-    """What the search chose; whether other values were as good, or nothing beyond it was tried."""
+    """The search's choice; and whether other values were as good, or it was at the edge."""
     if cell.tuned is None:
         return ""
-    level = level_values(grid.experiment, grid.profile, cell.cell, grid.results, grid.failed)
-    edge = at_the_edge(grid.experiment, grid.profile, cell.tuned)
-    told = f" (of {len(level)} that tie)" if level else f" ({edge} tried)" if edge else ""
+    found = grid.choice(cell.cell)
+    told = f" (of {len(found.level)} that tie)" if found.level else f" ({found.edge} tried)" if found.edge else ""
     return f"{shown(cell.tuned)}{told}"
 
 
@@ -256,4 +254,4 @@ KINDS: Mapping[str, Callable[[Source], Table]] = {
     "times": _times,
     "categories": _categories,
 }
-PLANNED = ("decisions", "gates", "seeds", "rates")  # those that need a plan
+PLANNED = ("decisions", "gates", "seeds", "rates")  # the kinds that need a plan

@@ -1,11 +1,11 @@
 """All pictures of experiments and comparisons, in one style. Needs matplotlib (`fedlora[plot]`).
 
-curves       a score on validation by round, a panel a set-up
-dots         differences with intervals, a panel a set-up
+curves       a score on validation by round, a panel per set-up
+dots         differences with intervals, a panel per set-up
 budgets      scores by epsilon
 comparison   of methods: curves above differences
 
-Each is one figure, to be read at 400 points of width: as a file (`saved`), or inside a page (`inline`).
+Each is one figure, readable at 400 points of width: as a file (`saved`), or inside a page (`inline`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fedlora.runs.drawing import COLOURS, saved, under_attack, words
 P = ParamSpec("P")
 R = TypeVar("R")
 INK, MUTED, FAINT, GROUND = "#222222", "#5c5c5c", "#d9d9d9", "#ffffff"
-_SHORT = 24  # letters of a label: two of them stand side by side
+_SHORT = 24  # letters of a label: two labels fit side by side
 _STYLES, _MARKERS = ("-", "--", ":"), ("o", "s", "^", "D", "v", "P")
 _STYLE = {
     "font.size": 13, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": MUTED, "axes.titlecolor": INK,
@@ -48,7 +48,7 @@ _STYLE = {
 
 
 def drawn(draw: Callable[P, R]) -> Callable[P, R]:
-    """What draws, in our style."""
+    """A drawing function, in our style."""
 
     @wraps(draw)
     def styled(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -59,9 +59,9 @@ def drawn(draw: Callable[P, R]) -> Callable[P, R]:
 
 
 def inline(figure: Figure, words: str) -> str:
-    """The figure as an <svg> element, and closed. words: of its own on the page, for who does not see it."""
+    """The figure as an <svg> element; it closes the figure. words: unique on the page, for those who cannot see it."""
     made = io.StringIO()
-    ours = {"svg.fonttype": "none", "svg.hashsalt": words}  # names inside it are of this picture alone
+    ours = {"svg.fonttype": "none", "svg.hashsalt": words}  # makes ids unique to this picture
     with plt.rc_context(_STYLE | ours):
         figure.savefig(made, format="svg", metadata={"Date": None})
     plt.close(figure)
@@ -75,7 +75,7 @@ def inline(figure: Figure, words: str) -> str:
 
 @drawn
 def save(figure: Figure, *paths: Path) -> list[Path]:
-    """The figure as files, each in the format of its name; and closed."""
+    """Save the figure as files, each in the format of its name, and close it."""
     return [saved(figure, path) for path in paths]
 
 
@@ -85,7 +85,7 @@ def line_style(k: int) -> tuple[str, str]:
 
 
 def _panels(count: int, height: float) -> tuple[Figure, list[Any]]:
-    """(figure, as many axes), two in a row."""
+    """(figure, as many axes), two per row."""
     columns = min(2, count)
     rows = -(-count // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(7.2, height * rows + 1.4), layout="constrained", squeeze=False)
@@ -99,15 +99,15 @@ def wrapped(text: str, width: int) -> str:
 
 
 def _legend(figure: Figure, handles: Sequence[Any]) -> None:
-    """Below all panels, over none of them; long labels in one column, and on several lines."""
+    """Draw the legend below all panels, over none; long labels in one column, and on several lines."""
     labels = [wrapped(handle.get_label(), 60) for handle in handles]
     columns = 2 if max(map(len, labels)) <= _SHORT else 1
     figure.legend(handles=handles, labels=labels, loc="outside lower center", ncols=columns)
 
 
 def figure_of(grid: Grid, margins: Mapping[str, float] | None = None) -> Figure | None:
-    """The picture of an experiment: scores by epsilon, curves, or dots where runs were merged or evaluated once; None
-    where there is nothing to draw. margins: score -> what is too small to matter, of an experiment that is decided."""
+    """The picture of an experiment: scores by epsilon, curves, or dots if runs were merged or evaluated once; None if
+    there is nothing to draw. margins: score -> the largest difference that does not matter, if decided."""
     experiment = grid.experiment
     if experiment.budgets is not None:
         found = spendings(grid)
@@ -116,15 +116,23 @@ def figure_of(grid: Grid, margins: Mapping[str, float] | None = None) -> Figure 
     return drawing or dots_figure(grid, margins)
 
 
+def _without(grid: Grid) -> str:
+    """A line of a title that names labels without a result."""
+    there = {run.cell[grid.rows] for run, _ in grid.used}
+    cells = grid.experiment.cells(grid.profile)
+    gone = dict.fromkeys(cell[grid.rows] for cell in cells if cell[grid.rows] not in there)
+    return f"\n{wrapped('no result: ' + ', '.join(gone), 56)}" if gone else ""
+
+
 # ---- curves ----------------------------------------------------------------------------------------------------------
 
 Lines = Mapping[str, Mapping[int, Result]]  # label of the first row axis -> seed -> result
-_BANDS = 5  # lines of one panel that are shaded: more pile up to a brown in which none is seen
+_BANDS = 5  # the most shaded lines in a panel: more overlap to a brown in which none is visible
 
 
 def curves_of(grid: Grid) -> dict[str, dict[str, dict[int, Result]]]:
-    """The other labels -> lines, of what has been run and evaluated after several rounds; a panel has one metric, on
-    one kind of data."""
+    """The other labels -> lines, for runs that were evaluated after several rounds; a panel has one metric, on one kind
+    of data."""
     found: dict[str, dict[str, dict[int, Result]]] = {}
     kinds = {
         run.digest: words(result.metric) + (OWN_DATA if result.on_own_data("validation, best") else "")
@@ -140,8 +148,7 @@ def curves_of(grid: Grid) -> dict[str, dict[str, dict[int, Result]]]:
 
 @drawn
 def curves_figure(grid: Grid, against: str | None = None) -> Figure | None:
-    """All panels of an experiment; None where nothing was evaluated after several rounds. against: as `_draw_curves`
-    takes it."""
+    """All panels of an experiment; None if nothing was evaluated after several rounds. against: see `_draw_curves`."""
     if not (panels := curves_of(grid)):
         return None
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
@@ -154,14 +161,14 @@ def curves_figure(grid: Grid, against: str | None = None) -> Figure | None:
     of = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     shaded = f"95 % interval of the gap to {against}" if against else "± standard error"
     bands = f"\nshaded: {shaded}" if any(len(p) <= _BANDS for p in panels.values()) and seeds[-1] > 1 else ""
-    figure.suptitle(f"{wrapped(grid.experiment.title, 56)}\nmean of {of} seeds{bands}", fontsize=13)
+    figure.suptitle(f"{wrapped(grid.experiment.title, 56)}\nmean of {of} seeds{bands}{_without(grid)}", fontsize=13)
     if attacks := attacks_of([result.settings.model_dump() for _, result in grid.used]):
         under_attack(figure, f"some of these runs, by {'; '.join(attacks)}")
     return figure
 
 
 def _handles(labels: Sequence[str], panels: Sequence[Lines]) -> list[Any]:
-    """Of a legend. A line that lies on another one in every panel says so."""
+    """The legend's handles. A line that coincides with another in every panel says so."""
     values = {
         label: [{seed: result.history.curve(result.metric) for seed, result in lines[label].items()}
                 for lines in panels if label in lines]
@@ -177,10 +184,10 @@ def _handles(labels: Sequence[str], panels: Sequence[Lines]) -> list[Any]:
 
 
 def _draw_curves(axis: Any, lines: Lines, labels: Sequence[str], against: str | None = None) -> None:
-    """The validation metric by round, a line a label: means over seeds. labels: of all panels, for the colours.
+    """The validation metric by round, a line per label: means over seeds. labels: of all panels, for the colours.
 
-    Shaded, of few lines: with `against`, a label, the 95 % interval of the gap to it, paired by seed, so that a line is
-    told apart from that one where its band leaves it out; else the mean's standard error.
+    Few lines are shaded: with `against`, a label, by the 95 % interval of the gap to it, paired by seed, so that a line
+    differs from that one where its band excludes it; otherwise by the mean's standard error.
     """
     curves = {label: _by_round(by_seed) for label, by_seed in lines.items()}
     for place, (label, curve) in enumerate(curves.items()):
@@ -188,7 +195,7 @@ def _draw_curves(axis: Any, lines: Lines, labels: Sequence[str], against: str | 
         rounds = sorted(set.intersection(*(set(each) for each in curve.values())))
         means = [fmean(each[t] for each in curve.values()) for t in rounds]
         marker = "o" if len(rounds) < 8 else ""
-        wide = max(1.6, 3.4 - 0.4 * place)  # where two coincide, both are seen
+        wide = max(1.6, 3.4 - 0.4 * place)  # if two coincide, both are visible
         axis.plot(rounds, means, style, color=colour, label=label, linewidth=wide, marker=marker, markersize=3.5)
         if len(lines) <= _BANDS and label != against:
             zero = {seed: dict.fromkeys(rounds, 0.0) for seed in curve}
@@ -206,7 +213,7 @@ def _draw_curves(axis: Any, lines: Lines, labels: Sequence[str], against: str | 
 
 
 def _by_round(by_seed: Mapping[int, Result]) -> dict[int, dict[int, float]]:
-    """Seed -> round -> value, of evaluations that gave a number."""
+    """Seed -> round -> value, for evaluations that gave a number."""
     return {
         seed: {t: value for t, value in result.history.curve(result.metric).items() if not math.isnan(value)}
         for seed, result in by_seed.items()
@@ -229,8 +236,8 @@ def _band(
 
 
 def _chance_line(axis: Any, at: float | None) -> str:
-    """Where guessing is: a line, unless that would flatten the others. Returns what the label of an axis says of it:
-    words inside the panel would lie over curves."""
+    """Draw a line at the score of guessing, unless that would flatten the others. Returns the words about it for an
+    axis's label, because words inside the panel would overlap curves."""
     if at is None:
         return ""
     low, high = axis.get_ylim()
@@ -242,13 +249,13 @@ def _chance_line(axis: Any, at: float | None) -> str:
 
 # ---- dots ------------------------------------------------------------------------------------------------------------
 
-_REACH = 12.0  # margins from zero to the ends of the scale, at most; what lies beyond stands at the edge, by its number
+_REACH = 12.0  # the most margins from zero to the scale's ends; a dot beyond is at the edge, with its number
 
 
 @dataclass(frozen=True)
 class Dots:
-    """One set-up. rows: the other labels against the reference. up: 1 where more is better, else -1. reference: its own
-    mean. chance: what guessing scores, None where the metric has none. margin: what is too small to matter, or 0."""
+    """One set-up. rows: the other labels against the reference. up: 1 if more is better, otherwise -1. reference: its
+    own mean. chance: the score of guessing, None if the metric has none. margin: what is too small to matter, or 0."""
 
     title: str
     rows: Sequence[Difference]
@@ -261,14 +268,14 @@ class Dots:
 
     @property
     def words(self) -> str:
-        """Of the reference."""
+        """The reference in words."""
         by_chance = "" if self.chance is None else f", chance {self.chance:.3f}"
         return f"{self.label}: {'log-loss' if self.metric == 'loss' else self.metric} {self.reference:.3f}{by_chance}"
 
 
 def dots_of(grid: Grid, margins: Mapping[str, float] | None = None) -> list[Dots]:
-    """A panel a set-up in which the reference and another label share two seeds. margins: score -> what is too small to
-    matter, of the test set after the last round; that of another number or score is none of these."""
+    """A panel for each set-up in which the reference and another label share two seeds. margins: score -> what is too
+    small to matter on the test set after the last round; they do not apply to other numbers or scores."""
     reference, cells = grid.experiment.reference, score_cells(grid)
     if reference is None or not grid.used:
         return []
@@ -289,7 +296,7 @@ def dots_of(grid: Grid, margins: Mapping[str, float] | None = None) -> list[Dots
 
 @drawn
 def dots_figure(grid: Grid, margins: Mapping[str, float] | None = None) -> Figure | None:
-    """All panels of an experiment; None where there is no pair of results."""
+    """All panels of an experiment; None if there is no pair of results."""
     if not (panels := dots_of(grid, margins)):
         return None
     metrics = dict.fromkeys(panel.metric for panel in panels)
@@ -306,12 +313,12 @@ def dots_figure(grid: Grid, margins: Mapping[str, float] | None = None) -> Figur
     strip = f"; grey: within the margin {panels[0].margin:g}" if panels[0].margin else ""
     title = wrapped(grid.experiment.title, 56)
     told = wrapped(f"paired by seed, 95 % intervals; hollow: zero inside{strip}{_dotted(panels, ends)}", 56)
-    figure.suptitle(f"{title}\n{told}", fontsize=13)
+    figure.suptitle(f"{title}\n{told}{_without(grid)}", fontsize=13)
     return figure
 
 
 def _reach(panels: Sequence[Dots]) -> float:
-    """Where the scale of all panels ends."""
+    """The end of the scale of all panels."""
     ends = sorted(max(abs(d.low), abs(d.high)) for panel in panels for d in panel.rows)
     margin = max(panel.margin for panel in panels)
     largest = ends[-1] if ends else 1.0
@@ -319,15 +326,15 @@ def _reach(panels: Sequence[Dots]) -> float:
 
 
 def _dotted(panels: Sequence[Dots], ends: Mapping[str, float]) -> str:
-    """What a title says of the lines where guessing is, where any is drawn. ends: metric -> end of its scale."""
+    """A title's words about the lines at the score of guessing, if one is drawn. ends: metric -> end of its scale."""
     gaps = [(panel.metric, abs(panel.chance - panel.reference)) for panel in panels if panel.chance is not None]
     drawn = any(gap <= ends[metric] for metric, gap in gaps)
     return "; dotted: chance" if drawn else ""
 
 
 def _draw_dots(axis: Any, panel: Dots, end: float) -> None:
-    """Right is better. A full dot's interval leaves out zero; the grey strip is within the margin; an arrow at the edge
-    says that the dot lies beyond it."""
+    """Draw one panel; right is better. A full dot's interval excludes zero; the grey strip is within the margin; an
+    arrow at the edge marks a dot beyond it."""
     if panel.margin:
         axis.axvspan(-panel.margin, panel.margin, color=FAINT, alpha=0.55, linewidth=0, zorder=0)
     axis.axvline(0, color=INK, linewidth=1.2, zorder=1)
@@ -357,13 +364,13 @@ def _draw_dots(axis: Any, panel: Dots, end: float) -> None:
 
 # ---- budgets ---------------------------------------------------------------------------------------------------------
 
-_PROMISES_NOTHING = 1000.0  # an epsilon beyond it stands at the picture's edge, by its label
+_PROMISES_NOTHING = 1000.0  # a larger epsilon is at the picture's edge, by its label
 
 
 @drawn
 def budgets_figure(found: Sequence[Budget], title: str, lines: str) -> Figure:
     """Accuracy and log-loss by epsilon, a line for each label of `lines` with a band from the least to the largest
-    seed. Dashed: the same federation without privacy. At the right edge: cells whose noise is next to none."""
+    seed. Dashed: the same federation without privacy. At the right edge: cells with almost no noise."""
     labels = list(dict.fromkeys(cell.line for cell in found))
     figure: Figure
     figure, axes = plt.subplots(2, 1, figsize=(7.6, 10.6), layout="constrained")
@@ -382,7 +389,7 @@ def budgets_figure(found: Sequence[Budget], title: str, lines: str) -> Figure:
 
 
 def _tenth_up(epsilon: float) -> float:
-    """Where a tick stands: a promise is never understated. What is off by a rounding of floats alone stays."""
+    """The position of a tick, rounded up, because epsilon is never understated; float rounding is ignored."""
     return math.ceil(round(epsilon * 10, 9)) / 10
 
 
@@ -398,7 +405,7 @@ def _draw_budgets(axis: Any, found: Sequence[Budget], labels: Sequence[str], sco
         x, ends = [c.epsilon for c in on], [c.spread(score) for c in on]
         axis.plot(x, [c.mean(score) for c in on], color=colour, marker=marker, markersize=9, linewidth=2.5)
         axis.fill_between(x, [low for low, _ in ends], [high for _, high in ends], color=colour, alpha=0.15, lw=0)
-        for cell in own[len(on) :]:  # noise next to none
+        for cell in own[len(on) :]:  # almost no noise
             (least, largest), mean = cell.spread(score), cell.mean(score)
             beside = edge * 1.2 ** (k - (len(labels) - 1) / 2)
             axis.errorbar(
@@ -417,7 +424,7 @@ def _draw_budgets(axis: Any, found: Sequence[Budget], labels: Sequence[str], sco
     axis.set_xticklabels(list(ticks.values()))
     name = "log-loss" if score == "loss" else words(score)
     axis.set(xlabel="epsilon of the whole run (smaller: more private)", ylabel=f"held-out {name}")
-    if score == "loss":  # of a model that is sure and wrong it is many times a coin's
+    if score == "loss":  # a model that is confident and wrong has many times the loss of a coin
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
         axis.yaxis.set_minor_locator(LogLocator(subs=(0.6, 0.7, 0.8)))
@@ -431,8 +438,8 @@ def _draw_budgets(axis: Any, found: Sequence[Budget], labels: Sequence[str], sco
 
 @drawn
 def comparison_figure(grid: Grid, order: Sequence[str]) -> Figure | None:
-    """Curves, where methods were evaluated after several rounds, above the differences to the reference, where there
-    are several seeds. order: all labels, which give the colours. None of one seed and one evaluated round."""
+    """Curves, if methods were evaluated after several rounds, above the differences to the reference, if there are
+    several seeds. order: all labels, which determine the colours. None for one seed and one evaluated round."""
     curves = curves_of(grid)
     shown = [panel for panel in dots_of(grid) if panel.rows]
     if not curves and not shown:
@@ -459,6 +466,8 @@ def comparison_figure(grid: Grid, order: Sequence[str]) -> Figure | None:
         dotted = _dotted([panel], {panel.metric: end})
         axis.set_title(f"paired by seed, 95 % interval; hollow: zero inside{dotted}", loc="right")
         axis.set_xlabel(wrapped(f"better than {panel.label} by, {scale(panel.metric)} ({grid.which()})", 56))
+    if gone := _without(grid):
+        figure.suptitle(gone.strip(), fontsize=13)
     if attacks := attacks_of([result.settings.model_dump() for _, result in grid.used]):
         under_attack(figure, "; ".join(attacks))
     return figure

@@ -1,4 +1,4 @@
-"""Where an experiment's runs, results and failures are, and which failures say nothing of a run."""
+"""Where an experiment's runs, results and failures are, and which failures say nothing about a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from filelock import FileLock
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError, DataError, WorkerDied
-from fedlora.experiments.origin import is_clean
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.result import Result
 from fedlora.experiments.store import forget_failed, gather, note_failed, read_failed, read_results, summarise
@@ -25,13 +24,9 @@ from fedlora.runs.inputs import named
 _OF_THE_MACHINE = (OSError, MemoryError, CheckpointError, WorkerDied, BrokenProcessPool, torch.OutOfMemoryError)
 
 
-class FilesChanged(DataError, OSError):
-    """A file that a run is known by changed while the experiment ran. That says nothing of the run."""
-
-
 @dataclass(frozen=True)
 class Places:
-    """Where things are. results: finished runs of a clean checkout. work: run folders, failures, unclean results."""
+    """The folders. results: finished runs of a clean checkout. work: run folders, failures, unclean results."""
 
     results: Path
     work: Path
@@ -39,29 +34,29 @@ class Places:
 
     @property
     def unclean(self) -> Path:
-        """Results of code that no commit describes: they never stand beside the others."""
+        """Results of uncommitted code, which never appear beside the others."""
         return self.work / "unclean"
 
     def folder(self, run: PlannedRun) -> RunFolder:
-        """Where the run is, or will be."""
+        """The run's folder, which may not exist yet."""
         return RunFolder(self.work / "runs" / run.digest)
 
     def classes(self, run: PlannedRun) -> tuple[str, ...]:
-        """The classes that the run was begun with; empty where it was not."""
+        """The classes with which the run began; empty if it has not begun."""
         return resuming.stored_classes(self.folder(run))
 
     def failure(self, run: PlannedRun) -> Path:
-        """What went wrong here, with the traceback."""
+        """The file with the failure here, and its traceback."""
         return self.work / "failures" / f"{run.digest}.json"
 
     def lock(self, run: PlannedRun) -> FileLock:
-        """Held by the process that runs it."""
+        """The lock that the running process holds."""
         place = self.work / ".locks"
         place.mkdir(parents=True, exist_ok=True)
         return FileLock(place / run.digest)
 
     def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
-        """Digest -> result; with `unclean`, also those of a changed checkout, and the mergers that one made."""
+        """Digest -> result; with `unclean`, also those of a changed checkout, and the mergers that it made."""
         found = read_results(self.results)
         if not unclean:
             return found
@@ -74,12 +69,12 @@ class Places:
         return run.left(self.finished(unclean=True)) is None
 
     def given_up(self) -> dict[str, str]:
-        """Digest -> why, of the runs that failed by themselves, here or where the results were made. What the machine
-        failed says nothing of the run."""
+        """Digest -> reason, for runs that failed on their own, here or where the results were made. A failure of the
+        machine says nothing about the run."""
         return read_failed(self.results) | self._failed_here(by_machine=False)
 
     def failed_by_machine(self) -> dict[str, str]:
-        """Digest -> why."""
+        """Digest -> reason, for runs that this machine failed to run."""
         return self._failed_here(by_machine=True)
 
     def _failed_here(self, *, by_machine: bool) -> dict[str, str]:
@@ -87,7 +82,7 @@ class Places:
         return {one["digest"]: one["error"].partition("\n")[0] for one in told if one["by_machine"] == by_machine}
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
-        """Gather a finished run. wall_seconds: of its training; None where it was trained before."""
+        """Store a finished run's result. wall_seconds: of its training; None if it was trained before."""
         result = self.summary(run, wall_seconds)
         clean = {label: one for label, one in result.mergers.items() if one.made is None or one.made.clean}
         trained_clean = result.commit is not None and result.commit.clean
@@ -100,7 +95,7 @@ class Places:
             forget_failed(self.results, {run.digest})
 
     def summary(self, run: PlannedRun, wall_seconds: float | None) -> Result:
-        """The run's folder as a result, known as it was planned: wherever its files and its ledger were."""
+        """The run's folder as a result, under the planned digest, wherever its files and its ledger were."""
         if wall_seconds is None:
             known = self.finished(unclean=True).get(run.digest)
             wall_seconds = known.wall_seconds if known is not None else 0.0
@@ -108,16 +103,16 @@ class Places:
         return found.model_copy(update={"digest": run.digest, "files": dict(run.files)})
 
     def failed(self, run: PlannedRun, error: Exception) -> None:
-        """Note a failed run; beside the results where it failed by itself, in a clean checkout."""
+        """Record a failed run; with the results too, if it failed on its own in a clean checkout."""
         files.write(self.failure(run), failure_report(run, error))
         commit = manifest.commit_of_code()
-        if commit and is_clean(commit) and not by_machine(error) and not isinstance(error, ConfigError | DataError):
+        if commit and commit["clean"] and not by_machine(error) and not isinstance(error, ConfigError | DataError):
             told = {"label": run.label, "error": type(error).__name__, "commit": commit}
             note_failed(self.results, run.digest, told)
 
 
 def failure_report(run: PlannedRun, error: Exception) -> str:
-    """What went wrong, with the traceback, as JSON."""
+    """The failure and its traceback, as JSON."""
     report = {
         "digest": run.digest,
         "label": run.label,
@@ -130,11 +125,11 @@ def failure_report(run: PlannedRun, error: Exception) -> str:
 
 def by_machine(error: BaseException | None) -> bool:
     """Whether the machine failed: a full or broken disk, a damaged folder, one that another process holds, no memory, a
-    killed process. Asked of an error and its causes. Another machine, or this one mended, may well run the same."""
+    killed process. Checks an error and its causes. Another machine, or this one repaired, may well do the same run."""
     while error is not None:
         if isinstance(error, _OF_THE_MACHINE):
             return True
-        if "can't allocate memory" in str(error):  # torch on a CPU, as a RuntimeError
+        if "can't allocate memory" in str(error):  # torch on a CPU raises RuntimeError
             return True
         error = error.__cause__
     return False

@@ -1,4 +1,4 @@
-"""Which runs an experiment is made of: the search for a learning rate first, then every cell with every seed."""
+"""The runs of an experiment: first the search for a learning rate, then every cell with every seed."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, located, parse_config
 from fedlora.runs.inputs import contents, digest_of
 from fedlora.runs.private_simulation import LEDGER, simulated, with_ledger
+from fedlora.runs.reading import place_of, set_in
 from fedlora.training.metrics import best_of
 
-# (axes but the merged one, seed, searched value) -> (configuration, digest, files)
+# (axes except the merged one, seed, searched value) -> (configuration, digest, files)
 Known = dict[tuple[Any, ...], tuple[RunConfig, str, Mapping[str, str]]]
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run. tuned: the searched value. searching: whether it belongs to the search. digest: what it is known by.
-    files: key -> content of its own data, model and method, where it is known by these (`inputs.contents`).
-    mergers: label -> settings of what is made of its uploads (`mergers`); of one cell the one label that it stands for.
-    experiment: the one that asks for it, whose file its result goes to."""
+    """One run. tuned: the searched value. searching: whether it belongs to the search. digest: its identity. files: key
+    -> content of its own data, model and method, if they are part of its identity (`inputs.contents`). mergers: label
+    -> settings of the mergers of its uploads (`mergers`); for one cell, its one label. experiment: the one that
+    requests it, whose file gets the result."""
 
     cell: Cell
     seed: int
@@ -42,7 +43,7 @@ class PlannedRun:
     experiment: str = ""
 
     def result(self, results: Mapping[str, Result]) -> Result | None:
-        """What came of it, among results by digest: of its cell's merger where it has one. None where that lacks."""
+        """Its result, among results by digest; its cell's merger, if it has one. None if that is missing."""
         found = results.get(self.digest)
         if found is None or not self.mergers:
             return found
@@ -50,7 +51,7 @@ class PlannedRun:
         return None if None in each else each[0]
 
     def left(self, results: Mapping[str, Result]) -> PlannedRun | None:
-        """What of it is to be done: with those mergers that were not made yet. None where all is there."""
+        """What remains to be done: the run with the mergers that are missing. None if nothing is."""
         found = results.get(self.digest)
         if found is None:
             return self
@@ -65,7 +66,7 @@ class PlannedRun:
 
 
 def searches(experiment: Experiment, profile: str) -> list[PlannedRun]:
-    """The runs of the search; none where there is one value only."""
+    """The runs of the search; none if there is only one value."""
     tune, values = experiment.tune, _values(experiment, profile)
     if tune is None or len(values) < 2:
         return []
@@ -80,18 +81,18 @@ def searches(experiment: Experiment, profile: str) -> list[PlannedRun]:
 
 
 def with_mergers_of(run: PlannedRun, other: PlannedRun | None) -> PlannedRun:
-    """The run with the mergers of another one of its digest as well: one training serves both."""
+    """The run, with the mergers of another run with its digest: one training serves both."""
     return run if other is None else replace(other, mergers={**other.mergers, **run.mergers})
 
 
 def mains(
     experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
 ) -> list[PlannedRun]:
-    """The runs that count, of those cells whose search is done. failed: as `chosen_value` takes it."""
+    """The runs that count, of cells whose search is done. failed: as in `choice`."""
     planned = []
     known: Known = {}
     for cell in experiment.cells(profile):
-        value = _search(experiment, profile, cell, results, failed, known).value
+        value = choice(experiment, profile, cell, results, failed, known).value
         if value is None and experiment.tune is not None:
             continue
         for seed in experiment.profile(profile).seeds:
@@ -102,12 +103,12 @@ def mains(
 def waiting(
     experiment: Experiment, profile: str, results: Mapping[str, Result], failed: Collection[str] = ()
 ) -> list[PlannedRun]:
-    """A stand-in, at the largest value tried, for each run of a cell whose search is not done: what it will cost, and
-    not what will be run."""
+    """A substitute, at the largest value tried, for each run of a cell whose search is not done: it shows the cost, not
+    the run."""
     planned: dict[str, PlannedRun] = {}
     known: Known = {}
     for cell in experiment.cells(profile) if experiment.tune is not None else ():
-        if _search(experiment, profile, cell, results, failed, known) == _Choice():
+        if choice(experiment, profile, cell, results, failed, known) == Choice():
             for seed in experiment.profile(profile).seeds:
                 value = _values(experiment, profile)[-1]
                 run = _planned(experiment, profile, cell, seed, value, searching=False, known=known)
@@ -115,53 +116,36 @@ def waiting(
     return list(planned.values())
 
 
-def chosen_value(
-    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
-) -> float | None:
-    """The searched value that is best on validation, in the mean over the search's runs of all cells that share it.
-
-    Best by the runs' metric: the largest, or of a loss the least. None while one of them is missing, and where no value
-    has a score (`dead_end` says so). A tie goes to the smaller value.
-
-    Args:
-        failed: digests of runs that cannot be had. A value with one of them is none of the search.
-    """
-    return _search(experiment, profile, cell, results, failed).value
-
-
-def level_values(
-    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
-) -> tuple[float, ...]:
-    """All values that share the best score on validation, the chosen one among them; empty where that one is alone."""
-    return _search(experiment, profile, cell, results, failed).level
-
-
-def dead_end(
-    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = ()
-) -> str | None:
-    """Why a search that is done could choose nothing; None where it chose or is not done."""
-    return _search(experiment, profile, cell, results, failed).why
-
-
 @dataclass(frozen=True)
-class _Choice:
-    """What a search came to. why: there is no value, where there can be none. level: as `level_values`."""
+class Choice:
+    """The result of a search. value: the best on validation; None while a run is missing, or if no value can be chosen,
+    for the reason `why`. level: all values that share the best score, including the chosen one; empty if it is alone.
+    edge: "largest" or "smallest" if the choice is one of these: the best may lie beyond."""
 
     value: float | None = None
     why: str | None = None
     level: tuple[float, ...] = ()
+    edge: str | None = None
 
 
-def _search(
-    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str],
+def choice(
+    experiment: Experiment, profile: str, cell: Cell, results: Mapping[str, Result], failed: Collection[str] = (),
     known: Known | None = None,
-) -> _Choice:  # fmt: skip
+) -> Choice:  # fmt: skip
+    """The searched value that is best on validation, in the mean over the search's runs of all cells that share it.
+
+    Best by the runs' metric: the largest, or the least loss. A tie goes to the smallest value.
+
+    Args:
+        failed: digests of runs that are impossible. A value with one of them is out of the search. known: as in
+            `_planned`.
+    """
     tune, values = experiment.tune, _values(experiment, profile)
     if tune is None:
-        return _Choice()
+        return Choice()
     if len(values) == 1:
-        return _Choice(values[0])
-    if experiment.merged is not None:  # controls go by what they are held against
+        return Choice(values[0])
+    if experiment.merged is not None:  # a control uses the value of the label that it is compared with
         axis, label = experiment.merged, cell[experiment.merged]
         cell = {**cell, axis: searched_as(experiment.axes[axis], label, experiment.reference)}
     shared = [c for c in _searched(experiment, profile) if all(c[axis] == cell[axis] for axis in tune.over)]
@@ -178,7 +162,7 @@ def _search(
             continue
         found = [result for run in runs if (result := run.result(results)) is not None]
         if len(found) < len(runs):
-            return _Choice()
+            return Choice()
         means.append((value, fmean(result.validation_best for result in found)))
         metrics |= {result.metric for result in found}
     if len(metrics) > 1:
@@ -188,27 +172,22 @@ def _search(
         )
     grid = f"{tune.key} = {', '.join(map(shown, values))}"
     if not means:
-        return _Choice(why=f"no run of the search over {grid} came to its end.")
+        return Choice(why=f"no run of the search over {grid} came to its end.")
     best = best_of(metrics.pop(), means, lambda pair: pair[1])
     if best is None:
-        return _Choice(
+        return Choice(
             why=f"none of {grid} has a score on validation that is a number: all of them diverged. Try others."
         )
     level = tuple(value for value, mean in means if alike(mean, best[1]))
-    return _Choice(best[0], level=level if len(level) > 1 else ())
-
-
-def at_the_edge(experiment: Experiment, profile: str, value: float | None) -> str | None:
-    """ "largest" or "smallest" where the searched value is that one of those tried: the best may lie beyond."""
-    values = _values(experiment, profile)
-    if value is None or len(values) < 2 or values[0] < value < values[-1]:
-        return None
-    return "largest" if value == values[-1] else "smallest"
+    if len(level) > 1:
+        return Choice(min(level), level=level)
+    ends = {values[0]: "smallest", values[-1]: "largest"}
+    return Choice(level[0], edge=ends.get(level[0]))
 
 
 def _searched(experiment: Experiment, profile: str) -> list[Cell]:
-    """The cells on which the search is run: the profile's, at the labels to which the search is confined. These need
-    not be the profile's own."""
+    """The cells of the search: the profile's, at the labels to which the search is confined. These need not be the
+    profile's own."""
     at = experiment.tune.at if experiment.tune else {}
     found: list[Cell] = []
     for cell in experiment.cells(profile):
@@ -219,7 +198,7 @@ def _searched(experiment: Experiment, profile: str) -> list[Cell]:
 
 
 def first_run(experiment: Experiment, profile: str, cell: Cell) -> PlannedRun:
-    """The cell's run on the profile's first seed, at the smallest value that is searched."""
+    """The cell's run on the profile's first seed, at the smallest searched value."""
     value = _values(experiment, profile)[0] if experiment.tune else None
     return _planned(experiment, profile, cell, experiment.profile(profile).seeds[0], value, searching=False)
 
@@ -234,7 +213,7 @@ def _planned(
     experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, *, searching: bool,
     known: Known | None = None,
 ) -> PlannedRun:  # fmt: skip
-    """known: configurations of runs that were planned before, by all that they follow from: mergers share them."""
+    """known: configurations of runs planned before, by everything that determines them; mergers share them."""
     where = f"experiment {experiment.name}, {dict(cell)}"
     key = (tuple(pair for pair in cell.items() if pair[0] != experiment.merged), seed, value)
     known = {} if known is None else known
@@ -258,7 +237,7 @@ def _configured(
         for change in changes:
             _apply(raw, change)
         _apply(raw, experiment.profile(profile).set)
-        for change in changes:  # a cell's own changes win over the profile's scale
+        for change in changes:  # a cell's own changes take precedence over the profile's
             _apply(raw, change)
         _apply(raw, {"run.seed": seed})
         if value is not None and experiment.tune is not None:
@@ -278,14 +257,14 @@ def _configured(
     return config, digest_of(config, files) if files else digest, files
 
 
-@lru_cache(maxsize=4096)  # tables, pages and verdicts plan the same runs again and again
+@lru_cache(maxsize=4096)  # tables, pages and verdicts plan the same runs repeatedly
 def _parsed(text: str) -> tuple[RunConfig, str]:
     config = parse_config(json.loads(text))
     return config, config.digest()
 
 
 def _check_number_key(config: RunConfig, key: str, where: str) -> None:
-    """A key that is searched has a number, and no list or table that was made of one."""
+    """A searched key must hold a number, not a list or table made from one."""
     value: Any = config
     for part in key.split("."):
         value = getattr(value, part, None)
@@ -295,14 +274,8 @@ def _check_number_key(config: RunConfig, key: str, where: str) -> None:
 
 def _apply(raw: dict[str, Any], changes: Changes) -> None:
     for key, value in changes.items():
-        *path, last = key.split(".")
-        table = raw
-        for depth, part in enumerate(path, start=1):
-            table = table.setdefault(part, {})
-            if not isinstance(table, dict):
-                known = ".".join(path[:depth])
-                raise ConfigError(f"{key!r} is no key: {known} is a value, not a table.")
         if value == {}:
-            table.pop(last, None)  # a table that an axis before made, taken away
+            table, last = place_of(raw, key)
+            table.pop(last, None)  # remove a table that an earlier axis made
         else:
-            table[last] = deepcopy(value)
+            set_in(raw, key, deepcopy(value))

@@ -1,8 +1,8 @@
-"""Tasks in processes of their own: one that dies costs its task a second try and the other tasks nothing.
+"""Tasks in separate processes: if one dies, its task gets a second try and the others lose nothing.
 
-Each process is an `Executor` of one worker, so that a dead one says whose task it was, and takes no other's hours with
-it: a death among `workers.Processes`, which share their work, has all unfinished work done again. Interrupts reach the
-parent alone, which ends them; they end with it, also in the middle of a task (`workers.lifeline`).
+Each process is an `Executor` with one worker, so that a dead one identifies its task and costs no other's hours: after
+a death among `workers.Processes`, which share their work, all unfinished work is done again. Only the parent gets
+interrupts and ends the processes; they also end with it, even in the middle of a task (`workers.lifeline`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedlora.workers.lifeline import Executor
 T = TypeVar("T")
 R = TypeVar("R")
 _TRIES = 2
-_LOOK = 0.3  # seconds between two looks at what runs
+_LOOK = 0.3  # seconds between two checks of the running tasks
 
 
 def run_in_processes(
@@ -30,14 +30,14 @@ def run_in_processes(
     wanted: Callable[[T], bool],
     watch: Callable[[Sequence[T]], None],
 ) -> Iterator[tuple[T, R | BaseException]]:
-    """(task, function(task)) as they come; in place of the result the exception, where there is one.
+    """(task, function(task)) as they come; an exception takes the place of the result.
 
     Args:
         begin: called once in each new process.
-        wanted: asked before a task is started; one that is not wanted is left out.
-        watch: called with the running tasks, every now and then.
+        wanted: called before a task is started; False leaves the task out.
+        watch: called with the running tasks every now and then.
 
-    A task whose process died is run again in a new one; when that dies too, its result is a `BrokenProcessPool`.
+    A task whose process died runs again in a new one; if that dies too, its result is a `BrokenProcessPool`.
     """
     waiting = deque(enumerate(tasks))
     deaths: Counter[int] = Counter()
@@ -67,8 +67,8 @@ def run_in_processes(
 
 
 def _end(slots: Sequence[_Slot[Any]]) -> None:
-    """All of them, also where an interrupt comes meanwhile: it is raised when none is left. Python's own end would wake
-    an executor that is half closed, and print what went wrong there."""
+    """End all of them, even if an interrupt comes meanwhile; it is raised at the end. Python's own end would wake a
+    half-closed executor, and print its errors."""
     interrupt: KeyboardInterrupt | None = None
     waiting = list(slots)
     while waiting:
@@ -82,7 +82,7 @@ def _end(slots: Sequence[_Slot[Any]]) -> None:
 
 
 class _Slot(Generic[R]):
-    """A place for one process and its one task. The process starts with its first task."""
+    """A slot for one process and its one task. The process starts with its first task."""
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin
@@ -96,7 +96,7 @@ class _Slot(Generic[R]):
         return self._executor.submit(function, task)
 
     def end(self) -> None:
-        """At once where a task still runs. It starts anew with the next one."""
+        """End the process, at once if a task still runs. The next task starts a new one."""
         if self._executor is not None:
-            self._executor.end(at_once=not self.idle)  # what was finished is stored, whole
+            self._executor.end(at_once=not self.idle)  # finished work is stored completely
         self._executor = None

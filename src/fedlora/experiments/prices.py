@@ -1,4 +1,4 @@
-"""What a row costs where nothing is wrong (`peace`), and saves elsewhere: on the test set after the last round."""
+"""What a row costs without an attack (`peace`), and saves elsewhere: on the test set after the last round."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fedlora.training.metrics import METRICS
 @dataclass(frozen=True)
 class Price:
     """One row against the reference in one place. where: the labels of the other axes. peaceful: nobody attacks there.
-    mean: of the row itself. better: how much better than the reference it is, negative where it is worse, the mean over
-    the seeds that both have; low, high: its 95 % interval (paired t), None with one seed. Where a run has no number
-    mean or better is NaN; better also where the reference was measured on other data, and then unlike is true."""
+    mean: of the row itself. better: its mean advantage over the reference, negative if it is worse, over the seeds that
+    both have; low, high: its 95 % interval (paired t), None with one seed. If a run has no number, mean or better is
+    NaN; better also if the reference was measured on other data, and then unlike is true."""
 
     row: str
     where: Mapping[str, str]
@@ -33,8 +33,8 @@ class Price:
 
 
 def prices(grid: Grid) -> list[Price]:
-    """Every row in every place where row and reference share a seed, by each of `SCORES` that any run has; empty for an
-    experiment without `peace`."""
+    """Every row in every place where row and reference share a seed, for each of `SCORES` that any run has; empty for
+    an experiment without `peace`."""
     peace, reference = grid.experiment.peace, grid.experiment.reference
     if peace is None or reference is None:
         return []
@@ -67,7 +67,7 @@ def prices(grid: Grid) -> list[Price]:
 
 
 def price_rows(found: Sequence[Price], score: str) -> tuple[list[str], list[list[str]]]:
-    """(columns, rows) of one score's table in words: a row a label, peace first, "value (how much better)" in each."""
+    """(columns, rows) of one score's table in words: a row per label, peace first, "value (advantage)" in each cell."""
     of = [price for price in found if price.score == score]
     places = list(dict.fromkeys(_place(price) for price in sorted(of, key=lambda p: not p.peaceful)))
     labels = list(dict.fromkeys(price.row for price in of))
@@ -82,7 +82,7 @@ def _place(price: Price) -> str:
 
 
 def _cell(price: Price | None) -> str:
-    """The score, and behind it what it cost (peace) or saved, with its interval."""
+    """The score, followed by its cost (peace) or saving, with the interval."""
     if price is None:
         return ""
     if price.unlike:

@@ -1,7 +1,7 @@
-"""One self-contained HTML page of all experiments: what is decided, how, and every number with its command.
+"""One self-contained HTML page about all experiments: the decisions, how they were made, and each number's command.
 
-No script, no outside request: pictures and style are inside the page, whose template is page.html. Its tables are those
-of Markdown pages (`page_tables`) and of `decisions`; nothing here is computed.
+No script, no outside request: pictures and style are inside the page, from the template page.html. It takes its tables
+from Markdown pages (`page_tables`) and from `decisions`, and computes nothing.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ _ONE_LOOK = "Nothing is shown before all of them are there: a look in between wo
 
 @dataclass(frozen=True)
 class Decided:
-    """What the page says of verdicts. answers: every family that has a plan. grids: experiment -> its planned runs.
-    past: experiment -> how its verdicts came about, as its plan tells it."""
+    """The page's input about verdicts. answers: every family with a plan. grids: experiment -> its planned runs. past:
+    experiment -> the history of its verdicts, from its plan."""
 
     claims: Claims
     experiments: Mapping[str, Experiment]
@@ -56,7 +56,7 @@ class Decided:
 
 
 def write_report(path: Path, grids: Sequence[Grid], paper: Path, decided: Decided | None = None) -> None:
-    """The page, of those grids that have any result. paper: the file of the paper's numbers, which may be missing.
+    """Write the page, on grids with any result. paper: the file of the paper's numbers, which may be missing.
 
     Raises:
         ConfigError: jinja2 or matplotlib is missing, or there is no result at all.
@@ -86,14 +86,14 @@ def write_report(path: Path, grids: Sequence[Grid], paper: Path, decided: Decide
 
 
 def _marked(words: str) -> object:
-    """Escaped, with *emphasis* as Markdown has it."""
+    """The text escaped, with *emphasis* as in Markdown."""
     from markupsafe import Markup, escape
 
     return Markup(re.sub(r"\*(\S.*?)\*", r"<i>\1</i>", str(escape(words))))
 
 
 def section(grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
-    """What page.html shows of an experiment. printed: column -> row -> the paper's number."""
+    """An experiment's section for page.html. printed: column -> row -> the paper's number."""
     experiment, of = grid.experiment, f"{grid.experiment.name} --profile {grid.profile}"
     apart = "" if grid.profile in ("mini", "paper") else f" ({grid.profile})"
     made = tables_of(grid)
@@ -121,7 +121,7 @@ def section(grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> dict[str
 
 
 def _beside_the_paper(table: Table, grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> Table:
-    """The table of scores, a row a cell, with what the paper prints for the cell's labels."""
+    """The table of scores, a row per cell, with the paper's number for the cell's labels."""
     beside = grid.experiment.columns or [axis for axis in grid.experiment.axes if axis not in grid.experiment.rows]
     told = []
     for cell in score_cells(grid):
@@ -133,8 +133,8 @@ def _beside_the_paper(table: Table, grid: Grid, printed: Mapping[str, Mapping[st
 
 
 def _picture(grid: Grid, margins: Mapping[str, float] | None = None) -> object:
-    """Scores by epsilon, dots of merged runs, or curves; None where there is nothing to draw. margins: score -> what is
-    too small to matter, of an experiment that is decided."""
+    """Scores by epsilon, dots of merged runs, or curves; None if there is nothing to draw. margins: score -> the
+    largest difference that does not matter, if decided."""
     from markupsafe import Markup
 
     from fedlora.experiments.pictures import figure_of, inline
@@ -143,11 +143,11 @@ def _picture(grid: Grid, margins: Mapping[str, float] | None = None) -> object:
     return figure and Markup(inline(figure, f"{grid.experiment.title}, {grid.profile}{', decided' * bool(margins)}"))
 
 
-# ---- what is decided -------------------------------------------------------------------------------------------------
+# ---- decisions -------------------------------------------------------------------------------------------------------
 
 
 def decided_part(decided: Decided) -> dict[str, Any]:
-    """What page.html shows of verdicts."""
+    """The verdicts for page.html."""
     claims = decided.claims
     asked = dict.fromkeys(family.experiment for family in claims.families.values())
     return {
@@ -186,7 +186,7 @@ def _decided(decided: Decided, name: str) -> dict[str, Any]:
 
 
 def _maps(name: str, found: Sequence[Answers]) -> list[object]:
-    """A heat map for each score that families go by: one scale has one unit."""
+    """A heat map for each score of the families, because one scale has one unit."""
     from markupsafe import Markup
 
     from fedlora.experiments.map_picture import map_figure

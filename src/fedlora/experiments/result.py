@@ -1,7 +1,7 @@
-"""What a finished run left: one value, and the numbers that runs are compared by.
+"""The result of a finished run: one value, with the numbers that runs are compared by.
 
-A line of a results file (`store`) is one of these. It names no path and, but for `machine`, `parts` and times, nothing
-of where it was made. Keys of a run's summary that no table asks for are not in it; they stand in the run's folder.
+A line of a results file (`store`) is one of these. It contains no path and, except for `machine`, `parts` and times,
+nothing about where it was made. Keys of a run's summary that no table uses stay in the run's folder.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from fedlora.runs.config import FORMER_DEFAULTS, RunConfig
 from fedlora.training.metrics import by_guessing, find_metric, is_better
 
 PADDED = "padded-average"  # the method whose error every run measures on its own uploads
-SCORES = ("loss", "accuracy")  # of the test set after the last round, what costs are told by
-ABSENT: Literal["absent"] = "absent"  # of a client that a round did not ask, or a score that it did not measure
+SCORES = ("loss", "accuracy")  # on the test set after the last round, for the tables of costs
+ABSENT: Literal["absent"] = "absent"  # a client that a round did not ask, or a score that it did not measure
 Scores = dict[str, float | None]  # score -> value; None: the run diverged
 Columns = dict[str, list[float | Literal["absent"] | None]]
 
 
 class Part(BaseModel):
-    """A table of a stored line. Keys that it does not name are not read."""
+    """A table of a stored line. Unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class Commit(Part):
-    """clean: of a checkout without local changes."""
+    """clean: from a checkout without local changes."""
 
     id: str
     clean: bool
@@ -55,7 +55,7 @@ class Machine(Part):
 
 
 class Made(Part):
-    """What computed a part of a run, the rounds after `after`. commit: None for code outside a checkout."""
+    """The origin of a part of a run, the rounds after `after`. commit: None for code outside a checkout."""
 
     commit: Commit | None
     machine: Machine | None
@@ -67,8 +67,8 @@ class Made(Part):
 
 
 class Merged(Part):
-    """What one merger made of a run's uploads (`mergers`). strength: C of a head; strengths_tried: the ends of its
-    grid. made: what made it, where that was not noted with the training."""
+    """One merger's result from a run's uploads (`mergers`). strength: C of a head; strengths_tried: the ends of its
+    grid. made: its origin, if it was not recorded with the training."""
 
     merger: dict[str, Any]
     test: Scores
@@ -82,7 +82,7 @@ class Merged(Part):
 
 
 class Spent(Part):
-    """What a private run was planned to spend."""
+    """A private run's planned spending."""
 
     epsilon_planned: float | None
     delta: float
@@ -93,7 +93,7 @@ class Spent(Part):
 
 
 class Confusion(Part):
-    """Of the test set: a row is a true class, a column what its examples were taken for."""
+    """The test set's confusion: a row is a true class, a column a predicted class."""
 
     classes: list[str]
     last: list[list[int]] | None = None
@@ -101,7 +101,7 @@ class Confusion(Part):
 
 
 class Held(Part):
-    """Held-out scores at the round that is best on validation, and at the last one."""
+    """Held-out scores at the best validation round, and at the last one."""
 
     best: Scores = {}
     last: Scores = {}
@@ -109,7 +109,7 @@ class Held(Part):
 
 class History(Part):
     """The rounds, by columns. losses: client -> its training loss in each round. metrics: score -> its value on
-    validation in each of the rounds `evaluated`. padded_error, server_rank: of each round; None where not measured."""
+    validation in each of the rounds `evaluated`. padded_error, server_rank: of each round; None if not measured."""
 
     losses: Columns = {}
     evaluated: list[int] = []
@@ -190,28 +190,28 @@ class Result(Part):
 
     @cached_property
     def settings(self) -> RunConfig:
-        """The configuration, with the defaults that it was run with."""
+        """The configuration, with the defaults at the time of the run."""
         return whole_config(self.config)
 
     @property
     def made(self) -> list[Made]:
-        """What computed it: each part of the training, and its mergers, or the one merger that it is."""
+        """Its origins: each part of the training, and its mergers, or the one merger that it is."""
         trained = self.parts or [Made(commit=self.commit, machine=self.machine)]
         merged = self.mergers.values() if self.of is None else [self.of]
         return [*trained, *(one.made for one in merged if one.made is not None)]
 
     @property
     def clean(self) -> bool:
-        """Whether every part of it comes of a commit without changes."""
+        """Whether every part comes from a commit without changes."""
         return all(part.clean for part in self.made)
 
     def commits(self, digits: int) -> list[str]:
-        """Of all its parts, each once, cut to so many digits; "unknown" for code outside a checkout."""
+        """The commits of all its parts, each once, cut to this many digits; "unknown" for code outside a checkout."""
         return list(dict.fromkeys(_commit_words(part.commit, digits) for part in self.made))
 
     @property
     def validation(self) -> Held:
-        """The scores on validation; of a merger its own."""
+        """The scores on validation; a merger has its own."""
         if self.of is not None:
             return Held(best=self.of.validation, last=self.of.validation)
         last = self.history.evaluated[-1] if self.history.evaluated else None
@@ -219,12 +219,12 @@ class Result(Part):
 
     @property
     def validation_best(self) -> float:
-        """NaN where no round had a number: it diverged at once."""
+        """The best score on validation; NaN if no round had a number, because it diverged at once."""
         return _number(self.validation.best.get(self.metric))
 
     @property
     def megabytes_up(self) -> float | None:
-        """What clients sent in all rounds, heads included; None of a private run, which does not tell."""
+        """What clients sent in all rounds, heads included; None for a private run, which does not report it."""
         return (self.bytes["up_adapter"] + self.bytes["up_heads"]) / 1e6 if self.bytes else None
 
     @property
@@ -237,21 +237,21 @@ class Result(Part):
         return self.gauge_drift.get(self.method)
 
     def on_own_data(self, which: str) -> bool:
-        """Whether a number is of clients' own models, each on its client's own data: none of a server's is like it. A
-        merger is measured on the common data."""
+        """Whether a number describes clients' own models, each on its client's own data, which no server's number is
+        comparable with. A merger is measured on the common data."""
         return self.target == "clients" and self.of is None and parse_number(which).own_data(self.settings)
 
     def tested(self, score: str) -> float | None:
-        """A score on the test set after the last round; None where there is no finite number."""
+        """A score on the test set after the last round; None if there is no finite number."""
         value = _number(self.test.last.get(score))
         return value if math.isfinite(value) else None
 
     def chance(self, metric: str | None = None) -> float | None:
-        """What guessing would score by that metric, or the result's own; None where there is no such number."""
+        """The score of guessing by that metric, or the result's own; None if there is no such number."""
         return by_guessing(metric or self.metric, len(self.confusion.classes) if self.confusion else 0)
 
     def merged(self, label: str, merger: Mapping[str, Any]) -> Result | None:
-        """The result of one merger of the run's uploads, as if it were a run; None where none of these settings was
+        """The result of one merger of the run's uploads, as if it were a run; None if no merger with these settings was
         made. The settings decide, whatever label they were made under."""
         mine = self.mergers.get(label)
         made = [mine] if mine is not None and mine.merger == merger else [
@@ -263,7 +263,7 @@ class Result(Part):
         return self.model_copy(update=changes)
 
     def with_mergers_of(self, other: Result) -> Result:
-        """With those mergers of another result of this run that this one lacks."""
+        """The result, with the mergers of another result of this run that it lacks."""
         new = {
             label if label not in self.mergers else f"{label} (changed)": one
             for label, one in other.mergers.items()
@@ -272,8 +272,8 @@ class Result(Part):
         return self.model_copy(update={"mergers": {**new, **self.mergers}}) if new else self
 
     def score(self, which: str) -> float | None:
-        """A number by its name (`scores.KNOWN`). None where the run has no such number: it diverged, never got there,
-        or was evaluated too seldom. Raises `ConfigError` for a name that is none."""
+        """A number by its name (`scores.KNOWN`). None if the run has no such number: it diverged, never got there, or
+        was evaluated too seldom. Raises `ConfigError` for an unknown name."""
         number = parse_number(which)
         if number.where == "rounds":
             return self.rounds_to(number.amount)
@@ -289,17 +289,17 @@ class Result(Part):
         return None if math.isnan(found) else found
 
     def by_group(self, which: str) -> dict[str, float]:
-        """Held-out set -> its own score, of "test, last", "unseen, last" and so on, where there are several sets."""
+        """Held-out set -> its own score, for "test, last", "unseen, last" and so on, if there are several sets."""
         scores = self._held_out(parse_number(which))
         return {name.removeprefix("group/"): _number(x) for name, x in scores.items() if name.startswith("group/")}
 
     def rounds_to(self, target: float) -> int | None:
-        """The first evaluated round whose validation metric reaches the target; None where none does (censored)."""
+        """The first evaluated round whose validation metric reaches the target; None if none does (censored)."""
         curve = self.history.curve(self.metric).items()
         return next((t for t, x in curve if not math.isnan(x) and not is_better(self.metric, target, x)), None)
 
     def _of_validation(self, number: Number) -> float:
-        """NaN where there is no such number."""
+        """The number on validation; NaN if there is none."""
         if number.what == "best":
             return self.validation_best
         history = list(self.history.curve(self.metric).values())
@@ -315,12 +315,12 @@ class Result(Part):
         if number.what == "jitter":
             return stdev(changes)
         up = find_metric(self.metric).larger_is_better
-        return max([0.0, *(-change if up else change for change in changes)])  # a rise, where less is better
+        return max([0.0, *(-change if up else change for change in changes)])  # a rise, if less is better
 
     def _of_server(self, what: str) -> float:
-        """Relative numbers of the last round's update: how far it is from the exact mean, how far it moves when clients
-        change their coordinates, and how far zero-padded factor averages of the same uploads would have been off. NaN
-        where it was not measured."""
+        """Relative numbers of the last round's update: its distance from the exact mean, how far it moves when clients
+        change their coordinates, and the error that zero-padded factor averages of the same uploads would have had. NaN
+        if it was not measured."""
         if what == "gauge drift":
             return _number(self.gauge_drift.get(self.of.merger.get("name", "") if self.of else self.method))
         if what == "error" and (self.of is not None or self.method != PADDED):
@@ -328,14 +328,14 @@ class Result(Part):
         return _number(self.padded_error)
 
     def _held_out(self, number: Number) -> Scores:
-        """The scores on the test set or on a further one; empty where it was not measured."""
+        """The scores on the test set or on a further one; empty if it was not measured."""
         if number.where == "test":
             return self.test.best if number.what == "best" else self.test.last
         return self.probes.get(number.what, {}).get(number.where, {})
 
 
 def short_config(config: RunConfig) -> dict[str, Any]:
-    """What differs from the defaults; and those keys whose default has changed since the first runs were stored."""
+    """Settings that differ from the defaults, and keys whose default has changed since the first runs were stored."""
     told = config.model_dump(mode="json", exclude_defaults=True)
     for table, key in FORMER_DEFAULTS:
         told.setdefault(table, {})[key] = getattr(getattr(config, table), key)
@@ -343,7 +343,7 @@ def short_config(config: RunConfig) -> dict[str, Any]:
 
 
 def whole_config(told: Mapping[str, Any]) -> RunConfig:
-    """The configuration of what `short_config` gave."""
+    """The whole configuration from the result of `short_config`."""
     tables = {key: dict(value) if isinstance(value, Mapping) else value for key, value in told.items()}
     for (table, key), former in FORMER_DEFAULTS.items():
         tables.setdefault(table, {}).setdefault(key, former)
@@ -351,12 +351,12 @@ def whole_config(told: Mapping[str, Any]) -> RunConfig:
 
 
 def content(facts: Any) -> str:
-    """A digest of what a manifest says of a part of the data, or of a model's files."""
+    """A digest of a manifest's facts about a part of the data, or about a model's files."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def unclean_lines(results: Iterable[Result]) -> list[str]:
-    """A line where some are of a changed checkout."""
+    """A line if some results are from a changed checkout."""
     each = list(results)
     changed = sum(not result.clean for result in each)
     return [f"{changed} of {len(each)} results are of changed checkouts, which no commit describes."] if changed else []

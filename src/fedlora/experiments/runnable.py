@@ -1,4 +1,4 @@
-"""What is known of runs before they start: what cannot be run, and which results are of other data or other code."""
+"""Checks of runs before they start: what cannot be run, and which results are from other data or other code."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from fedlora.runs.inputs import MISSING, named, own_paths
 
 
 def check_number(experiment: Experiment, profile: str, which: str) -> None:
-    """Raises `ConfigError`, before anything is run, for a number (`Result.score`) that is none, or that no run
-    of the profile can have."""
+    """Raises `ConfigError`, before anything is run, for a number (`Result.score`) that is unknown, or that no run of
+    the profile can have."""
     number, whys = parse_number(which), []
     for cell in experiment.cells(profile):
         why = number.lacks(first_run(experiment, profile, cell).config)
@@ -33,8 +33,8 @@ def check_number(experiment: Experiment, profile: str, which: str) -> None:
 
 
 def check_runnable(runs: Iterable[PlannedRun]) -> None:
-    """Raises `ConfigError`, with the run, for a method or a rule that there is not, or that refuses its settings, and
-    for ranks that are not those of as many clients. What only data or model show is found when a run begins."""
+    """Raises `ConfigError`, with the run, for a method or rule that does not exist or refuses its settings, and for
+    ranks that do not fit the number of clients. Problems that only data or model show are found when a run begins."""
     known: set[str] = set()
     for run in runs:
         check_private_data(run)
@@ -49,7 +49,7 @@ def check_runnable(runs: Iterable[PlannedRun]) -> None:
 
 
 def check_private_data(run: PlannedRun) -> None:
-    """Raises `ConfigError` for a private run on data files of one's own."""
+    """Raises `ConfigError` for a private run on your own data files."""
     if run.config.privacy is not None and any(key.startswith("data.") for key in run.files):
         raise ConfigError(
             "an experiment's results name data files by their digests, which say something about every client in "
@@ -58,25 +58,25 @@ def check_private_data(run: PlannedRun) -> None:
 
 
 def unfit(config: RunConfig) -> str | None:
-    """Why the configuration alone shows that it cannot be run, with any seed; None where it does not."""
+    """Why the configuration alone shows that it cannot be run, with any seed; None if it does not."""
     try:
         server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
         names = [str(k) for k in range(clients_of(config))]
         assigned = config.clients.assigned(names, config.run.seed) if names else {}
         ranks = {of.attention for of in assigned.values()}
-        if ranks:  # a model of one square matrix says whether the method serves them
+        if ranks:  # a model of one square matrix shows whether the method serves them
             size = max(ranks)
             state = server.init(Adapter({"any": LoRA(torch.zeros(size, size), torch.eye(size))}))
             for rank in sorted(ranks):
-                server.download(state, Client(f"of rank {rank}", rank))
+                server.download(state, Client("one of them", rank))
     except FedLoRAError as error:
         return str(error)
     return None
 
 
 def clients_of(config: RunConfig) -> int:
-    """How many there are: the files of data.clients, the tasks of superni, or clients.count, else one for each rank;
-    0 where only the data tell."""
+    """The number of clients: the files of data.clients, the tasks of superni, or clients.count, otherwise one for each
+    rank; 0 if only the data tell."""
     clients, data = config.clients, config.data
     if data.clients:
         return len(data.clients)
@@ -86,7 +86,7 @@ def clients_of(config: RunConfig) -> int:
 
 
 def missing_files(runs: Sequence[PlannedRun]) -> list[str]:
-    """A line for each file or folder that there is not."""
+    """A line for each missing file or folder."""
     found = {key: _path(run, key) for run in runs for key, what in run.files.items() if what == MISSING}
     return [
         f"{key}: {path} does not exist, and runs are known by its content. Relative paths start at the folder of the "
@@ -100,8 +100,8 @@ def _path(run: PlannedRun, key: str) -> str:
 
 
 def other_files(runs: Sequence[PlannedRun], results: Mapping[str, Result]) -> list[str]:
-    """A line for each data set or model of which there are results of another content, under the same name in the same
-    configuration; and for each that is not there now."""
+    """A line for each data set or model for which there are results with other content, under the same name in the same
+    configuration; and for each that is missing now."""
     wanted = {named(run.config).digest(): run for run in runs if run.files and run.digest not in results}
     found: Counter[tuple[str, str, str, str]] = Counter()
     for result in results.values() if wanted else ():
@@ -122,8 +122,8 @@ def left_out(
     experiment: Experiment, profile: str, results: Mapping[str, Result], unclean: Mapping[str, Result], folder: Path,
     failed: Collection[str],
 ) -> list[str]:  # fmt: skip
-    """A line where runs of the profile, of its search or its table, have no result but one of code that no commit
-    describes. unclean: these, of `folder`. results: all the others."""
+    """A line if runs of the profile, of its search or its table, have a result only from uncommitted code. unclean:
+    these results, from `folder`. results: all the others."""
     aside = {digest: result for digest, result in unclean.items() if digest not in results}
     runs = [*searches(experiment, profile), *mains(experiment, profile, {**aside, **results}, failed)] if aside else []
     gone = [aside[digest] for digest in dict.fromkeys(run.digest for run in runs) if digest in aside]

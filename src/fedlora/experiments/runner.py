@@ -1,7 +1,7 @@
 """Run what is missing of an experiment: finished runs are skipped, interrupted ones resumed, failures kept apart.
 
-Several processes may run one experiment in one folder: a run is one process's at a time, and who finds it taken does
-the others first, then waits for it.
+Several processes may run one experiment in one folder: each run has one process at a time, and a process that finds a
+run taken does the others first, then waits for it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 from filelock import Timeout
 
 from fedlora.data.demo import PACKAGED
-from fedlora.errors import FedLoRAError, WorkerDied
+from fedlora.errors import FedLoRAError, FilesChanged, WorkerDied
 from fedlora.experiments.origin import made_by, note
-from fedlora.experiments.places import FilesChanged, Places, by_machine
+from fedlora.experiments.places import Places, by_machine
 from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
 from fedlora.experiments.pool import run_in_processes
 from fedlora.experiments.result import content
@@ -44,8 +44,8 @@ Tick = Callable[[PlannedRun, int], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one run. error: one line, or None. by_machine: it is not the configuration that failed, but what
-    it ran on. busy: another process has it."""
+    """The outcome of one run. error: one line, or None. by_machine: not the configuration failed, but the machine.
+    busy: another process has it."""
 
     run: PlannedRun
     seconds: float
@@ -55,8 +55,8 @@ class Outcome:
 
 
 def missing(experiment: Experiment, profile: str, places: Places, failed: Collection[str] = ()) -> list[PlannedRun]:
-    """The runs that can be started now: of the search, or, where it is done for a cell, of the cell. failed: digests of
-    runs of the search that it goes without."""
+    """The runs that can be started now: the search's, or a cell's if its search is done. failed: digests of search runs
+    that the search does without."""
     done = places.finished(unclean=True)
     wanted = [*searches(experiment, profile), *mains(experiment, profile, done, failed)]
     found: dict[str, PlannedRun] = {}
@@ -74,12 +74,12 @@ def run_all(
     tick: Tick | None = None,
     wanted: Callable[[PlannedRun], bool] = lambda run: True,
 ) -> Generator[Outcome, None, None]:
-    """Run them, yielding each outcome as it comes. Close the iterator to end what still runs.
+    """Run them, and yield each outcome as it comes. Close the iterator to end the runs still going.
 
     Args:
-        workers: processes; each uses the threads that a run's configuration names. With 1, all is in this process.
+        workers: processes; each uses the threads in a run's configuration. With 1, all is in this process.
         tick: called with a run and its newest round.
-        wanted: asked before a run is started; one that is not wanted is left out.
+        wanted: called before a run is started; False leaves the run out.
     """
     for wait in (False, True):
         taken: list[PlannedRun] = []
@@ -95,7 +95,7 @@ def _once(
     runs: Sequence[PlannedRun], places: Places, workers: int, tick: Tick | None, wanted: Callable[[PlannedRun], bool],
     wait: bool,
 ) -> Generator[Outcome, None, None]:  # fmt: skip
-    """Each run once. wait: for those that another process has."""
+    """Each run once. wait: for runs that another process has."""
     if workers == 1:
         for run in runs:
             if wanted(run):
@@ -113,7 +113,7 @@ def _once(
 
 
 def _check_unchanged(run: PlannedRun) -> None:
-    """Raises `FilesChanged` where a file that the run is known by has changed since it was planned."""
+    """Raises `FilesChanged` if a file in the run's identity has changed since it was planned."""
     now = contents(run.config) if run.files else {}
     changed = [key for key in now if now[key] != run.files[key]]
     if changed:
@@ -124,8 +124,8 @@ def _check_unchanged(run: PlannedRun) -> None:
 
 
 def _check_one_kind(run: PlannedRun, manifest: Mapping[str, Any], places: Places) -> None:
-    """Raises `FilesChanged` where finished runs had another content of what is known by its name alone: a model of the
-    hub, data of a task."""
+    """Raises `FilesChanged` if finished runs had other content of something identified only by its name: a model from
+    the hub, data of a task."""
     config = run.config
     model = None if "model.path" in run.files or config.model.path in PACKAGED else config.model.path
     task = None if config.data.task is None or config.privacy is not None else config.data
@@ -145,22 +145,22 @@ def _check_one_kind(run: PlannedRun, manifest: Mapping[str, Any], places: Places
 
 
 def _note(places: Places, run: PlannedRun, error: Exception) -> None:
-    """Keep the failure, where the disk still takes it; it is told in any case."""
+    """Store the failure, if the disk still takes it; it is reported in any case."""
     with suppress(OSError):
         places.failed(run, error)
 
 
 def _lost(run: PlannedRun, places: Places, error: object) -> Outcome:
-    """A run that never came back from its process."""
-    why = f"{type(error).__name__}: {error}"
-    if isinstance(error, BrokenProcessPool):
-        why = "its process was killed twice, perhaps for want of memory (try fewer --workers)"
-    _note(places, run, WorkerDied(why) if isinstance(error, BrokenProcessPool) else RuntimeError(why))
-    return Outcome(run, 0.0, why, by_machine=isinstance(error, BrokenProcessPool))
+    """The outcome of a run that never came back from its process."""
+    killed = isinstance(error, BrokenProcessPool)
+    told = "its process was killed twice, perhaps for want of memory (try fewer --workers)"
+    why = told if killed else f"{type(error).__name__}: {error}"
+    _note(places, run, WorkerDied(why) if killed else RuntimeError(why))
+    return Outcome(run, 0.0, why, by_machine=killed)
 
 
 def _merge(run: PlannedRun, prepared: Prepared, places: Places) -> None:
-    """What the run's mergers make of its uploads, beside what others made of them before: into the run's folder."""
+    """Write the results of the run's mergers into its folder, with those that were made before."""
     from fedlora.experiments.mergers import merge_all
 
     folder = places.folder(run)
@@ -169,7 +169,7 @@ def _merge(run: PlannedRun, prepared: Prepared, places: Places) -> None:
     made = merge_all(prepared, deal(run.config, places.data_root, classes), folder, run.mergers, validate=run.searching)
     now = made_by(prepared.manifest)
     for label, facts in made.items():
-        told = before.get(label, facts)["merger"] == facts["merger"]  # another experiment's label may be of another one
+        told = before.get(label, facts)["merger"] == facts["merger"]  # another experiment's label may mean another one
         before[label if told else f"{label} ({_short_digest(facts['merger'])})"] = {**facts, "made": now}
     folder.write_json(MERGERS, before)
 
@@ -179,18 +179,18 @@ def _short_digest(settings: Mapping[str, Any]) -> str:
 
 
 def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:
-    """Whether the run is whole already: then its numbers stay those of the code that made them. Raises
-    `CheckpointError` where it is of other data or another model than there are now."""
+    """Whether the run is complete already: then its numbers stay those of the code that made them. Raises
+    `CheckpointError` if it used other data or another model than the current ones."""
     if prepared.config.privacy is not None or not folder.finished():
         return False
     if resuming.changes(folder, prepared.config) and not resuming.changed_keys(folder, prepared.config) <= {*run.files}:
-        return False  # files of one's own may have moved
+        return False  # the user's own files may have moved
     resuming.check_content(folder, prepared.manifest)
     return folder.whole()
 
 
 def _one(places: Places, wait: bool, run: PlannedRun, tick: Tick | None = None) -> Outcome:
-    """One run in this process, unless another one has it, or finished it meanwhile."""
+    """Run one in this process, unless another process has it, or has finished it meanwhile."""
     try:
         with places.lock(run).acquire(blocking=wait):
             if places.done(run):
@@ -201,12 +201,12 @@ def _one(places: Places, wait: bool, run: PlannedRun, tick: Tick | None = None) 
     except Timeout:
         return Outcome(run, 0.0, None, busy=True)
     finally:
-        gc.collect()  # models hold themselves in circles, and a process makes many runs
+        gc.collect()  # models have reference cycles, and a process makes many runs
 
 
 def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
     from fedlora.runs.execution import execute
-    from fedlora.runs.preparation import prepare  # transformers: only the processes that run need it
+    from fedlora.runs.preparation import prepare  # imports transformers, only in processes that run
 
     began = time.perf_counter()
     if tick is not None:

@@ -1,19 +1,20 @@
-"""The numbers that runs are compared by: each has a name, as "test, best" or "rounds to 0.92", a unit, and words.
+"""The numbers that runs are compared by: each has a name, such as "test, best" or "rounds to 0.92", a unit, and words.
 
-All are of `evaluate.metric`, but for those of the server, which are of updates and relative. "best" is at the round
-that is best on validation, "last" at the last one.
+All use `evaluate.metric`, except the server's, which describe updates and are relative. "best" is at the best
+validation round, "last" at the last one.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fedlora.errors import ConfigError
 from fedlora.runs.config import RunConfig
 from fedlora.training.metrics import find_metric, score_name
 
-_PROBES = ("unseen", "validation_mismatched")  # of superni's tasks that nobody trains on; mnli's second test set
+_PROBES = ("unseen", "validation_mismatched")  # superni's tasks that nobody trains on; mnli's second test set
 KNOWN = (
     "test, best", "test, last", "validation, best", "validation, last", "validation, mean of last K",
     "validation, largest drop", "validation, jitter", "rounds to X", "clients, last",
@@ -24,8 +25,8 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class Number:
-    """A name taken apart. where: "test", "validation", "clients", "rounds", "server" or a further test set. what:
-    which of its numbers. amount: the K of "mean of last K", the X of "rounds to X"."""
+    """A parsed name. where: "test", "validation", "clients", "rounds", "server" or a further test set. what: which of
+    its numbers. amount: the K of "mean of last K", the X of "rounds to X"."""
 
     name: str
     where: str
@@ -34,17 +35,17 @@ class Number:
 
     @property
     def changes(self) -> bool:
-        """Whether it tells how validation moves, and not how high it is."""
+        """Whether it describes how validation moves, and not how high it is."""
         return self.what in ("largest drop", "jitter")
 
     @property
     def of_target(self) -> bool:
-        """Whether it is measured on what `evaluate.target` names, the server's model or the clients' own ones."""
+        """Whether it is measured on the models that `evaluate.target` names, the server's or the clients' own."""
         return self.where not in ("clients", "server")
 
     def own_data(self, config: RunConfig) -> bool:
-        """Whether clients have held-out data of their own for it: there a client's own model is measured on these, and
-        a server's model on the common ones."""
+        """Whether clients have their own held-out data for it; a client's own model is then measured on these, and a
+        server's model on the common data."""
         if not self.of_target or self.where in _PROBES:
             return False
         part = config.data.test if self.where == "test" else config.data.validation
@@ -55,11 +56,11 @@ class Number:
         return self.where in ("rounds", "server") or self.changes or not find_metric(metric).larger_is_better
 
     def evaluations(self) -> int:
-        """On how many evaluations it is defined: a drop needs two, the deviation of changes three."""
+        """The number of evaluations that it needs: a drop two, the deviation of changes three."""
         return {"mean of last": int(self.amount), "largest drop": 2, "jitter": 3}.get(self.what, 1)
 
     def lacks(self, config: RunConfig) -> str | None:
-        """Why a run of this configuration cannot have the number; None where it can."""
+        """Why a run of this configuration cannot have the number; None if it can."""
         data, task = config.data, config.data.task
         no_test = data.test == 0 and task in (None, "superni") and config.clients.own_test is None
         needs_validation = self.where in ("validation", "rounds") or self.what == "best"
@@ -81,17 +82,17 @@ class Number:
 
 
 def of_clients(config: RunConfig) -> bool:
-    """Whether a run measures its clients' own models: it is asked to, or its method has no server model."""
+    """Whether a run measures its clients' own models: by its setting, or because its method has no server model."""
     roles, target = config.method.build().roles(0), config.evaluate.target
     return target == "clients" or (target == "auto" and "local" in (roles.B, roles.A))
 
 
 def parse_number(name: str) -> Number:
-    """The number of a name. Raises `ConfigError`, with all that there are, for one that is none."""
+    """The number with this name. Raises `ConfigError`, which lists all names, for an unknown one."""
     if name.startswith("rounds to "):
-        target = _finite(name.removeprefix("rounds to "))
-        if target is not None:
-            return Number(name, "rounds", "to", target)
+        with suppress(ValueError):  # Matthews correlation can be negative, so any finite number is valid
+            if math.isfinite(target := float(name.removeprefix("rounds to "))):
+                return Number(name, "rounds", "to", target)
     where, _, what = name.partition(", ")
     if where == "validation" and what.startswith("mean of last "):
         count = what.removeprefix("mean of last ")
@@ -105,18 +106,9 @@ def parse_number(name: str) -> Number:
     )
 
 
-def _finite(text: str) -> float | None:
-    """A finite number; Matthews correlation can be negative, so that any will do."""
-    try:
-        value = float(text)
-    except ValueError:
-        return None
-    return value if math.isfinite(value) else None
-
-
 # ---- in words ------------------------------------------------------------------------------------------------------
 
-# A metric, as scores have its name -> what it is, with its unit as it stands in tables of scores.
+# A metric's name in scores -> the metric with its unit, as in tables of scores.
 SCALES = {
     "loss": "log-loss in nats",
     "perplexity": "perplexity (1 is perfect)",
@@ -146,13 +138,13 @@ _OF_SERVER = {
 
 
 def scale(metric: str) -> str:
-    """ "log-loss in nats". metric: as a config or as scores have its name."""
+    """ "log-loss in nats". metric: as named in a config or in scores."""
     return SCALES[score_name(metric)]
 
 
 def explained(which: str, metric: str | None) -> str:
-    """A number, as `Result.score` takes its name, in words with its unit. metric: as scores have it; None where nothing
-    was run: its name alone."""
+    """A number, named as in `Result.score`, in words with its unit. metric: as named in scores; None if nothing was
+    run: the name alone."""
     number = parse_number(which)
     if number.where == "server":
         return _OF_SERVER[number.what]
@@ -172,5 +164,5 @@ def explained(which: str, metric: str | None) -> str:
 
 
 def capital(words: str) -> str:
-    """As a sentence begins."""
+    """The words with a capital first letter."""
     return words[:1].upper() + words[1:]

@@ -1,9 +1,9 @@
-"""The plan of an experiment, in a file: how many seeds, why, and at which rates.
+"""An experiment's plan, in a file: how many seeds, why, and at which rates.
 
     results/plans/NAME.json    written once by `fedlora experiment plan`, after the search and the pilot
 
-Nothing is decided without it, and nothing before its number of seeds is there. A plan that is written again says so
-beside every verdict; what the one before said stands in the history of the repository.
+Nothing is decided without it, or before its number of seeds has run. A plan that is written again says so beside every
+verdict; the previous plan is in the repository's history.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -24,16 +25,15 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Question
 from fedlora.experiments.decisions import Scores, gaps_of
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import PlannedRun, at_the_edge, chosen_value, first_run, level_values, searches
+from fedlora.experiments.plan import PlannedRun, first_run, searches
 from fedlora.experiments.result import Commit, Part, Result
 from fedlora.experiments.spec import Experiment
-from fedlora.experiments.store import exists
 from fedlora.experiments.verdicts import seeds_needed, weigh
 from fedlora.runs.inputs import named
 
 
 class Rate(Part):
-    """What the search chose for the cells `of`, and the score on validation of each value and run tried."""
+    """The search's choice for the cells `of`, and the score on validation of each value and run tried."""
 
     of: str
     key: str
@@ -50,9 +50,9 @@ class Before(Part):
 
 
 class SeedPlan(Part):
-    """A plan's file. asked: a digest of what is asked. defined: of each cell (`definitions`). needed: family -> the
-    seeds that it takes. spreads: family -> question -> standard deviation of its gaps in the pilot. results: what was
-    there already. before: when earlier plans of it were written, and how many seeds they had."""
+    """A plan's file. asked: a digest of the questions. defined: of each cell (`definitions`). needed: family -> the
+    seeds that it takes. spreads: family -> question -> standard deviation of its gaps in the pilot. results: those that
+    existed already. before: when earlier plans were written, and how many seeds they had."""
 
     experiment: str
     asked: str
@@ -69,7 +69,7 @@ class SeedPlan(Part):
 
     @property
     def history(self) -> list[str]:
-        """What a reader of verdicts has to know of how they came about. Empty for one plan before its runs."""
+        """What a reader of verdicts must know about their history. Empty for one plan before its runs."""
         count = len(self.before) + 1
         said = [
             f"Plan {k} of {count}, of {written}, had {seeds} seeds. What is said now was planned after it: if its "
@@ -85,12 +85,12 @@ class SeedPlan(Part):
 
 
 def path_of(results: Path, experiment: str) -> Path:
-    """Among the results."""
+    """A plan's path, among the results."""
     return results / "plans" / f"{experiment}.json"
 
 
 def asked(claims: Claims, experiment: str) -> str:
-    """A digest of what decides verdicts: pairs, set-ups, margins, scores, error rates and the gate; not the words."""
+    """A digest of everything that decides verdicts: pairs, set-ups, margins, scores, error rates and the gate."""
     families = {
         name: family.model_dump(mode="json", exclude={"question", "claims"})
         for name, family in claims.of(experiment).items()
@@ -101,8 +101,8 @@ def asked(claims: Claims, experiment: str) -> str:
 
 
 def definitions(experiment: Experiment, profile: str) -> dict[str, str]:
-    """Cell, in words -> a digest of what its runs are, whatever their seed: the configuration, by the names of its
-    files, and a merger's settings."""
+    """Cell, in words -> a digest of its runs, whatever their seed: the configuration, by the names of its files, and a
+    merger's settings."""
     alike = experiment.with_seeds(profile, [0])
     runs = [first_run(alike, profile, cell) for cell in alike.cells(profile)]
     return {", ".join(run.cell.values()): _digest([named(run.config).digest(), run.mergers]) for run in runs}
@@ -115,17 +115,17 @@ def _digest(told: object) -> str:
 def make_plan(
     claims: Claims, grid: Grid, pilot: Scores, commit: Any, seen: Mapping[str, Result] | None = None
 ) -> SeedPlan:
-    """The plan: seeds from the pilot's spreads, the rates with what they were chosen by, and how many of its runs are
-    there already.
+    """The plan: seeds from the pilot's spreads, the rates with the scores that decided them, and how many of its runs
+    exist already.
 
     Args:
-        grid: at the profile that answers. pilot: as `read_scores` gives them, of the pilot's profile.
-        seen: all results that there are, those of a changed checkout too.
+        grid: at the profile that answers. pilot: from `read_scores`, at the pilot's profile.
+        seen: all existing results, including those of a changed checkout.
 
     A question whose set-up has no pilot takes the largest spread of its pair.
 
     Raises:
-        ConfigError: nobody asks the experiment, a family has a pair without a pilot, or the search is not done.
+        ConfigError: no family asks about the experiment, a pair lacks a pilot, or the search is not done.
     """
     experiment = grid.experiment
     families = claims.of(experiment.name)
@@ -155,7 +155,7 @@ def make_plan(
 def needed_seeds(
     claims: Claims, families: Mapping[str, Family], spreads: Mapping[str, Mapping[str, float]]
 ) -> dict[str, int]:
-    """Family -> seeds with which equal methods are found equivalent, by its largest spread."""
+    """Family -> the seeds with which equal methods are found equivalent, from its largest spread."""
     return {
         name: max(
             seeds_needed(spread, family.margin, len(family.questions), alpha=claims.alpha, power=claims.power)
@@ -166,7 +166,7 @@ def needed_seeds(
 
 
 def wanted_seeds(families: Mapping[str, Family], needed: Mapping[str, int]) -> int:
-    """How many are planned: what the family that needs most may have, and four at least."""
+    """The number of planned seeds: what the neediest family may have, and at least four."""
     return max(max(4, min(families[name].cap, n)) for name, n in needed.items() if name in families)
 
 
@@ -193,8 +193,8 @@ def spreads_of(name: str, family: Family, experiment: Experiment, pilot: Scores)
 
 
 def rates(grid: Grid) -> list[Rate]:
-    """For each label of the searched axes: the value chosen, and the score on validation of each value and seed; where
-    cells share one value, of each of them, by its label and the seed ("glora, 7")."""
+    """For each label of the searched axes: the chosen value, and the score on validation of each value and seed; if
+    cells share one value, for each of them, by its label and the seed ("glora, 7")."""
     experiment, profile = grid.experiment, grid.profile
     if experiment.tune is None:
         return []
@@ -215,19 +215,18 @@ def rates(grid: Grid) -> list[Rate]:
     for cell in experiment.cells(profile):
         key = tuple(cell[axis] for axis in over)
         if key not in chosen:
-            value = chosen_value(experiment, profile, cell, grid.results, grid.failed)
-            level = level_values(experiment, profile, cell, grid.results, grid.failed)
+            made = grid.choice(cell)
             chosen[key] = Rate(
-                of=", ".join(key) or "all", key=experiment.tune.key, value=value, validation=evidence.get(key, {}),
-                at_the_edge=None if level else at_the_edge(experiment, profile, value),
+                of=", ".join(key) or "all", key=experiment.tune.key, value=made.value, validation=evidence.get(key, {}),
+                at_the_edge=made.edge,
             )  # fmt: skip
     return list(chosen.values())
 
 
 def write_plan(path: Path, plan: SeedPlan, *, again: bool) -> SeedPlan:
-    """Returns what is stored. Raises `ConfigError` where there is one already, unless `again`, which says so in the new
-    one."""
-    if exists(path):
+    """Store a plan, and return what is stored. Raises `ConfigError` if there is one already, unless `again`; the new
+    one then says so."""
+    if os.path.lexists(path):
         old = read_plan(path)
         if not again:
             raise ConfigError(
@@ -240,7 +239,7 @@ def write_plan(path: Path, plan: SeedPlan, *, again: bool) -> SeedPlan:
 
 
 def read_plan(path: Path) -> SeedPlan:
-    """Raises `ConfigError` for none, or for a file that is no plan."""
+    """A plan. Raises `ConfigError` if there is none, or the file is not a plan."""
     try:
         return SeedPlan.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
@@ -252,9 +251,14 @@ def read_plan(path: Path) -> SeedPlan:
         raise ConfigError(f"the plan {path} cannot be read: {why:.300}. Restore it (git).") from error
 
 
+def plan_there(results: Path, experiment: str) -> SeedPlan | None:
+    """The plan among the results; None if there is none, not even a damaged one. Raises as `read_plan` does."""
+    path = path_of(results, experiment)
+    return read_plan(path) if os.path.lexists(path) else None
+
+
 def check_plan(plan: SeedPlan, claims: Claims, experiment: Experiment) -> None:
-    """Raises `ConfigError` where the questions are others than those that were planned, or a label has become another
-    thing."""
+    """Raises `ConfigError` if the questions differ from the planned ones, or a label has got another meaning."""
     now = definitions(experiment, plan.profile)
     changed = [cell for cell, digest in plan.defined.items() if now.get(cell, digest) != digest]
     what = (
@@ -271,10 +275,10 @@ def check_plan(plan: SeedPlan, claims: Claims, experiment: Experiment) -> None:
 
 
 def still_open(results: Path, grid: Grid) -> str:
-    """ "2 of 4 planned seeds of small are there", of a profile whose plan waits for runs; else "". A number of these
-    runs would be a look before its time."""
-    path = path_of(results, grid.experiment.name)
-    if not exists(path) or (plan := read_plan(path)).profile != grid.profile:
+    """ "2 of 4 planned seeds of small are there", for a profile whose plan waits for runs; otherwise "". A number from
+    these runs would be a look before its time."""
+    plan = plan_there(results, grid.experiment.name)
+    if plan is None or plan.profile != grid.profile:
         return ""
     planned = grid.of_seeds(plan.seeds)
     cells = sum(1 for _ in grid.experiment.cells(grid.profile))

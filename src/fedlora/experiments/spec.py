@@ -1,9 +1,9 @@
-"""What an experiment is: a base configuration, axes of named changes to it, a learning-rate search, seeds, profiles.
+"""An experiment: a base configuration, axes of named changes to it, a learning-rate search, seeds, profiles.
 
 title, question, claims         words
 [run.*]                         tables of a run's configuration, common to all; relative paths start at this file
 [axes.NAME]                     label -> changes, as { "clients.alpha" = 0.1 }; a cell is one label of each axis. An
-                                empty table takes a table away that axes before it made: { privacy = {} }
+                                empty table removes a table that earlier axes made: { privacy = {} }
 [tune]                          a key, its values, and over which axes the best one is chosen, on seeds of its own
 [profiles.mini], .paper         seeds, further changes, and which labels of an axis are run
 """
@@ -21,10 +21,11 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.merger_settings import resolved
 from fedlora.experiments.scores import parse_number
 from fedlora.given_files import read_toml
+from fedlora.runs.reading import flat
 
-# What changes no score, and what a search would be judged by.
+# Keys that change no score, and keys that a search would be judged by.
 NOT_TO_SEARCH = ("run.seed", "run.threads", "run.workers", "data.validation", "data.test", "data.max_test")
-NO_EXPERIMENTS = ("paper_numbers", "claims")  # files of ours that may lie beside experiments
+NO_EXPERIMENTS = ("paper_numbers", "claims")  # our own files that may lie beside experiments
 Changes = dict[str, Any]
 Cell = Mapping[str, str]  # axis -> label
 
@@ -38,8 +39,8 @@ class Part(BaseModel):
 class Tune(Part):
     """A search over one number, before the runs that count.
 
-    key: what is searched. values: what is tried; the best on validation is taken. over: the axes for whose labels the
-    best value is chosen. at: labels of other axes, to which the search is confined. seeds: of the search alone.
+    key: the searched key. values: the values to try; the best on validation is taken. over: the axes for whose labels
+    the best value is chosen. at: labels of other axes, to which the search is confined. seeds: of the search alone.
     """
 
     key: str = "train.lr"
@@ -52,9 +53,9 @@ class Tune(Part):
 class Profile(Part):
     """A scale to run at.
 
-    seeds: one run of each cell for each. set: further changes of the configuration; a cell's own win over them. axes:
-    axis -> the labels to run, in place of all. tune: values of the search, in place of the experiment's. metric: in
-    place of the experiment's. note: for the report.
+    seeds: one run of each cell for each. set: further changes of the configuration; a cell's own take precedence.
+    axes: axis -> the labels to run, instead of all. tune: values of the search, instead of the experiment's. metric:
+    instead of the experiment's. note: for the report.
     """
 
     seeds: Annotated[list[int], Field(min_length=1)]
@@ -66,9 +67,9 @@ class Profile(Part):
 
 
 class Peace(Part):
-    """Where nothing is wrong. What a row loses there is its price (`prices`).
+    """The place without an attack. What a row loses there is its price (`prices`).
 
-    axis: the one of what goes wrong, no row axis. label: its label for nothing.
+    axis: the axis of attacks, not a row axis. label: its label for no attack.
     """
 
     axis: str
@@ -76,9 +77,9 @@ class Peace(Part):
 
 
 class Budgets(Part):
-    """What privacy costs (`budgets`), in an experiment of two axes.
+    """The cost of privacy (`budgets`), in an experiment with two axes.
 
-    axis: the one whose labels are budgets. none: its label without [privacy]. lines: the axis that gives a line each.
+    axis: the one whose labels are budgets. none: its label without [privacy]. lines: the axis with a line per label.
     """
 
     axis: str
@@ -89,16 +90,16 @@ class Budgets(Part):
 class Experiment(Part):
     """One experiment's file.
 
-    name: the file's, if it says nothing else. title, question: words for tables and the report. metric: the number that
-    is compared, such as "test, last". rows: the axes that are rows of its table; the labels of the first are compared.
-    columns: the axes that are columns; all others where there are none. reference: a label of the first row axis, which
-    the others are compared with. paper: its key in paper_numbers.toml. claims: names of claims in claims.toml, for
+    name: the experiment's name; default: the file's. title, question: words for tables and the report. metric: the
+    number to compare, such as "test, last". rows: the axes that are rows of its table; the first one's labels are
+    compared. columns: the axes that are columns; default: all others. reference: a label of the first row axis, with
+    which the others are compared. paper: its key in paper_numbers.toml. claims: names of claims in claims.toml, for
     readers. run: the tables of a run's configuration, common to all; relative paths start at this file. axes: axis ->
-    label -> changes, as { "clients.alpha" = 0.1 }; an empty table takes a table away that an axis before it made. tune:
-    the search. profiles: scales to run at, by name. skip: combinations of labels that are no cell. peace: where nobody
-    attacks, for a table of what each row costs there beside what it saves elsewhere. budgets: for a table and a picture
-    of scores by epsilon. merged: an axis whose labels are no changes of the run but mergers of its uploads: one run
-    serves them all.
+    label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes a table that an earlier axis made. tune: the
+    search. profiles: scales to run at, by name. skip: combinations of labels that are not cells. peace: where nobody
+    attacks, for a table of each row's cost there and its saving elsewhere. budgets: for a table and a picture of scores
+    by epsilon. merged: an axis whose labels are not changes of the run but mergers of its uploads: one run serves them
+    all.
     """
 
     name: str
@@ -122,32 +123,32 @@ class Experiment(Part):
 
     @property
     def folder(self) -> Path | None:
-        """Where its relative paths start, the file's own. Its runs are then known by the content of what lies there.
-        None for a comparison, which has no file: its paths are absolute, and its runs are known by these."""
+        """The file's folder, where relative paths start. Runs are then identified by the content of files there. None
+        for a comparison, which has no file: its paths are absolute and identify its runs."""
         return self._folder
 
     @property
     def called(self) -> str:
-        """How a command names it: by its name where it lies in a folder `experiments`, else by its path."""
+        """The experiment's name in commands: its name if it is in a folder `experiments`, otherwise its path."""
         if self._folder is None or self._folder.name == "experiments":
             return self.name
         return str(self._folder / f"{self.name}.toml")
 
     def profile(self, name: str) -> Profile:
-        """Raises `ConfigError` for one that the file does not have."""
+        """A profile. Raises `ConfigError` if the file does not have it."""
         if name not in self.profiles:
             raise ConfigError(f"experiment {self.name} has no profile {name!r}; it has {', '.join(self.profiles)}.")
         return self.profiles[name]
 
     def compared(self, profile: str) -> str:
-        """The number that is compared: the profile's, or the experiment's."""
+        """The number to compare: the profile's, or the experiment's."""
         return self.profile(profile).metric or self.metric
 
     def with_seeds(self, profile: str, seeds: Sequence[int]) -> Experiment:
-        """The experiment with these in place of the profile's."""
+        """The experiment with these seeds instead of the profile's."""
         changed = self.profile(profile).model_copy(update={"seeds": list(seeds)})
         made = self.model_copy(update={"profiles": {**self.profiles, profile: changed}})
-        made._folder = self.folder  # private attributes are not of a model's fields
+        made._folder = self.folder  # a copy of the fields lacks private attributes
         return made
 
     def cells(self, profile: str) -> Iterator[Cell]:
@@ -160,7 +161,7 @@ class Experiment(Part):
                 yield cell
 
     def skips(self, cell: Cell) -> bool:
-        """Whether that combination of labels is no cell."""
+        """Whether that combination of labels is skipped."""
         return any(all(cell.get(axis) == label for axis, label in skipped.items()) for skipped in self.skip)
 
 
@@ -168,7 +169,7 @@ def load_experiment(path: Path) -> Experiment:
     """An experiment from its file.
 
     Raises:
-        ConfigError: no such file, no TOML, or not an experiment, with a line for each thing wrong.
+        ConfigError: no such file, no TOML, or not an experiment, with a line for each error.
     """
     raw = read_toml(path, "the experiment")
     try:
@@ -187,12 +188,12 @@ def load_all(folder: Path) -> list[Experiment]:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Of the experiments there."""
+    """The names of the experiments there."""
     return sorted(path.stem for path in folder.glob("*.toml") if path.stem not in NO_EXPERIMENTS)
 
 
 def _check_labels(experiment: Experiment, path: Path) -> None:
-    """Raises `ConfigError` where the file names what it does not have: nothing in it may be without effect."""
+    """Raises `ConfigError` if the file names something that it does not have: nothing in it may be without effect."""
     axes, tune = experiment.axes, experiment.tune
 
     def refuse(what: str) -> None:
@@ -241,18 +242,19 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
         look("tune.at", axis, label)
     if tune is not None and tune.key in NOT_TO_SEARCH:
         refuse(f"tune.key = {tune.key!r}: that is no setting to search.")
-    if _sets(experiment.run, "run.seed"):
+    if "run.seed" in flat(experiment.run):
         refuse("[run.run] sets seed, but runs take the seeds of their profile: write [profiles.NAME] seeds instead.")
-    if tune is not None and _sets(experiment.run, tune.key):
+    if tune is not None and tune.key in flat(experiment.run):
         refuse(
             f"[run] sets {tune.key}, but the search does: write its values in [tune] values, and leave it out there."
         )
     check_set_once(experiment, f"{path}: ")
+    _check_apart(experiment, path)
 
 
 def check_set_once(experiment: Experiment, where: str = "") -> None:
-    """Raises `ConfigError` for a label or profile that sets what the search or the seeds set: its runs would be others
-    than its name says."""
+    """Raises `ConfigError` for a label or profile that sets what the search or the seeds set: its runs would differ
+    from their name."""
     changes = {
         f"{axis} = {label!r}": of
         for axis, labels in experiment.axes.items() if axis != experiment.merged
@@ -261,15 +263,22 @@ def check_set_once(experiment: Experiment, where: str = "") -> None:
     tune = experiment.tune
     for key, whose in {"run.seed": "the seeds of the profile", **({tune.key: "the search"} if tune else {})}.items():
         for name, of in changes.items():
-            if _sets(of, key):
+            if key in flat(of):
                 raise ConfigError(
                     f"{where}{name} sets {key}, and so do {whose}: which of the two counts? Leave one of them out."
                 )
 
 
-def _sets(changes: Changes, key: str) -> bool:
-    """Whether these changes say a value for a key, as "train.lr" or within a table."""
-    return any(
-        own == key or (key.startswith(f"{own}.") and isinstance(value, dict) and _sets(value, key[len(own) + 1 :]))
-        for own, value in changes.items()
-    )
+def _check_apart(experiment: Experiment, path: Path) -> None:
+    """Raises `ConfigError` for labels of two axes that set one key to different values in one cell: the later axis
+    would win, under the name of both."""
+    axes = [(axis, labels) for axis, labels in experiment.axes.items() if axis != experiment.merged]
+    for (one, ours), (other, theirs) in itertools.combinations(axes, 2):
+        for label, beside in itertools.product(ours, theirs):
+            here, there = flat(ours[label]), flat(theirs[beside])
+            both = [key for key in here if key in there and here[key] != there[key]]
+            if both and not experiment.skips({one: label, other: beside}):
+                raise ConfigError(
+                    f"{path}: {one} = {label!r} sets {both[0]} = {here[both[0]]!r}, and {other} = {beside!r} sets "
+                    f"{there[both[0]]!r}: which of the two counts? Leave it out of one axis."
+                )

@@ -1,11 +1,11 @@
-"""Where results are kept: a file for each experiment, a line for each finished run, sorted by digest.
+"""The storage of results: a file for each experiment, a line for each finished run, sorted by digest.
 
-    results/NAME.jsonl      first what all runs of the file share, then a line a run: what is its own
-    results/failed.json     digest -> what failed by itself, of which commit, and the kind of error
+    results/NAME.jsonl      first what all runs of the file share, then a line per run with the rest
+    results/failed.json     digest -> label, commit, and the kind of error, for runs that failed on their own
     results/plans/          how many seeds, and why (`seed_plan`)
 
-A run belongs to the experiment that made it first, and all that ask for its digest find it. Processes may gather into
-one folder at the same time: a lock is held while a file is read, changed and replaced.
+A run belongs to the experiment that made it first, and all that need its digest find it. Processes may write to one
+folder at the same time: a lock is held while a file is read, changed and replaced.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder, plain
 
 FAILED = "failed.json"
-MERGERS = "mergers.json"  # in a run's folder: what `mergers` made of its uploads
+MERGERS = "mergers.json"  # in a run's folder: the results of `mergers` from its uploads
 _LOCK = ".lock"
 
 
 def read_results(folder: Path) -> dict[str, Result]:
-    """Digest -> result, of all files there. A file is read again only when it has changed. Raises `CheckpointError` for
-    one that holds no results, and where two say different things of one run."""
+    """Digest -> result, from all files there. A file is read again only after a change. Raises `CheckpointError` for a
+    file that does not hold results, or if two contradict each other about one run."""
     found: dict[str, Result] = {}
     for path in sorted(folder.glob("*.jsonl")):
         own = read_results_of(path)
@@ -49,7 +49,7 @@ def read_results(folder: Path) -> dict[str, Result]:
 
 
 def gather(folder: Path, name: str, result: Result) -> None:
-    """Add a run to NAME.jsonl, or put it in the place of what is there of it, keeping mergers that it lacks."""
+    """Add a run to NAME.jsonl, or replace it there, keeping mergers that the new result lacks."""
     with _locked(folder):
         for path in sorted(folder.glob("*.jsonl")):
             if (before := read_results_of(path).get(result.digest)) is not None:
@@ -60,7 +60,7 @@ def gather(folder: Path, name: str, result: Result) -> None:
 
 
 def rewrite(folder: Path, name: str, results: Mapping[str, Result]) -> None:
-    """NAME.jsonl of these runs alone: as they stand there, where they do, for only there is the time that they took."""
+    """Write NAME.jsonl with these runs alone; stored ones stay as they are, because only they have the run's time."""
     path = folder / f"{name}.jsonl"
     with _locked(folder):
         before: Mapping[str, Result] = {}
@@ -71,14 +71,14 @@ def rewrite(folder: Path, name: str, results: Mapping[str, Result]) -> None:
 
 
 def read_results_of(path: Path) -> Mapping[str, Result]:
-    """Those of one file, as `read_results`."""
+    """The results of one file, as in `read_results`."""
     seen = path.stat()
     return _read(path, (seen.st_mtime_ns, seen.st_size, seen.st_ino))
 
 
 def as_lines(results: Mapping[str, Result]) -> str:
-    """The content of a file: what all of these share, then each by its digest. Each says to which first line it
-    belongs: in two versions of a file, joined line by line, a run would get what others share."""
+    """The content of a file: what all results share, then each by its digest. Each line names its first line: otherwise
+    two versions of a file, joined line by line, would give a run the facts that others share."""
     each = [_rounded(_shortest(results[digest])) for digest in sorted(results)]
     shared = _shared(each)
     first = _line({"shared": shared})
@@ -90,12 +90,12 @@ def _line(of: Mapping[str, Any]) -> str:
 
 
 def _mark(first: str) -> str:
-    """What the lines below a first line call it by."""
+    """The name by which lines refer to a first line."""
     return hashlib.sha256(first.encode()).hexdigest()[:8]
 
 
 def summarise(folder: RunFolder, config: RunConfig, wall_seconds: float = 0.0) -> Result:
-    """A finished run's folder as one result. config: as the run was planned, or as it is stored."""
+    """A finished run's folder as one result. config: as planned, or as stored."""
     summary, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
     data = manifest["data"]
     raw = plain(
@@ -121,12 +121,12 @@ def summarise(folder: RunFolder, config: RunConfig, wall_seconds: float = 0.0) -
 
 
 def data_of(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Part of the data -> a digest of what a manifest says of it."""
+    """Part of the data -> a digest of a manifest's facts about it."""
     return {part: content(facts[part]) for part in ("train", "validation", "test", "probes")}
 
 
 def _made(folder: RunFolder, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """The commit that it began with, clean where that of every part is; the machine; and the parts."""
+    """The first commit, clean only if every part's is; the machine; and the parts."""
     parts = noted(folder)
     if not parts:
         return {**made_by(manifest)}
@@ -141,7 +141,7 @@ def _made(folder: RunFolder, manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_failed(folder: Path) -> dict[str, str]:
-    """Digest -> the kind of error, of runs that failed by themselves in a clean checkout."""
+    """Digest -> the kind of error, for runs that failed on their own in a clean checkout."""
     return {digest: told["error"] for digest, told in _failed(folder).items()}
 
 
@@ -170,15 +170,15 @@ def _change_failed(folder: Path, change: Callable[[dict[str, Any]], dict[str, An
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One process at a time, of all that share the folder. The lock's file is there only while it is held: who waited
-    for one that its holder took away finds that it is no longer in its place, and takes the new one."""
+    """Allow only one of the processes that share the folder at a time. The lock's file exists only while it is held: a
+    process that waited for a file that its holder removed notices that, and locks the new one."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / _LOCK
     while True:
         with path.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             ours = False
-            with suppress(FileNotFoundError):  # another one's, taken away between two looks
+            with suppress(FileNotFoundError):  # another process removed its lock between two checks
                 ours = os.path.samestat(os.fstat(file.fileno()), path.stat())
             if not ours:
                 continue
@@ -189,7 +189,7 @@ def _locked(folder: Path) -> Iterator[None]:
             return
 
 
-@lru_cache(maxsize=64)  # of one version each: bounded, and a file that changed is another entry
+@lru_cache(maxsize=64)  # each version of a file is an entry: bounded, and a changed file is read again
 def _read(path: Path, seen: tuple[int, int, int]) -> dict[str, Result]:
     found: dict[str, Result] = {}
     number = 1
@@ -223,14 +223,14 @@ def _read(path: Path, seen: tuple[int, int, int]) -> dict[str, Result]:
 
 
 def _finite(text: str) -> float:
-    """1e999 is no number that we wrote."""
+    """A float; 1e999 is not a number that we wrote."""
     if math.isinf(value := float(text)):
         raise ValueError(f"{text} is beyond every number")
     return value
 
 
 def _shortest(result: Result) -> dict[str, Any]:
-    """What is not a default; a best round that is the last one has its scores once."""
+    """The result without defaults; if the best round is the last one, its scores are stored once."""
     told = result.model_dump(mode="json", exclude_defaults=True)
     if result.test.best == result.test.last:
         told["test"] = {"last": told["test"].get("last", {})}
@@ -238,7 +238,7 @@ def _shortest(result: Result) -> dict[str, Any]:
 
 
 def _shared(each: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is in all of them, alike; of tables their common part."""
+    """What is equal in all of them; for tables their common part."""
     first, others = (each[0], each[1:]) if each else ({}, [])
     found: dict[str, Any] = {}
     for key, value in first.items():
@@ -272,14 +272,9 @@ def _with(own: Mapping[str, Any], shared: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rounded(value: Any) -> Any:
-    """Six digits are more than a result has, and keep the files small. What a run or a merger is known by stays."""
+    """The value rounded to six digits, more than a result has, which keeps files small. Identities stay exact."""
     if isinstance(value, Mapping):
         return {key: item if key in ("config", "merger") else _rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_rounded(item) for item in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def exists(path: Path) -> bool:
-    """Whether there is something, be it damaged: what cannot be read is not taken for nothing."""
-    return os.path.lexists(path)

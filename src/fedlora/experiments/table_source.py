@@ -1,4 +1,4 @@
-"""A table as pages and commands show it, and what it is made of."""
+"""A table as pages and commands show it, and its sources."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fedlora.experiments.seed_plan import SeedPlan
 
 @dataclass(frozen=True)
 class Table:
-    """caption: one paragraph. below: what it rests on, a paragraph each. names: so many columns are labels, the others
-    numbers."""
+    """caption: one paragraph. below: notes, a paragraph each. names: the number of columns that are labels; the others
+    are numbers."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -26,8 +26,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Source:
-    """What a table is made of. plan, answers, claims: of the experiment; None and empty where it has no plan. words:
-    what stands behind the kind in a page's block."""
+    """The sources of a table. plan, answers, claims: the experiment's; None and empty if it has no plan. words: the
+    words after the kind in a page's block."""
 
     grid: Grid
     words: str = ""
@@ -37,7 +37,7 @@ class Source:
 
     @property
     def family(self) -> Answers:
-        """The one that the words name. Raises `ConfigError` for a name that is none."""
+        """The family that the words name. Raises `ConfigError` for an unknown name."""
         known = {one.name: one for one in self.answers}
         if self.words not in known:
             raise ConfigError(f"{self.grid.experiment.name} is asked by {', '.join(known)}; got {self.words!r}.")

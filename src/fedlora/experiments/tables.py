@@ -9,7 +9,6 @@ from statistics import fmean, stdev
 
 from fedlora.experiments.digits import ALIKE, alike, in_words, places
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import chosen_value
 from fedlora.experiments.scores import explained, parse_number
 from fedlora.experiments.spec import Cell
 
@@ -18,10 +17,10 @@ OWN_DATA = ", of each client's own model on its own data"
 
 @dataclass(frozen=True)
 class CellScore:
-    """One cell. scores: seed -> value, of the seeds that were run. planned: how many were meant. tuned: the value that
-    the search chose. metric: what the scores are of, as "accuracy"; None where nothing was run. none: seeds whose run
-    has no number: it diverged, failed by itself, or never got there (a censored number of rounds). less: whether less
-    is better. unit: the number in words; only cells of one unit are compared."""
+    """One cell. scores: seed -> value, for finished seeds. planned: the number of planned seeds. tuned: the value that
+    the search chose. metric: of the scores, such as "accuracy"; None if nothing was run. none: seeds whose run has no
+    number: it diverged, failed on its own, or never got there (a censored number of rounds). less: whether less is
+    better. unit: the number in words; only cells with the same unit are compared."""
 
     cell: Cell
     scores: Mapping[int, float]
@@ -34,17 +33,17 @@ class CellScore:
 
     @property
     def mean(self) -> float | None:
-        """None where a run has no number: the mean of the others would favour what fails."""
+        """The mean; None if a run has no number, because the mean of the others would favour what fails."""
         return fmean(self.scores.values()) if self.scores and not self.none else None
 
     @property
     def spread(self) -> float | None:
-        """The standard deviation over seeds, where there is a mean."""
+        """The standard deviation over seeds, if there is a mean."""
         return stdev(self.scores.values()) if len(self.scores) > 1 and not self.none else None
 
     @property
     def median(self) -> float | None:
-        """A run without a number is worse than all others; None where it falls on one of these."""
+        """The median, with a run without a number as the worst; None if the median is such a run."""
         count = len(self.scores) + len(self.none)
         best_first = sorted(self.scores.values(), reverse=not self.less)
         if count // 2 >= len(best_first):
@@ -52,7 +51,7 @@ class CellScore:
         return best_first[count // 2] if count % 2 else fmean(best_first[count // 2 - 1 : count // 2 + 1])
 
     def ranked(self) -> dict[int, float]:
-        """Seed -> value for an order, in which no number is the last place."""
+        """Seed -> value for an order; a run without a number is last."""
         return {**self.scores, **dict.fromkeys(self.none, math.inf if self.less else -math.inf)}
 
     def words(self, form: Callable[[float, float | None], str] = in_words) -> str:
@@ -80,18 +79,18 @@ class Difference:
 
     @property
     def decided(self) -> bool:
-        """Whether the interval leaves out zero. Gaps that are all alike have no interval, and decide nothing."""
+        """Whether the interval excludes zero. If all gaps are equal, there is no interval, and nothing is decided."""
         return self.low != self.high and (self.low > 0 or self.high < 0)
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """None where all gaps are alike."""
+        """The interval; None if all gaps are equal."""
         return None if self.low == self.high else (self.low, self.high)
 
     @property
     def verdict(self) -> str:
-        """ "higher" or "lower" than the reference, "undecided" where the interval holds zero; where all gaps are alike
-        there is none, and where they are all zero the scores are "equal"."""
+        """ "higher" or "lower" than the reference, or "undecided" if the interval contains zero. If all gaps are equal:
+        "no spread", or "equal" if they are zero."""
         if self.low == self.high:
             return "no spread" if self.mean else "equal"
         return ("higher" if self.low > 0 else "lower") if self.decided else "undecided"
@@ -99,8 +98,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Placing:
-    """Which places a label took among the others. counts: of the first place, the second, ..., over the seeds that all
-    have. Labels whose scores are alike (`digits.alike`) share the better place."""
+    """The places of a label among the others. counts: of the first place, the second, ..., over the seeds that all
+    have. Labels with equal scores (`digits.alike`) share the better place."""
 
     label: str
     counts: tuple[int, ...]
@@ -111,12 +110,12 @@ class Placing:
 
 
 def score_cells(grid: Grid, number: str = "") -> list[CellScore]:
-    """Every cell of the profile with what has been run of it. number: a name as `Result.score` takes it."""
+    """Every cell of the profile with its finished runs. number: a name, as in `Result.score`."""
     which, experiment = grid.which(number), grid.experiment
     found: dict[tuple[str, ...], CellScore] = {}
+    seeds = len(experiment.profile(grid.profile).seeds)
     for cell in experiment.cells(grid.profile):
-        tuned = chosen_value(experiment, grid.profile, cell, grid.results, grid.failed)
-        found[tuple(cell.values())] = CellScore(cell, {}, len(experiment.profile(grid.profile).seeds), tuned)
+        found[tuple(cell.values())] = CellScore(cell, {}, seeds, grid.choice(cell).value)
     for run in grid.runs:
         key, result = tuple(run.cell.values()), run.result(grid.results)
         mine = found[key]
@@ -134,11 +133,11 @@ def score_cells(grid: Grid, number: str = "") -> list[CellScore]:
 
 
 def without_number(cells: Sequence[CellScore]) -> list[str]:
-    """A line for each cell that has numbers on some of its runs only; "0 of 5" says it of none."""
+    """A line for each cell with numbers on only some of its runs; "0 of 5" already says it if there are none."""
     return [
         f"{', '.join(cell.cell.values())}: no number on seed{'s' if len(cell.none) > 1 else ''} "
-        f"{', '.join(map(str, cell.none))}: the run diverged, failed or never got there. So there is no mean, and no "
-        f"difference from another."
+        f"{', '.join(map(str, cell.none))}: the run diverged, failed, stopped early or never got there. So "
+        f"there is no mean, and no difference from another."
         for cell in cells
         if cell.none and cell.scores
     ]
@@ -150,7 +149,7 @@ def in_its_unit(which: str, cells: Sequence[CellScore]) -> str:
 
 
 def units_of(cells: Iterable[CellScore]) -> list[str]:
-    """Each once, of the cells that were run."""
+    """Each unit once, from cells that were run."""
     return list(dict.fromkeys(cell.unit for cell in cells if cell.unit is not None))
 
 
@@ -181,13 +180,13 @@ def _labels(cells: Sequence[CellScore], axis: str, unit: str) -> str:
 
 
 def metrics_of(cells: Iterable[CellScore]) -> list[str]:
-    """Each once, of the cells that were run."""
+    """Each metric once, from cells that were run."""
     return list(dict.fromkeys(cell.metric for cell in cells if cell.metric is not None))
 
 
 def score_categories(grid: Grid, which: str) -> dict[str, dict[str, float]]:
-    """Label of the first row axis, with its metric where there are several -> category -> mean over its tasks and
-    over seeds, for data that come in tasks.
+    """Label of the first row axis, with its metric if there are several -> category -> mean over its tasks and over
+    seeds, for data that come in tasks.
 
     which: "test, last" (tasks that clients train on), "unseen, last" and so on.
     """
@@ -202,8 +201,8 @@ def score_categories(grid: Grid, which: str) -> dict[str, dict[str, float]]:
 
 
 def placings(cells: Sequence[CellScore], axis: str) -> list[Placing]:
-    """The places of the axis's labels, seed by seed; cells differ in that axis only. None where no seed is in all, and
-    none where their numbers are of different metrics."""
+    """The places of the axis's labels, seed by seed; the cells differ only in that axis. Empty if no seed is in all, or
+    their numbers have different metrics."""
     each = _orders(cells)
     if not each or not any(cell.scores for cell in cells):
         return []
@@ -212,8 +211,8 @@ def placings(cells: Sequence[CellScore], axis: str) -> list[Placing]:
 
 
 def orders(cells: Sequence[CellScore]) -> tuple[int, int]:
-    """How many different orders of the cells there are over the seeds that all have, and how many seeds these are.
-    An order in which two share a place is another one than those in which one of them is ahead."""
+    """The number of different orders of the cells over the seeds that all have, and the number of these seeds. An order
+    with a shared place differs from those in which one of the two is ahead."""
     each = _orders(cells)
     return len({*each}), len(each)
 
@@ -229,9 +228,9 @@ def _orders(cells: Sequence[CellScore]) -> list[tuple[int, ...]]:
 
 
 def paired(cells: Sequence[CellScore], axis: str, reference: str) -> list[Difference]:
-    """Each other label of the axis against the reference, where all other axes agree, over the seeds that both have.
-    None of a pair in which a run has no number (`without_number`): the gaps of the others would favour what fails. None
-    of two units (`of_two_units`)."""
+    """Each other label of the axis against the reference, with all other axes equal, over the seeds that both have.
+    Pairs in which a run has no number are left out (`without_number`), because the other gaps would favour what fails;
+    so are pairs with two units (`of_two_units`)."""
     differences = []
     for theirs in cells:
         if theirs.cell[axis] == reference:
@@ -249,7 +248,7 @@ def paired(cells: Sequence[CellScore], axis: str, reference: str) -> list[Differ
 def difference(
     reference: str, other: str, where: Mapping[str, str], pairs: Sequence[tuple[float, float]]
 ) -> Difference:
-    """The paired t interval of (other, reference) pairs. What differs by rounding alone (`digits.alike`) is no gap."""
+    """The paired t interval of (other, reference) pairs. Differences by rounding (`digits.alike`) are not gaps."""
     from scipy import stats
 
     gaps = [0.0 if alike(a, b) else a - b for a, b in pairs]

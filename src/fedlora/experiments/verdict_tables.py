@@ -1,4 +1,4 @@
-"""The kinds of table that need a plan: verdicts, the gate, how many seeds, what the search chose."""
+"""The kinds of table that need a plan: verdicts, the gate, the number of seeds, the search's choice."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from fedlora.experiments.verdicts import per_cent
 
 
 def decisions(source: Source) -> Table:
-    """words: a family."""
+    """The verdicts of a family. words: its name."""
     found, alpha = source.family, source.claims.alpha if source.claims else 0.0
     columns, rows = decision_words.headings(found.family), decision_words.rows(found)
-    if all(answer.test is None for answer in found.answers):  # columns of nothing say nothing
+    if all(answer.test is None for answer in found.answers):  # leave out empty columns
         columns, rows = [*columns[:2], columns[-1]], [[*row[:2], row[-1]] for row in rows]
     return Table(columns, rows, decision_words.caption(found, alpha), found.notes)
 
@@ -50,8 +50,8 @@ def gates(source: Source) -> Table:
 
 
 def seeds(source: Source) -> Table:
-    """What the plan says: the largest spread of a gap in the pilot, how many seeds it takes, how many there are, and
-    what these can show where the spread is largest."""
+    """The plan's numbers: the largest spread of a gap in the pilot, the seeds that it takes, the planned seeds, and
+    what these can show at the largest spread."""
     plan, claims = source.plan, source.claims
     if plan is None or claims is None:
         return Table(["family"], [], "")
@@ -83,8 +83,7 @@ def seeds(source: Source) -> Table:
 
 
 def _piloted(experiment: Experiment, family: Family, spreads: Mapping[str, float]) -> Mapping[str, float]:
-    """The spreads that were measured. A set-up without a pilot took the largest of its pair, and is not where it is
-    from."""
+    """The spreads that were measured. A set-up without a pilot took the largest of its pair, which is not its own."""
     axis = setup_axis(experiment)
     setups = {cell[axis] for cell in experiment.cells(family.pilot)}
     measured = {question.words for question in family.questions if question.setup in setups}
@@ -92,7 +91,7 @@ def _piloted(experiment: Experiment, family: Family, spreads: Mapping[str, float
 
 
 def rates(source: Source) -> Table:
-    """The value of the search that each label got, with what it was chosen by: the score on validation."""
+    """The searched value of each label, with the score on validation that decided it."""
     tune, rates = source.grid.experiment.tune, source.plan.rates if source.plan else []
     if tune is None:
         return Table(["of"], [], "")

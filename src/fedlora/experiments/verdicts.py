@@ -1,19 +1,19 @@
 """Better, worse, equivalent or undecided: paired differences of a family of questions, and one error rate for all.
 
-For each question two hypotheses about the mean paired difference d, and scipy's p-value of each:
+For each question there are two hypotheses about the mean paired difference d, with scipy's p-value of each:
 
     same     d = 0         paired t test, two-sided; rejected: better or worse, by the sign of the mean
     matters  |d| >= margin two one-sided t tests (TOST), the larger p; rejected: equivalent
 
 All 2 K hypotheses of a family of K questions go through Holm's step-down with Shaffer's count (1986): sorted by p, each
-is held against alpha / (questions with a hypothesis not yet rejected), until one fails. Of one question's two
-hypotheses at most one is true, so never more of them are true than questions are open: the chance that a family rejects
-a true one is at most alpha, whatever the dependence between questions. (That the sign of a rejected "same" is right,
-too, is tested by simulation.) Where both are rejected, a difference is there and too small to matter: equivalent.
+is compared with alpha / (questions with a hypothesis not yet rejected), until one fails. At most one of a question's
+two hypotheses is true, so never more are true than questions are open: the chance that a family rejects a true one is
+at most alpha, whatever the dependence between questions. (A simulation tests that the sign of a rejected "same" is also
+right.) If both are rejected, a difference exists but is too small to matter: equivalent.
 Source: Holm (1979), Shaffer (1986), Schuirmann (1987) for TOST.
 
-Before the seeds are run, of one question of a family of K at the level of its first step, alpha / K (later steps are
-easier, so that both are on the safe side), where gaps are normal with the spread of the pilot:
+Before the seeds are run, for one question of a family of K at the level of its first step, alpha / K (later steps are
+easier, so both numbers are safe), if gaps are normal with the pilot's spread:
 
     smallest gap      power = P(T > t(1 - level / 2)), T noncentral t with n - 1 degrees of freedom and noncentrality
                       gap sqrt(n) / spread; solved for the gap
@@ -28,19 +28,20 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Literal
 
 Verdict = Literal["better", "worse", "equivalent", "undecided"]
 ALPHA, POWER = 0.05, 0.8
 MOST = 10_000  # seeds: beyond it no number is computed, and words say "or more"
-_ROUNDING = 1e-12  # of a difference of scores, which have six digits and are of the size of 1
+_ROUNDING = 1e-12  # for a difference of scores, which have six digits and a size around 1
 
 
 @dataclass(frozen=True)
 class Weighed:
-    """One question before the family is looked at. gaps: of the seeds, in the metric's unit, positive where the first
-    is better. p_same, p_matters: of the two hypotheses. low, high: 95 % interval of the mean (t)."""
+    """One question, before its family is judged. gaps: by seed, in the metric's unit, positive if the first is better.
+    p_same, p_matters: of the two hypotheses. low, high: 95 % interval of the mean (t)."""
 
     gaps: tuple[float, ...]
     margin: float
@@ -60,18 +61,18 @@ class Weighed:
 
     @property
     def ahead(self) -> int:
-        """On how many seeds the first is better: a check that one outlier does not carry the mean."""
+        """The number of seeds on which the first is better: a check that no single outlier makes the mean."""
         return sum(gap > 0 for gap in self.gaps)
 
 
 def weigh(gaps: Sequence[float], margin: float) -> Weighed:
     """Both tests on one question's paired gaps.
 
-    Gaps without any spread (alike on every seed, but for the last bits of a difference) leave a t test nothing to
-    divide by: they are what they are.
+    Gaps without any spread (equal on every seed, except for the last bits of a difference) leave a t test nothing to
+    divide by: they are taken as they are.
 
     Raises:
-        ValueError: fewer than two gaps, one that is no finite number, or a margin that is not positive.
+        ValueError: fewer than two gaps, one that is not a finite number, or a margin that is not positive.
     """
     if len(gaps) < 2 or not all(map(math.isfinite, gaps)) or not 0 < margin < math.inf:
         raise ValueError(f"a test takes two finite gaps or more and a margin > 0; got {list(gaps)}, {margin}.")
@@ -93,7 +94,7 @@ def weigh(gaps: Sequence[float], margin: float) -> Weighed:
 def judge(family: Mapping[str, Weighed], alpha: float = ALPHA, *, others: int = 0) -> dict[str, Verdict]:
     """Question -> verdict, at one error rate for the family. A question with both hypotheses rejected is equivalent.
 
-    others: further questions of the family that have no test; they stay open.
+    others: further questions of the family without a test; they stay open.
     """
     hypotheses = sorted(
         [(test.p_same, name, "same") for name, test in family.items()]
@@ -119,9 +120,9 @@ def _verdict(test: Weighed, left: set[str]) -> Verdict:
 def seeds_needed(
     spread: float, margin: float, questions: int, *, alpha: float = ALPHA, power: float = POWER, most: int = MOST
 ) -> int:
-    """The least number of seeds with which a difference of zero is found equivalent with that power, at the level of a
-    family's first step (alpha / questions); a difference of twice the margin is then found, too. `most` where more
-    were needed.
+    """The smallest number of seeds that finds a difference of zero equivalent with that power, at the level of a
+    family's first step (alpha / questions); it also finds a difference of twice the margin. `most` if more would be
+    needed.
 
     spread: the standard deviation of the paired gaps, from a pilot. By the noncentral t distribution, each of the two
     one-sided tests with power 1 - (1 - power) / 2.
@@ -130,17 +131,17 @@ def seeds_needed(
 
 
 def seeds_to_beat(lead: float, spread: float, alpha: float, *, power: float = POWER, most: int = MOST) -> int | None:
-    """The least number of seeds with which a one-sided t test finds such a lead over the margin; None for no lead.
+    """The smallest number of seeds with which a one-sided t test finds this lead over the margin; None for no lead.
 
-    lead: what the mean of the gaps is above the margin. spread: their standard deviation.
+    lead: the mean of the gaps less the margin. spread: their standard deviation.
     """
     return None if lead <= 0 else _seeds_for(lead, spread, alpha, power, most)
 
 
 def _seeds_for(gap: float, spread: float, level: float, power: float, most: int) -> int:
-    """The least number of seeds, from 2, with which a one-sided t test at `level` finds that gap with that power;
-    `most` where none below it does. More seeds have more power, so that it is found by doubling and bisection. From
-    below: scipy's noncentral t fails far beyond what is needed."""
+    """The smallest number of seeds, from 2, with which a one-sided t test at `level` finds that gap with that power;
+    `most` if no smaller one does. More seeds have more power, so doubling and bisection find it, from below, because
+    scipy's noncentral t fails far beyond the needed number."""
     from scipy import stats
 
     if spread == 0:
@@ -179,8 +180,8 @@ def _alike(gaps: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class Power:
-    """Of one question. spread: of its gaps in the pilot; gap: the smallest true one that is shown to be there, with the
-    power of the claims; both in the score's unit. equal: the chance to find equivalent what is equal."""
+    """The power for one question. spread: of its gaps in the pilot; gap: the smallest true one that is shown, with the
+    claims' power; both in the score's unit. equal: the chance of finding equal methods equivalent."""
 
     spread: float
     gap: float
@@ -188,8 +189,8 @@ class Power:
 
 
 def powers(spreads: Mapping[str, float], margin: float, seeds: int, level: float, power: float) -> dict[str, Power]:
-    """Question -> what so many seeds can show, at the level of one question. spreads: question -> standard deviation of
-    its gaps, as plans have."""
+    """Question -> what this many seeds can show, at the level of one question. spreads: question -> standard deviation
+    of its gaps, as in plans."""
     return {
         question: Power(
             spread, smallest_gap(spread, seeds, level, power), chance_of_equals(spread, margin, seeds, level)
@@ -212,7 +213,7 @@ def smallest_gap(spread: float, seeds: int, level: float, power: float) -> float
     bound = float(stats.t.ppf(1 - level / 2, seeds - 1))
 
     def found(noncentrality: float) -> float:
-        """The other side's rejections are of the wrong sign, and do not count."""
+        """The power; rejections on the other side have the wrong sign and do not count."""
         return float(stats.nct.sf(bound, seeds - 1, noncentrality))
 
     end = bound
@@ -221,8 +222,9 @@ def smallest_gap(spread: float, seeds: int, level: float, power: float) -> float
     return float(optimize.brentq(lambda at: found(at) - power, 0.0, end)) * spread / math.sqrt(seeds)
 
 
+@lru_cache(maxsize=4096)  # plans, tables and pages ask again and again
 def chance_of_equals(spread: float, margin: float, seeds: int, level: float) -> float:
-    """The chance that both one-sided tests at `level` reject where the true gap is 0; 1 for gaps without spread.
+    """The chance that both one-sided tests at `level` reject if the true gap is 0; 1 for gaps without spread.
 
     Raises:
         ValueError: fewer than two seeds.
@@ -234,7 +236,7 @@ def chance_of_equals(spread: float, margin: float, seeds: int, level: float) -> 
 
     df, reach = seeds - 1, margin * math.sqrt(seeds) / spread
     bound = float(stats.t.ppf(1 - level, df))
-    end = df * (reach / bound) ** 2  # of s^2 df / spread^2, which is chi-squared: beyond it nothing is equivalent
+    end = df * (reach / bound) ** 2  # of s^2 df / spread^2, a chi-squared variable: beyond it nothing is equivalent
     limit = min(end, float(stats.chi2.isf(1e-12, df)))
 
     def inside(x: float) -> float:
@@ -250,7 +252,7 @@ def _check_seeds(seeds: int) -> None:
 
 
 def per_cent(chance: float) -> str:
-    """ "3 %"; what is next to never or next to always is not called never or always."""
+    """ "3 %"; almost never and almost always are not rounded to never and always."""
     if chance < 0.01:
         return "below 1 %"
     return "above 99 %" if chance > 0.99 else f"{100 * chance:.0f} %"

@@ -1,6 +1,6 @@
-"""The ServerApp and the ClientApp. Imports that need torch stand inside: a node's ClientApp process does without.
+"""The ServerApp and the ClientApp. Functions import torch themselves: a node's ClientApp process does not need it.
 
-Run configuration: folder (of the federation, on the server). Node configuration: site (its site.toml).
+Run configuration: folder (the federation's, on the server). Node configuration: site (its site.toml).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedlora.flower import children
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.site.owner import end_with
+from fedlora.flower.site.owner import end_with, owner_of_this
 from fedlora.flower.site.resident import TrainerFailed, ask
 from fedlora.flower.site.site_work import Do
 from fedlora.flower.terms.agreement import Disagreement
@@ -39,12 +39,12 @@ client_app = ClientApp()
 
 @server_app.main()
 def main(grid: Grid, context: Context) -> None:
-    """The federation of the run's folder, to its end."""
+    """Play the federation in the run's folder to its end."""
     from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors, is_http
     from fedlora.flower.rounds.events import REFUSED
     from fedlora.flower.rounds.playing import play, told
 
-    if is_http(grid):  # Flower's own SIGINT does not reach a main thread that waits for its push to a dead SuperLink
+    if is_http(grid):  # Flower's own SIGINT does not reach a main thread that waits to push to a dead SuperLink
         end_with(os.getppid())
     folder = Path(str(context.run_config["folder"]))
     with _kept_log(FederationFolder(folder).logs / "serverapp.log"), heartbeats_outlive_errors(grid):
@@ -61,7 +61,7 @@ def main(grid: Grid, context: Context) -> None:
 
 @contextlib.contextmanager
 def _kept_log(path: Path) -> Iterator[None]:
-    """What fedlora logs goes to a file, too: Flower shows a ServerApp's words to nobody."""
+    """Also write fedlora's log to a file, because Flower shows a ServerApp's output to nobody."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     children.trim(path)
     with os.fdopen(opened_here(path, os.O_WRONLY | os.O_APPEND), "a", encoding="utf-8") as file:
@@ -78,25 +78,27 @@ def _kept_log(path: Path) -> Iterator[None]:
 
 @client_app.train()
 def train(message: Message, context: Context) -> Message:
-    """One round of this node."""
+    """Train one round on this node."""
     return _answered(message, context, "train")
 
 
 @client_app.evaluate()
 def evaluate(message: Message, context: Context) -> Message:
-    """This node's own readout, measured on what it holds out."""
+    """Measure this node's own readout on its held-out data."""
     return _answered(message, context, "evaluate")
 
 
 def _answered(message: Message, context: Context, do: Do) -> Message:
-    """By the node's resident trainer; and a line for the site's own log. Why it failed is the answer then, in its own
-    words: of what is raised here Flower would make a text of its own."""
+    """Answer with the node's resident trainer, and write a line to the site's log. A failure is answered in its own
+    words, because Flower would replace the text of an exception raised here."""
     said = context.node_config
     if "site" not in said:
         raise ConfigError(
             f"this node was started with {', '.join(sorted(map(str, said))) or 'nothing'} for its configuration, and "
             f"needs site, the path of its site.toml; `fedlora flower node` starts it so."
         )
+    if (owner := owner_of_this()) is not None:  # Flower lets a ClientApp wait for ever for a node that has ended
+        end_with(owner)
     site_file = Path(str(said["site"]))
     began = time.monotonic()
     _say_told(message.content)
@@ -110,14 +112,14 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
 
 
 def _say_told(asked: RecordDict) -> None:
-    """That earlier work did not count, where the server says so with its next message."""
+    """Log that earlier work did not count, if the server says so with its next message."""
     with contextlib.suppress(Exception):
         if told := asked.config_records["config"].get(TOLD):
             _say(f"the server says: {shown(told, 1000)}")
 
 
 def _say_work(do: Do, asked: RecordDict, reply: RecordDict | None, seconds: float, error: str = "") -> None:
-    """What the site is told of its own work. Nothing that goes wrong here costs a round."""
+    """Log the site's own work for the site. An error here costs no round."""
     with contextlib.suppress(Exception):
         round = int(json.loads(str(asked.config_records["config"]["parcel"]))["round"]) + (do == "train")
         metrics = reply.metric_records["metrics"] if reply is not None else {}
@@ -125,7 +127,7 @@ def _say_work(do: Do, asked: RecordDict, reply: RecordDict | None, seconds: floa
 
 
 def work_line(do: Do, round: int, seconds: float, metrics: Mapping[str, Any], error: str = "") -> str:
-    """A message's work in words, for whoever looks at the site. error: "" where all went well.
+    """A message's work in words, for the site's operator. error: "" if all went well.
 
     Example:
         >>> work_line("train", 3, 14.21, {"num-examples": 120, "loss": 0.412})
@@ -140,5 +142,5 @@ def work_line(do: Do, round: int, seconds: float, metrics: Mapping[str, Any], er
 
 
 def _say(line: str) -> None:
-    """On stderr, where the site's node has its lines too."""
+    """Print to stderr, where the site's node prints too."""
     print(line, file=sys.stderr, flush=True)

@@ -1,5 +1,5 @@
 """The thin Flower app of every federation, as its server sends it to the sites: two shims. fedlora itself is installed
-on both sides, and not sent. A site approves the digest of this app (`app` in its site.toml) and runs no other.
+on both sides, and not sent. A site approves the digest of this app (`app` in its site.toml) and runs no other app.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ _FILES = {
 
 @cache
 def bundle() -> bytes:
-    """The app as a FAB, Flower's zip. Which folder it plays is told when it is run: every federation has the same app.
+    """The app as a FAB, Flower's zip. The run names the folder to play, so that every federation has the same app.
 
-    Flower's own packer compresses, and another zlib makes other bytes of the same files. Here they are stored as they
-    are, so that the digest survives an upgrade of the server's machine, and a site's own fedlora makes the same one.
+    Flower's own packer compresses, and another zlib makes other bytes from the same files. Here they are stored
+    uncompressed, so the digest survives an upgrade of the server's machine, and a site's own fedlora gets the same.
     """
     sums = [f"{name},{digest(text.encode())},{8 * len(text.encode())}" for name, text in _FILES.items()]
     made = io.BytesIO()
@@ -69,7 +69,7 @@ def bundle() -> bytes:
 
 
 def digest(content: bytes) -> str:
-    """SHA-256, of an app as site.toml and join files have it."""
+    """The app's SHA-256, as in site.toml and join files."""
     return hashlib.sha256(content).hexdigest()
 
 

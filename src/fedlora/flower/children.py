@@ -1,9 +1,10 @@
-"""Flower's processes on this machine: what they write is for this user only, and they end with who started them.
+"""Flower's processes on this machine: their files are only for this user, and they end with the process that started
+them.
 
-A child is killed by the kernel when its launcher is gone, also by kill -9; what it started itself, Flower's SuperExec
-and ServerApp, looks for it and ends then. Flower detaches its SuperExec from the SuperLink's group
-of processes, so a group's end is not the end of all. What belongs to a federation is therefore told by a mark in its
-environment, which also finds a ServerApp that a killed `serve` left in a long computation.
+The kernel kills a child when its launcher is gone, even after kill -9; the child's own children, Flower's SuperExec
+and ServerApp, check for that and end. Flower detaches its SuperExec from the SuperLink's process group, so ending the
+group does not end everything. A mark in the environment therefore identifies a federation's processes; it also finds a
+ServerApp that a killed `serve` left in a long computation.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _LOOPBACK = ("127.0.0.1", "localhost")
 
 
 def environment(flower_home: Path) -> dict[str, str]:
-    """Of Flower's processes: whose they are, no telemetry, no updates, nothing installed, and no proxy for loopback."""
+    """The environment of Flower's processes: the mark, no telemetry, no updates, no installs, no proxy for loopback."""
     found = {**os.environ, **SWITCHES, "FLWR_HOME": str(flower_home), _OF: str(flower_home)}
     found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found.get('PATH', '')}"
     for name in ("NO_PROXY", "no_proxy"):
@@ -43,8 +44,8 @@ def environment(flower_home: Path) -> dict[str, str]:
 
 
 def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """A process in a group of its own, its output appended to `log`; whatever it makes is for this user only. It ends
-    with the thread that calls this. Raises `OSError` where there is no such program.
+    """Start a process in its own group, with its output appended to `log`; its files are only for this user. It ends
+    with the calling thread. Raises `OSError` if there is no such program.
     """
     log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor = opened_here(log, os.O_WRONLY | os.O_APPEND)
@@ -56,7 +57,7 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subpro
 
 
 def end(process: subprocess.Popen[bytes], seconds: float = 8.0) -> None:
-    """Ask a process and its group to end; kill what has not after `seconds`."""
+    """Ask a process and its group to end; after `seconds`, kill what remains."""
     _signal_group(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
@@ -65,13 +66,13 @@ def end(process: subprocess.Popen[bytes], seconds: float = 8.0) -> None:
 
 
 def started_for(flower_home: Path) -> list[psutil.Process]:
-    """All that runs with `environment(flower_home)`, also what an earlier launcher has left."""
+    """All processes with `environment(flower_home)`, including those that an earlier launcher left."""
     found = psutil.process_iter(["environ"])
     return [one for one in found if (one.info["environ"] or {}).get(_OF) == str(flower_home)]
 
 
 def end_all(left: Iterable[psutil.Process], seconds: float = 5.0) -> None:
-    """Ask processes to end; kill those that have not after `seconds`."""
+    """Ask processes to end; after `seconds`, kill those that remain."""
     for ask in (psutil.Process.terminate, psutil.Process.kill):
         left = list(left)
         for process in left:
@@ -81,14 +82,14 @@ def end_all(left: Iterable[psutil.Process], seconds: float = 5.0) -> None:
 
 
 def last_words(text: str, lines: int = 1) -> str:
-    """The last lines of a log that say something, without the frames that Flower draws."""
+    """The last meaningful lines of a log, without the frames that Flower draws."""
     plain = [line.strip("│╭╮╰╯─ \t\r") for line in text.splitlines()]
     said = [line for line in plain if line and line not in ("Error", "Traceback (most recent call last):")]
     return "\n".join(said[-lines:]) if said else "it said nothing"
 
 
 def tail(path: Path, size: int = 20_000) -> str:
-    """The end of a log file, at most `size` bytes; empty where there is none."""
+    """The end of a log file, at most `size` bytes; empty if there is no file."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - size))
@@ -98,11 +99,11 @@ def tail(path: Path, size: int = 20_000) -> str:
 
 
 def trim(log: Path, largest: int = 20_000_000) -> None:
-    """A log does not fill the disk: over `largest` bytes, its last quarter goes to .1, and it begins anew."""
+    """Keep a log from filling the disk: above `largest` bytes, its last quarter moves to .1, and it starts again."""
     if log.exists() and log.stat().st_size > largest:
-        with contextlib.suppress(OSError):  # where the disk is full, all of it goes
+        with contextlib.suppress(OSError):  # if the disk is full, all of it goes
             log.with_name(log.name + ".1").write_text(tail(log, largest // 4), encoding="utf-8")
-        os.truncate(log, 0)  # it is open for appending, so its writer goes on at the new end
+        os.truncate(log, 0)  # it is open for appending, so its writer continues at the new end
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:

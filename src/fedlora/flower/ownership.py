@@ -1,5 +1,5 @@
-"""Whose a federation's folder is, and which process has it now: what another user writes there, root included, its
-server could not read; two servers at once would undo each other. A lock ends with its holder, however that ends."""
+"""The owner of a federation's folder, and the process that has it now: the server could not read what another user,
+even root, writes there, and two servers at once would undo each other's work. A lock ends with its holder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def owner(folder: Path) -> str:
-    """The name of who owns a folder, or will. Raises `ConfigError` for one without a name."""
+    """The name of a folder's present or future owner. Raises `ConfigError` for an owner without a name."""
     uid = folder.stat().st_uid if folder.exists() else os.getuid()
     try:
         return pwd.getpwuid(uid).pw_name
@@ -29,7 +29,7 @@ def owner(folder: Path) -> str:
 
 
 def check_owner(there: FederationFolder) -> None:
-    """Raises `ConfigError` where this process is not the folder's owner."""
+    """Raises `ConfigError` if this process does not run as the folder's owner."""
     if there.path.stat().st_uid != os.getuid():
         name = owner(there.path)
         raise ConfigError(
@@ -39,8 +39,8 @@ def check_owner(there: FederationFolder) -> None:
 
 
 def opened_here(path: Path, how: int) -> int:
-    """A descriptor of a lock or log below a written folder, made if it is not there; only for this user. how: of
-    `os.open`. The app can write there, too: no link leads from there to another file of this user.
+    """A descriptor of a lock or log below a written folder, created if missing; only for this user. how: as in
+    `os.open`. The app can write there too, so links are refused: none may lead to another file of this user.
 
     Raises:
         ConfigError: it is a link, or its folder is one. OSError: the disk refuses.
@@ -60,11 +60,10 @@ def opened_here(path: Path, how: int) -> int:
 
 @contextlib.contextmanager
 def locked(path: Path, refused: Callable[[str], str]) -> Iterator[int]:
-    """Nobody else has the lock at `path` meanwhile, however this process ends; its id stands in it. Gives its
-    descriptor.
+    """Hold the lock at `path`, with this process's id in it; the lock ends with the process. Yields its descriptor.
 
     Args:
-        refused: what is said where another process has it, by its id.
+        refused: makes the message if another process has it, from its id.
 
     Raises:
         ConfigError: another process has it. OSError: it cannot be made.
@@ -76,7 +75,7 @@ def locked(path: Path, refused: Callable[[str], str]) -> Iterator[int]:
             raise ConfigError(refused(_holder_said(descriptor)))
         if taken is None:
             log.warning("%s: this file system has no locks; make sure that nobody else does the same here", path)
-        with contextlib.suppress(OSError):  # a full disk: then the number is not told, and the lock holds
+        with contextlib.suppress(OSError):  # on a full disk the id is missing, but the lock holds
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield descriptor
@@ -86,10 +85,10 @@ def locked(path: Path, refused: Callable[[str], str]) -> Iterator[int]:
 
 @contextlib.contextmanager
 def serving(path: Path) -> Iterator[None]:
-    """One `fedlora flower serve` or `up` for a folder: hold the lock at `path`, FED/state/serve.lock.
+    """Allow one `fedlora flower serve` or `up` per folder: hold the lock at `path`, FED/state/serve.lock.
 
     Raises:
-        ConfigError: another process holds it; its id is named.
+        ConfigError: another process holds it; the message has its id.
     """
     path.parent.mkdir(mode=0o700, exist_ok=True)
     folder = path.parents[1]
@@ -101,7 +100,7 @@ def serving(path: Path) -> Iterator[None]:
 
 
 def holder(path: Path) -> int | None:
-    """The id of the process that holds a lock; None where nobody does."""
+    """The id of the process that holds a lock; None if nobody does."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -114,7 +113,7 @@ def holder(path: Path) -> int | None:
 
 
 def _holder_said(descriptor: int) -> str:
-    """The process that has a lock, by its own word."""
+    """The id that a lock's holder wrote into it, in words."""
     return shown(os.pread(descriptor, 32, 0).decode("ascii", errors="replace").strip() or "unknown")
 
 

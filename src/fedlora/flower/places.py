@@ -1,4 +1,4 @@
-"""Where things lie: the folder of a federation at its server, and that of a site. Names of files, and nothing else."""
+"""Paths in a federation's folder at its server, and in a site's. Names of files, and nothing else."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def _place(name: str, what: str) -> Path:
-    """A property: what lies there, by its name below the folder."""
+    """A property: the path `name` below the folder. what: its content."""
     return property(lambda folder: folder.path / name, doc=what)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
 class FederationFolder:
-    """What `fedlora flower init` makes at the server.
+    """The folder that `fedlora flower init` makes at the server.
 
     Example:
         >>> FederationFolder(Path("fed")).settings.as_posix()
@@ -35,7 +35,7 @@ class FederationFolder:
 
     @property
     def written(self) -> tuple[Path, ...]:
-        """All that the server's processes may write here. Nothing that is run or believed lies below."""
+        """All that the server's processes may write here. Nothing below is executed or trusted."""
         return self.server, self.state
 
     base_cache = _place("state/base.json", "The digest of the server's own base model's weights, which are read once.")
@@ -54,21 +54,21 @@ class FederationFolder:
         return self.path / "keys" / f"{name}.pub"
 
     def request(self, name: str) -> Path:
-        """What a site said of itself when it was admitted."""
+        """A site's request when it was admitted."""
         return self.path / "requests" / f"{name}.toml"
 
     def join(self, name: str) -> Path:
-        """What is handed to a site."""
+        """The join file for a site."""
         return self.path / "join" / f"{name}.toml"
 
     def site(self, name: str) -> SiteFolder:
-        """Of a trial: the folder that a real site has on its own machine."""
+        """In a trial: the folder that a real site has on its own machine."""
         return SiteFolder(self.path / "sites" / name)
 
 
 @dataclass(frozen=True)
 class SiteFolder:
-    """What `fedlora flower site` makes at a site."""
+    """The folder that `fedlora flower site` makes at a site."""
 
     path: Path
 

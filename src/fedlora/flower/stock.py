@@ -40,15 +40,15 @@ def stock_strategy(
     """A strategy for clients that exchange `get_peft_model_state_dict` and know nothing of fedlora.
 
     Args:
-        peft_state: the initial state dict of linear LoRA layers. r, alpha: as all clients have them.
-        clients: their registered names; with names="order" (simulation, where nodes have none) the nodes online in the
-            order of their ids are these. method, hparams: as `fedlora.build`. rule: a robust rule, as
-            `fedlora.server.robust_rules.MultiKrum(liars=1)`, in place of Flower's own strategies of that name, which
-            compare factors: these would not see adapters.
+        peft_state: the initial state dict of linear LoRA layers. r, alpha: those of all clients.
+        clients: their registered names; with names="order" (for simulations, whose nodes have none) the online nodes
+            get these names in the order of their ids. method, hparams: as in `fedlora.build`. rule: a robust rule, such
+            as `fedlora.server.robust_rules.MultiKrum(liars=1)`, instead of Flower's own strategies of that name, which
+            compare factors and would not understand adapters.
 
     Raises:
         ConfigError: other tensors than LoRA factors of rank r, a method that such clients cannot run, or a rule that
-            bears no round of so many clients.
+            needs more clients in a round.
     """
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in peft_state.items():

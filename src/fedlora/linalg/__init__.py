@@ -1,8 +1,9 @@
 """Thin-matrix numerics in torch alone: gauge, consensus subspace, spectra. No d_out x d_in matrix below S = d.
 
 `basics` what everything rests on; `batches` many small matrices in few calls; `gauge` one client's factors; `shortest`
-a sum of products as one pair; `distinct` columns that pairs share; `spectrum` an update in energy order; `consensus`
-the mean update of a round, cut or whole, written to be read; `fast` what runs in its place where that is safe.
+a sum of products as one pair; `distinct` columns that pairs share; `spectrum` an update in energy order; `product` that
+of pairs side by side; `consensus` the mean update of a round, cut or whole, written to be read; `fast` what runs in its
+place where that is safe.
 """
 
 from fedlora.linalg.basics import eigh, gram, norm, rank_tolerance, right_svd, unit_roundoff
@@ -10,8 +11,9 @@ from fedlora.linalg.consensus import Budget, ConsensusMean, Contributions, conse
 from fedlora.linalg.distinct import distinct
 from fedlora.linalg.fast import consensus_means
 from fedlora.linalg.gauge import Canonical, Split, gauge_fix, gauge_split, gauge_splits
+from fedlora.linalg.product import svd_of_product
 from fedlora.linalg.shortest import shortest
-from fedlora.linalg.spectrum import Spectrum, svd_of_matrix, svd_of_product, with_canonical_signs
+from fedlora.linalg.spectrum import Spectrum, svd_of_matrix, with_canonical_signs
 from fedlora.linalg.weighted_mean import weighted_mean
 
 __all__ = [

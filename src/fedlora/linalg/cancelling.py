@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fedlora.linalg.basics import gram, norm, unit_roundoff
+from fedlora.linalg.basics import norm, unit_roundoff
 from fedlora.linalg.batches import in_batches, stacked
 from fedlora.linalg.parallel import Each, one_by_one
 from fedlora.linalg.shapes import Tensor
@@ -23,12 +23,7 @@ from fedlora.linalg.shortest import shortest
 ARITHMETIC = 64 * unit_roundoff(torch.float64)
 
 
-def may_cancel(B: Tensor, A: Tensor, times: float = 100.0) -> tuple[bool, float]:
-    """`all_that_may_cancel` of one pair."""
-    return all_that_may_cancel([(B, A)], times)[0]
-
-
-def all_that_may_cancel(
+def may_cancel(
     pairs: Sequence[tuple[Tensor, Tensor]], times: float = 100.0, each: Each = one_by_one
 ) -> list[tuple[bool, float]]:
     """Of each pair (whether `terms` may be more than `times` ||B A||, ||B A|| where it is not), from r x r Gram
@@ -62,14 +57,3 @@ def terms_and_size(B: Tensor, A: Tensor) -> tuple[float, float]:
     terms = float((norm(B.detach(), dim=0) * norm(A.detach(), dim=1)).sum())
     left, right = shortest([(1.0, B, A)])
     return terms, float(norm(norm(left, dim=0) * norm(right, dim=1)))
-
-
-def cancels(B: Tensor, A: Tensor, times: float) -> bool:
-    """Whether the terms are more than `times` their sum, of any sizes; also where both are zero, no."""
-    B, A = B.detach().double(), A.detach().double()
-    of_B, of_A = (torch.frexp(norm(t, dim=k)).exponent.clamp(-1000, 1000) for k, t in enumerate((B, A)))
-    B, A = torch.ldexp(B, -of_B), torch.ldexp(A, -of_A[:, None])  # any sizes: their squares are numbers now
-    lengths = norm(B, dim=0) * norm(A, dim=1)
-    sizes = torch.where(lengths > 0, of_B + of_A, -4000)
-    w = torch.ldexp(torch.ones_like(lengths), (sizes - sizes.max()).clamp(min=-1000))
-    return float(w @ (gram(B) * gram(A.mT)) @ w) * times**2 < float(w @ lengths) ** 2

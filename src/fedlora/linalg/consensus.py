@@ -44,7 +44,8 @@ class Contributions:
 
     pairs: (B_i (d_out, r_i), A_i (r_i, d_in)) of each, all of one dtype, the compute dtype. weights: p_i. roundoffs:
     the unit roundoff of the dtype in which each arrived. tolerances: `rank_tolerance` of it, or the user's.
-    rest: a pair of the mean that is no client's and has no vote, weighed already; in the compute dtype.
+    rest: a pair of the mean that is no client's and has no vote, weighed already; in the compute dtype. stored_in: of
+    the result; None: that of the pairs.
     """
 
     pairs: Sequence[tuple[Tensor, Tensor]]
@@ -52,6 +53,7 @@ class Contributions:
     roundoffs: Sequence[float]
     tolerances: Sequence[float]
     rest: tuple[Tensor, Tensor] | None = None
+    stored_in: torch.dtype | None = None
 
     @property
     def every_pair(self) -> list[tuple[Tensor, Tensor]]:
@@ -65,7 +67,8 @@ class Contributions:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.every_pair[0][0].dtype
+        """Of the result."""
+        return self.stored_in or self.every_pair[0][0].dtype
 
     @property
     def every_weight(self) -> list[float]:
@@ -375,9 +378,7 @@ def _projected(core: _Core, votes: _Votes, stored: float, budget: Budget, dtype:
         chosen = _chosen(votes, C, stored, budget)
     whole = chosen.basis.shape[1] == C.shape[0]  # then no basis is needed, and none rounds
     O, s, Wh = torch.linalg.svd(C if whole else chosen.basis.mH @ C, full_matrices=False)
-    kept, level, rounding = cut_by_rounding(
-        s.tolist(), terms=terms, stored=stored, worked_in=torch.float64, stored_in=dtype
-    )
+    kept, level, rounding = cut_by_rounding(s.tolist(), terms=terms, stored=stored, stored_in=dtype)
     require_some(s[:kept] * unit, dtype)
     trimmed = float(s[kept:].square().sum())
     O, s, Wh = O[:, :kept], s[:kept], Wh[:kept]

@@ -78,7 +78,8 @@ def consensus_means(
 def _kind(sent: Contributions, budget: Budget) -> tuple[object, ...] | None:
     """What matrices of one batch have in common; None for one that is left to the reference."""
     B, A = sent.every_pair[0]
-    ordinary = sent.dtype == torch.float32 and budget.basis == "projector" and min(sent.weights, default=0) > 0
+    narrow = B.dtype == sent.dtype == torch.float32
+    ordinary = narrow and budget.basis == "projector" and min(sent.weights, default=0) > 0
     if not ordinary or not 0 < min(sent.ranks) <= max(sent.ranks) <= min(len(B), A.shape[1]):
         return None
     return B.device, len(B), A.shape[1], tuple(sent.ranks), sent.rest is None, budget
@@ -88,7 +89,8 @@ def _only(sent: Contributions, active: Sequence[bool]) -> Contributions:
     """What those of the clients sent that are active."""
     at = [k for k, on in enumerate(active) if on]
     pairs, weights = [sent.pairs[k] for k in at], [sent.weights[k] for k in at]
-    return Contributions(pairs, weights, [sent.roundoffs[k] for k in at], [sent.tolerances[k] for k in at], sent.rest)
+    roundoffs, tolerances = [sent.roundoffs[k] for k in at], [sent.tolerances[k] for k in at]
+    return Contributions(pairs, weights, roundoffs, tolerances, sent.rest, sent.stored_in)
 
 
 def _with_idle(mean: ConsensusMean, sent: Contributions, active: Sequence[bool]) -> ConsensusMean:
@@ -281,9 +283,7 @@ class _Batch:
         for k, (energy, out, size, floor, off_by, safe, some, values) in enumerate(zip(*numbers, strict=True)):
             if not safe or not some:
                 continue
-            keep, noise, rounding = cut_by_rounding(
-                values, terms=size, stored=floor, worked_in=torch.float64, stored_in=torch.float32
-            )
+            keep, noise, rounding = cut_by_rounding(values, terms=size, stored=floor, stored_in=torch.float32)
             if keep == 0:
                 continue
             trimmed = math.fsum(x * x for x in values[keep:])

@@ -2,9 +2,12 @@
 
     B = Q_B R_B, A^T = Q_A R_A;   R_B D R_A^T = O S W^T;   the pair of rank k is Q_B O_k S_k^1/2 and its like
 
-D holds the weights, so the stored numbers are never touched. R comes from the Cholesky factor of the Gram matrix in
-float64, which reads each factor once and needs no Q: B X with the small X = R_B^-1 O_k S_k^1/2. That loses digits as
-the square of the condition of B. Where float32 could show it, or B is float64, Householder's QR takes its place.
+D holds the weights, so the stored numbers are never touched: all is float64 between them and the stored result. R comes
+from the Cholesky factor of the Gram matrix, which reads each factor once and needs no Q: B X with the small X = R_B^-1
+O_k S_k^1/2. That loses digits as the square of the condition of B. Where float32 could show it, or B is float64,
+Householder's QR takes its place; so it does where terms cancel, for their columns nearly depend on each other.
+
+Source: the thin exact SVD of docs/explanation/methods.md (FLoRIST's core).
 """
 
 from __future__ import annotations
@@ -16,10 +19,21 @@ from dataclasses import dataclass
 import torch
 
 from fedlora.linalg.basics import gram, norm
-from fedlora.linalg.shapes import Tensor
-from fedlora.linalg.spectrum import Spectrum, cut_by_rounding, require_some
+from fedlora.linalg.shapes import Float, Tensor
+from fedlora.linalg.spectrum import Spectrum, cut_by_rounding, require_some, with_canonical_signs
 
 _WORST_CONDITION = 1e3  # of unit columns: orthogonal to 1e-10 then, far below float32's 6e-8
+
+
+def svd_of_product(
+    B: Float[Tensor, "d_out S"],
+    A: Float[Tensor, "S d_in"],
+    *,
+    tolerance: float | Float[Tensor, " S"],
+    dtype: torch.dtype | None = None,
+) -> Spectrum:
+    """The SVD of B @ A, as `product` has it of several pairs. dtype: of the result; None: that of B and A."""
+    return product([B], [A], [1.0], tolerance=tolerance, dtype=dtype or B.dtype).spectrum()
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,9 +86,15 @@ class Product:
         s = torch.tensor(self.s, dtype=torch.float64)
         return Spectrum(s[None, :], s, s[:, None]).rank_of_energy(share)
 
+    def spectrum(self) -> Spectrum:
+        """All of it, with canonical signs."""
+        s = torch.tensor(self.s, dtype=torch.float64).to(self._O.device, self._dtype)
+        U, V = (side.times(small).to(self._dtype) for side, small in ((self._left, self._O), (self._right, self._W)))
+        return with_canonical_signs(U, s, V.mT, self.noise, self.rounding)
+
     def balanced(self, rank: int) -> tuple[Tensor, Tensor]:
         """(B, A) of the `rank` strongest components, the root of each size on both; canonical signs."""
-        root = torch.tensor(self.s[:rank], dtype=torch.float64).sqrt()
+        root = torch.tensor(self.s[:rank], dtype=torch.float64).sqrt().to(self._O)
         B = self._left.times(self._O[:, :rank] * root)
         A = self._right.times(self._W[:, :rank] * root)
         if rank:
@@ -84,13 +104,22 @@ class Product:
 
 
 def product(
-    Bs: Sequence[Tensor], As: Sequence[Tensor], weights: Sequence[float], *, tolerance: float, dtype: torch.dtype
+    Bs: Sequence[Tensor],
+    As: Sequence[Tensor],
+    weights: Sequence[float],
+    *,
+    tolerance: float | Float[Tensor, " S"],
+    dtype: torch.dtype,
 ) -> Product:
     """sum_i w_i B_i A_i, decomposed.
 
     Args:
         Bs: (d_out, r_i). As: (r_i, d_in). Of any floating types; computed in float64.
-        tolerance: relative rounding noise of the stored factors (`Spectrum.noise`). dtype: of the result.
+        tolerance: relative rounding noise of the stored factors, one for all columns or one for each; it sets
+            `Spectrum.noise` and drops nothing. dtype: of the result.
+
+    Returns:
+        every component but a tail that `dtype` could not tell from nothing; none where the terms cancel exactly.
 
     Raises:
         LostUpdate: the sum is not zero, but `dtype` would make it so. OverflowError: it is larger than `dtype` holds.
@@ -98,7 +127,7 @@ def product(
     exact = any(t.dtype == torch.float64 for t in (*Bs, *As))
     left, right = _side(Bs, exact), _side([A.mT for A in As], exact)
     scales = [w for B, w in zip(Bs, weights, strict=True) for _ in range(B.shape[1])]
-    D = torch.tensor(scales, dtype=torch.float64)
+    D = torch.tensor(scales, dtype=torch.float64).to(left.R)
     core = (left.R * D) @ right.R.mT
     if not bool(torch.isfinite(core).all()):
         raise OverflowError("float64 holds up to 1.8e308")
@@ -107,10 +136,8 @@ def product(
         raise OverflowError(f"its norm is {float(s[0]):.1e}")
     sizes = norm(left.R, dim=0) * D.abs() * norm(right.R, dim=0)
     require_some(s, dtype)
-    terms = float(norm(sizes))
-    keep, noise, rounding = cut_by_rounding(
-        s.tolist(), terms=terms, stored=terms * tolerance, worked_in=torch.float64, stored_in=dtype
-    )
+    terms, stored = float(norm(sizes)), float(norm(sizes * tolerance))
+    keep, noise, rounding = cut_by_rounding(s.tolist(), terms=terms, stored=stored, stored_in=dtype)
     values = tuple(s[:keep].tolist())
     return Product(values, noise, rounding, terms, left, right, O[:, :keep], Wh[:keep].mT, dtype)
 
@@ -118,8 +145,7 @@ def product(
 def _side(parts: Sequence[Tensor], exact: bool) -> _Side:
     """[X_1 | X_2 | ...] and its R."""
     width = sum(part.shape[1] for part in parts)
-    wide = torch.float64 if exact else torch.float32
-    X = torch.empty(parts[0].shape[0], width, dtype=wide)
+    X = parts[0].new_empty(parts[0].shape[0], width, dtype=torch.float64 if exact else torch.float32)
     at = 0
     for part in parts:
         X[:, at : at + part.shape[1]].copy_(part)
@@ -140,7 +166,7 @@ def _cholesky(G: Tensor) -> Tensor | None:
     R, failed = torch.linalg.cholesky_ex((G / norms / norms[:, None]), upper=True)
     if bool(failed):
         return None
-    inverse = torch.linalg.solve_triangular(R, torch.eye(len(R), dtype=R.dtype), upper=True)
+    inverse = torch.linalg.solve_triangular(R, torch.eye(len(R)).to(R), upper=True)
     if float(torch.linalg.matrix_norm(inverse)) > _WORST_CONDITION:  # of unit columns, ||R|| is at most sqrt(n)
         return None
     found: Tensor = R * norms

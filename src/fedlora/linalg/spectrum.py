@@ -17,8 +17,6 @@ from fedlora.linalg.shapes import Float, Tensor
 _U64 = unit_roundoff(torch.float64)
 # The share of an update's energy that readouts may leave out as rounding. More is never thrown away, but reported.
 MOST_ROUNDING = 1e-3
-# Terms that add up to less than this share of their sizes are added up in float64
-CANCEL = 1e-3
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,53 +91,20 @@ def canonical_signs(U: Tensor) -> Tensor:
     return torch.where(U.amax(dim=-2) >= -U.amin(dim=-2), 1.0, -1.0).to(U)
 
 
-def svd_of_product(
-    B: Float[Tensor, "d_out S"],
-    A: Float[Tensor, "S d_in"],
-    *,
-    tolerance: float | Float[Tensor, " S"],
-    dtype: torch.dtype | None = None,
-    weights: Float[Tensor, " S"] | None = None,
-) -> Spectrum:
-    """The SVD of B @ A by QR of B, QR of A^T and the SVD of the S x S core, in the dtype of B and A.
-
-    Args:
-        B, A: one dtype, float32 or float64. Where the terms B_j A_j cancel to a thousandth, both go to float64.
-        tolerance: relative rounding noise of the stored factors, one for all columns or one for each; it sets `noise`
-            and drops nothing.
-        dtype: of the result; None: that of B and A.
-        weights: of the columns of B, float64, for the SVD of sum_j w_j b_j a_j. They are multiplied in the dtype of the
-            arithmetic: rounding of w_j b_j shows where terms cancel.
-
-    Returns:
-        every component but a tail that the dtype could not tell from nothing; none where the terms cancel exactly.
-
-    Source: the thin exact SVD of docs/explanation/methods.md (FLoRIST's core). Householder QR is indifferent to column
-    scales.
-    """
-    U, s, Vh, sizes = _svd_of_product(_scaled(B, weights), A)
-    terms = float(norm(sizes))
-    worked_in, dtype = B.dtype, dtype or B.dtype
-    if worked_in != torch.float64 and float(norm(s)) < CANCEL * terms:
-        U, s, Vh, sizes = _svd_of_product(_scaled(B.double(), weights), A.double())
-        worked_in = torch.float64
-    stored = float(norm(sizes * tolerance))
-    require_some(s, dtype)
-    keep, noise, rounding = cut_by_rounding(
-        s.tolist(), terms=terms, stored=stored, worked_in=worked_in, stored_in=dtype
-    )
-    return with_canonical_signs(U[:, :keep].to(dtype), s[:keep].to(dtype), Vh[:keep].to(dtype), noise, rounding)
-
-
 def svd_of_matrix(
-    X: Float[Tensor, "d_out d_in"], *, terms: float, stored: float, dtype: torch.dtype | None = None
+    X: Float[Tensor, "d_out d_in"],
+    *,
+    terms: float,
+    stored: float,
+    dtype: torch.dtype,
+    worked_in: torch.dtype = torch.float64,
 ) -> Spectrum:
-    """The SVD of a sum that was formed densely, in X's own dtype. terms, stored: as `cut_by_rounding` takes them.
-    dtype: of the result; None: that of X."""
-    dtype = dtype or X.dtype
-    U, s, Vh = torch.linalg.svd(X, full_matrices=False)
-    require_some(s, dtype)
-    keep, noise, rounding = cut_by_rounding(s.tolist(), terms=terms, stored=stored, worked_in=X.dtype, stored_in=dtype)
+    """The SVD of a sum that was formed densely in float64. terms, stored: as `cut_by_rounding` takes them. dtype: of
+    the result. worked_in: of LAPACK's work on X, whose rounding then counts as that of stored factors does."""
+    require_some(norm(X)[None], dtype)
+    U, s, Vh = torch.linalg.svd(X.to(worked_in), full_matrices=False)
+    stored = max(stored, max(X.shape) ** 0.5 * unit_roundoff(worked_in) * float(norm(s)))
+    keep, noise, rounding = cut_by_rounding(s.tolist(), terms=terms, stored=stored, stored_in=dtype)
     return with_canonical_signs(U[:, :keep].to(dtype), s[:keep].to(dtype), Vh[:keep].to(dtype), noise, rounding)
 
 
@@ -152,29 +117,14 @@ def require_some(s: Float[Tensor, " l"], dtype: torch.dtype) -> None:
         )
 
 
-def _scaled(B: Tensor, weights: Tensor | None) -> Tensor:
-    return B if weights is None else B * weights.to(B)
-
-
-def _svd_of_product(B: Tensor, A: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """U, s, Vh, and the sizes ||b_j|| ||a_j|| of the terms."""
-    Q_B, R_B = torch.linalg.qr(B)
-    Q_A, R_A = torch.linalg.qr(A.mH)
-    R_B, R_A = R_B.double(), R_A.double()
-    O, s, Wh = torch.linalg.svd(R_B @ R_A.mH, full_matrices=False)
-    sizes = norm(R_B, dim=0) * norm(R_A, dim=0)
-    return Q_B @ O.to(B), s, Wh.to(A) @ Q_A.mH, sizes
-
-
 def cut_by_rounding(
-    s: Sequence[float], *, terms: float, stored: float, worked_in: torch.dtype, stored_in: torch.dtype
+    s: Sequence[float], *, terms: float, stored: float, stored_in: torch.dtype
 ) -> tuple[int, float, float]:
     """(how many of `s` to keep, `Spectrum.noise`, the share of the energy that rounding of the factors could be).
 
     Args:
         s: float64, descending. terms: the hypotenuse of the sizes of the terms that were added up. stored: how large
-            a direction can be that rounding of the stored factors made. worked_in: the dtype of the arithmetic.
-            stored_in: of the result.
+            a direction can be that rounding of the stored factors made. stored_in: the dtype of the result.
 
     What is dropped is smaller, all together, than what the result's dtype or float64's own sum can hold; the whole
     only where it is rounding from end to end, which exact cancellation leaves.
@@ -199,5 +149,4 @@ def cut_by_rounding(
     while 0 < first < len(s) and s[first] > s[first - 1] * (1 - 1e-6):  # a level between two that are equal is none
         first += 1
     noise = s[first] if first < len(s) else 0.0
-    arithmetic = (4 if worked_in != torch.float64 else 64) * unit_roundoff(worked_in) * terms
-    return keep, max(noise, min(arithmetic, 0.5)) * unit, min(doubtful / total, 1.0)
+    return keep, max(noise, min(64 * _U64 * terms, 0.5)) * unit, min(doubtful / total, 1.0)

@@ -8,8 +8,9 @@ from torch import Tensor
 
 
 def weighted_mean(tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """sum_i w_i X_i for tensors of one shape, added up in the order given."""
-    total = tensors[0] * weights[0]
+    """sum_i w_i X_i for tensors of one shape and dtype, added up in float64 in the order given: where they cancel,
+    rounding of each w_i X_i would show."""
+    total = tensors[0].double() * weights[0]
     for tensor, weight in zip(tensors[1:], weights[1:], strict=True):
-        total = total.add(tensor, alpha=weight)
-    return total
+        total.add_(tensor, alpha=weight)
+    return total.to(tensors[0].dtype)

@@ -1,6 +1,6 @@
-"""The methods, one paper a file; what several of them share stands in files with a leading underscore.
+"""The methods, one paper per file; files with a leading underscore hold what several methods share.
 
-`METHODS` is the whole list and `build` makes one by name. Methods know no server and no transport, and not each other.
+`METHODS` lists them all and `build` makes one by name. A method knows no server, no transport and no other method.
 """
 
 from typing import TYPE_CHECKING

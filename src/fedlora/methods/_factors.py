@@ -1,4 +1,4 @@
-"""What the methods that average factors entry by entry share: weighted means, and the one rank they need."""
+"""Shared by methods that average factors entry by entry: weighted means, and the check for one common rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ANY_RANK = "Use glora, flexlora, flora or hetlora, which serve clients of differ
 
 
 def require_one_rank(method: str, rank: int, updates: Sequence[Update]) -> None:
-    """Raises `RankMismatch` unless every update has exactly `rank` columns: a smaller one would broadcast or pad."""
+    """Raises `RankMismatch` unless every update has exactly `rank` columns; a smaller one would broadcast or pad."""
     ranks = {u.client: u.lora.rank for u in updates}
     if any(r != rank for r in ranks.values()):
         raise RankMismatch(
@@ -21,7 +21,7 @@ def require_one_rank(method: str, rank: int, updates: Sequence[Update]) -> None:
 
 
 def require_readout_rank(method: str, rank: int, client: str | None, asked: int) -> None:
-    """Raises `RankMismatch` unless the asked rank is the common one."""
+    """Raises `RankMismatch` unless the requested rank is the common one."""
     if asked != rank:
         raise RankMismatch(
             f"{method} averages factors entry by entry, so all clients need one rank: its state has rank {rank}, "

@@ -1,28 +1,31 @@
-"""Rank-partition weighting: average each stretch of components over those clients whose rank reaches it (raFLoRA,
+"""Rank-partition weighting: average each stretch of components over the clients whose rank reaches it (raFLoRA,
 2602.13486).
 
     B_i A_i = U_i diag(s_i) V_i^T,  component k gets weight p_i / sum_{j: r_j >= r(k)} p_j
 
-r(k) is the smallest rank in the round that is at least k. With p_i alone, the directions that only high-rank clients
-can hold are divided by the weight of everybody, in every round again, until the energy sits in the smallest rank ("rank
-collapse"). A function of products only, so gauge-invariant; the plain mean where all ranks are equal. Our
-reconstruction of the rule from the paper's abstract. An option of glora and flexlora.
+r(k) is the smallest rank in the round that is at least k. With p_i alone, directions that only high-rank clients can
+hold are divided by everybody's weight in every round, until the energy sits in the smallest rank ("rank collapse"). The
+rule depends only on products, so it is gauge-invariant; with equal ranks it is the plain mean. We reconstructed it from
+the paper's abstract. An option of glora and flexlora.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 
 from fedlora.core.lora import LoRA
 from fedlora.core.method import Update
-from fedlora.linalg import rank_tolerance, svd_of_product
+from fedlora.linalg import svd_of_product
+
+Weighting = Literal["examples", "rank-partition"]
 
 
 def partitioned(updates: Sequence[Update]) -> list[Update]:
-    """The same updates with component k of each scaled by sum_j p_j / sum_{j: r_j >= r(k)} p_j."""
+    """The same updates, in float64, with component k of each scaled by sum_j p_j / sum_{j: r_j >= r(k)} p_j."""
     ranks = sorted({u.rank for u in updates})
     everyone = sum(u.weight for u in updates)
     gains: list[float] = []  # by component
@@ -33,6 +36,5 @@ def partitioned(updates: Sequence[Update]) -> list[Update]:
 
 
 def _scaled(update: Update, gains: Sequence[float]) -> LoRA:
-    spectrum = svd_of_product(update.B, update.A, tolerance=rank_tolerance(update.B.dtype))
-    scale = torch.tensor(gains[: spectrum.rank], dtype=spectrum.s.dtype, device=spectrum.s.device)
-    return LoRA(spectrum.U * (spectrum.s * scale), spectrum.Vh)
+    spectrum = svd_of_product(update.B, update.A, tolerance=0.0, dtype=torch.float64)
+    return LoRA(spectrum.U * (spectrum.s * spectrum.s.new_tensor(gains[: spectrum.rank])), spectrum.Vh)

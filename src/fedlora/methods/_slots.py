@@ -1,4 +1,4 @@
-"""What the methods that average rank slot by rank slot share: zero-padding to a common rank, and taking the first r."""
+"""Shared by methods that average rank slot by rank slot: zero-padding to a common rank, and cutting to the first r."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from fedlora.linalg.weighted_mean import weighted_mean
 
 
 def columns(B: Tensor, rank: int) -> Tensor:
-    """B (d_out, r) as (d_out, rank): cut, or with zero columns."""
+    """B (d_out, r) as (d_out, rank): cut, or padded with zero columns."""
     return pad(B[:, :rank], (0, max(0, rank - B.shape[1])))
 
 
 def rows(A: Tensor, rank: int) -> Tensor:
-    """A (r, d_in) as (rank, d_in): cut, or with zero rows."""
+    """A (r, d_in) as (rank, d_in): cut, or padded with zero rows."""
     return pad(A[:rank], (0, 0, 0, max(0, rank - A.shape[0])))
 
 
 def paired(B: Tensor, A: Tensor) -> LoRA:
-    """Both in the wider of their dtypes: one of them may be of another round than the other."""
+    """The pair in the wider of both dtypes, because the factors may come from different rounds."""
     dtype = torch.promote_types(B.dtype, A.dtype)
     return LoRA(B.to(dtype), A.to(dtype))
 
 
 def first(lora: LoRA, rank: int) -> LoRA:
-    """The first `rank` slots of a pair, with zero slots where it has fewer."""
+    """The first `rank` slots of a pair, padded with zero slots if it has fewer."""
     B, A = lora.factors
     return LoRA(columns(B, rank), rows(A, rank))
 
@@ -46,7 +46,7 @@ def mean_rows(As: Sequence[Tensor], weights: Sequence[float], rank: int) -> Tens
 
 
 def require_slots(method: str, rank: int, asked: Mapping[str, int]) -> None:
-    """Raises `RankMismatch` where a client's rank exceeds the common start's: its further slots would be nobody's."""
+    """Raises `RankMismatch` if a client's rank exceeds the common start's, because nobody owns the further slots."""
     beyond = {client: r for client, r in asked.items() if r > rank}
     if beyond:
         raise RankMismatch(

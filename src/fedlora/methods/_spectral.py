@@ -12,55 +12,35 @@ from torch.nn.functional import pad
 from fedlora.core.lora import LoRA, fresh_rows, revive, stack
 from fedlora.core.method import Update
 from fedlora.linalg import Spectrum, norm, rank_tolerance, svd_of_product
-from fedlora.linalg.spectrum import CANCEL
+from fedlora.linalg.product import product
 
 FactorSplit = Literal["balanced", "left"]
 
 
-def mean_spectrum(updates: Sequence[Update]) -> Spectrum:
-    """sum_i p_i B_i A_i in energy order: every component, and the level under which they may be rounding."""
-    B, A = stack([u.lora for u in updates], [1.0] * len(updates)).factors
-    return svd_of_product(B, A, tolerance=_per_column(updates), weights=_weights(updates))
+def mean_spectrum(updates: Sequence[Update], dtype: torch.dtype | None = None) -> Spectrum:
+    """sum_i p_i B_i A_i in energy order: every component, and the level under which they may be rounding. dtype: of
+    the result; None: that of the updates."""
+    Bs, As, p = [u.B for u in updates], [u.A for u in updates], [u.weight for u in updates]
+    return product(Bs, As, p, tolerance=_per_column(updates), dtype=dtype or Bs[0].dtype).spectrum()
 
 
 def mean_pair(updates: Sequence[Update]) -> LoRA:
-    """sum_i p_i B_i A_i as one pair: in float64 where the terms cancel so far that rounding of p_i B_i would show, else
-    in the dtype of the updates."""
-    exact = _exact(updates)
-    B, A = exact.factors
-    terms = norm(_sizes(B, A))
-    if exact.norm() < CANCEL * float(terms):
-        return exact
-    return stack([u.lora for u in updates], [u.weight for u in updates])
-
-
-def rounding_noise(updates: Sequence[Update]) -> tuple[float, float]:
-    """How large the terms of the mean are, and how large rounding of the factors can be in one direction of it."""
-    sizes = _sizes(*_exact(updates).factors)
-    return float(norm(sizes)), float(norm(sizes * _per_column(updates)))
-
-
-def rounding_share(updates: Sequence[Update]) -> float:
-    """`Spectrum.rounding` of the mean, for methods that keep no spectrum; 0 where it is less than a hundredth."""
-    mean = _exact(updates)
-    _, stored = rounding_noise(updates)
-    return mean_spectrum(updates).rounding if stored * mean.rank**0.5 > 0.1 * mean.norm() else 0.0
-
-
-def _exact(updates: Sequence[Update]) -> LoRA:
-    """The mean as one pair in float64."""
+    """sum_i p_i B_i A_i as one pair in float64: where terms cancel, rounding of p_i B_i would show."""
     return stack([u.lora.map(Tensor.double) for u in updates], [u.weight for u in updates])
 
 
-def _sizes(B: Tensor, A: Tensor) -> Tensor:
-    """Of the terms b_j a_j."""
-    return norm(B, dim=0) * norm(A, dim=1)
+def rounding_noise(updates: Sequence[Update], mean: LoRA) -> tuple[float, float]:
+    """How large the terms of their mean pair are, and how large rounding of the factors can be in one direction."""
+    B, A = mean.factors
+    sizes = norm(B, dim=0) * norm(A, dim=1)
+    return float(norm(sizes)), float(norm(sizes * _per_column(updates)))
 
 
-def _weights(updates: Sequence[Update]) -> Tensor:
-    """Of each column."""
-    each = [u.weight for u in updates for _ in range(u.lora.rank)]
-    return torch.tensor(each, dtype=torch.float64, device=updates[0].B.device)
+def rounding_share(updates: Sequence[Update], mean: LoRA) -> float:
+    """`Spectrum.rounding` of their mean pair, for methods that keep no spectrum; 0 where it is less than a
+    hundredth."""
+    _, stored = rounding_noise(updates, mean)
+    return mean_spectrum(updates).rounding if stored * mean.rank**0.5 > 0.1 * mean.norm() else 0.0
 
 
 def _per_column(updates: Sequence[Update]) -> Tensor:

@@ -2,8 +2,8 @@
 
     B <- sum_i p_i B_i        A <- sum_i p_i A_i
 
-Not exact: (sum p_i B_i)(sum p_i A_i) holds cross terms B_i A_j. Not gauge-invariant: re-expressing one client's update
-as (B_i Q, Q^-1 A_i) changes the result. One common rank. Deviations from the Shepherd code: none in the rule.
+Not exact: (sum p_i B_i)(sum p_i A_i) contains cross terms B_i A_j. Not gauge-invariant: writing one client's update as
+(B_i Q, Q^-1 A_i) changes the result. One common rank. Deviations from the Shepherd code: none in the rule.
 Cost: O(sum r_i (d_out + d_in)), one pass over the factors.
 """
 

@@ -3,12 +3,11 @@
     R_i = argmin over orthogonal R of ||A_i - R A_ref||   (B in the next round: ||B_i R - B_ref||)
     B <- sum_i p_i B_i R_i        A <- sum_i p_i R_i^T A_i
 
-The reference is what the server sent; A and B take turns as it, and there is no rotation while B is zero. A rotation
-changes no update, it only brings the clients' coordinates together; applied in full it undoes every orthogonal gauge,
-and no other.
-Not exact. One common rank. In the paper clients rotate before they send; the server knows all that it takes, so here it
-does, and clients stay stock.
-rotate_lambda > 1 is the full rotation (or reflection); up to 1 a part of the nearest proper
+The reference is the pair that the server sent: A and B alternate, and there is no rotation while B is zero. A rotation
+changes no update; it only aligns the clients' coordinates. In full, it undoes every orthogonal gauge, and no other.
+Not exact. One common rank. In the paper clients rotate before they send; the server has all the data that this takes,
+so here the server rotates, and clients stay stock.
+rotate_lambda > 1 is the full rotation (or reflection); up to 1 it is a part of the nearest proper
 rotation: (1 - l) I + l R, made orthogonal again. Cost: FedIT's and an r x r SVD for each client.
 """
 
@@ -31,7 +30,7 @@ from fedlora.methods._factors import require_one_rank, require_readout_rank
 
 @dataclass(frozen=True, eq=False)
 class FedRotLoRAState:
-    """mean: the averaged pair, which is also the reference of the next round (A in even rounds, B in odd ones)."""
+    """mean: the averaged pair, and the next round's reference (A in even rounds, B in odd ones)."""
 
     TAG: ClassVar[str] = "fedrot-lora/1"
 
@@ -42,11 +41,11 @@ class FedRotLoRAState:
 
 @dataclass(frozen=True)
 class FedRotLoRA:
-    """Use it as the nearest rival that keeps FedIT's averages and bytes.
+    """Use it as FedIT's closest competitor with the same averages and bytes.
 
     Args:
-        rotate_lambda: how much of the rotation is applied, > 0. Above 1, as the authors' default 1.5, all of R_i; up to
-            1 (1 - l) I + l R_i made orthogonal again, R_i with determinant +1.
+        rotate_lambda: how much of the rotation is applied, > 0. Above 1, like the authors' default 1.5, all of R_i; up
+            to 1, (1 - l) I + l R_i made orthogonal again, R_i with determinant +1.
     """
 
     name: ClassVar[str] = "fedrot-lora"
@@ -74,7 +73,7 @@ class FedRotLoRA:
         return FedRotLoRAState(state.key, state.round + 1, LoRA(B, A))
 
     def _rotation(self, state: FedRotLoRAState, update: Update) -> Tensor:
-        """R (r, r), float64: orthogonal Procrustes against the reference; the identity before there is one."""
+        """R (r, r), float64: orthogonal Procrustes against the reference; the identity while B is zero."""
         B, A = (t.double() for t in state.mean.factors)
         one = torch.eye(state.mean.rank, dtype=torch.float64, device=B.device)
         if not bool(B.any()):
@@ -83,7 +82,7 @@ class FedRotLoRA:
         R = _nearest_orthogonal(cross)
         if self.rotate_lambda > 1:
             return R
-        if float(torch.linalg.det(R)) < 0:  # a reflection is no part-way turn from I: the nearest rotation instead
+        if float(torch.linalg.det(R)) < 0:  # no path from I leads to a reflection: take the nearest rotation
             R = _nearest_orthogonal(cross, rotation=True)
         return _nearest_orthogonal((1 - self.rotate_lambda) * one + self.rotate_lambda * R)
 
@@ -99,7 +98,7 @@ class FedRotLoRA:
 
 
 def _nearest_orthogonal(X: Tensor, *, rotation: bool = False) -> Tensor:
-    """U V^T of X = U S V^T; with `rotation`, the nearest of determinant +1."""
+    """U V^T of X = U S V^T; with `rotation`, the nearest with determinant +1."""
     U, _, Vh = torch.linalg.svd(X)
     if rotation and float(torch.linalg.det(U @ Vh)) < 0:
         U = torch.cat([U[:, :-1], -U[:, -1:]], dim=1)

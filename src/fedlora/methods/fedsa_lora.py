@@ -36,7 +36,7 @@ class FedSALoRAState:
 
 @dataclass(frozen=True)
 class FedSALoRA(FromMeans):
-    """Use it for personalised clients that never want a common model, with one rank for all."""
+    """Use it for personalised clients that need no common model, with one rank for all."""
 
     name: ClassVar[str] = "fedsa-lora"
     paper: ClassVar[str] = "arXiv 2410.01463"

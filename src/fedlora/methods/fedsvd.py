@@ -1,13 +1,13 @@
-"""FedSVD: clients train B; the server turns the mean update into its SVD and hands out an orthonormal A (2505.12805).
+"""FedSVD: clients train B; the server takes the mean update's SVD and sends an orthonormal A (2505.12805).
 
     Delta W = (sum_i p_i [B_i 0]) A = U S V^T        next round: B = U S,  A = V^T, frozen at the clients
 
 Exact, because A is common to the round: sum_i p_i B_i A = (sum_i p_i B_i) A, for any ranks up to A's (a client of rank
-r_i has the first r_i rows, which hold the strongest directions). Unlike FFA-LoRA's, A follows what was learned; its row
-space stays that of the first draw. The gauge is fixed by A: an upload is B_i in its coordinates. A is orthonormal from
-the second round on, so that noise or clipping on B is noise or clipping on the update. Deviations from the paper:
-weights p_i instead of a uniform mean, its privacy mechanism left out, mixed ranks are ours. Cost: O(sum r_i d_out + r^2
-(d_out + d_in)); up as FFA-LoRA, half of FedIT's bytes; down B and the new A, as FedIT.
+r_i has the first r_i rows, which hold the strongest directions). Unlike FFA-LoRA's, A follows what was learned, but its
+row space stays that of the first draw. A fixes the gauge: an upload is B_i in A's coordinates. A is orthonormal from
+the second round on, so noise or clipping on B acts equally on the update. Deviations from the paper: weights p_i
+instead of a uniform mean, no privacy mechanism, and mixed ranks, which are ours. Cost: O(sum r_i d_out + r^2 (d_out +
+d_in)); up as FFA-LoRA, half of FedIT's bytes; down B and the new A, as FedIT.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedlora.methods._slots import columns, first, mean_columns, require_slots
 
 @dataclass(frozen=True, eq=False)
 class FedSVDState:
-    """pair: the start; then B = U S (d_out, r) beside A = V^T (r, d_in), whose rows are orthonormal."""
+    """pair: the start; later B = U S (d_out, r) and A = V^T (r, d_in), whose rows are orthonormal."""
 
     TAG: ClassVar[str] = "fedsvd/1"
 
@@ -37,7 +37,7 @@ class FedSVDState:
 
 @dataclass(frozen=True)
 class FedSVD(FromMeans):
-    """Use it as FFA-LoRA, where a frozen random A is too narrow and the downlink can take a new one each round."""
+    """Use it like FFA-LoRA, if a frozen random A is too narrow and the downlink can carry a new one each round."""
 
     name: ClassVar[str] = "fedsvd"
     paper: ClassVar[str] = "arXiv 2505.12805"
@@ -68,8 +68,8 @@ class FedSVD(FromMeans):
 
 
 def reparameterised(lora: LoRA) -> LoRA:
-    """The same update as (U S, V^T), strongest first; every row of V^T orthonormal, also where S is zero, within A's
-    row space. In float64, stored in B's dtype; signs so that the largest entry of each row of V^T is positive."""
+    """The same update as (U S, V^T), strongest first, in B's dtype, computed in float64. Every row of V^T is
+    orthonormal, even if S is zero there, within A's row space, and its largest entry is positive."""
     B, A = (t.double() for t in lora.factors)
     W, R = torch.linalg.qr(A.mT)
     core = columns(B @ R.mT, W.shape[1])

@@ -3,8 +3,8 @@
     A = A_0 for ever        B <- sum_i p_i [B_i 0]
 
 Exact, because A is common: sum_i p_i B_i A_0 = (sum_i p_i B_i) A_0. Any ranks: a client of rank r_i has the first r_i
-rows of A_0, so zero-padding B_i is exact too. The gauge is fixed by A_0: an upload is B alone, in its coordinates. The
-row space of every update is that of A_0, which costs expressiveness and wants a larger learning rate. Heads are shared.
+rows of A_0, so zero-padding B_i is exact too. A_0 fixes the gauge: an upload is only B, in A_0's coordinates. Every
+update has A_0's row space, which limits expressiveness and needs a larger learning rate. Heads are shared.
 Deviations from the public code: weights p_i instead of a uniform mean. Cost: O(sum r_i d_out); half of FedIT's bytes.
 """
 
@@ -28,7 +28,7 @@ from fedlora.methods._slots import first, mean_columns, paired, require_slots
 
 @dataclass(frozen=True, eq=False)
 class FFALoRAState:
-    """pair: the averaged B beside the common A, of the largest rank."""
+    """pair: the averaged B and the common A, at the largest rank."""
 
     TAG: ClassVar[str] = "ffa-lora/1"
 
@@ -39,7 +39,7 @@ class FFALoRAState:
 
 @dataclass(frozen=True)
 class FFALoRA(Accumulating[FFALoRAState], FromMeans):
-    """Use it where bytes or differential privacy count: one factor travels, and nothing is quadratic in the noise."""
+    """Use it if bytes or differential privacy matter: one factor travels, and nothing is quadratic in the noise."""
 
     name: ClassVar[str] = "ffa-lora"
     paper: ClassVar[str] = "arXiv 2403.12313"
@@ -58,22 +58,22 @@ class FFALoRA(Accumulating[FFALoRAState], FromMeans):
         return FFALoRAState(state.key, state.round + 1, paired(B, A))
 
     def require_accumulating(self) -> None:
-        """It has no options. A is frozen and public, so that the change of B is the change of the product."""
+        """It has no options. A is frozen and public, so a change of B is a change of the product."""
 
     def common_rows(self, state: FFALoRAState) -> Tensor:
         return state.pair.factors[1]
 
     def accumulated(self, state: FFALoRAState, change: LoRA, rank: int) -> FFALoRAState:
-        """B + the change in the coordinates of A. Its rank is that of A already: `rank` cuts nothing."""
+        """B plus the change in A's coordinates. It already has A's rank, so `rank` cuts nothing."""
         B, A = state.pair.factors
         Y, X = (t.double() for t in change.factors)
         rows = A.double()
-        coordinates = torch.linalg.lstsq(rows.mH, X.mH).solution.mH  # X = coordinates A, for the rows of X lie in A's
+        coordinates = torch.linalg.lstsq(rows.mH, X.mH).solution.mH  # X = coordinates A: A's row space holds X's rows
         lost, size = float(norm(X - coordinates @ rows)), float(norm(X))
         if lost > 1e-6 * size:
             raise HyperparameterError(
-                f"ffa-lora: the change has rows outside the common frozen A, by {lost / size:.1e} of their size, and "
-                f"no B can represent them. Project it on `common_rows`."
+                f"ffa-lora: the change has rows outside the common frozen A, by {lost / size:.1e} of their size, so no "
+                f"B can represent them. Project it on `common_rows`."
             )
         moved = (B.double() + Y @ coordinates).to(B)
         return FFALoRAState(state.key, state.round + 1, paired(moved, A))

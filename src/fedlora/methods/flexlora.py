@@ -1,9 +1,9 @@
-"""FlexLoRA: average the updates, then hand out the best approximation of each rank (Bai et al., 2402.11505).
+"""FlexLoRA: average the updates, then send each client the best approximation at its rank (Bai et al., 2402.11505).
 
     Delta W = sum_i p_i B_i A_i = U S V^T        read out: B = U_r S_r, A = V_r^T
 
-Exact before truncation, gauge-invariant, any ranks. Two solvers with the same result: "dense" forms Delta W and its
-full SVD, as the paper times it; "thin" is QR, QR and the SVD of the small core. All energy sits in B, as in the
+Exact before truncation, gauge-invariant, any ranks. Two solvers give the same result: "dense" computes Delta W and its
+full SVD, as the paper times it; "thin" uses QR, QR and the SVD of the small core. All energy is in B, as in the
 authors' code. Deviations from that code: none in the rule (their released code never applies different ranks).
 Cost: dense O(d_out d_in (sum r_i + min(d_out, d_in))), thin O((sum r_i)^2 (d_out + d_in)).
 """
@@ -24,7 +24,7 @@ from fedlora.core.multiplied import How, TakesMultipliers
 from fedlora.core.summing import FromSums, Summing, Sums
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import Spectrum, svd_of_matrix
-from fedlora.methods._rank_partition import partitioned
+from fedlora.methods._rank_partition import Weighting, partitioned
 from fedlora.methods._spectral import (
     accumulated_spectrum,
     instantiate,
@@ -36,12 +36,11 @@ from fedlora.methods._spectral import (
 )
 
 Solver = Literal["thin", "dense"]
-Weighting = Literal["examples", "rank-partition"]
 
 
 @dataclass(frozen=True, eq=False)
 class FlexLoRAState:
-    """spectrum: the mean update as its SVD. start: the rows of A that a fresh start shares; None later."""
+    """spectrum: the mean update as its SVD. start: the rows of A from a fresh common start; None later."""
 
     TAG: ClassVar[str] = "flexlora/1"
 
@@ -53,12 +52,12 @@ class FlexLoRAState:
 
 @dataclass(frozen=True)
 class FlexLoRA(FromSums[FlexLoRAState], Accumulating[FlexLoRAState], TakesMultipliers):
-    """Use it for clients of different ranks that should all see the strongest directions.
+    """Use it for clients of different ranks that should all get the strongest directions.
 
     Args:
-        solver: of the mean update's SVD: "thin", or "dense", the full SVD of the d_out x d_in mean, as papers time it;
-            the same result.
-        weighting: "examples" uses the p_i that the server hands in; "rank-partition" is raFLoRA (`preset="raflora"`).
+        solver: for the mean update's SVD: "thin", or "dense", the full SVD of the d_out x d_in mean, as papers time it;
+            the same result within a few roundoffs of the uploads' dtype, in which LAPACK works here.
+        weighting: "examples" uses the server's p_i; "rank-partition" is raFLoRA (`preset="raflora"`).
     """
 
     name: ClassVar[str] = "flexlora"
@@ -84,30 +83,31 @@ class FlexLoRA(FromSums[FlexLoRAState], Accumulating[FlexLoRAState], TakesMultip
 
     @property
     def multiplied(self) -> How:
-        """Only products enter, of any rank."""
+        """Only products are used, of any rank."""
         return "products"
 
     def require_multipliers(self, columns: int | None = None) -> None:
-        """Rank-partition weighting has weights of its own, by rank."""
+        """Rank-partition weighting has its own weights, by rank."""
         if self.weighting != "examples":
             raise HyperparameterError(
-                f"flexlora: weighting = {self.weighting!r} gives few clients of high rank all the weight, after a "
+                f"flexlora: weighting = {self.weighting!r} gives a few clients of high rank all the weight, after a "
                 f"robust rule has weighed them. Leave it out."
             )
 
     def aggregate(self, state: FlexLoRAState, updates: Sequence[Update]) -> FlexLoRAState:
+        dtype = updates[0].B.dtype
         if self.weighting == "rank-partition":
             updates = partitioned(updates)
         if self.solver == "thin":
-            spectrum = mean_spectrum(updates)
+            spectrum = mean_spectrum(updates, dtype)
         else:
-            B, A = mean_pair(updates).factors
-            terms, stored = rounding_noise(updates)
-            spectrum = svd_of_matrix(B @ A, terms=terms, stored=stored, dtype=updates[0].B.dtype)
+            mean = mean_pair(updates)
+            terms, stored = rounding_noise(updates, mean)
+            spectrum = svd_of_matrix(mean.delta(), terms=terms, stored=stored, dtype=dtype, worked_in=dtype)
         return FlexLoRAState(state.key, state.round + 1, spectrum, None)
 
     def summing(self) -> Summing:
-        """Nothing but the mean."""
+        """It needs only the mean."""
         if self.weighting != "examples":
             raise HyperparameterError("flexlora: rank-partition weighting needs all uploads at once; set no memory.")
         return Summing()
@@ -117,7 +117,7 @@ class FlexLoRA(FromSums[FlexLoRAState], Accumulating[FlexLoRAState], TakesMultip
         return FlexLoRAState(state.key, state.round + 1, spectrum, None)
 
     def require_accumulating(self) -> None:
-        """Raises `HyperparameterError` for the weighting by ranks."""
+        """Raises `HyperparameterError` for rank-partition weighting."""
         if why := options_without_effect(self, self.name, {"solver": "thin", "weighting": "examples"}):
             raise HyperparameterError(why)
 

@@ -2,10 +2,10 @@
 
     W0 <- W0 + [p_1 B_1 | p_2 B_2 | ...] [A_1; A_2; ...]        every client starts the round as LoRA starts: B = 0
 
-Exact and gauge-invariant: only products enter. Any ranks. The base weight moves in every round, so nothing but the
-whole history of stacks is the model, and a client that was away gets all of what it missed (`BaseChange`). Deviations
-from the authors' code: alpha / r is folded into each B_i (theirs is right for one alpha / r only), and stacks are
-recompressed exactly to their rank. A new draw of A for each client and round, as theirs; ours comes from the server.
+Exact and gauge-invariant: only products are used. Any ranks. The base weight changes in every round, so only the whole
+history of stacks is the model, and a client that was away gets everything that it missed (`BaseChange`). Deviations
+from the authors' code: alpha / r is folded into each B_i (theirs is right only for one common alpha / r), and stacks
+are recompressed exactly to their rank. Each client and round gets a new draw of A, as theirs; ours is the server's.
 Cost: thin SVDs of stacks of sum r_i and of rank(base) + sum r_i columns.
 """
 
@@ -27,8 +27,8 @@ from fedlora.methods._spectral import mean_pair, rounding_share
 
 @dataclass(frozen=True, eq=False)
 class FLoRAState:
-    """base: all rounds' means, W0 -> W0 + base; None while there is none. start: the rows of A of the common start.
-    rounding: the share of the last mean's energy that rounding of the uploads could be."""
+    """base: all rounds' means, W0 -> W0 + base; None if there are none. start: the common start's rows of A. rounding:
+    the share of the last mean's energy that rounding of the uploads could make up."""
 
     TAG: ClassVar[str] = "flora/1"
 
@@ -42,7 +42,7 @@ class FLoRAState:
 
 @dataclass(frozen=True)
 class FLoRA(TakesMultipliers):
-    """Use it where clients can take changes of the base weight, traffic is cheap, and every round should start free."""
+    """Use it if clients can accept changes of the base weight, traffic is cheap, and each round should start afresh."""
 
     name: ClassVar[str] = "flora"
     paper: ClassVar[str] = "arXiv 2409.05976"
@@ -57,12 +57,13 @@ class FLoRA(TakesMultipliers):
 
     @property
     def multiplied(self) -> How:
-        """Only products enter, of any rank."""
+        """Only products are used, of any rank."""
         return "products"
 
     def aggregate(self, state: FLoRAState, updates: Sequence[Update]) -> FLoRAState:
-        base = moved(state.base, mean_pair(updates), updates[0].B.dtype)
-        return FLoRAState(state.key, state.round + 1, base, state.start, state.d_out, rounding_share(updates))
+        mean = mean_pair(updates)
+        base = moved(state.base, mean, updates[0].B.dtype)
+        return FLoRAState(state.key, state.round + 1, base, state.start, state.d_out, rounding_share(updates, mean))
 
     def readout(self, state: FLoRAState, client: str | None, rank: int) -> Readout:
         A = state.start[:rank]

@@ -47,13 +47,12 @@ from fedlora.linalg import (
 from fedlora.linalg.batches import in_batches, stacked
 from fedlora.linalg.consensus import Basis, Tie
 from fedlora.linalg.parallel import Each, one_by_one
-from fedlora.methods._rank_partition import partitioned
+from fedlora.methods._rank_partition import Weighting, partitioned
 from fedlora.methods._spectral import FactorSplit, accumulated_spectrum, instantiate, start_spectrum, whole
 
 PRIVATE = "private sum"  # what stood in for the uploads, in `Cut.approximation`
 CountRanks = Literal["nominal", "revealed"]
 Score = Literal["alignment", "energy"]
-Weighting = Literal["examples", "uniform", "rank-partition"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,8 +143,8 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
             stored dtype; never of the mean.
         history_limit: clients whose history is kept, None: all of them, 0: nobody's. Whose is not reads out by energy.
             One takes 4 d_out r_i bytes for each matrix.
-        weighting: "examples" uses the p_i that the server hands in, "uniform" 1/n instead; "rank-partition" gives the
-            components that only high-rank clients hold the weight among these (raFLoRA's cure for rank collapse).
+        weighting: "examples" uses the p_i that the server hands in; "rank-partition" gives the components that only
+            high-rank clients hold the weight among these (raFLoRA's cure for rank collapse).
     """
 
     name: ClassVar[str] = "glora"
@@ -195,9 +194,11 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         require(self.rank_tol is None or 0 < self.rank_tol < 1, "rank_tol", "a relative tolerance in (0, 1), or None")
         for name, options in {
             "tie": Tie, "basis": Basis, "canonical": Canonical, "budget": CountRanks,
-            "score": Score, "factor_split": FactorSplit, "weighting": Weighting,
+            "score": Score, "factor_split": FactorSplit,
         }.items():  # fmt: skip
             require(getattr(self, name) in get_args(options), name, f"one of {get_args(options)}")
+        ways = f"one of {get_args(Weighting)} (1/n for everybody is server.weighting = 'uniform')"
+        require(self.weighting in get_args(Weighting), "weighting", ways)
 
     def init(self, seed: LoRA, key: int) -> GLoRAState:
         spectrum, start = start_spectrum(seed)
@@ -213,9 +214,10 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         self, states: Sequence[GLoRAState], updates: Sequence[Sequence[Update]], each: Each = one_by_one
     ) -> list[GLoRAState]:
         """`aggregate` of several matrices, faster than one by one where they are small and of one shape."""
+        dtypes = [us[0].B.dtype for us in updates]
         if self.weighting == "rank-partition":
             updates = [partitioned(us) for us in updates]
-        sent = [self._sent(us) for us in updates]
+        sent = [self._sent(us, dtype) for us, dtype in zip(updates, dtypes, strict=True)]
         made = consensus_means(sent, [self._budget(us, s) for us, s in zip(updates, sent, strict=True)], each)
         return [self._after(*one) for one in zip(states, updates, made, strict=True)]
 
@@ -255,18 +257,16 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
             history = {c: history[c] for c in sorted(newest)}
         return GLoRAState(state.key, round, made.spectrum, None, history, cut, {})
 
-    def _weights(self, updates: Sequence[Update]) -> list[float]:
-        return [1 / len(updates) if self.weighting == "uniform" else u.weight for u in updates]
-
-    def _sent(self, updates: Sequence[Update]) -> Contributions:
+    def _sent(self, updates: Sequence[Update], dtype: torch.dtype) -> Contributions:
         clients = _of_clients(updates)
         rest = updates[-1] if len(clients) < len(updates) else None
         return Contributions(
             [(u.B, u.A) for u in clients],
-            self._weights(clients),
+            [u.weight for u in clients],
             [unit_roundoff(u.stored) for u in clients],
             [self._tolerance(u.stored) for u in clients],
             None if rest is None else (rest.B, rest.A),
+            dtype,
         )
 
     def _budget(self, updates: Sequence[Update], sent: Contributions) -> Budget:
@@ -289,8 +289,7 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         """
         if self.weighting != "examples":
             raise HyperparameterError(
-                f"glora: weighting = {self.weighting!r} weighs clients again, after a robust rule has. Leave it out"
-                + (" (uniform weights are server.weighting = 'uniform')." if self.weighting == "uniform" else ".")
+                f"glora: weighting = {self.weighting!r} weighs clients again, after a robust rule has. Leave it out."
             )
         if self.basis == "energy":
             return
@@ -317,7 +316,7 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
                 "0 for none (readouts then go by energy)."
             )
         cuts = self.basis == "projector" and (self.rank is not None or self.rho < 1)
-        return Summing(cuts, self.history_limit, self.canonical, self.weighting, self.rank_tol)
+        return Summing(cuts, self.history_limit, self.canonical, self.rank_tol)
 
     def from_sums(self, state: GLoRAState, sums: Sums) -> GLoRAState:
         rank = self._rank(sums.nominal, sum(sums.ranks.values()))

@@ -3,13 +3,13 @@
     w_i = ||B_i A_i||_F / sum_j ||B_j A_j||_F
     B <- sum_i w_i [B_i 0]        A <- sum_i w_i [A_i; 0]        read out: B[:, :r_i], A[:r_i, :]
 
-Any ranks; not exact, not gauge-invariant (the weights are: they see products only). With `pruning`, clients add
-strength ||B[:, q:]|| ||A[q:, :]|| to their loss, q = floor(keep r_i), and cut their rank to q for good once that tail
-got smaller in a round; this is what makes the first slots the important ones, which the cut relies on. Weights are
-taken module by module. Deviations from the only public code (in FlexLoRA's repository): it has no sparsity weights, and
-its penalty is computed on detached tensors, so it never enters the gradient. In the first round, where an update may be
-zero for all, p_i serves. Cost: O(sum r_i^2 (d_out + d_in)) by QR factors; solver="dense" forms each product, as papers
-time it: O(sum r_i d_out d_in).
+Any ranks; not exact, not gauge-invariant (the weights are, because they depend on products). With `pruning`, clients
+add strength ||B[:, q:]|| ||A[q:, :]|| to their loss, q = floor(keep r_i), and cut their rank to q for good if that tail
+shrank in a round; this makes the first slots the important ones, as the cut requires. Each module has its own weights.
+Deviations from the only public code (in FlexLoRA's repository): it has no sparsity weights, and it computes its penalty
+on detached tensors, so the penalty never enters the gradient. In the first round every update may be zero; then p_i is
+used. Cost: O(sum r_i^2 (d_out + d_in)) by QR factors; solver="dense" computes each product, as papers time it:
+O(sum r_i d_out d_in).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Weights = Literal["sparsity", "examples"]
 
 @dataclass(frozen=True, eq=False)
 class HetLoRAState:
-    """mean: the averaged zero-padded pair, of the largest rank seen. weights: client -> w_i of the last round."""
+    """mean: the averaged zero-padded pair, at the largest rank seen. weights: client -> w_i of the last round."""
 
     TAG: ClassVar[str] = "hetlora/1"
 
@@ -48,10 +48,10 @@ class HetLoRA(TakesMultipliers):
     """Use it as the factor-averaging baseline for clients of different ranks.
 
     Args:
-        weights: "sparsity" (the paper's w_i by the norm of the update, module by module) or "examples" (the server's
-            p_i).
-        solver: of the norms: "thin" by QR factors, or "dense" from B_i A_i itself, as papers time it; the same numbers.
-        pruning: whether clients are asked to penalise and prune their tail.
+        weights: "sparsity" (the paper's w_i by the update's norm, for each module) or "examples" (the server's p_i).
+        solver: for the norms: "thin" by QR factors, or "dense" from B_i A_i itself, as papers time it; the same numbers
+            within a few roundoffs of the uploads' dtype.
+        pruning: whether clients penalise and prune their tail.
         strength: weight of that penalty in the clients' loss, >= 0; see `TailPenalty`.
         keep: where the tail begins, as a share of the rank, in (0, 1).
     """
@@ -87,11 +87,11 @@ class HetLoRA(TakesMultipliers):
 
     @property
     def multiplied(self) -> How:
-        """Slots are averaged: factors of the same shape."""
+        """It averages slots: factors must have the same shape."""
         return "factors"
 
     def require_multipliers(self, columns: int | None = None) -> None:
-        """Weights by the size of an update would undo any rule: who sends more, counts more."""
+        """Weights by the size of an update would undo any rule: a client that sends more counts more."""
         if self.weights != "examples":
             raise HyperparameterError(
                 f"hetlora: weights = {self.weights!r} weighs clients by the size of their uploads, so that a liar who "

@@ -4,15 +4,15 @@
     B = sum_i p_i B_i     A = sum_i p_i A_i     dB = argmin D( sum_i p_i B_i A_i, (B + dB) A ) + lambda ||dB||_F^2
     read out: (B + dB, A)
 
-D is 1 - cosine of the flattened matrices (the paper's), or the squared distance ("l2"), whose minimum is closed:
+D is 1 - cosine of the flattened matrices (the paper's), or the squared distance ("l2") with a closed-form minimum:
 
     dB = (G - B P)(P + lambda I)^-1,  G = sum p_i B_i A_i A^T,  P = A A^T
 
-Better than FedIT but not exact: the row space stays that of A. Not gauge-invariant. One common rank. No d_out x d_in
-matrix: all of D follows from G, P and the norm of the mean. Deviations: descriptions of the method leave open whether
-the norm is squared (here it is) and stop after a fixed number of gradient steps; here the minimum is sought (L-BFGS
-from dB = 0). The cosine knows no scale: the size of the update stays about that of B A. Cost: O(n r^2 (d_out + d_in)),
-and the iterations at O(r^2 d_out) each.
+Better than FedIT but not exact, because the row space stays A's. Not gauge-invariant. One common rank. No d_out x d_in
+matrix: D follows from G, P and the norm of the mean. Deviations: descriptions of the method do not say whether the norm
+is squared (here it is), and they stop after a fixed number of gradient steps; here L-BFGS searches the minimum from
+dB = 0. The cosine ignores scale: the update stays about as large as B A. Cost: O(n r^2 (d_out + d_in)), and O(r^2
+d_out) for each iteration.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class LoRAFAIRState:
 
 @dataclass(frozen=True)
 class LoRAFAIR:
-    """Use it to see how far a correction of averaged factors gets.
+    """Use it to see how much a correction of averaged factors helps.
 
     Args:
-        metric: D: "cosine" (the paper's, which knows no scale: the size stays about that of B A) or "l2", the squared
-            distance.
+        metric: D: "cosine" (the paper's, which ignores scale: the update stays about as large as B A) or "l2", the
+            squared distance.
         lambda_: weight of ||dB||_F^2, > 0, in units of B."""
 
     name: ClassVar[str] = "lora-fair"
@@ -91,10 +91,10 @@ class LoRAFAIR:
         return LoRAFAIRState(state.key, state.round + 1, LoRA(best.to(B), A), *cosines)
 
     def _turned(self, B: Tensor, target: _Target) -> Tensor:
-        """B + dB for the cosine; B itself where one side is zero, which has no direction."""
+        """B + dB for the cosine; B itself if one side is zero, because zero has no direction."""
         if not math.isfinite(float(target.cosine(B))):
             return B
-        unit = float(torch.linalg.matrix_norm(B))  # dB is sought in units of B, whatever its size
+        unit = float(torch.linalg.matrix_norm(B))  # search dB in units of B, whatever its size
         dB = torch.zeros_like(B)
         optimizer = torch.optim.LBFGS(
             [dB], max_iter=500, tolerance_grad=1e-10, tolerance_change=1e-14, line_search_fn="strong_wolfe"
@@ -108,7 +108,7 @@ class LoRAFAIR:
 
         optimizer.step(loss)  # type: ignore[no-untyped-call]
         best = B + unit * dB
-        # The cosine does not mind the length along the best direction, so the nearest to B is the best one.
+        # The cosine ignores length along the best direction, so take the point nearest to B.
         length = float((B * best).sum() / best.square().sum())
         return best * length if length > 0 else best
 
@@ -125,7 +125,7 @@ class LoRAFAIR:
 
 @dataclass(frozen=True, eq=False)
 class _Target:
-    """The mean update X as D needs it: G = X A^T (d_out, r), P = A A^T (r, r), ||X||; all float64."""
+    """The mean update X in the form that D needs: G = X A^T (d_out, r), P = A A^T (r, r), ||X||; all float64."""
 
     G: Tensor
     P: Tensor
@@ -138,12 +138,12 @@ class _Target:
         return cls(B_all @ (A_all @ A.mT), A @ A.mT, mean.norm())
 
     def cosine(self, B: Tensor) -> Tensor:
-        """cos(X, B A) = <G, B> / (||X|| sqrt(tr(B P B^T))); NaN where either is zero."""
+        """cos(X, B A) = <G, B> / (||X|| sqrt(tr(B P B^T))); NaN if either is zero."""
         inner: Tensor = (self.G * B).sum()
         return inner / (self.norm * ((B @ self.P) * B).sum().clamp(min=0).sqrt())
 
     def fall(self, B: Tensor) -> Tensor:
-        """The gradient of 1 - cos(X, B A) in B."""
+        """The gradient of 1 - cos(X, B A) with respect to B."""
         BP = B @ self.P
         size = (BP * B).sum().clamp(min=0).sqrt()
         return ((self.G * B).sum() * BP / size**2 - self.G) / (self.norm * size)

@@ -1,12 +1,12 @@
-"""Zero-padded factor averaging: FedIT for clients of different ranks. A diagnostic and an ablation row, not advice.
+"""Zero-padded factor averaging: FedIT for clients of different ranks. For diagnosis and ablations, not advice.
 
     B <- sum_i p_i [B_i 0]        A <- sum_i p_i [A_i; 0]        read out: the first r_i slots
 
-What many scripts do, and our reading of the paper's ablation row "PA off". Not exact, not gauge-invariant: slot k of
-one client has nothing to do with slot k of another. coordinates="subspace" is the other reading of that row: it
-averages (U_i, Ahat_i) = (U_i, diag(s_i) V_i^T) of the SVD of B_i A_i, with canonical signs, without a common frame.
-That is a function of the updates alone, so gauge-invariant, and as far from their mean. Cost as FedIT; with "subspace"
-also thin SVDs of each client's pair.
+Many scripts do this, and we read the paper's ablation row "PA off" so. Not exact, not gauge-invariant: slot k of one
+client is unrelated to slot k of another. coordinates="subspace" is the row's other reading: it averages (U_i, Ahat_i) =
+(U_i, diag(s_i) V_i^T) from the SVD of B_i A_i, with canonical signs but without a common frame. That depends only on
+the updates, so it is gauge-invariant, but just as far from their mean. Cost as FedIT; "subspace" adds thin SVDs of each
+client's pair.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
+import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.summing import FromMeans
 from fedlora.errors import HyperparameterError
-from fedlora.linalg import rank_tolerance, svd_of_product
+from fedlora.linalg import svd_of_product
 from fedlora.methods._slots import first, mean_columns, mean_rows
 
 Coordinates = Literal["factors", "subspace"]
@@ -29,7 +30,7 @@ Coordinates = Literal["factors", "subspace"]
 
 @dataclass(frozen=True, eq=False)
 class PaddedAverageState:
-    """mean: the averaged zero-padded pair, of the largest rank seen."""
+    """mean: the averaged zero-padded pair, at the largest rank seen."""
 
     TAG: ClassVar[str] = "padded-average/1"
 
@@ -40,11 +41,11 @@ class PaddedAverageState:
 
 @dataclass(frozen=True)
 class PaddedAverage(FromMeans):
-    """Use it to see what averaging factors does, next to a method that averages updates.
+    """Use it to compare averaging factors with a method that averages updates.
 
     Args:
-        coordinates: what is averaged: the "factors" (B_i, A_i) as they come, or each update's own "subspace" form
-            (U_i, diag(s_i) V_i^T) of its SVD.
+        coordinates: what is averaged: the "factors" (B_i, A_i) as sent, or each update's own "subspace" form
+            (U_i, diag(s_i) V_i^T) from its SVD.
     """
 
     name: ClassVar[str] = "padded-average"
@@ -70,10 +71,11 @@ class PaddedAverage(FromMeans):
         pairs = [(u.B, u.A) if self.coordinates == "factors" else _subspace(u) for u in updates]
         rank = max(state.mean.rank, *(u.lora.rank for u in updates))
         mean = LoRA(mean_columns([B for B, _ in pairs], p, rank), mean_rows([A for _, A in pairs], p, rank))
+        mean = mean.map(lambda t: t.to(updates[0].B))
         return PaddedAverageState(state.key, state.round + 1, mean)
 
     def require_means(self) -> None:
-        """Raises `HyperparameterError` for a form that is each client's own."""
+        """Raises `HyperparameterError` for "subspace", because each client has its own."""
         if self.coordinates != "factors":
             raise HyperparameterError(
                 f"padded-average: coordinates = {self.coordinates!r} needs each client's update; set no memory, or "
@@ -91,5 +93,5 @@ class PaddedAverage(FromMeans):
 
 
 def _subspace(update: Update) -> tuple[Tensor, Tensor]:
-    spectrum = svd_of_product(update.B, update.A, tolerance=rank_tolerance(update.stored))
+    spectrum = svd_of_product(update.B, update.A, tolerance=0.0, dtype=torch.float64)
     return spectrum.U, spectrum.s[:, None] * spectrum.Vh

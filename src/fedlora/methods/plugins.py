@@ -1,4 +1,4 @@
-"""Methods from elsewhere: entry points of installed packages, and classes by "module:Class" from where one stands."""
+"""Methods from elsewhere: entry points of installed packages, and your own classes by "module:Class"."""
 
 from __future__ import annotations
 
@@ -10,39 +10,41 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from fedlora.errors import HyperparameterError
+from fedlora.errors import FilesChanged, HyperparameterError
 
 GROUP = "fedlora.methods"
 
 
 def offered() -> list[EntryPoint]:
-    """What installed packages offer as methods, by name and package."""
+    """The methods that installed packages offer, sorted by name and package."""
     return sorted(entry_points(group=GROUP), key=lambda point: (point.name, package_of(point)))
 
 
 def package_of(point: EntryPoint) -> str:
-    """The distribution that an entry point comes from."""
+    """The distribution that defines an entry point."""
     return point.dist.name if point.dist is not None else "an unnamed package"
 
 
 def loaded(place: str, name: str) -> Any:
-    """What stands at "module:Class".
+    """The object at "module:Class".
 
-    A module that is not installed is also looked for in the working directory, after everything that is: a console
-    script does not have it on its path. It goes there for good, so that other processes find the class as well.
+    If a module is not installed, it is searched for in the working directory last, because a console script does not
+    have that directory on its path. The directory stays on the path, so that other processes find the class too.
 
     Raises:
-        HyperparameterError: it cannot be imported, whatever its module raised.
+        HyperparameterError: it cannot be imported, whatever error its module raised.
     """
     module, _, path = place.partition(":")
+    new = module not in sys.modules
     try:
         _reach(module.partition(".")[0])
         found: Any = importlib.import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except (Exception, SystemExit) as error:  # a stranger's module can raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a stranger's module can raise anything on import
         hint = ""
         if isinstance(error, ModuleNotFoundError):
             hint = f" fedlora looks on the Python path and in {Path.cwd()}: go to its folder, or install it."
@@ -50,11 +52,13 @@ def loaded(place: str, name: str) -> Any:
             f"the method {name!r} cannot be made: {type(error).__name__}: {error}. A class is given as "
             f"package.module:Class, and its module must be importable from here.{hint}"
         ) from error
+    if new and isinstance(found, type):
+        code_of(found)  # record the code now: its file may change before a run asks
     return found
 
 
 def _reach(top: str) -> None:
-    """Put the working directory at the end of the path, where it alone has the module or package `top`."""
+    """Append the working directory to the path if only it has the module or package `top`."""
     here = Path.cwd()
     beside = (here / f"{top}.py").is_file() or (here / top / "__init__.py").is_file()
     if beside and str(here) not in sys.path and importlib.util.find_spec(top) is None:
@@ -72,8 +76,12 @@ _INSTALLED = frozenset(("site-packages", "dist-packages"))
 
 
 def code_of(cls: type[Any]) -> dict[str, str]:
-    """File, as "package/module.py" -> SHA-256, of the code of a class and its bases: their modules, of a package all of
-    it, and what lies beside and is imported. Empty for ours, which are known by version and commit."""
+    """File ("package/module.py") -> SHA-256, for the code of a class and its bases: their modules, whole packages, and
+    imported files beside them. Empty for fedlora's own, which version and commit identify.
+
+    Raises:
+        FilesChanged: this process runs an older content of a file.
+    """
     found: dict[str, str] = {}
     for base in cls.__mro__:
         module = sys.modules.get(base.__module__)
@@ -85,13 +93,34 @@ def code_of(cls: type[Any]) -> dict[str, str]:
         if top == "__main__":
             root, top = Path(file).parent, Path(file).stem
         for path in _sources(root, top) or {Path(file)}:  # compiled code has no source
-            found[path.relative_to(root).as_posix()] = hashlib.sha256(path.read_bytes()).hexdigest()
+            name = path.relative_to(root)
+            parts = name.with_suffix("").parts
+            whose = base.__module__ if path == Path(file) else ".".join(p for p in parts if p != "__init__")
+            found[name.as_posix()] = _digest(path, sys.modules.get(whose))
     return dict(sorted(found.items()))
 
 
+# File -> (its import, None if it was not imported; its SHA-256), as this process saw it last.
+_SEEN: dict[Path, tuple[object, str]] = {}
+
+
+def _digest(path: Path, module: ModuleType | None) -> str:
+    """The SHA-256 of a file, the source of a module. A module that is imported again has another spec."""
+    now = hashlib.sha256(path.read_bytes()).hexdigest()
+    imported = getattr(module, "__spec__", None) or module
+    before, known = _SEEN.get(path, (None, now))
+    if known != now and imported is not None and (before is None or before is imported):
+        raise FilesChanged(
+            f"{path} changed after this process imported it, but the process still runs the old code. Results are "
+            f"stored as made by the old code. To use the new code, start the command (or the kernel) again."
+        )
+    _SEEN[path] = imported, now
+    return now
+
+
 def _sources(root: Path, top: str) -> set[Path]:
-    """The .py files of a module or package in `root`, and of those beside it that it imports; of an installed package
-    its own alone."""
+    """The .py files of a module or package in `root`, and of the modules beside it that it imports; only its own files
+    if it is installed."""
     found: set[Path] = set()
     todo, seen = [top], {top}
     while todo:
@@ -107,10 +136,10 @@ def _sources(root: Path, top: str) -> set[Path]:
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """The top-level names that a file imports, by statements or by `import_module("name")`."""
+    """The top-level names that a file imports, by statement or by `import_module("name")`."""
     try:
         tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # a package may hold files that nobody imports
+    except (SyntaxError, ValueError):  # a package may contain files that nobody imports
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

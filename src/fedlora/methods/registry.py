@@ -60,8 +60,8 @@ def build(name: str, *, preset: str | None = None, **hparams: object) -> Method[
         preset: sets several hyper-parameters at once; `hparams` win over it.
 
     Raises:
-        HyperparameterError: unknown name, preset or hyper-parameter (naming the nearest), an impossible value, or a
-            class that is no method, with what it lacks.
+        HyperparameterError: an unknown name, preset or hyper-parameter (the message suggests the nearest), an
+            impossible value, or a class that is not a method (the message says what it lacks).
 
     Example:
         >>> build("glora", rho=0.5).rho
@@ -101,17 +101,17 @@ _IN_WORDS = {
 
 @dataclass(frozen=True)
 class _Word:
-    """One of the values of a `Literal`."""
+    """One value of a `Literal`."""
 
     word: object
 
 
 def _typed(cls: type[Any], name: str, hparams: Mapping[str, object]) -> dict[str, object]:
-    """The hyper-parameters, where each is of its field's type, as in the rest of a configuration: true and "3" are no
-    numbers, and 3.0 is a whole one. Infinity is one where it is the default.
+    """The hyper-parameters, checked against their fields' types as in a configuration: true and "3" are not numbers,
+    and 3.0 is a whole number. Infinity is valid where it is the default.
 
     Raises:
-        HyperparameterError: others, each with what is wanted.
+        HyperparameterError: a value has another type; the message says what is expected.
     """
     wrong, typed = [], dict(hparams)
     for f in fields(cls):
@@ -125,15 +125,15 @@ def _typed(cls: type[Any], name: str, hparams: Mapping[str, object]) -> dict[str
             continue
         elif isinstance(value, bool) or not all(isinstance(option, _Word) for option in options):
             wrong.append(f"{f.name} is {_in_words(options, value)}; got {quoted(value)}.")
-        # of words alone, each method says itself which it has
+        # for words alone, each method's own error lists them
     if wrong:
         raise HyperparameterError(f"{name}: a hyper-parameter has a wrong type: {' '.join(wrong)}")
     return typed
 
 
 def _hint(cls: type[Any], field: Field[Any]) -> Any:
-    """A field's type. None where it cannot be told: a stranger's class may name types that are not there, and says
-    itself what it cannot take. Each is asked for by itself, so that one such name hides no other field's."""
+    """A field's type. None if it cannot be resolved: a stranger's class may name types that do not exist, and reports
+    bad values itself. Each field is resolved alone, so that one such name hides no other field's type."""
     owner = [base for base in cls.__mro__ if vars(base).get("__dataclass_fields__", {}).get(field.name) is field][-1]
     written = SimpleNamespace(__annotations__={field.name: field.type})
     try:
@@ -143,7 +143,7 @@ def _hint(cls: type[Any], field: Field[Any]) -> Any:
 
 
 def _options(wanted: Any) -> list[Any]:
-    """The plain types that a value may have; none where it may have another than these."""
+    """The plain types that a value may have; empty if it may also have another type."""
     if get_origin(wanted) in (Union, UnionType):
         each = [_options(option) for option in get_args(wanted)]
         return [option for options in each for option in options] if all(each) else []
@@ -171,11 +171,11 @@ def _in_words(options: Sequence[Any], value: object) -> str:
 
 
 def find(name: str) -> type[Any]:
-    """The class behind a name: built in, of an installed package (entry points of group "fedlora.methods"), or
+    """The class behind a name: built in, from an installed package (entry points in group "fedlora.methods"), or
     "module:Class".
 
     Raises:
-        HyperparameterError: there is none, it cannot be imported, or it is no method.
+        HyperparameterError: there is none, it cannot be imported, or it is not a method.
     """
     if name in METHODS:
         return METHODS[name]
@@ -194,13 +194,13 @@ def find(name: str) -> type[Any]:
 
 
 def plugins() -> list[EntryPoint]:
-    """Methods that installed packages offer; a name that is built in stays ours."""
+    """Methods that installed packages offer; they cannot replace a built-in name."""
     return [point for point in offered() if point.name not in METHODS]
 
 
 @dataclass(frozen=True)
 class Listed:
-    """A method as a list shows it. package: of a plugin; None: built in. error: why it cannot be used."""
+    """A method in a list. package: a plugin's; None: built in. error: why it cannot be used."""
 
     name: str
     package: str | None = None
@@ -211,7 +211,7 @@ class Listed:
 
 
 def listed() -> list[Listed]:
-    """All methods by name, the built-in ones first. A plugin that cannot be used says why, and hides no other."""
+    """All methods by name, the built-in ones first. A plugin that cannot be used shows its error and hides no other."""
     rows = {name: _described(name, cls) for name, cls in METHODS.items()}
     for point in offered():
         package = package_of(point)
@@ -221,13 +221,13 @@ def listed() -> list[Listed]:
             continue
         try:
             rows[point.name] = replace(_described(point.name, find(point.name)), package=package)
-        except Exception as error:  # a stranger's class can raise anything where it is asked for its fields
+        except Exception as error:  # a stranger's class can raise anything when its fields are read
             rows[point.name] = Listed(point.name, package, error=str(error))
     return list(rows.values())
 
 
 def _described(name: str, cls: type[Any]) -> Listed:
-    """Fields without a default are "required"; what is no plain value is shown as Python writes it."""
+    """A method's row. Fields without a default are "required"; values that are not plain are shown as `repr`."""
     defaults: dict[str, object] = {}
     for f in fields(cls):
         made = f.default if f.default_factory is MISSING else f.default_factory()
@@ -247,7 +247,7 @@ def presets_of(cls: type[Any]) -> Mapping[str, Mapping[str, object]]:
 
 
 def require_method(cls: Any, name: str) -> None:
-    """Raises `HyperparameterError` unless `cls` follows the `Method` protocol, with all that it lacks."""
+    """Raises `HyperparameterError` unless `cls` follows the `Method` protocol; the message lists all that it lacks."""
     if not isinstance(cls, type):
         raise HyperparameterError(f"the method {name!r} is a {type(cls).__name__}, but must be a class.")
     wrong = [] if is_dataclass(cls) else ["it is not a dataclass with its hyper-parameters as fields"]
@@ -264,7 +264,7 @@ def require_method(cls: Any, name: str) -> None:
             inspect.signature(found).bind(None, *arguments)
         except TypeError as error:
             wrong.append(f"{function}({', '.join(arguments)}) cannot be called so: {error}")
-        except ValueError:  # no signature to be had, as of a builtin
+        except ValueError:  # no signature, as for some builtins
             continue
     if wrong:
         raise HyperparameterError(

@@ -1,12 +1,12 @@
-"""RoLoRA: train and average the two factors in turn, the other one frozen (Chen et al., 2502.01755).
+"""RoLoRA: train and average the two factors in turn, with the other one frozen (Chen et al., 2502.01755).
 
     even rounds: A frozen, B <- sum_i p_i [B_i 0]
     odd rounds: B frozen, A <- sum_i p_i [A_i; 0]
 
-Exact in every round, because the frozen factor is common, and zero-padding is exact for the same reason; so any ranks.
-The gauge is fixed by the frozen factor. Both factors get trained, unlike FFA-LoRA's, at the same bytes. B comes first:
-it starts as zero, and A would have no gradient. Deviations from the authors' code: none in the rule; its ranks are
-equal. Cost: O(sum r_i d_out) or O(sum r_i d_in); half of FedIT's bytes.
+Exact in every round for any ranks, because the frozen factor is common, which also makes zero-padding exact. The frozen
+factor fixes the gauge. Unlike FFA-LoRA it trains both factors, with the same bytes. B comes first: it starts at zero,
+so A would have no gradient. Deviations from the authors' code: none in the rule; its ranks are equal. Cost: O(sum r_i
+d_out) or O(sum r_i d_in); half of FedIT's bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedlora.methods._slots import first, mean_columns, mean_rows, paired, requi
 
 @dataclass(frozen=True, eq=False)
 class RoLoRAState:
-    """pair: the averaged factor beside the frozen one, of the largest rank."""
+    """pair: the averaged factor and the frozen one, at the largest rank."""
 
     TAG: ClassVar[str] = "rolora/1"
 
@@ -37,7 +37,7 @@ class RoLoRAState:
 
 @dataclass(frozen=True)
 class RoLoRA(FromMeans):
-    """Use it where exactness, half the bytes and both factors trained matter more than speed a round."""
+    """Use it if exactness, half the bytes and two trained factors matter more than progress per round."""
 
     name: ClassVar[str] = "rolora"
     paper: ClassVar[str] = "arXiv 2502.01755"
@@ -52,7 +52,7 @@ class RoLoRA(FromMeans):
     def aggregate(self, state: RoLoRAState, updates: Sequence[Update]) -> RoLoRAState:
         require_slots("RoLoRA", state.pair.rank, {u.client: u.rank for u in updates})
         (B, A), p = state.pair.factors, [u.weight for u in updates]
-        if updates[0].lora.A is None:  # the turn is of the round, and a module may have been left out of some
+        if updates[0].lora.A is None:  # roles give the turn; `state.round` may lag if rounds left this module out
             B = _alive(mean_columns([u.B for u in updates], p, state.pair.rank).mT, B.mT, A).mT
         else:
             A = _alive(mean_rows([u.A for u in updates], p, state.pair.rank), A, B.mT)
@@ -70,9 +70,8 @@ class RoLoRA(FromMeans):
 
 
 def _alive(mean: Tensor, before: Tensor, other: Tensor) -> Tensor:
-    """The mean's slots (rows); the slot before, where the mean's is zero (nobody held it) and the other factor's too.
-
-    That product is zero either way, and the slot can still be trained: the frozen factor never has to change for it.
+    """The mean's slots (rows); a slot keeps its old value if the mean's is zero (no client held it) and the other
+    factor's is too. The product is zero either way, and the slot stays trainable without a change of the frozen factor.
     """
     dead = (mean == 0).all(dim=1) & (other == 0).all(dim=1)
     return torch.where(dead[:, None], before, mean)

@@ -1,13 +1,13 @@
-"""SVD: average the updates, keep the directions that hold most of the energy, give them to everyone (FLoRIST's core).
+"""SVD: average the updates, keep the directions with most of the energy, send them to everyone (FLoRIST's core).
 
     Delta W = sum_i p_i B_i A_i = U S V^T
     R = least rank with sum_{j <= R} s_j^2 >= energy ||Delta W||^2
     read out: the r_i strongest of those R, sqrt(s) on both factors
 
-Exact up to the share 1 - energy of ||Delta W||^2, of least error at its rank, gauge-invariant, any ranks. After Ramesh
-and Dass, "FLoRIST" (2506.09199), whose clients all get rank R; here each gets its own. Deviations from it: one SVD of
-the small core instead of two of the stacks and one of the core, the same result. Cost: O(S^2 (d_out + d_in)), S = sum
-r_i.
+Exact up to the share 1 - energy of ||Delta W||^2, with the least error at its rank, gauge-invariant, any ranks. After
+Ramesh and Dass, "FLoRIST" (2506.09199), which gives all clients rank R; here each gets its own. Deviation: one SVD of
+the small core instead of two of the stacks and one of the core, with the same result. Cost: O(S^2 (d_out + d_in)),
+S = sum r_i.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fedlora.methods._spectral import accumulated_spectrum, instantiate, mean_sp
 
 @dataclass(frozen=True, eq=False)
 class SVDState:
-    """spectrum: the kept part of the mean update. start: the rows of A that a fresh start shares; None later."""
+    """spectrum: the kept part of the mean update. start: the rows of A from a fresh common start; None later."""
 
     TAG: ClassVar[str] = "svd/1"
 
@@ -44,7 +44,7 @@ class SVDState:
 
 @dataclass(frozen=True)
 class SVD(FromSums[SVDState], Accumulating[SVDState], TakesMultipliers):
-    """Use it for the least server error at a given size, where clients need nothing of their own.
+    """Use it for the least server error at a given size, if clients need nothing of their own.
 
     Args:
         energy: the share of ||Delta W||_F^2 to keep, in (0, 1]; 1 keeps everything.
@@ -69,14 +69,14 @@ class SVD(FromSums[SVDState], Accumulating[SVDState], TakesMultipliers):
 
     @property
     def multiplied(self) -> How:
-        """Only products enter, of any rank."""
+        """Only products are used, of any rank."""
         return "products"
 
     def aggregate(self, state: SVDState, updates: Sequence[Update]) -> SVDState:
         return self._after(state, mean_spectrum(updates))
 
     def summing(self) -> Summing:
-        """Nothing but the mean."""
+        """It needs only the mean."""
         return Summing()
 
     def from_sums(self, state: SVDState, sums: Sums) -> SVDState:
@@ -86,7 +86,7 @@ class SVD(FromSums[SVDState], Accumulating[SVDState], TakesMultipliers):
         return SVDState(state.key, state.round + 1, every.head(every.rank_of_energy(self.energy)), None, every.rank)
 
     def require_accumulating(self) -> None:
-        """Every option can be kept: the energy is of what was released."""
+        """Every option is possible: the energy refers to what was released."""
 
     def accumulated(self, state: SVDState, change: LoRA, rank: int) -> SVDState:
         every, kept = accumulated_spectrum(state.spectrum, change, rank)

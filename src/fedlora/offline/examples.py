@@ -1,4 +1,4 @@
-"""A site's own examples for a round by hand: a file says by its columns what it holds."""
+"""A site's own examples for a round by hand; the file's columns determine their kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kind = Literal["classes", "instructions", "conversations"]
 
 @dataclass(frozen=True)
 class Columns:
-    """What the columns are called. messages: of conversations; None: as usual."""
+    """Column names. messages: for conversations; None: the default."""
 
     text: str = "text"
     pair: str | None = None
@@ -34,10 +34,10 @@ class Columns:
 
 
 def kind_of(data: Path, columns: Columns) -> Kind:
-    """What a file's examples are of: classes where there is such a column, else answers or conversations.
+    """The kind of a file's examples: classes if it has such a column, otherwise answers or conversations.
 
     Raises:
-        ConfigError: none of the columns is there. DataError: as the readers say.
+        ConfigError: none of the columns exists. DataError: as in the readers.
     """
     there = list(open_table(data, []).columns)
     if columns.label in there:
@@ -52,13 +52,13 @@ def kind_of(data: Path, columns: Columns) -> Kind:
 
 
 def read_examples(data: Path, columns: Columns, kind: Kind, labels: Sequence[str] | None = None) -> TextData:
-    """The examples of a file of that kind.
+    """A file's examples of that kind.
 
     Args:
-        labels: the classes of all sites in one order; None: those of the file, which must then be numbers from 0 on.
+        labels: all sites' classes in one order; None: the file's own, which must then be numbers from 0 on.
 
     Raises:
-        ConfigError: the classes are not those of a federation. DataError: as the readers say.
+        ConfigError: the classes cannot be used in a federation. DataError: as in the readers.
 
     Example:
         >>> columns = Columns()
@@ -74,21 +74,20 @@ def read_examples(data: Path, columns: Columns, kind: Kind, labels: Sequence[str
     found = examples.label_names
     if len(found) < 2:
         raise ConfigError(
-            f"{data}: every example has the same class, {found[0]!r}, and a classifier needs two or more. If other "
+            f"{data}: every example has the same class, {found[0]!r}, but a classifier needs two or more. If other "
             f"sites have more, name all classes with --labels, the same at every site."
         )
     if labels is None and found != tuple(str(k) for k in range(len(found))):
         raise ConfigError(
             f"{data} has the classes {shown(found)}, but another site may have other classes or number them "
             f"differently, and then the classifiers would not add up. Give --labels, the same at every site, with "
-            f"the classes of all sites; "
-            f"if there are no more, {given('--labels', found)}."
+            f"the classes of all sites; if there are no more, {given('--labels', found)}."
         )
     return examples
 
 
 def parse_class_weights(text: str, examples: TextData) -> ClassWeights:
-    """Weights of classes from "balanced" or "NAME=WEIGHT,...". Raises `ConfigError`, also for what is no class."""
+    """Class weights from "balanced" or "NAME=WEIGHT,...". Raises `ConfigError`, also for an unknown class."""
     weights: ClassWeights = "balanced"
     if text != "balanced":
         pairs = [part.rpartition("=") for part in text.split(",")]

@@ -1,4 +1,4 @@
-"""What clients get back from a round by hand: an adapter each, at its own ranks, in a folder of its own."""
+"""The adapters that clients get back from a round by hand: one each, at its own ranks, in its own folder."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from fedlora.offline.server import ByHand
 def readout_ranks(
     text: str, clients: Sequence[str], files: Sequence[AdapterFile], known: Mapping[str, Mapping[str, int]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Client -> its rank, or its ranks by module; and what to say of clients that a file leaves out, and of others.
+    """Client -> its rank, or its ranks by module; and notes on clients that a file leaves out or adds.
 
-    known: clients that took part in a round before -> their ranks then.
+    known: clients that took part in an earlier round -> their ranks then.
     """
     notes, absent = [], [name for name in known if name not in clients]
     if text == "same":
@@ -68,16 +68,16 @@ def hand_out(
     hand: ByHand, ranks: Mapping[str, Any], out: Path | None, parts: Parts, whole: Mapping[str, LoRA], label: str,
     max_error: float | None,
 ) -> tuple[list[ClientReport], list[str]]:  # fmt: skip
-    """Each client's adapter as a PEFT directory below `out`, which is being built; None: only its report.
+    """Write each client's adapter as a PEFT directory below `out`, which is being built; None: only report.
 
     Args:
-        whole: the global update. label: of what method, for the card. max_error: none is further off than this.
+        whole: the global update. label: the method's, for the card. max_error: the largest distance allowed.
 
     Returns:
-        how far off each is, as it is written, and what to say of ranks.
+        each adapter's distance from the global update as written, and notes on ranks.
 
     Raises:
-        ConfigError: beyond `max_error`.
+        ConfigError: a distance exceeds `max_error`.
     """
     wide = {name: lora.map(Tensor.double) for name, lora in whole.items() if name in parts.modules}
     norms = {name: lora.norm() for name, lora in wide.items()}
@@ -99,8 +99,7 @@ def hand_out(
         if max_error is not None and not error <= max_error:
             raise ConfigError(
                 f"the adapter of client {quoted(report.client)}, of rank {report.ranks[1]}, would be off the global "
-                f"update by {error:.2g} of its size: more than --max-error {max_error:g}; nothing was "
-                f"written. Give it "
+                f"update by {error:.2g} of its size: more than --max-error {max_error:g}; nothing was written. Give it "
                 f"a higher rank (--readout FILE), or leave out --readout."
             )
         if report.ranks[1] > max(most, 1) and isinstance(rank, int):
@@ -122,7 +121,7 @@ def _names(clients: Sequence[str]) -> str:
 
 
 def _folder(client: str) -> str:
-    """A client's name as a folder's: its last part where the name is a path, and no other letters than these."""
+    """A client's folder name: the last part of its name if that is a path, with unusual letters replaced."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", client.rstrip("/").rpartition("/")[2]).lstrip(".")
     if not name:
         raise ConfigError(f"the client {quoted(client)} cannot be the name of a folder.")

@@ -1,4 +1,4 @@
-"""One round by hand, from uploads as folders to the merged adapter and one for each client."""
+"""One round by hand, from upload folders to the merged adapter and one for each client."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ def merge_round(
     said: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> tuple[MergeReport, int | None]:
-    """The server update of a method, written like any merge, and what its clients go on from.
+    """Write a method's server update like any merge, and the adapters its clients continue from.
 
-    The state appears last: a round whose result nobody saw may be played again.
+    The state appears last, so that a round whose result nobody saw can be played again.
 
     Args:
-        label: the method as it was typed. state: where the server's is kept; with it the update is of more than these
-            adapters. readout: "same" or a file of ranks: also an adapter for each client, below `out`.
-        rule: a robust rule, which weighs the clients' changes; what it did is in the report's remarks.
+        label: the method as typed. state: the folder of the server's state; with a state the update includes more than
+            these adapters. readout: "same" or a file of ranks: also write an adapter for each client, below `out`.
+        rule: a robust rule, which weights the clients' changes; the report's remarks say what it did.
 
     Returns:
-        the report, and the round that the state is of, where there is one.
+        the report, and the state's round, if there is a state.
 
     Raises:
-        ConfigError: with a rule, tensors beside the pairs that would be averaged without it.
+        ConfigError: with a rule, tensors other than pairs would be averaged without it.
     """
     if rule is not None:
         _check_heads(given, wanted.heads)
@@ -111,11 +111,11 @@ def merge_round(
 
 
 def _check_heads(given: Collection, heads: str) -> None:
-    """Raises `ConfigError` where tensors beside the pairs would be averaged behind a rule's back."""
+    """Raise `ConfigError` if tensors other than pairs would be averaged without the rule."""
     beside = sorted({name for file in given.files for name in file.heads})
     if beside and heads in ("average", "holders"):
         raise ConfigError(
-            f"--defence looks only at pairs, and {len(beside)} tensors beside them (such as {shown(beside[0])}) would "
+            f"--defence looks only at pairs, but {len(beside)} tensors beside them (such as {shown(beside[0])}) would "
             f"be averaged with the plain weights, liars included. Add --heads drop, or --heads first to take those of "
             f"the first adapter; rounds of a server (fedlora run, fedlora flower) judge heads with the pairs."
         )
@@ -129,9 +129,9 @@ def _measure(
     given: Collection, clients: Sequence[str], method: Method[Any], missing: Missing, rule: Rule | None,
     judged: Judged | None, updates: Mapping[str, LoRA], kept: bool, wide: torch.dtype,
 ) -> tuple[str, Against | None, Weighed | None]:  # fmt: skip
-    """(what the result's error is relative to, in words; what it is compared with, None: it is that itself; what the
-    rule did). With a rule the measure is the exact mean that the rule weighs, not the plain one, liars included. kept:
-    with a server's state, so that the update is of more than these adapters."""
+    """(what the result's error is relative to, in words; the reference, or None if the result is it; what the rule
+    did). With a rule, the reference is the rule's exact weighted mean, not the plain one that includes liars. kept:
+    there is a server state, so the update includes more than these adapters."""
     weighed = None
     if judged is not None:
         stood = [judged.clients[name] for name in clients]
@@ -165,7 +165,7 @@ def _whole(found: Combined) -> tuple[LoRA, ModuleReport]:
 
 
 def _apart(updates: Mapping[str, LoRA], plain: Against) -> float:
-    """How far these are from the plain mean, relative to that, over all modules."""
+    """The relative distance of these updates from the plain mean, over all modules."""
     off, size = [], []
     for module, lora in updates.items():
         mean, report = plain(module)
@@ -175,7 +175,7 @@ def _apart(updates: Mapping[str, LoRA], plain: Against) -> float:
 
 
 def _weighed(judged: Judged) -> list[str]:
-    """A line for each client that a robust rule left out or held back, and one where there is none."""
+    """A line for each client that a robust rule left out or scaled down, or one line if there is none."""
     lines = [
         f"{judged.rule}: the change of {name} counts {one.after:.1%} instead of {one.before:.1%}"
         + (f": {one.why}" if one.why else f" (norm {one.norm:.4g}, {one.distance:.4g} from the robust change)")

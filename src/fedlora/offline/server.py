@@ -1,8 +1,8 @@
-"""Rounds by hand: the server's half of a federated round on adapters that came as files, its state kept in between.
+"""Rounds by hand: the server's half of a federated round on adapters that arrive as files, with its state kept.
 
-Organisations without a network between them collect folders, aggregate them with any method that needs nothing more
-than its clients' adapters, and hand folders back. With the state kept, the rounds are those of a real server: GLoRA
-chooses each client's slots by what that client sent before.
+Organisations without a network between them collect folders, aggregate them with any method that needs only its
+clients' adapters, and hand folders back. If the state is kept, these are a real server's rounds: GLoRA chooses each
+client's slots by what that client sent before.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class ByHand:
     """A server whose clients' adapters are files.
 
     Args:
-        method: and its `label`, which a kept state must have been made with. folder: where the state is kept; None
-            keeps none. base: their base model. missing: what a module that one lacks counts as. rule: a robust rule; a
-            client's change is taken from what this server would hand it at the rank that it sent (without a state:
-            from no adapter at all). also_called: other names of the base model, a kept state may have one of them.
-        weights: file of the base model's weights -> its SHA-256, classes: names of a classifier's classes in order, as
-            the uploads say; a kept state must be of the same.
+        method: the method, and its `label`, which must match a kept state's. folder: where the state is kept; None
+            keeps none. base: the clients' base model. missing: how to count clients that lack a module. rule: a robust
+            rule; a client's change is relative to what this server would hand it at the rank it sent (without a state:
+            relative to no adapter at all). also_called: other names of the base model that a kept state may have.
+        weights: file of the base model's weights -> its SHA-256, classes: a classifier's class names in order, both
+            from the uploads; a kept state must have the same.
 
     Raises:
-        ConfigError: a method whose clients keep a part, or whose base weights move: an adapter alone is not its result.
+        ConfigError: the method's clients keep a part, or its base weights move, so an adapter alone is not its result.
         CheckpointError: the folder holds a state of another method or another base model.
 
     Example:
@@ -74,16 +74,15 @@ class ByHand:
         self._label, self._folder, self._base = label, folder, base
         self._bases, self._weights = {base, *also_called}, dict(weights or {})
         self._classes = list(classes)
-        self.clients: dict[str, dict[str, int]] = {}  # all that ever took part -> their ranks
-        self._handed: list[list[str]] = []  # of each round, SHA-256 of the adapters that came of it
-        self._counted: dict[str, int] = {}  # SHA-256 of an upload -> the round that it counted in
-        self._newest: int | None = None  # round in the folder, as this server knows it
+        self.clients: dict[str, dict[str, int]] = {}  # every client that ever took part -> its ranks
+        self._handed: list[list[str]] = []  # per round, SHA-256 of the adapters it produced
+        self._counted: dict[str, int] = {}  # SHA-256 of an upload -> the round in which it counted
+        self._newest: int | None = None  # the folder's newest round, as far as this server knows
         roles = method.roles(0)
         if not roles.both_shared or roles.penalty is not None:
             raise ConfigError(
                 f"{method.name} needs clients that keep a part of their adapter or freeze it (B {roles.B}, A "
-                f"{roles.A}); "
-                f"with files only, a method must share both factors: glora, fedit, flexlora, svd, ..."
+                f"{roles.A}); with files only, a method must share both factors: glora, fedit, flexlora, svd, ..."
             )
         if roles.moves_base:
             raise ConfigError(f"{method.name} moves the base weights, so its result is more than an adapter.")
@@ -96,7 +95,7 @@ class ByHand:
             return None
         self._newest = checkpoint.newest_round(self._folder)
         facts = self._folder / "method.json"
-        if self._newest is not None:  # without a round it was killed before its first one
+        if self._newest is not None:  # no round: it was killed before its first one
             said = _sound(facts)
             for what, mine, known in (("method", self._label, {self._label}), ("base", self._base, self._bases)):
                 if said.get(what) not in known:
@@ -116,10 +115,9 @@ class ByHand:
             classes = said.get("classes") or []
             if classes and self._classes and classes != self._classes:
                 raise CheckpointError(
-                    f"{self._folder} holds the state of rounds with the classes {quoted(classes)}, and the uploads "
+                    f"{self._folder} holds the state of rounds with the classes {quoted(classes)}, but the uploads "
                     f"name {quoted(self._classes)}: their heads would mean other classes. Train with the same "
-                    f"--labels at "
-                    f"every site and in every round, or name another folder with --state."
+                    f"--labels at every site and in every round, or name another folder with --state."
                 )
             self._classes = classes or self._classes
             self.clients = said.get("clients") or {}
@@ -128,7 +126,7 @@ class ByHand:
         return loaded[1] if loaded else None
 
     def check_apart(self, out: Path) -> None:
-        """Raises `ConfigError` where a result would be written to the folder of the state."""
+        """Raise `ConfigError` if a result would be written to the state's folder."""
         if self._folder is not None and os.path.realpath(self._folder) == os.path.realpath(out):
             raise ConfigError(f"{out} cannot be both the state and the result; name two folders.")
 
@@ -141,20 +139,20 @@ class ByHand:
         starts: Sequence[str | None] = (),
         digests: Sequence[str] = (),
     ) -> ServerState:
-        """The next round's state from one adapter of each client.
+        """The next round's state, from one adapter per client.
 
         Args:
-            rounds: which one each says that it is of. starts: the SHA-256 of the adapter that each says that it began
+            rounds: the round each upload says it belongs to. starts: the SHA-256 of the adapter each says it began
                 from. digests: of its own weights.
 
         Raises:
-            AdapterFormatError: two of one client, or, where a state is kept, an upload of another round than its next,
-                one that counted already, or one that began from an earlier round's result.
-            UploadRefused, RankMismatch: as the server and the method say.
+            AdapterFormatError: two uploads of one client, or, if a state is kept, an upload of another round than its
+                next, one that already counted, or one that began from an earlier round's result.
+            UploadRefused, RankMismatch: as in the server and the method.
         """
         twice = repeated(clients)
         if twice:
-            raise AdapterFormatError(f"two of the adapters belong to client {twice[0]!r}: give one for each client.")
+            raise AdapterFormatError(f"two of the adapters belong to client {twice[0]!r}: give one per client.")
         wanted = 1 if self.state is None else self.state.round + 1
         stale = [name for name, number in zip(clients, rounds, strict=True) if number not in (None, wanted)]
         if stale and self._folder is not None:
@@ -182,7 +180,7 @@ class ByHand:
     def _check_new(
         self, clients: Sequence[str], rounds: Sequence[int | None], starts: Sequence[str | None], digests: Sequence[str]
     ) -> None:
-        """Raises `AdapterFormatError` for an upload that says no round and counted already, or that began from an
+        """Raise `AdapterFormatError` for an upload that gives no round and already counted, or that began from an
         earlier round's result, or afresh."""
         for name, number, start, digest in zip(clients, rounds, starts, digests, strict=False):
             if number is None and digest in self._counted:
@@ -192,7 +190,7 @@ class ByHand:
                 )
             if self._handed and start is not None and start.startswith("fresh"):
                 raise AdapterFormatError(
-                    f"the upload of {name!r} began from a fresh adapter, and the state in {self._folder} has played "
+                    f"the upload of {name!r} began from a fresh adapter, but the state in {self._folder} has played "
                     f"{len(self._handed)} rounds: averaging would lose what was learned in them. Train it with "
                     f"--adapter, from the adapter that the last round wrote for this client, or from the round's "
                     f"result if the client is new."
@@ -200,23 +198,22 @@ class ByHand:
             old = [k for k, handed in enumerate(self._handed, start=1) if start in handed]
             if old and old[-1] < len(self._handed):
                 raise AdapterFormatError(
-                    f"the upload of {name!r} began from the result of round {old[-1]}, and the state in {self._folder} "
+                    f"the upload of {name!r} began from the result of round {old[-1]}, but the state in {self._folder} "
                     f"has played {len(self._handed)}: averaging would lose what was learned since. Train it from the "
                     f"adapter that round {len(self._handed)} wrote for it: --readout same writes an adapter for each "
-                    f"client "
-                    f"that ever took part."
+                    f"client that ever took part."
                 )
 
     def handed_out(self, digests: Sequence[str]) -> None:
-        """What came of this round: SHA-256 of the weights of the result and of each client's adapter."""
+        """Record this round's products: SHA-256 of the weights of the result and of each client's adapter."""
         self._handed.append(list(digests))
 
     def whole(self) -> Mapping[str, LoRA]:
-        """The server's update of each module. Raises `NoGlobalModel`."""
+        """The server's update for each module. Raises `NoGlobalModel`."""
         return self._server.global_update(self._begun())
 
     def readout(self, client: str, ranks: int | Mapping[str, int]) -> Adapter:
-        """What a client starts its next round from, at its own ranks."""
+        """The adapter a client starts its next round from, at its own ranks."""
         return self._server.download(self._begun(), Client(client, ranks)).adapter
 
     def _begun(self) -> ServerState:
@@ -225,14 +222,14 @@ class ByHand:
         return self.state
 
     def save(self) -> None:
-        """Keep the state, where there is a folder for it."""
+        """Save the state, if there is a folder for it."""
         with self.saving():
             pass
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """As `save`, around what must be seen before the state is: all is on the disk when the block begins, and one
-        rename is left for its end. Where the block fails the state stays as it was.
+        """`save` as a context manager, for results that must be visible before the state: the data are on disk when the
+        block begins, and a rename at its end publishes them. If the block fails, the state stays as it was.
 
         Raises:
             CheckpointError: it cannot be written, or another process has saved a round since this state was read.
@@ -260,7 +257,7 @@ class ByHand:
 
     @contextmanager
     def _named(self, folder: Path) -> Iterator[None]:
-        """A folder without a round says what it is of, unless the block fails."""
+        """Write the facts about a folder's state, and remove new ones if the block fails."""
         facts = folder / "method.json"
         about = {
             "weights": self._weights, "classes": self._classes, "clients": self.clients, "handed": self._handed,
@@ -282,7 +279,7 @@ class ByHand:
 
     @contextmanager
     def _alone(self, folder: Path) -> Iterator[None]:
-        """Nobody else saves a state here meanwhile, or has since this one was read. Raises `CheckpointError`."""
+        """Hold off other writers, and check that none saved since this state was read. Raises `CheckpointError`."""
         handle = os.open(folder, os.O_RDONLY)
         try:
             newest = checkpoint.newest_round(folder)
@@ -297,7 +294,7 @@ class ByHand:
 
 
 def _sound(facts: Path) -> dict[str, Any]:
-    """What method.json says. Raises `CheckpointError` where it is not there, or says something in another form."""
+    """The content of method.json. Raises `CheckpointError` if it is missing, or has a field in another form."""
     try:
         said = dict(read_json(facts, Limits()))
     except (AdapterFormatError, OSError) as error:
@@ -326,7 +323,7 @@ def _sound(facts: Path) -> dict[str, Any]:
 
 
 def _zero_start(uploads: Sequence[Upload]) -> Adapter:
-    """An adapter of every module at its largest rank that changes nothing: B = 0, A the largest one's."""
+    """An adapter that changes nothing, with every module at its largest rank: B = 0, A from the largest upload."""
     largest: dict[str, LoRA] = {}
     for upload in uploads:
         for name, lora in upload.adapter.modules.items():

@@ -1,7 +1,7 @@
-"""A site's half of a round without a network: train a received adapter on the site's own data, and leave an upload.
+"""A site's half of a round without a network: train a received adapter on the site's own data, and write an upload.
 
-The server's half is `offline.server`. The upload is a PEFT directory with upload.json in it: whose it is, how many
-examples it counts for, and how it came about.
+The server's half is `offline.server`. The upload is a PEFT directory with upload.json: its client, the number of
+examples it counts for, and how it was made.
 """
 
 from __future__ import annotations
@@ -38,13 +38,12 @@ from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import find_template
 from fedlora.training.settings import LoRASettings, Task, TrainSettings
 
-_TOLD = {"lr", "optimizer", "steps", "epochs", "batch_size", "class_weights"}  # of the settings, in an upload
+_TOLD = {"lr", "optimizer", "steps", "epochs", "batch_size", "class_weights"}  # settings recorded in an upload
 
 
 @dataclass(frozen=True)
 class Fresh:
-    """How to begin where no adapter was received. seed: all sites of a federation use the same one, so that they start
-    alike."""
+    """How to begin without a received adapter. seed: the same at all sites of a federation: they start alike."""
 
     targets: Sequence[str] | str
     rank: int
@@ -54,7 +53,7 @@ class Fresh:
 
 @dataclass(frozen=True, eq=False)
 class SiteRound:
-    """What came of a site's round, for the screen."""
+    """The outcome of a site's round, for the screen."""
 
     played: Played
     start: Adapter
@@ -82,14 +81,13 @@ def train_site(
 ) -> SiteRound:
     """Train on `data` from the received adapter (or a fresh one), and write the upload to `out`.
 
-    base: a directory, a hub id, or a packaged model, "demo" or "smollm2". The upload calls it by the hub's name where
-    that is known, and a directory by its whole path. force: an upload that is there is replaced.
+    base: a directory, a hub id, or a packaged model, "demo" or "smollm2". The upload records the hub's name if known,
+    and a directory by its full path. force: replace an existing upload.
 
     Raises:
-        ConfigError: the model cannot be loaded, the adapter is of layers that are not trained here or numbers its
-            classes otherwise than the data, or `out` is not empty or cannot be written.
-        AdapterFormatError: the adapter cannot be read or does not fit the model. DataError: data that cannot be
-            encoded.
+        ConfigError: the model cannot be loaded, the adapter has layers that fedlora does not train or numbers its
+            classes differently from the data, or `out` is not empty or cannot be written.
+        AdapterFormatError: the adapter cannot be read or does not fit the model. DataError: the data cannot be encoded.
 
     Example:
         >>> from fedlora.offline.site import Fresh
@@ -113,12 +111,12 @@ def train_site(
     else:
         model, adapter, spec = _received(base, task, start, labels, start_seed, device, limits)
     spec = _named(spec, called, digests, received=isinstance(start, Path))
-    if model.positions is not None:  # a model cannot read further than that
+    if model.positions is not None:  # the model cannot read longer texts
         settings = settings.model_copy(update={"max_length": min(settings.max_length, model.positions)})
     trainer = LocalTrainer(model, {client: data}, settings, seed=seed)
     ranks = adapter.ranks
     download = Download(Client(client, ranks), round - 1, adapter, Roles(), Adapter({}), {})
-    position = (round - 1) * trainer.examples_a_round(client)  # as if the rounds before had been alike
+    position = (round - 1) * trainer.examples_a_round(client)  # as if the earlier rounds had been like this one
     played = play_round(download, ClientMemory(position=position), trainer)
     if not math.isfinite(played.loss):
         raise ConfigError(f"training diverged: the mean loss is {played.loss}. Try a smaller --lr.")
@@ -156,7 +154,7 @@ def _received(
     extras = {file.kind(path) for path in file.heads} - {"head", "base"}
     if kinds or extras:
         raise ConfigError(
-            f"{directory} adapts {', '.join(sorted(kinds | extras))}, and fedlora trains only linear layers and "
+            f"{directory} adapts {', '.join(sorted(kinds | extras))}, but fedlora trains only linear layers and "
             f"saved modules. Train it with peft; fedlora merges the result."
         )
     scales = {file.scale(module) for module in file.modules}
@@ -173,27 +171,27 @@ def _received(
     wrong = [path for path in heads if path not in fresh.heads or heads[path].shape != fresh.heads[path].shape]
     if wrong:
         raise AdapterFormatError(
-            f"{directory}: {wrong[0]!r} has shape {tuple(heads[wrong[0]].shape)} and the model needs "
+            f"{directory}: {wrong[0]!r} has shape {tuple(heads[wrong[0]].shape)}, but the model needs "
             f"{tuple(fresh.heads[wrong[0]].shape) if wrong[0] in fresh.heads else 'none'}: another number of classes?"
         )
     return model, Adapter(adapter.modules, heads), spec
 
 
 def _check_labels(start: Path, labels: Sequence[str], limits: Limits | None) -> None:
-    """Raises `ConfigError` where the received adapter numbers its classes otherwise: its head would be trained to say
-    the wrong names."""
+    """Raise `ConfigError` if the received adapter numbers its classes differently: its head would be trained under
+    wrong names."""
     known = labels_of(start, limits)
     if labels and known and known != tuple(labels):
         raise ConfigError(
-            f"{start} has the classes {quoted(list(known))} in this order, and the examples {quoted(list(labels))}: "
+            f"{start} has the classes {quoted(list(known))} in this order, but the examples {quoted(list(labels))}: "
             f"its head would be trained under other names. Leave --labels out to use the adapter's, or give them in "
             f"its order; for other classes begin with a fresh adapter."
         )
 
 
 def _named(spec: AdapterSpec, base: str, digests: Mapping[str, str], *, received: bool) -> AdapterSpec:
-    """The spec with its base model by a name that others can use, where there is one. A received adapter's name stays,
-    unless it is a path and this site knows better; its digests say that both mean one model."""
+    """The spec with a base model name that others can use, if there is one. A received adapter's name stays, unless it
+    is a path and this site has a better name; its digests show that both mean one model."""
     name = hub_name(base) or (os.path.abspath(base) if Path(base).exists() else None)
     before = spec.base_model
     if name is None or (received and before and (is_path(name) or not is_path(before) or not digests)):

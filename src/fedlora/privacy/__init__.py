@@ -1,10 +1,10 @@
 """Differential privacy of what a federation releases. The unit is one client; the server is trusted.
 
-`mechanism` clips, rounds, sums and noises; `geometry` says in which space; `accounting` what it costs; `ledger` keeps
-what was spent on a population of clients; `journal` makes each noised sum leave at most once; `released` lists what may
-leave at all; `sampling` draws who takes part. None of it knows a method, a server or a network.
+`mechanism` clips, rounds, sums and adds noise; `geometry` defines the space for it; `accounting` computes the cost;
+`ledger` records spending on a population of clients; `journal` makes each noised sum leave at most once; `released`
+lists what may leave at all; `sampling` draws who takes part. None of it knows a method, a server or a network.
 
-Importing it needs torch alone; noise needs `opendp` and epsilon `dp-accounting` (pip install 'fedlora[privacy]').
+Importing it needs only torch; noise needs `opendp` and epsilon `dp-accounting` (pip install 'fedlora[privacy]').
 """
 
 from typing import TYPE_CHECKING

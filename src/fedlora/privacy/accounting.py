@@ -1,25 +1,25 @@
-"""What was spent: (epsilon, delta) of a sequence of releases, by dp-accounting's privacy loss distributions (PLD).
+"""Computes (epsilon, delta) for a sequence of releases, with dp-accounting's privacy loss distributions (PLD).
 
 Neighbours: one client's contribution is present, or zero. Denominators are public and the same for both, so a release
-is N(S) against N(S + v) with |v| at most the sensitivity: dp-accounting's `GaussianDpEvent(z)`; where each client is
-drawn with probability q, `PoissonSampledDpEvent(q, GaussianDpEvent(z))`, both under ADD_OR_REMOVE_ONE, whose two
-directions it computes and takes the worse of. Its estimates are pessimistic: losses are rounded up to its grid, and
-what tails it cuts off counts as a certain breach. Substituting one client's data by another's is another relation and
-costs more (23 becomes 67).
+is N(S) against N(S + v) with |v| at most the sensitivity: dp-accounting's `GaussianDpEvent(z)`; if each client is drawn
+with probability q, `PoissonSampledDpEvent(q, GaussianDpEvent(z))`; both under ADD_OR_REMOVE_ONE, of whose two
+directions it takes the worse. Its estimates are pessimistic: it rounds losses up to its grid, and counts the tails it
+cuts off as a certain breach. Substituting one client's data for another's is another relation and costs more (23
+becomes 67).
 
-The noise is the *discrete* Gaussian, and the accountant's is the continuous one. Why its number holds all the same.
-A sum x of integers plus a Gaussian, rounded, is x plus a rounded Gaussian R: post-processing, so PLD's number holds for
-noise R. Discrete noise D of the same scale s has nearly R's probabilities. For each vector k of d integers, as
-cosh(x) <= exp(x^2 / 2),
+Our noise is the *discrete* Gaussian, while the accountant assumes the continuous one. Its number holds nevertheless: a
+sum x of integers plus a Gaussian, rounded, is x plus a rounded Gaussian R. That is post-processing, so PLD's number
+holds for noise R. Discrete noise D of the same scale s has nearly R's probabilities. For each vector k of d integers,
+since cosh(x) <= exp(x^2 / 2),
 
     -d / (24 s^2)  <=  log P[R = k] - log P[D = k]  <=  |k|^2 / (8 s^4)  (+ d 3 exp(-2 pi^2 s^2), which is 0 here)
 
-and |k| <= s (sqrt d + t) + sqrt d / 2 under R but for a probability of exp(-t^2 / 2). So where T rounds of R are
+and |k| <= s (sqrt d + t) + sqrt d / 2 under R except with probability exp(-t^2 / 2). So if T rounds of R are
 (epsilon, delta'), T rounds of D are (epsilon + T (lower + upper), delta) for a delta' a millionth smaller than delta.
-`Mechanism.check_room` holds s >= 2^19 sqrt d, with which T (lower + upper) is some 1e-10 T; it is added to every number
-here. (Canonne, Kamath and Steinke, "The Discrete Gaussian for Differential Privacy", 2020, theorem 4, prove the same
-zCDP for D as the Gaussian has, |v|^2 / (2 s^2), for integer v in any dimension; its conversion to (epsilon, delta) is
-looser than PLD: 23.06 would be about 25. It is what opendp's own map says of its measurement, and a test compares it.)
+`Mechanism.check_room` ensures s >= 2^19 sqrt d, which makes T (lower + upper) about 1e-10 T; every number here includes
+it. (Canonne, Kamath and Steinke, "The Discrete Gaussian for Differential Privacy", 2020, theorem 4, prove that D has
+the Gaussian's zCDP, |v|^2 / (2 s^2), for integer v in any dimension; converted to (epsilon, delta) that is looser than
+PLD: 23.06 would be about 25. opendp's own map gives the same for its measurement, and a test compares it.)
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from fedlora.errors import HyperparameterError
 from fedlora.privacy import extras
 from fedlora.privacy.mechanism import COARSEST_NOISE
 
-_KEPT_DELTA = 1 - 2.0**-20  # the share of delta that PLD gets; the rest is for the discrete noise
-_CELLS = 500_000  # of a loss distribution: coarser where epsilon is large, and still from above
+_KEPT_DELTA = 1 - 2.0**-20  # the share of delta for PLD; the rest covers the discrete noise
+_CELLS = 500_000  # in a loss distribution: coarser for large epsilon, but still an upper bound
 _FINEST = 1e-4  # dp-accounting's own
-LEAST_DELTA, LEAST_EPSILON = 1e-10, 1e-2  # beyond what sums of floats resolve
-MOST_EPSILON = 100.0  # that noise is sought for; of a given noise there is no limit
-LEAST_NOISE = 1e-3  # below it epsilon is a million a release, and called infinite
-MOST_NOISE, LEAST_SAMPLING = 1e6, 1e-6  # beyond, dp-accounting's own numbers over- and underflow
+LEAST_DELTA, LEAST_EPSILON = 1e-10, 1e-2  # smaller values are beyond the resolution of float sums
+MOST_EPSILON = 100.0  # when searching for noise; for given noise there is no limit
+LEAST_NOISE = 1e-3  # less noise costs an epsilon of a million per release, which counts as infinite
+MOST_NOISE, LEAST_SAMPLING = 1e6, 1e-6  # beyond these, dp-accounting's own numbers over- or underflow
 SAYS_LITTLE = 20.0  # epsilon: a factor of half a billion in what anybody may conclude
-MOST_ROUNDS = 1_000_000  # for the bound of `discrete_noise`
+MOST_ROUNDS = 1_000_000  # for the bound in `discrete_noise`
 
 
 @dataclass(frozen=True)
@@ -63,25 +63,25 @@ class Spending:
             raise HyperparameterError(f"privacy: a noise multiplier must be a finite number >= 0; got {z!r}.")
         if not isinstance(self.rounds, int) or isinstance(self.rounds, bool) or not 0 <= self.rounds <= MOST_ROUNDS:
             raise HyperparameterError(
-                f"privacy: rounds are a whole number from 0 to {MOST_ROUNDS:,}; got {quoted(self.rounds)}."
+                f"privacy: rounds must be a whole number from 0 to {MOST_ROUNDS:,}; got {quoted(self.rounds)}."
             )
         if z > MOST_NOISE:
             raise HyperparameterError(
                 f"privacy: a noise multiplier is at most {MOST_NOISE:g}; got {z!r}. A release under so much noise says "
-                f"nothing: is it z, the noise's standard deviation over the clip?"
+                f"nothing: is it z, the noise's standard deviation divided by the clip?"
             )
         if not (_number(q) and LEAST_SAMPLING <= q <= 1):
             raise HyperparameterError(
-                f"privacy: a sampling probability is from {LEAST_SAMPLING:g} to 1 (all clients); got {q!r}."
+                f"privacy: a sampling probability must be {LEAST_SAMPLING:g} to 1 (all clients); got {q!r}."
             )
 
 
 def epsilon_of(spendings: Iterable[Spending], delta: float) -> float:
-    """Of all of them together, one after the other on the same clients; 0 of none, infinite where z < 0.001, and
-    where dp-accounting finds no number.
+    """Epsilon of all of them composed on the same clients; 0 for none, infinite if z < 0.001 or dp-accounting finds no
+    number.
 
     Raises:
-        HyperparameterError: delta outside [1e-10, 1), or dp-accounting is missing.
+        HyperparameterError: delta is outside [1e-10, 1), or dp-accounting is missing.
     """
     check_delta(delta)
     together: dict[tuple[float, float], int] = {}
@@ -93,7 +93,7 @@ def epsilon_of(spendings: Iterable[Spending], delta: float) -> float:
 
 
 def epsilon(noise_multiplier: float, rounds: int, delta: float, sampling: float = 1.0) -> float:
-    """Of `rounds` releases at noise multiplier z, each client drawn with probability `sampling`.
+    """Epsilon of `rounds` releases at noise multiplier z, each client drawn with probability `sampling`.
 
     Raises:
         HyperparameterError: impossible numbers, or dp-accounting is missing.
@@ -109,7 +109,7 @@ def epsilon(noise_multiplier: float, rounds: int, delta: float, sampling: float 
 
 
 def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: float = 1.0) -> float:
-    """The smallest z whose epsilon is at most the given one, from above, within 2e-4 of itself.
+    """The smallest z whose epsilon is at most the given one, from above, to within a relative 2e-4.
 
     Raises:
         HyperparameterError: impossible numbers, or dp-accounting is missing.
@@ -141,7 +141,7 @@ def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: fl
         low, step = low / (1 + step), 2 * step
         below = excess(low)
     side = 0
-    while high > low * (1 + 1e-4):  # false position in logarithms, with Illinois's halving
+    while high > low * (1 + 1e-4):  # false position on logarithms, with Illinois halving
         ends = math.log(low), math.log(high)
         step = (ends[1] - ends[0]) * min(max(below / (below - above), 0.02), 0.98)
         middle = min(max(math.exp(ends[0] + step) * (1 + 2e-5), low * (1 + 4e-5)), high * (1 - 4e-5))
@@ -154,7 +154,7 @@ def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: fl
 
 
 def epsilon_up(epsilon: float) -> str:
-    """In thousandths, rounded up: no less than what was computed.
+    """Epsilon in thousandths, rounded up, so that it is never below the computed number.
 
     Example:
         >>> epsilon_up(4.8501)
@@ -164,14 +164,14 @@ def epsilon_up(epsilon: float) -> str:
 
 
 def how_strong(epsilon: float) -> str:
-    """What a person should know of a large epsilon; "" of others (docs/how-to/privacy.md)."""
+    """A remark for people on a large epsilon; "" for others (docs/how-to/privacy.md)."""
     return (
-        "" if epsilon <= SAYS_LITTLE else f" (above {SAYS_LITTLE:g} such a promise says little: docs/how-to/privacy.md)"
+        "" if epsilon <= SAYS_LITTLE else f" (above {SAYS_LITTLE:g} this guarantee says little: docs/how-to/privacy.md)"
     )
 
 
 def check_delta(delta: float) -> None:
-    """Raises `HyperparameterError` unless delta is in [1e-10, 1)."""
+    """Raise `HyperparameterError` unless delta is in [1e-10, 1)."""
     if not (_number(delta) and LEAST_DELTA <= delta < 1):
         raise HyperparameterError(
             f"privacy: delta is a probability from {LEAST_DELTA:g} to below 1, far below 1 / clients; got {delta!r}."
@@ -195,14 +195,14 @@ def _composed(kinds: tuple[tuple[float, float, int], ...], delta: float) -> floa
             event = events.GaussianDpEvent(z)
             accountant.compose(event if q == 1 else events.PoissonSampledDpEvent(q, event), rounds)
         found = float(accountant.get_epsilon(delta * _KEPT_DELTA))
-    except (ArithmeticError, ValueError):  # its own numbers ended: no bound is known
+    except (ArithmeticError, ValueError):  # out of its numerical range: no bound is known
         return math.inf
     return found + discrete_noise(found, every, delta) if math.isfinite(found) else math.inf
 
 
 def discrete_noise(epsilon: float, rounds: int, delta: float) -> float:
-    """What the noise being discrete may add to epsilon, as this module's docstring says, for any d >= 1."""
-    # A tail of the noise counts e^epsilon times, once a round: rounds e^epsilon exp(-t^2 / 2) <= 2^-21 delta.
+    """The most that discreteness of the noise adds to epsilon, by the module docstring, for any d >= 1."""
+    # A tail of the noise counts e^epsilon times per round: rounds e^epsilon exp(-t^2 / 2) <= 2^-21 delta.
     t = math.sqrt(2 * (epsilon + 1 + math.log(rounds / delta) + 21 * math.log(2)))
     lower = 1 / (24 * COARSEST_NOISE**2)
     upper = (1 + t + 1 / COARSEST_NOISE) ** 2 / (8 * COARSEST_NOISE**2)
@@ -210,7 +210,7 @@ def discrete_noise(epsilon: float, rounds: int, delta: float) -> float:
 
 
 def _rough_epsilon(kinds: Sequence[tuple[float, float, int]], delta: float) -> float:
-    """The size of epsilon, for the grid only: of zCDP, or of the central limit theorem for sampled events."""
+    """Epsilon's order of magnitude, only for the grid: from zCDP, or the central limit theorem for sampled events."""
     rho = 0.0
     for z, q, rounds in kinds:
         whole = rounds / (2 * z * z)
@@ -220,19 +220,19 @@ def _rough_epsilon(kinds: Sequence[tuple[float, float, int]], delta: float) -> f
 
 
 def _rough_noise(epsilon: float, rounds: int, delta: float) -> float:
-    """z for which the zCDP bound of unsampled releases is epsilon."""
+    """The z at which the zCDP bound for unsampled releases is epsilon."""
     log = math.log(1 / delta)
     return math.sqrt(rounds / 2) / (math.sqrt(log + epsilon) - math.sqrt(log))
 
 
 def _exact_noise(epsilon: float, rounds: int, delta: float) -> float:
-    """z for which unsampled Gaussian releases have this epsilon: in closed form (Balle and Wang 2018, theorem 8), where
-    to begin."""
+    """The z at which unsampled Gaussian releases have this epsilon, in closed form (Balle and Wang 2018, theorem 8): a
+    starting point."""
 
     def tail(x: float) -> float:
         return math.erfc(x / math.sqrt(2)) / 2  # x is at most 18 for an epsilon up to 100
 
-    high = _rough_noise(epsilon, rounds, delta)  # enough: the zCDP bound
+    high = _rough_noise(epsilon, rounds, delta)  # sufficient, by the zCDP bound
     low = high / 4
     while high > low * (1 + 1e-6):
         middle = math.sqrt(low * high)

@@ -1,4 +1,4 @@
-"""The ledger's bytes: lines of JSON, each with the digest of the one before. Pure: no file is touched here.
+"""The ledger's bytes: lines of JSON, each with the previous line's digest. Pure functions that touch no file.
 
     {"kind": "ledger", "population": ..., "id": ..., "mark": ..., ...}       line 0
     {"kind": "event", "number": 1, "before": SHA-256 of line 0, ...}
@@ -6,12 +6,12 @@
     {"kind": "budget", "number": 3, ..., "epsilon": ..., "delta": ..., "reason": ...}
     {"kind": "moved", "number": 4, ..., "mark": ..., "reason": ...}
 
-A changed, missing or exchanged line breaks the chain. Lines cut off at the end do not: the tip, a small file beside the
-ledger with the newest number and digest, tells that. Whoever rewrites ledger and tip together is told by nobody but an
-outsider who kept an earlier tip (it is on the cards of runs): a ledger is kept honestly by those who own it, or not.
+A changed, missing or swapped line breaks the chain. Truncation at the end does not, but the tip reveals it, a small
+file beside the ledger with the newest number and digest. If somebody rewrites ledger and tip together, only an outsider
+who kept an earlier tip (runs' cards show it) can tell: a ledger relies on its owners' honesty.
 
-No line has a time. When a round ended tells how long it took, and that tells who was drawn for it; and times of one run
-would tell those of another one beside it in the file.
+No line has a time. The end of a round reveals its duration, and thereby who was drawn for it; and one run's times would
+reveal those of another run in the same file.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ Tip = tuple[int, str]
 
 @dataclass(frozen=True)
 class Book:
-    """A ledger as it was read. length: of its whole lines, in bytes; torn: what stands after them, of a write that was
-    cut short. tips: (number, digest) of each line. budgets: as they were set, the newest last. moves: why the file is
-    another one than it was. mark: of the one file that goes on (`outside`)."""
+    """A ledger as read. length: of its complete lines, in bytes; torn: bytes after these of an interrupted write. tips:
+    each line's (number, digest). budgets: in order, the newest last. moves: the reasons for each adoption of another
+    file. mark: of the one file that may be continued (`outside`)."""
 
     population: str
     id: str
@@ -68,12 +68,12 @@ class Book:
 
 
 def line_of(content: dict[str, Any]) -> bytes:
-    """One line with its end. Raises `ValueError` for NaN."""
+    """One line including its end. Raises `ValueError` for NaN."""
     return json.dumps(content, sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
 def digest_of(line: bytes) -> str:
-    """SHA-256 of a line, without its end."""
+    """SHA-256 of a line without its end."""
     return hashlib.sha256(line.rstrip(b"\n")).hexdigest()
 
 
@@ -101,10 +101,10 @@ def moved_line(mark: str, reason: str, after: Tip) -> bytes:
 
 
 def read(raw: bytes, name: str) -> Book | None:
-    """The ledger in these bytes; None where there is no whole line yet.
+    """The ledger in these bytes; None if there is no complete line yet.
 
     Raises:
-        LedgerError: a line that is no line of a ledger, or that does not follow from the one before it.
+        LedgerError: a line is not a ledger's, or does not follow from the one before.
     """
     whole, end, torn = raw.rpartition(b"\n")
     if not end:

@@ -1,5 +1,5 @@
-"""What people decide about a population and write into its ledger, each with the reason: what it has spent elsewhere,
-how much it may spend, and that the file has moved. All of it is public, and stays.
+"""People's decisions about a population, written into its ledger with reasons: spending elsewhere, the budget, and
+moves of the file. All of it is public and permanent.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ MOST_LETTERS = 500
 
 @dataclass(frozen=True)
 class Earlier:
-    """Releases made of these clients' data by no run of this ledger: an adapter trained before, trials elsewhere.
+    """Releases made from these clients' data outside this ledger: an adapter trained before, trials elsewhere.
 
     Args:
-        reason: which training that was. noise_multiplier, rounds, sampling: its z, T and q, with one client as unit.
+        reason: which training it was. noise_multiplier, rounds, sampling: its z, T and q, with one client as the unit.
 
     Raises:
-        HyperparameterError: impossible numbers, or too little noise for epsilon to be finite. LedgerError: no reason.
+        HyperparameterError: impossible numbers, or too little noise for a finite epsilon. LedgerError: no reason.
 
     Example:
         >>> ledger = Ledger(Path("hospitals.jsonl"), population="six hospitals")
@@ -39,7 +39,7 @@ class Earlier:
     def __post_init__(self) -> None:
         check_reason(self.reason)
         if self.spending.rounds < 1:
-            raise HyperparameterError("privacy: an earlier training had rounds; got 0.")
+            raise HyperparameterError("privacy: an earlier training must have rounds; got 0.")
         if self.noise_multiplier < LEAST_NOISE:
             raise HyperparameterError(
                 f"privacy: a training with noise multiplier {self.noise_multiplier:g} has no finite epsilon, and no "
@@ -54,7 +54,7 @@ class Earlier:
 
 @dataclass(frozen=True)
 class BudgetSet:
-    """A budget of the population, from line `number` on."""
+    """A population's budget, set in line `number`."""
 
     number: int
     budget: Budget
@@ -62,7 +62,7 @@ class BudgetSet:
 
 
 def check_reason(reason: str) -> None:
-    """Raises `LedgerError` unless it is a line of text that somebody can read."""
+    """Raise `LedgerError` unless it is one line of readable text."""
     sound = isinstance(reason, str) and reason.strip() and reason.isprintable() and len(reason) <= MOST_LETTERS
     if not sound:
         raise LedgerError(

@@ -1,4 +1,4 @@
-"""What a release is in the ledger, and what many of them cost. All of it is public."""
+"""A release as the ledger records it, and the cost of many releases. All of it is public."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Event:
-    """One release, as it is charged.
+    """One release, as charged.
 
     Args:
-        run: an id of the run, up to 100 letters that print. round: from 1.
+        run: the run's id, up to 100 printable letters. round: from 1.
         sampling: q. noise_multiplier: z.
-        clip, grid, size, sensitivity: of the mechanism, for vectors of d = size entries. Of these follows what was
-            done; of q and z alone what it costs.
-        rounds: T, what the run planned. delta: of its plan.
+        clip, grid, size, sensitivity: the mechanism's, for vectors of d = size entries. They determine what was done; q
+            and z alone determine the cost.
+        rounds: T, the run's planned number. delta: its plan's.
         released: SHA-256 of the journal's bytes, which hold the noised sum. The journal sets it.
 
     Raises:
-        HyperparameterError: impossible values, a sensitivity that is not the mechanism's, a grid that is too coarse
-            for epsilon to hold.
+        HyperparameterError: impossible values, a sensitivity other than the mechanism's, or a grid too coarse for
+            epsilon to hold.
     """
 
     run: str
@@ -47,15 +47,15 @@ class Event:
 
     def __post_init__(self) -> None:
         if not isinstance(self.run, str) or not 1 <= len(self.run) <= 100 or not self.run.isprintable():
-            raise HyperparameterError(f"a run's id is 1 to 100 letters that print; got {quoted(self.run)}.")
+            raise HyperparameterError(f"a run's id must be 1 to 100 printable letters; got {quoted(self.run)}.")
         for name in ("round", "rounds"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MOST_ROUNDS:
                 raise HyperparameterError(
-                    f"privacy: an event's {name} is a whole number from 1 to {MOST_ROUNDS:,}; got {quoted(value)}."
+                    f"privacy: an event's {name} must be a whole number from 1 to {MOST_ROUNDS:,}; got {quoted(value)}."
                 )
         if not isinstance(self.released, str) or (self.released and not _DIGEST.fullmatch(self.released)):
-            raise HyperparameterError(f"an event's digest is 64 hexadecimal letters; got {quoted(self.released)}.")
+            raise HyperparameterError(f"an event's digest must be 64 hexadecimal letters; got {quoted(self.released)}.")
         check_delta(self.delta)
         self.spending(1)
         if self.noise_multiplier == 0:
@@ -81,23 +81,23 @@ class Event:
         delta: float,
         released: str = "",
     ) -> Event:
-        """The event of one noised sum of that mechanism, over vectors of `size` entries."""
+        """The event for one noised sum by that mechanism, over vectors of `size` entries."""
         return cls(
             run, round, sampling, mechanism.noise_multiplier, mechanism.clip, mechanism.grid, size,
             mechanism.sensitivity(size), rounds, delta, released,
         )  # fmt: skip
 
     def spending(self, rounds: int) -> Spending:
-        """So many releases of this kind."""
+        """This many releases of this kind."""
         return Spending(self.noise_multiplier, rounds, self.sampling)
 
     def plain(self) -> dict[str, Any]:
-        """By the names of the fields, as JSON has it."""
+        """Its fields by name, as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, found: dict[str, Any]) -> Event:
-        """Raises `LedgerError` for anything else than `plain` gives."""
+        """The inverse of `plain`. Raises `LedgerError` for anything else."""
         names = [field.name for field in fields(cls)]
         if sorted(found) != sorted(names):
             raise LedgerError(f"an event has the fields {', '.join(names)}; found {quoted(sorted(found))}.")
@@ -109,10 +109,10 @@ class Event:
 
 @dataclass(frozen=True)
 class Budget:
-    """Most that may be spent on the population, over all its runs.
+    """The most that may be spent on the population, over all its runs.
 
     Raises:
-        HyperparameterError: an epsilon that is not positive, or an impossible delta.
+        HyperparameterError: epsilon is not positive, or delta is impossible.
     """
 
     epsilon: float
@@ -121,12 +121,12 @@ class Budget:
     def __post_init__(self) -> None:
         check_delta(self.delta)
         if not isinstance(self.epsilon, int | float) or not (math.isfinite(self.epsilon) and self.epsilon > 0):
-            raise HyperparameterError(f"privacy: a budget's epsilon is positive and finite; got {self.epsilon!r}.")
+            raise HyperparameterError(f"privacy: a budget's epsilon must be positive and finite; got {self.epsilon!r}.")
 
 
 @dataclass(frozen=True)
 class Charged:
-    """An event in its ledger. number: of its line, from 1. digest: of its line, which the next line repeats."""
+    """An event in its ledger. number: its line's, from 1. digest: its line's, repeated in the next line."""
 
     number: int
     digest: str
@@ -134,19 +134,19 @@ class Charged:
 
 
 class Before(Protocol):
-    """What was spent before: `decisions.Earlier`."""
+    """Something spent before: `decisions.Earlier`."""
 
     @property
     def spending(self) -> Spending: ...
 
 
 def spent_on(events: Iterable[Event], delta: float, earlier: Iterable[Before] = ()) -> float:
-    """Epsilon of all of them. Each counts, also two of one round."""
+    """Epsilon of all of them. Each counts, even two for one round."""
     return epsilon_of([*(event.spending(1) for event in events), *(one.spending for one in earlier)], delta)
 
 
 def planned_on(events: Iterable[Event], delta: float, earlier: Iterable[Before] = ()) -> float:
-    """Epsilon of all of them and of the rounds that their runs planned beyond: what a card states, for whether a run
+    """Epsilon of all of them plus the remaining rounds that their runs planned. Cards state this, since whether a run
     stops early may depend on its data."""
     by_run: dict[str, list[Event]] = {}
     for event in events:

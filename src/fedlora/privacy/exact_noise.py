@@ -1,9 +1,9 @@
 """Exact discrete Gaussian noise on integers.
 
-It is opendp's `make_gaussian`: the sampler of Canonne, Kamath and Steinke, "The Discrete Gaussian for Differential
-Privacy" (2020), on the system's cryptographic randomness. About 13 microseconds an entry (measured, one core): a
-million entries take 13 seconds a round. Torch's generators and Python's `random` are never used here: torch's CPU
-generator keeps 32 bits of its seed.
+It uses opendp's `make_gaussian`: the sampler of Canonne, Kamath and Steinke, "The Discrete Gaussian for Differential
+Privacy" (2020), with the system's cryptographic randomness. It takes about 13 microseconds per entry (measured on one
+core), so 13 seconds per round for a million entries. We never use torch's generators or Python's `random` here: torch's
+CPU generator keeps only 32 bits of its seed.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor
 
 from fedlora.privacy import extras
 
-_AT_ONCE = 2**16  # entries that one call draws
+_AT_ONCE = 2**16  # entries drawn per call
 
 
 def with_noise(total: Tensor, scale: float) -> Tensor:
-    """int64 (d,): an independent N_Z(0, scale^2) added to each entry. The caller has seen to it that both fit.
+    """int64 (d,): each entry plus an independent N_Z(0, scale^2). The caller has checked that both fit.
 
     Raises:
         HyperparameterError: opendp is missing.
@@ -33,7 +33,7 @@ def with_noise(total: Tensor, scale: float) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _measurement(scale: float) -> Any:
-    """A list of integers -> the list with noise."""
+    """A function from a list of integers to the list with noise."""
     dp = extras.opendp()
     dp.enable_features("contrib")
     return dp.m.make_gaussian(dp.vector_domain(dp.atom_domain(T="i64")), dp.l2_distance(T=float), scale=scale)

@@ -1,4 +1,4 @@
-"""The two kept libraries that privacy rests on, imported when they are needed and not before."""
+"""Imports the two libraries that privacy relies on, only when needed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from fedlora.errors import HyperparameterError
 
 
 def opendp() -> Any:
-    """`opendp.prelude`, which samples the noise. Raises `HyperparameterError` where it is not installed."""
+    """`opendp.prelude`, which samples the noise. Raises `HyperparameterError` if it is not installed."""
     return _loaded(
         "opendp.prelude", "opendp", "draws the noise (an exact discrete Gaussian, of the system's randomness)"
     )
 
 
 def accounting(module: str) -> Any:
-    """A module of `dp_accounting`, which says what was spent. Raises `HyperparameterError` where it is missing."""
+    """A module of `dp_accounting`, which computes the spending. Raises `HyperparameterError` if it is missing."""
     return _loaded(f"dp_accounting{module}", "dp-accounting", "computes epsilon (privacy loss distributions)")
 
 

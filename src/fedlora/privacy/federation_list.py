@@ -1,5 +1,5 @@
-"""The list of releases of a federation on Flower. Who its members are is public, and all of them are asked (q = 1); who
-was there, and what came of it, is not told.
+"""The list of releases for a federation on Flower. Its membership is public, and all members are asked (q = 1); who was
+present, and with what outcome, is not released.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FEDERATION: tuple[Item, ...] = (
     *as_items("rounds.jsonl", "dropped", COUNT, "capped", "alike"),
     *as_items("rounds.jsonl", "dropped", TRAFFIC, "seconds", "measure_seconds", "bytes"),
     *as_items("rounds.jsonl", "dropped", REFUSED, "defence"),
-    # FED/server/events.jsonl: KIND.FIELD. `asked` names all members, online or not; a line of `done` is that of
+    # FED/server/events.jsonl: KIND.FIELD. `asked` names all members, online or not; `done` holds a line of
     # rounds.jsonl, which has its own list
     *as_items(
         "events.jsonl", "released", PUBLIC, *(f"began.{n}" for n in ("round", "attempt", "asked", "deadline", "at"))
@@ -154,7 +154,7 @@ FEDERATION: tuple[Item, ...] = (
     *as_items("status round", "dropped", LOSS, "loss"),
     *as_items("status round", "dropped", WHO, "fates"),
     *as_items("status round", "dropped", TRAFFIC, "seconds", "measure_seconds"),
-    # FED/server/: each entry as a whole; and what of FED/ itself says who was there
+    # FED/server/: each entry as a whole, and parts of FED/ itself that reveal who was present
     *as_items(
         "federation folder",
         "released",

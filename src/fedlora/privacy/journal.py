@@ -1,21 +1,21 @@
-"""The journal: each noised sum of a run, written whole and charged before any of it leaves.
+"""The journal: each noised sum of a run, written atomically and charged before any of it leaves.
 
     journal = Journal(run / "journal", ledger, budget)
     total = journal.stored(round, context)                    None: play the round, then
     total = journal.store(round, mechanism.noised(total), event, context)
 
-The order is draw, write (file and folder flushed), charge, leave. Killed before the file is there, nothing of the noise
-was seen, and the round is played anew. Killed after it and before the charge, `stored` charges and gives the same
-bytes. Killed later, it gives them and charges nothing. So one sum never leaves with two noises, noise never serves two
-sums (it is nowhere but within its sum), and what leaves was charged. The exact sum is not written anywhere.
+The order is: draw, write (file and folder flushed), charge, release. If killed before the file exists, nobody has seen
+the noise, and the round is played again. If killed between file and charge, `stored` charges and returns the same
+bytes. If killed later, it returns them and charges nothing. So one sum never leaves with two noises, noise never serves
+two sums (it exists only within its sum), and everything released was charged. The exact sum is never written.
 
-A file is one line of JSON (round, the event, the context) and the sum as int64, little-endian; its name ends with the
-first 16 letters of the SHA-256 of all of it, and the ledger holds all 64. A charged file is private and may
-be shown; the folder stays with the server, for a kill can leave a draw in it that was never charged.
+A file is one line of JSON (round, event, context) and the sum as int64, little-endian; its name ends with the first 16
+letters of its SHA-256, and the ledger holds all 64. A charged file is private and may be shown; the folder stays with
+the server, because a kill can leave a draw in it that was never charged.
 
-A ledger that lost events which this journal has gets them back: they left.
+If the ledger lost events that this journal has, they are charged again, because they were released.
 
-A damaged file is refused and not drawn anew by itself: that would be a second release. Whoever removes it does that
+A damaged file is refused, never redrawn automatically: that would be a second release. Anyone who removes it does so
 knowingly, and the ledger then holds two events for the round.
 """
 
@@ -44,7 +44,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, eq=False)
 class _Entry:
-    """A file of the journal. event: with the digest of its bytes."""
+    """A journal file. event: including the digest of the file's bytes."""
 
     round: int
     context: str
@@ -53,7 +53,7 @@ class _Entry:
 
 
 class Journal:
-    """The noised sums of one run. The run's folder is held by one process at a time (`RunFolder.held`).
+    """One run's noised sums. Only one process at a time holds the run's folder (`RunFolder.held`).
 
     Example:
         >>> from pathlib import Path
@@ -69,20 +69,20 @@ class Journal:
     """
 
     def __init__(self, folder: Path, ledger: Ledger, budget: Budget | None = None) -> None:
-        """folder: of this journal alone. budget: most that the population may have spent; None: no limit."""
+        """folder: for this journal only. budget: the most that the population may have spent; None: no limit."""
         self.folder, self.ledger, self.budget = Path(folder), ledger, budget
 
     def stored(self, round: int, context: str = "") -> Tensor | None:
-        """The noised sum of that round, int64 (d,), charged by now; None where none was written.
+        """The round's noised sum, int64 (d,), charged by now; None if none was written.
 
-        Ask before a round is played: where this answers, nobody trains and no noise is drawn.
+        Call it before playing a round: if it returns a sum, nobody trains and no noise is drawn.
 
-        context: a digest of all that the sum's meaning rests on: the state that the round started from, bases,
-        configuration. A sum of another one is refused: it would be lifted into the wrong space.
+        context: a digest of everything the sum's meaning depends on: the round's starting state, bases, configuration.
+        A sum with another context is refused, since it would be lifted into the wrong space.
 
         Raises:
-            LedgerError: a damaged file, or of another context. BudgetSpent: the run was killed before the charge, and
-            the budget was spent meanwhile: the sum may not leave any more.
+            LedgerError: the file is damaged, or has another context. BudgetSpent: the run was killed before the charge
+                and the budget was spent meanwhile, so the sum may no longer leave.
         """
         self._sweep()
         self._settle(round)
@@ -92,7 +92,7 @@ class Journal:
         if entry.context != context:
             raise LedgerError(
                 f"the journal {self.folder} holds a noised sum of round {round} that was made from another state or "
-                f"configuration than this one. It cannot be used here, and drawing another one is a second release. "
+                f"configuration than this one. It cannot be used here, and drawing another would be a second release. "
                 f"Continue from the checkpoints that belong to it, or start a run in a new folder (charged anew)."
             )
         files.sync_folder(self.folder)
@@ -100,25 +100,25 @@ class Journal:
         return entry.released
 
     def store(self, round: int, released: Tensor, event: Event, context: str = "") -> Tensor:
-        """Write the noised sum, then charge it. Returns what may leave now: read back from the file.
+        """Write the noised sum, then charge it. Returns the sum read back from the file, which may now leave.
 
         Args:
-            released: int64 (d,), of `Mechanism.noised`. event: of this round; its digest is set here.
+            released: int64 (d,), from `Mechanism.noised`. event: this round's; its digest is set here.
 
         Raises:
-            LedgerError: the round has a sum already, or the disk refuses. BudgetSpent: it would pass the budget.
-                `Ledger.check` before a round spares the work. ShapeError: not int64 of the event's size.
+            LedgerError: the round already has a sum, or the disk refuses. BudgetSpent: the budget would be exceeded;
+                calling `Ledger.check` before a round saves the work. ShapeError: not int64 of the event's size.
         """
         if released.ndim != 1 or released.dtype != torch.int64 or len(released) != event.size:
             raise ShapeError(
-                f"a noised sum of this event is int64 ({event.size},); got {tuple(released.shape)} {released.dtype}."
+                f"this event's noised sum must be int64 ({event.size},); got {tuple(released.shape)} {released.dtype}."
             )
         if event.round != round:
-            raise LedgerError(f"an event of round {event.round} was handed in for round {round}.")
+            raise LedgerError(f"an event of round {event.round} was passed for round {round}.")
         if self._files(round):
             raise LedgerError(
-                f"the journal {self.folder} has a noised sum of round {round} already; a round is released once. Ask "
-                f"`stored` before the round is played."
+                f"the journal {self.folder} already has a noised sum of round {round}; a round is released once. Call "
+                f"`stored` before playing the round."
             )
         self.ledger.check(event, self.budget)
         raw = _encoded(round, released, replace(event, released=""), context)
@@ -133,19 +133,19 @@ class Journal:
         return found
 
     def _sweep(self) -> None:
-        """Remove what killed writers left half written: a draw that was not charged, and is not drawn upon any more."""
+        """Remove half-written files of killed writers: draws that were neither charged nor used."""
         for part in self.folder.glob(".round-*.part"):
             files.sweep(self.folder / part.name[1:].rsplit(".", 2)[0])
 
     def _settle(self, but: int) -> None:
-        """Charge what this journal has of other rounds and the ledger lacks, whatever the budget: it may have left."""
+        """Charge other rounds that the ledger lacks, whatever the budget: their sums may have left."""
         known = {charged.event.released[:16] for charged in self.ledger.events()}
         for round, digest, _ in self._listed():
             if round != but and digest not in known and (entry := self._entry(round)) is not None:
                 self.ledger.charge(entry.event, left=True)
 
     def charged(self) -> dict[int, Charged]:
-        """Round -> its event in the ledger, of the sums in this folder. Raises `LedgerError`."""
+        """Round -> its event in the ledger, for the sums in this folder. Raises `LedgerError`."""
         in_ledger = {charged.event.released: charged for charged in self.ledger.events()}
         found = {}
         for round in sorted({round for round, _, _ in self._listed()}):
@@ -155,7 +155,7 @@ class Journal:
         return found
 
     def _entry(self, round: int) -> _Entry | None:
-        """The file of a round; None where there is none."""
+        """A round's file; None if there is none."""
         named = self._files(round)
         if len(named) > 1:
             raise LedgerError(
@@ -182,7 +182,7 @@ class Journal:
         return [(digest, path) for found, digest, path in self._listed() if found == round]
 
     def _listed(self) -> list[tuple[int, str, Path]]:
-        """(round, digest, path) of each file."""
+        """Each file's (round, digest, path)."""
         named = [(_NAME.fullmatch(path.name), path) for path in sorted(self.folder.glob("round-*.noised"))]
         return [(int(match[1]), match[2], path) for match, path in named if match]
 
@@ -195,7 +195,7 @@ def _encoded(round: int, released: Tensor, event: Event, context: str) -> bytes:
 
 
 def _decoded(raw: bytes, name: str) -> _Entry:
-    """Raises `LedgerError`: bytes that match their digest, and are no entry of a journal."""
+    """Raises `LedgerError` if bytes match their digest but are not a journal entry."""
     head, _, body = raw.partition(b"\n")
     try:
         found: dict[str, Any] = json.loads(head)
@@ -209,7 +209,7 @@ def _decoded(raw: bytes, name: str) -> _Entry:
 
 
 def _little(raw: bytes) -> bytes:
-    """64-bit integers between this machine's order of bytes and the file's, which is little-endian."""
+    """Convert 64-bit integers between this machine's byte order and the file's little-endian one."""
     if sys.byteorder == "little":
         return raw
     return b"".join(raw[at : at + 8][::-1] for at in range(0, len(raw), 8))

@@ -1,20 +1,20 @@
-"""The ledger: what was spent on a population of clients, in a file that outlives every run.
+"""The ledger: spending on a population of clients, in a file that outlives every run.
 
     ledger = Ledger(Path("hospitals.jsonl"), population="six hospitals, 2026")
-    ledger.charge(event, Budget(epsilon=8.0, delta=1e-3))      on the disk before it returns, or refused
+    ledger.charge(event, Budget(epsilon=8.0, delta=1e-3))      on disk before it returns, or refused
     ledger.spent(delta=1e-3)
 
-One file for all runs on the same people's data, whoever starts them: a second run, a rewound one, each trial of a
-search for hyper-parameters and an initial adapter that was trained on these clients spend from it. Who starts a new
-file for the same clients starts to lie; the file cannot know.
+Use one file for all runs on the same people's data, whoever starts them: a second run, a rewound one, each trial of a
+hyper-parameter search, and an initial adapter trained on these clients all spend from it. A new file for the same
+clients hides past spending; this cannot be detected.
 
-What is decided, and why:
-* A charge without a release counts. The same release (run, round, digest of its bytes) is charged once: resuming is
-  free.
-* The budget is the population's and stands in the file, from the first charge that names one. Another one is a decision
-  of people: `set_budget` writes a line with the reason, and cards tell of it.
-* Each line repeats the digest of the one before (`chain`); what the file itself keeps safe: `ledger_file`.
-* It has no clock: order is by number (`chain`). A date that people want stands in their reason.
+Decisions, and why:
+* A charge counts even without a release. The same release (run, round, digest of its bytes) is charged once, so
+  resuming is free.
+* The budget belongs to the population and is in the file, from the first charge that names one. Changing it is a
+  decision of people: `set_budget` writes a line with the reason, and cards report it.
+* Each line repeats the digest of the one before (`chain`); `ledger_file` protects the file itself.
+* It has no clock: lines are ordered by number (`chain`). People who want a date put it in their reason.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from fedlora.privacy.recomputing import Recomputed, recompute
 
 __all__ = ["Budget", "BudgetSet", "Charged", "Earlier", "Event", "Ledger", "Recomputed", "recompute"]
 
-_SOME_DELTA = 1e-6  # to ask whether any epsilon is finite, where no budget names a delta
+_SOME_DELTA = 1e-6  # for asking whether any epsilon is finite, if no budget names a delta
 
 
 class Ledger:
-    """What was spent on a population of clients. Nothing is cached: each question reads the file.
+    """Spending on a population of clients. Nothing is cached: each call reads the file.
 
     Example:
         >>> from pathlib import Path
@@ -56,15 +56,15 @@ class Ledger:
     """
 
     def __init__(self, path: Path, population: str, *, state: Path | None = None) -> None:
-        """path: of the file, which the first charge makes. population: its name, chosen by the user, for good. state:
-        where to keep what is known of it outside of its folder; None: as `outside.state_folder`.
+        """path: the file; the first charge creates it. population: its name, chosen by the user, permanent. state:
+        where to keep what is known about it outside its folder; None: `outside.state_folder`.
 
         Raises:
             LedgerError: no name.
         """
         if not isinstance(population, str) or not 1 <= len(population) <= 200 or not population.isprintable():
             raise LedgerError(
-                f"the population's name is 1 to 200 letters that print (whose data is it?); got {quoted(population)}."
+                f"a population's name must be 1 to 200 printable letters (whose data is it?); got {quoted(population)}."
             )
         self._file = LedgerFile(Path(os.path.realpath(path)), population, state)
 
@@ -81,23 +81,23 @@ class Ledger:
         return self._file.state
 
     def charge(self, event: Event, budget: Budget | None = None, *, left: bool = False) -> Charged:
-        """Write the event: whole, and on the disk when this returns. Only then may its release leave.
+        """Write the event: complete, and on disk when this returns. Only then may its release leave.
 
         Args:
-            budget: the caller's own limit, beside the ledger's. The first that is named becomes the ledger's. Where it
-                has none and none is named, nothing limits the charge. left: the release may have left already, so that
-                it is charged whatever the budgets.
+            budget: the caller's own limit, besides the ledger's. The first one named becomes the ledger's. If neither
+                exists, nothing limits the charge. left: the release may already have left, so it is charged whatever
+                the budgets.
 
         Raises:
-            BudgetSpent: with it the population would have spent more than a budget; nothing is charged.
-            LedgerError: the file cannot be used; whether the event is in it, `events` tells.
+            BudgetSpent: the population would exceed a budget; nothing is charged.
+            LedgerError: the file cannot be used; `events` shows whether the event is in it.
         """
         if not event.released:
-            raise LedgerError("an event is charged with the digest of what is released: `Journal.store` does both.")
+            raise LedgerError("an event is charged with the digest of its release: `Journal.store` does both.")
         with self._file.opened() as (descriptor, book):
             for other in book.charged:
                 if _same(other.event, event):
-                    self._file.flush(descriptor, book)  # its own writer may have been killed before it did
+                    self._file.flush(descriptor, book)  # its own writer may have been killed before flushing
                     return other
             if not left:
                 self._require(book, event, budget, 1)
@@ -109,11 +109,11 @@ class Ledger:
             return Charged(book.tip[0] + 1, chain.digest_of(line), event)
 
     def charge_earlier(self, earlier: Earlier) -> int:
-        """Write down what these clients' data were used for outside this ledger, whatever the budget: it has happened.
-        Returns the number of its line.
+        """Record what these clients' data were used for outside this ledger, whatever the budget: it has happened.
+        Returns the line's number.
 
         Raises:
-            LedgerError: the same is charged already, no finite epsilon would be left, or the file cannot be used.
+            LedgerError: it is already charged, no finite epsilon would be left, or the file cannot be used.
         """
         with self._file.opened() as (descriptor, book):
             if earlier in book.earlier:
@@ -133,7 +133,7 @@ class Ledger:
             return self._file.append(descriptor, book, chain.earlier_line(earlier, book.tip)).tip[0]
 
     def set_budget(self, budget: Budget, reason: str) -> int:
-        """From now on the population may spend so much in all: more than before, or less. Returns the line's number.
+        """Set what the population may spend in all, from now on: more than before, or less. Returns the line's number.
 
         Raises:
             LedgerError: no reason, the same budget as now, or the file cannot be used.
@@ -145,33 +145,33 @@ class Ledger:
             return self._file.append(descriptor, book, chain.budget_line(budget, reason, book.tip)).tip[0]
 
     def adopt(self, reason: str) -> None:
-        """Go on with a file that was moved to another disk or machine, or restored from a backup. A line in it says so
-        for ever. From then on this user's other copies on this machine are refused. Of a copy elsewhere nothing here
-        knows: it must never be used again, else both spend one budget.
+        """Continue with a file that was moved to another disk or machine, or restored from a backup. A line in it
+        records this permanently. From then on this user's other copies on this machine are refused. Copies elsewhere
+        are unknown here: never use them again, or both spend one budget.
 
         Raises:
-            LedgerError: no reason, or the file is not there, is no copy, or was damaged or cut off, or is
-                older than what was written.
+            LedgerError: no reason, or the file is missing, is no copy, is damaged or truncated, or is older than what
+                was written.
         """
         check_reason(reason)
         self._file.adopt(reason)
 
     def check(self, event: Event, budget: Budget | None, rounds: int = 1) -> None:
-        """Ask before a round, or before a run: nothing is written. budget: as for `charge`.
+        """Check before a round or a run; writes nothing. budget: as in `charge`.
 
         Raises:
-            BudgetSpent: with `rounds` such events more the population would have spent more than a budget.
+            BudgetSpent: with `rounds` more such events the population would exceed a budget.
             LedgerError: the file cannot be used.
         """
         self._require(self._file.read_own(), event, budget, rounds)
 
     def events(self) -> tuple[Charged, ...]:
-        """All that was charged; () where the file does not exist. Raises `LedgerError`."""
+        """All charged events; () if the file does not exist. Raises `LedgerError`."""
         book = self._file.read()
         return book.charged if book else ()
 
     def budget(self) -> Budget | None:
-        """What the ledger says that all may spend; None where nobody has said. Raises `LedgerError`."""
+        """The ledger's current budget; None if it has none. Raises `LedgerError`."""
         book = self._file.read()
         return book.budget if book else None
 
@@ -181,13 +181,13 @@ class Ledger:
         return book.spent(delta) if book else 0.0
 
     def planned(self, delta: float) -> float:
-        """Epsilon of all that is spent, and of the rounds that runs planned beyond. Raises `LedgerError`."""
+        """Epsilon of everything spent, plus the remaining rounds that runs planned. Raises `LedgerError`."""
         book = self._file.read()
         return book.planned(delta) if book else 0.0
 
     def describe(self, delta: float) -> Mapping[str, Any]:
-        """Plain values for metrics and card, all public. budgets: each that was set, the newest last. tip: to compare a
-        later ledger with."""
+        """Plain values for metrics and card, all public. budgets: in order, the newest last. tip: for comparison with a
+        later ledger."""
         book = self._file.read()
         return {
             "population": self.population,
@@ -234,7 +234,7 @@ class Ledger:
 
 
 def budget_facts(found: BudgetSet) -> dict[str, Any]:
-    """Plain values."""
+    """A budget as plain values."""
     return {"line": found.number, **asdict(found.budget), "reason": found.reason}
 
 

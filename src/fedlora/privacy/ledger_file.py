@@ -1,16 +1,16 @@
-"""The ledger's two files: the lines, and NAME.tip beside them, which holds the newest line's number and digest.
+"""The ledger's two files: the lines, and NAME.tip beside them with the newest line's number and digest.
 
-A third one lies elsewhere: what is known of it `outside`.
+A third one lies elsewhere and records what is known about the ledger: `outside`.
 
-What is decided, and why:
-* A line is appended under a lock (flock) and flushed (fsync of file and folder) before anything may leave for it.
-* A last line without its end was never finished: nothing left for it. The next line cuts it off.
-* A ledger that was edited, or cut off behind its tip, is refused, and so is a tip without its ledger.
-* One file has the mark that is known outside, lies where that says, and holds the newest line that was written. A copy
-  or an older one is refused: both would spend the same budget. Written last, before anything may leave for the line:
-  a writer that is killed before left nothing, and its line counts.
-* No locks in the file system: refused.
-* Its time of change says the number of its newest line, not when that was written (`chain`).
+Decisions, and why:
+* A line is appended under a lock (flock) and flushed (fsync of file and folder) before its release may leave.
+* A last line without its end was never finished, and nothing left for it. The next line overwrites it.
+* A ledger that was edited, or truncated behind its tip, is refused, and so is a tip without its ledger.
+* Only one file is the ledger: it has the mark recorded outside, is where that record says, and holds the newest line
+  written. Copies and older versions are refused, because both would spend the same budget. The record is written last,
+  before anything may leave for the line: a writer killed before that released nothing, and its line counts.
+* A file system without locks is refused.
+* The modification time encodes the newest line's number, not when it was written (`chain`).
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ _Tip = tuple[Any, Any, Any]  # id, number, digest
 
 @dataclass(frozen=True)
 class LedgerFile:
-    """Lines of one population's ledger, whole and lasting. path: with links resolved."""
+    """The lines of one population's ledger, complete and durable. path: with links resolved."""
 
     path: Path
     population: str
-    state: Path | None = None  # where what is known outside lies; None: as `outside.state_folder`
+    state: Path | None = None  # where the outside record is; None: `outside.state_folder`
 
     def read(self) -> Book | None:
-        """What it holds, without the lock: whole lines only grow, and the tip is read first. None: no such file.
+        """Its content, read without the lock: complete lines only grow, and the tip is read first. None: no such file.
 
         Raises:
-            LedgerError: it cannot be read, was changed or cut off, or is of another population.
+            LedgerError: it cannot be read, was changed or truncated, or belongs to another population.
         """
         tip = self._tip()
         try:
@@ -66,7 +66,7 @@ class LedgerFile:
 
     @contextmanager
     def opened(self) -> Iterator[tuple[int, Book]]:
-        """The locked file and its book, begun where it is new. Raises `LedgerError`, also for a copy."""
+        """The locked file and its book, created if new. Raises `LedgerError`, also for a copy."""
         with held(self.path) as descriptor:
             book, outside = self._begun(descriptor), self._outside
             with outside(book).held():
@@ -77,20 +77,20 @@ class LedgerFile:
                 yield descriptor, book
 
     def read_own(self) -> Book | None:
-        """As `read`, of the ledger itself. Raises `LedgerError` also for a copy, and where nothing could be kept."""
+        """`read`, but raises `LedgerError` also for a copy, and if the outside record cannot be written."""
         book = self.read()
         if book is None:
             Outside("ledgers", "new", self.state).check_writable()
             return None
         known = self._outside(book).read()
-        book = self.read() or book  # after what is known: lines only grow
+        book = self.read() or book  # after the outside record, since lines only grow
         self._require_own(book, known)
         return book
 
     def append(self, descriptor: int, book: Book, line: bytes) -> Book:
-        """One more line, whole and lasting; after an error the file is as it was. Returns the book with it."""
+        """Append a line durably; after an error the file is unchanged. Returns the book with it."""
         try:
-            os.ftruncate(descriptor, book.length)  # what a killed writer left torn: nothing was released for it
+            os.ftruncate(descriptor, book.length)  # drops a killed writer's torn line, for which nothing was released
             put(descriptor, line, book.length)
         except OSError:
             os.ftruncate(descriptor, book.length)
@@ -103,13 +103,13 @@ class LedgerFile:
         return after
 
     def flush(self, descriptor: int, book: Book) -> None:
-        """What another writer may have been killed before."""
+        """Finish what another writer may have been killed before doing."""
         os.fsync(descriptor)
         files.sync_folder(self.path.parent)
         self._keep_tip(book)
 
     def adopt(self, reason: str) -> None:
-        """A line that says that the file is this one from now on. Raises `LedgerError`: none is there, or damaged."""
+        """Append a line saying that this file is the ledger from now on. Raises `LedgerError` if missing or damaged."""
         if not self.path.is_file():
             raise LedgerError(f"{self.path} does not exist: there is nothing to adopt.")
         with held(self.path) as descriptor:
@@ -124,7 +124,7 @@ class LedgerFile:
                 if tip is not None and not self._strange(book, known):
                     raise LedgerError(f"{self.path} is the ledger itself, not a copy: it needs no adoption.")
                 mark = secrets.token_hex(8)
-                self._know(book, mark)  # from here on the other one is refused, and this one until it has its line
+                self._know(book, mark)  # from here on the other file is refused, and this one until it has its line
                 self.append(descriptor, book, chain.moved_line(mark, reason, book.tip))
 
     @property
@@ -139,7 +139,7 @@ class LedgerFile:
             header = chain.header(self.population, secrets.token_hex(8), secrets.token_hex(8))
             begun = chain.read(header, str(self.path))
             assert begun is not None
-            self._know(begun, begun.mark)  # before the line: a ledger of which nothing is known is a copy
+            self._know(begun, begun.mark)  # before the line, because a ledger without an outside record is a copy
             put(descriptor, header, 0)
             files.sync_folder(self.path.parent)
             book = chain.read(content(descriptor), str(self.path))
@@ -148,18 +148,18 @@ class LedgerFile:
         return book
 
     def _require_tip(self, book: Book, tip: _Tip | None) -> None:
-        if tip is None and len(book.tips) == 1:  # begun just now, or its maker was killed before this
+        if tip is None and len(book.tips) == 1:  # just begun, or its creator was killed before writing the tip
             self._write_tip(book)
         elif tip is None:
             raise LedgerError(
-                f"{self.tip_path.name} is missing beside the ledger {self.path}, so nobody can see whether it was "
-                f"cut off. Move or restore both together; if that file is lost for good, and this is the whole ledger "
-                f"(compare its newest line with what cards say): fedlora privacy {self.path.name} --adopt --because "
-                f"'what happened to it'."
+                f"{self.tip_path.name} is missing beside the ledger {self.path}, so nobody can see whether the ledger "
+                f"was cut off. Move or restore both together; if that file is lost for good, and this is the whole "
+                f"ledger (compare its newest line with what cards say): fedlora privacy {self.path.name} --adopt "
+                f"--because 'what happened to it'."
             )
 
     def _tip(self) -> _Tip | None:
-        """(id, number, digest) in the tip's file; None where there is none."""
+        """(id, number, digest) from the tip's file; None if there is none."""
         try:
             found = parse_json(read_given(self.tip_path))
             return found["id"], found["number"], found["digest"]
@@ -170,16 +170,17 @@ class LedgerFile:
             raise LedgerError(f"{self.tip_path} cannot be read ({why}). Restore it with its ledger.") from error
 
     def _check(self, book: Book, tip: _Tip | None) -> None:
-        """That it is this population's, and holds the tip. Raises `LedgerError`."""
+        """Check that it is this population's and includes the tip. Raises `LedgerError`."""
         if book.population != self.population:
             raise LedgerError(
-                f"the ledger {self.path} is of the population {quoted(book.population)}, not {quoted(self.population)}."
-                f" Give each population its own file, and all runs on its clients the same one."
+                f"the ledger {self.path} belongs to the population {quoted(book.population)}, not "
+                f"{quoted(self.population)}. Give each population its own file, and all runs on its clients the same "
+                f"one."
             )
         if tip is not None and (tip[0] != book.id or tip[1:] not in book.tips):
             raise LedgerError(
                 f"the ledger {self.path} was cut off, changed or exchanged: its newest line is number "
-                f"{book.tip[0]}, and {self.tip_path.name} knows line {quoted(tip[1])}, which is not in it. What was "
+                f"{book.tip[0]}, but {self.tip_path.name} knows line {quoted(tip[1])}, which is not in it. What was "
                 f"spent is therefore unknown. Restore the original ledger."
             )
 
@@ -197,7 +198,7 @@ class LedgerFile:
         self._outside(book).write(self.path, mark=mark, number=book.tip[0], digest=book.tip[1])
 
     def _strange(self, book: Book, known: Mapping[str, Any] | None) -> str:
-        """Why it is not the one that is known outside, in words; "" where it is."""
+        """Why it is not the file recorded outside, in words; "" if it is."""
         if known is None:
             return f"{self._outside(book).path.parent} has no record of it"
         return elsewhere(known, self.path) or (
@@ -207,7 +208,7 @@ class LedgerFile:
     def _require_newest(self, book: Book, known: Mapping[str, Any] | None) -> None:
         if known is not None and (known.get("number"), known.get("digest")) not in book.tips:
             raise LedgerError(
-                f"the ledger {self.path} is older than what was written: it ends with line {book.tip[0]}, and line "
+                f"the ledger {self.path} is older than what was written: it ends with line {book.tip[0]}, but line "
                 f"{quoted(known.get('number'))}, which {self._outside(book).path} knows, is not in it. What was "
                 f"released since would be forgotten. Restore the newest one; if that is lost for good, remove that "
                 f"file, adopt this one (fedlora privacy {self.path.name} --adopt --because '...'), and charge what is "
@@ -215,7 +216,7 @@ class LedgerFile:
             )
 
     def _require_own(self, book: Book, known: Mapping[str, Any] | None) -> None:
-        """Raises `LedgerError` for a copy, and for an older one."""
+        """Raise `LedgerError` for a copy, and for an older version."""
         if why := self._strange(book, known):
             raise LedgerError(
                 f"the ledger {self.path} is a copy, or was moved or restored: {why}. Two copies would spend one budget "
@@ -233,5 +234,5 @@ class LedgerFile:
         number, digest = book.tip
         files.write(self.tip_path, chain.line_of({"number": number, "digest": digest, "id": book.id}))
         for path in (self.path, self.tip_path):
-            with suppress(PermissionError):  # another user's file
+            with suppress(PermissionError):  # it is another user's file
                 os.utime(path, (TIMELESS + number,) * 2)

@@ -1,4 +1,4 @@
-"""A file that one process at a time reads and appends to: locked (flock), and read and written at given places."""
+"""A file that one process at a time reads and appends to, under a lock (flock), at explicit offsets."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-LARGEST = 2**28  # bytes of a ledger; a hundred thousand rounds have a third of it
-PATIENCE = 120.0  # seconds that another process may hold the file: an accountant's answer takes one or two
+LARGEST = 2**28  # bytes in a ledger; a hundred thousand rounds take a third of it
+PATIENCE = 120.0  # seconds to wait for another process; computing epsilon takes one or two
 
 
 @contextmanager
 def held(path: Path) -> Iterator[int]:
-    """The file, open and locked, made where it is missing: other processes and threads wait.
+    """The file, open and locked, created if missing: other processes and threads wait.
 
     Raises:
-        LedgerError: no such place, no locks, another process that does not let go, or an error of the disk inside.
+        LedgerError: no such place, no locks, another process holds it too long, or a disk error inside the block.
     """
     if fcntl is None:
         raise LedgerError("a privacy ledger needs file locks (flock), which this system lacks: use Linux.")
@@ -43,7 +43,7 @@ def held(path: Path) -> Iterator[int]:
                 raise LedgerError(f"the ledger {path} was removed or exchanged meanwhile. Nothing was charged.")
             yield descriptor
         finally:
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also where a forked child still has it open
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # even if a forked child still has it open
     except OSError as error:
         raise LedgerError(f"the ledger {path} cannot be used: {error.strerror or error}.") from error
     finally:
@@ -51,7 +51,7 @@ def held(path: Path) -> Iterator[int]:
 
 
 def content(descriptor: int) -> bytes:
-    """All of an open file."""
+    """The whole content of an open file."""
     parts, at = [], 0
     while part := os.pread(descriptor, 2**20, at):
         parts.append(part)
@@ -60,7 +60,7 @@ def content(descriptor: int) -> bytes:
 
 
 def put(descriptor: int, raw: bytes, at: int) -> None:
-    """`raw` at that place, all of it, and on the disk."""
+    """Write `raw` at that offset, completely, and flush it."""
     while raw:
         written = os.pwrite(descriptor, raw, at)
         raw, at = raw[written:], at + written

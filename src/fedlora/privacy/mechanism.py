@@ -1,17 +1,17 @@
 """The mechanism: clip, round to a grid, sum as integers, add an exact discrete Gaussian.
 
     x_i = round(clip(w_i v_i, C) / gamma)      integers; |x_i|_2 <= K, checked in exact arithmetic
-    S   = sum over those present of x_i        int64, never near its end (`check_room`)
-    S'  = S + N_Z(0, s^2)^d                    s >= z K; what is released
+    S   = sum over those present of x_i        int64, far from overflow (`check_room`)
+    S'  = S + N_Z(0, s^2)^d                    s >= z K; this is released
     mean = gamma S' / (public denominator)
 
-One client's contribution is present or becomes zero, so that S moves by at most K = ceil(C / gamma) + ceil(sqrt d):
-rounding to the nearest moves each entry by at most gamma / 2, and the norm by at most gamma sqrt(d) / 2. K gamma is the
-sensitivity that the ledger names, and z = s / K its noise multiplier. gamma is a power of two, so that dividing by it
+One client's contribution is present or becomes zero, so S moves by at most K = ceil(C / gamma) + ceil(sqrt d): rounding
+to the nearest moves each entry by at most gamma / 2, and the norm by at most gamma sqrt(d) / 2. K gamma is the
+sensitivity recorded in the ledger, and z = s / K its noise multiplier. gamma is a power of two, so that dividing by it
 rounds nothing. By default gamma sqrt(d) is at most 2^-20 of C and of z C: the grid costs a millionth of the noise, and
-is fine enough for the accountant's Gaussian to stand for the discrete one (`accounting`).
+is fine enough for the accountant's continuous Gaussian to represent the discrete one (`accounting`).
 
-The noise itself: `exact_noise`.
+For the noise itself, see `exact_noise`.
 """
 
 from __future__ import annotations
@@ -30,19 +30,18 @@ from fedlora.privacy.exact_noise import with_noise
 
 log = logging.getLogger(__name__)
 
-FINEST = 2.0**-20  # gamma sqrt(d) beside the clip and beside the noise
-COARSEST_NOISE = 2.0**19  # of s / sqrt(d): what `accounting` needs of the grid
-_ROOM = 2**62  # of sums with their noise
-_DEVIATIONS = 40  # of the noise that must fit: beyond has probability 1e-348
+FINEST = 2.0**-20  # gamma sqrt(d) relative to the clip and to the noise
+COARSEST_NOISE = 2.0**19  # least s / sqrt(d), which `accounting` requires of the grid
+_ROOM = 2**62  # for sums with their noise
+_DEVIATIONS = 40  # of noise that must fit: larger noise has probability 1e-348
 
 
 @dataclass(frozen=True, eq=False)
 class Contribution:
-    """One client's vector as it is summed. Secret: none of it may leave the server.
+    """One client's vector in the form that is summed. Secret: none of it may leave the server.
 
-    integers: int64 (d,), in units of the grid. norm: of the vector with its weight, before the clip (inf where it is
-    beyond float64); NaN where it was not finite. factor: by which it was clipped, 1 where it was not. usable: False for
-    one that counts as zero.
+    integers: int64 (d,), in units of the grid. norm: of the weighted vector before the clip (inf if beyond float64);
+    NaN if it was not finite. factor: the clipping factor, 1 if not clipped. usable: False if it counts as zero.
     """
 
     integers: Tensor
@@ -53,16 +52,16 @@ class Contribution:
 
 @dataclass(frozen=True)
 class Mechanism:
-    """The public constants of a run.
+    """A run's public constants.
 
     Args:
-        clip: C, the most that one client's whole vector (all modules and heads) may measure.
-        noise_multiplier: z, the noise's standard deviation in units of the sensitivity. 0 adds no noise: for tests and
-            audits only, never from a configuration.
+        clip: C, the largest norm of one client's whole vector (all modules and heads).
+        noise_multiplier: z, the noise's standard deviation in units of the sensitivity. 0 adds no noise: only for tests
+            and audits, never from a configuration.
         grid: gamma, a power of two. `Mechanism.of` chooses it.
 
     Raises:
-        HyperparameterError: a constant that is not positive and finite, or a grid that is no power of two.
+        HyperparameterError: a constant is not positive and finite, or the grid is not a power of two.
 
     Example:
         >>> from fedlora.privacy import Mechanism
@@ -82,24 +81,24 @@ class Mechanism:
             value = getattr(self, name)
             sound = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if not sound or value < 0 or (value == 0 and least == "positive"):
-                raise HyperparameterError(f"privacy: {name} is a finite number, {least}; got {value!r}.")
+                raise HyperparameterError(f"privacy: {name} must be a finite number, {least}; got {value!r}.")
         if math.frexp(self.grid)[0] != 0.5:
             raise HyperparameterError(
-                f"privacy: the grid is a power of two, so that dividing by it rounds nothing; got {self.grid!r}. "
+                f"privacy: the grid must be a power of two, so that dividing by it rounds nothing; got {self.grid!r}. "
                 f"`Mechanism.of` chooses one."
             )
         if Fraction(self.clip) / Fraction(self.grid) > LARGEST:
             raise HyperparameterError(
                 f"privacy: the clip {self.clip:g} is {self.clip / self.grid:.1e} steps of the grid {self.grid:g}; "
-                f"exact sums carry {LARGEST:.1e}. Choose a coarser grid, or none: `Mechanism.of` chooses one."
+                f"exact sums hold at most {LARGEST:.1e}. Choose a coarser grid, or none: `Mechanism.of` chooses one."
             )
 
     @classmethod
     def of(cls, clip: float, noise_multiplier: float, size: int, grid: float | None = None) -> Mechanism:
-        """With the default grid for vectors of `size` entries: the largest power of two with
+        """A mechanism with the default grid for vectors of `size` entries: the largest power of two with
         gamma sqrt(d) <= 2^-20 C min(1, z)."""
         if grid is None:
-            cls(clip, noise_multiplier, 2.0 ** math.floor(math.log2(clip)) if _positive(clip) else 1.0)  # its checks
+            cls(clip, noise_multiplier, 2.0 ** math.floor(math.log2(clip)) if _positive(clip) else 1.0)  # to check
             relative = min(1.0, noise_multiplier) if noise_multiplier > 0 else 1.0
             finest = clip * relative * FINEST / math.sqrt(_checked_size(size))
             if finest < 2.0**-1000:
@@ -111,16 +110,16 @@ class Mechanism:
         return cls(clip, noise_multiplier, grid)
 
     def bound(self, size: int) -> int:
-        """K = ceil(C / gamma) + ceil(sqrt d): no contribution's integer norm is above it. Exact."""
+        """K = ceil(C / gamma) + ceil(sqrt d): the exact upper bound on a contribution's integer norm."""
         return math.ceil(Fraction(self.clip) / Fraction(self.grid)) + math.isqrt(_checked_size(size) - 1) + 1
 
     def sensitivity(self, size: int) -> float:
-        """K gamma, what the ledger uses: the most that one client moves the sum of vectors of `size` entries, the grid
-        included, in the vector's own units."""
+        """K gamma, for the ledger: the most that one client moves the sum of vectors of `size` entries, grid included,
+        in the vector's own units."""
         return self.bound(size) * self.grid
 
     def scale(self, size: int) -> float:
-        """s >= z K, the noise's standard deviation in units of the grid. Rounded up: never below z K."""
+        """s >= z K, the noise's standard deviation in grid units, rounded up so that it is never below z K."""
         if self.noise_multiplier == 0:
             return 0.0
         wanted = Fraction(self.noise_multiplier) * self.bound(size)
@@ -128,11 +127,11 @@ class Mechanism:
         return s if Fraction(s) >= wanted else math.nextafter(s, math.inf)
 
     def check_room(self, size: int, clients: int) -> None:
-        """That sums over so many clients, noise included, stay far inside int64, and that the grid is fine enough for
-        the ledger's number to hold. Ask before the first round.
+        """Check that sums over this many clients, with noise, stay far inside int64, and that the grid is fine enough
+        for the ledger's epsilon to hold. Call it before the first round.
 
         Raises:
-            HyperparameterError: they do not.
+            HyperparameterError: one of the two fails.
         """
         if clients < 1:
             raise HyperparameterError(f"privacy: a population must have clients; got {clients}.")
@@ -146,27 +145,27 @@ class Mechanism:
             )
         if s and s < COARSEST_NOISE * math.sqrt(size):
             raise HyperparameterError(
-                f"privacy: the grid {self.grid:g} is too coarse: the noise is {s:.1e} steps, and epsilon is computed "
+                f"privacy: the grid {self.grid:g} is too coarse: the noise is {s:.1e} steps, but epsilon is computed "
                 f"for at least {COARSEST_NOISE * math.sqrt(size):.1e} with {size} entries. Leave the grid out."
             )
 
     def clipped(self, vector: Tensor, weight: float = 1.0) -> Contribution:
-        """The vector with its weight, clipped to C and rounded to the grid, and what became of it.
+        """The weighted vector, clipped to C and rounded to the grid, with details.
 
         Args:
-            vector: (d,) floating point. Its norm is computed in float64 of this very array, brought near 1 by a power
-                of two first, so that no value of float64 overflows it or vanishes in it.
-            weight: w_i in [0, 1]: `share_of`, or 1.
+            vector: (d,) floating point. Its norm is computed in float64 from this array, first scaled near 1 by a power
+                of two, so that no float64 value overflows or underflows.
+            weight: w_i in [0, 1]: from `share_of`, or 1.
 
         Raises:
-            ShapeError: not one dimension, or no floating point. HyperparameterError: a weight outside [0, 1].
+            ShapeError: not one-dimensional, or not floating-point. HyperparameterError: a weight outside [0, 1].
         """
         if vector.ndim != 1 or not vector.dtype.is_floating_point or not vector.numel():
             raise ShapeError(
-                f"a client's private vector is (d,) of floating point; got {tuple(vector.shape)} {vector.dtype}."
+                f"a client's private vector must be (d,) floating point; got {tuple(vector.shape)} {vector.dtype}."
             )
         if not 0 <= weight <= 1:
-            raise HyperparameterError(f"privacy: a client's weight is in [0, 1]; got {weight!r}.")
+            raise HyperparameterError(f"privacy: a client's weight must be in [0, 1]; got {weight!r}.")
         y = vector.detach().to(device="cpu", dtype=torch.float64)
         nothing = torch.zeros(y.shape, dtype=torch.int64)
         if not bool(torch.isfinite(y).all()):
@@ -176,7 +175,7 @@ class Mechanism:
         if top == 0:
             return Contribution(nothing, 0.0, 1.0, True)
         exponent = math.frexp(top)[1]
-        half = exponent // 2  # 2^-exponent itself may be beyond float64
+        half = exponent // 2  # 2^-exponent itself may overflow float64
         unit = y * math.ldexp(1.0, -half) * math.ldexp(1.0, half - exponent)
         size, limit = float(torch.linalg.vector_norm(unit)), _ldexp(self.clip, -exponent)
         factor = 1.0
@@ -186,24 +185,24 @@ class Mechanism:
         return Contribution(held(integers, self.bound(len(y))), _ldexp(size, exponent), factor, True)
 
     def contribution(self, vector: Tensor, weight: float = 1.0) -> Tensor:
-        """`clipped(vector, weight).integers`: int64 (d,), in units of the grid. Values that are not finite give zeros,
-        and a warning: such a client counts as zero."""
+        """`clipped(vector, weight).integers`: int64 (d,), in grid units. A vector that is not finite gives zeros and a
+        warning: its client counts as zero."""
         found = self.clipped(vector, weight)
         if not found.usable:
             log.warning("a client's vector is not finite (NaN or Inf) and counts as zero in the private sum")
         return found.integers
 
     def noised(self, total: Tensor) -> Tensor:
-        """int64 (d,): the sum of contributions with an independent N_Z(0, s^2) added to each entry.
+        """int64 (d,): the sum of contributions, plus an independent N_Z(0, s^2) in each entry.
 
-        Never call it twice for one sum but as two charged releases, and never keep the noise for another sum: their
-        difference would show a client. `Journal` sees to both.
+        Never call it twice for one sum, except as two charged releases, and never reuse the noise for another sum: the
+        difference would reveal a client. `Journal` ensures both.
 
         Raises:
-            ShapeError: not int64 (d,). HyperparameterError: opendp is missing, or the sum is beyond `check_room`.
+            ShapeError: not int64 (d,). HyperparameterError: opendp is missing, or the sum exceeds `check_room`'s limit.
         """
         if total.ndim != 1 or total.dtype != torch.int64 or not total.numel():
-            raise ShapeError(f"a sum of contributions is int64 (d,); got {tuple(total.shape)} {total.dtype}.")
+            raise ShapeError(f"a sum of contributions must be int64 (d,); got {tuple(total.shape)} {total.dtype}.")
         s = self.scale(len(total))
         largest = max(abs(int(total.max())), abs(int(total.min())))
         if largest + _DEVIATIONS * s > 2 * _ROOM - 1:
@@ -216,30 +215,30 @@ class Mechanism:
         return with_noise(total, s)
 
     def mean(self, released: Tensor, denominator: float) -> Tensor:
-        """float64 (d,): gamma released / denominator. denominator: public (q n): never the number of those present.
+        """float64 (d,): gamma released / denominator. denominator: public (q n), never the number of those present.
 
         Raises:
-            HyperparameterError: a denominator that is not positive and finite.
+            HyperparameterError: the denominator is not positive and finite.
         """
         if not _positive(denominator):
-            raise HyperparameterError(f"privacy: a denominator is positive and finite; got {denominator!r}.")
+            raise HyperparameterError(f"privacy: a denominator must be positive and finite; got {denominator!r}.")
         return released.to(torch.float64) * self.grid / denominator
 
 
 def share_of(num_examples: float, most: float) -> float:
-    """w_i = min(n_i, n_max) / n_max, in [0, 1]. 0 for what is no number of examples: NaN, infinite, negative.
+    """w_i = min(n_i, n_max) / n_max, in [0, 1]; 0 if n_i is not a number of examples: NaN, infinite, negative.
 
     Example:
         >>> share_of(50, most=200), share_of(1e9, most=200), share_of(float("nan"), most=200)
         (0.25, 1.0, 0.0)
     """
     if not _positive(most):
-        raise HyperparameterError(f"privacy: n_max, the examples that count in full, is positive; got {most!r}.")
+        raise HyperparameterError(f"privacy: n_max, the examples that count in full, must be positive; got {most!r}.")
     return min(float(num_examples), most) / most if _positive(num_examples) else 0.0
 
 
 def _positive(value: float) -> bool:
-    """A finite number above zero; integers beyond every float are none."""
+    """Whether the value is a finite number above zero; integers too large for a float do not count."""
     try:
         return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
     except OverflowError:

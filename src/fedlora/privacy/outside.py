@@ -1,12 +1,12 @@
-"""What is known of a ledger, or of a secret draw, outside of the folder that it lies in: by this a copy is recognised.
+"""Records, outside its folder, facts about a ledger or a secret draw, by which a copy is recognised.
 
-    STATE/ledgers/ID.json    which mark the ledger has, its newest line, and where it lies
-    STATE/draws/ID.json      where the folder lies that was drawn for
+    STATE/ledgers/ID.json    the ledger's mark, its newest line, and its location
+    STATE/draws/ID.json      the location of the folder for which the draw was made
 
-STATE is FEDLORA_STATE_DIR, else XDG_STATE_HOME/fedlora, else ~/.local/state/fedlora. Where a file lies is this machine
-(/etc/machine-id), its file system and its inode. A copy, a snapshot of one disk, a fresh file system that gives the
-same inode again and an older backup all differ from what is known here. What was rolled back or copied together with
-STATE, machine-id included, as by a snapshot of a whole virtual machine, does not: nothing on one machine can tell that.
+STATE is FEDLORA_STATE_DIR, else XDG_STATE_HOME/fedlora, else ~/.local/state/fedlora. A file's location is this machine
+(/etc/machine-id), its file system and its inode. A copy, a snapshot of one disk, a fresh file system that reuses the
+inode and an older backup all differ from the record. Anything rolled back or copied together with STATE and machine-id,
+as in a snapshot of a whole virtual machine, does not: nothing on one machine can detect that.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fedlora.errors import LedgerError
 from fedlora.given_files import parse_json, read_given
 from fedlora.privacy.locked_file import held
 
-MACHINE_ID = Path("/etc/machine-id")  # one line, made when the system was installed; may be missing in a container
+MACHINE_ID = Path("/etc/machine-id")  # one line, written when the system was installed; may be missing in a container
 _VARIABLE = "FEDLORA_STATE_DIR"
 
 
 def state_folder() -> Path:
-    """Where this user's programs keep what must outlive them. Raises `LedgerError` where no place is named."""
+    """Where this user's programs keep persistent state. Raises `LedgerError` if there is no such place."""
     if named := os.environ.get(_VARIABLE):
         return Path(named).absolute()
     if named := os.environ.get("XDG_STATE_HOME"):
@@ -43,7 +43,7 @@ def state_folder() -> Path:
 
 @dataclass(frozen=True)
 class Outside:
-    """Of one ledger or draw. state: where; None: `state_folder`."""
+    """The record of one ledger or draw. state: its folder; None: `state_folder`."""
 
     kind: str
     id: str
@@ -55,13 +55,13 @@ class Outside:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Nobody else has the ledger or a copy of it open to write meanwhile. Raises `LedgerError`."""
+        """Lock the ledger and its copies against other writers. Raises `LedgerError`."""
         self.check_writable()
         with held(self.path.with_suffix(".lock")):
             yield
 
     def read(self) -> dict[str, Any] | None:
-        """What is known; None: nothing. Raises `LedgerError` where it cannot be read."""
+        """The recorded facts; None if there are none. Raises `LedgerError` if they cannot be read."""
         try:
             return dict(parse_json(read_given(self.path)))
         except FileNotFoundError:
@@ -73,7 +73,7 @@ class Outside:
             ) from error
 
     def write(self, at: Path, **facts: Any) -> None:
-        """From now on it lies at `at`, and `facts` are so. Lasting when this returns. Raises `LedgerError`."""
+        """Record that it lies at `at`, with these `facts`. Durable when this returns. Raises `LedgerError`."""
         try:
             files.write(self.path, json.dumps({**facts, **_whereabouts(at)}) + "\n")
         except OSError as error:
@@ -83,7 +83,7 @@ class Outside:
         self.path.unlink(missing_ok=True)
 
     def check_writable(self) -> None:
-        """Raises `LedgerError` where STATE cannot be written. Nothing is made."""
+        """Raise `LedgerError` if STATE cannot be written. Creates nothing."""
         there = next(place for place in (self.path, *self.path.parents) if os.path.lexists(place))
         if not os.access(there, os.W_OK) or (there != self.path and not there.is_dir()):
             raise LedgerError(self._unwritable(f"{there} is not writable"))
@@ -97,7 +97,7 @@ class Outside:
 
 
 def elsewhere(known: Mapping[str, Any], at: Path) -> str:
-    """How the place of `at` differs from what is known, in words; "" where it is the same."""
+    """How the location of `at` differs from the record, in words; "" if it is the same."""
     words = {
         "machine": "on another machine (/etc/machine-id)",
         "device": "on another file system",
@@ -108,8 +108,8 @@ def elsewhere(known: Mapping[str, Any], at: Path) -> str:
 
 
 def _whereabouts(at: Path) -> dict[str, Any]:
-    """machine: a digest, for the id itself is to be kept secret (machine-id(5)); "" where there is none. device: the
-    file system's id, which unlike a device's number outlives a restart, and is another one for each tmpfs."""
+    """machine: a digest, because the id itself must be kept secret (machine-id(5)); "" if there is none. device: the
+    file system's id, which unlike a device number survives a restart, and differs for each tmpfs."""
     try:
         id = MACHINE_ID.read_text().strip()
     except OSError:

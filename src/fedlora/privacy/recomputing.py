@@ -1,4 +1,4 @@
-"""A ledger as an outsider reads it: the file alone, its chain checked, epsilon computed anew."""
+"""Reads a ledger as an outsider: the file alone, its chain verified, epsilon recomputed."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fedlora.privacy.locked_file import LARGEST
 
 @dataclass(frozen=True)
 class Recomputed:
-    """What an outsider finds in a ledger.
+    """An outsider's findings in a ledger.
 
-    epsilon: spent, at delta, earlier trainings included. planned: with all rounds that its runs planned. earlier,
-    budgets, moves: what people decided, and why. tip: (number, digest) of the newest line; tips: of each. A tip that
-    somebody kept (a card has one) must be among the tips of any later ledger: else lines were taken out or changed
-    since.
+    epsilon: spent, at delta, including earlier trainings. planned: including all rounds that its runs planned. earlier,
+    budgets, moves: people's decisions, with reasons. tip: (number, digest) of the newest line; tips: of each line. A
+    tip that somebody kept (cards show one) must be among the tips of any later ledger; otherwise lines were removed or
+    changed since.
     """
 
     population: str
@@ -34,18 +34,18 @@ class Recomputed:
     moves: tuple[str, ...]
     tip: tuple[int, str]
     tips: tuple[tuple[int, str], ...] = ()
-    has_tip: bool = False  # NAME.tip lay beside it and is in it, so that no line was cut off
+    has_tip: bool = False  # NAME.tip is beside it and matches a line, so nothing was cut off
 
 
 def recompute(path: Path, delta: float | None = None) -> Recomputed:
-    """Read a ledger: its chain is checked, and epsilon is computed anew from its events.
+    """Read a ledger, verify its chain, and recompute epsilon from its events.
 
     Args:
-        path: of the file. Its place does not count; a tip beside it must be in it, as charging asks.
+        path: the file. Its location does not matter; a tip beside it must match a line, as for charging.
         delta: None takes the smallest of its plans.
 
     Raises:
-        LedgerError: it is not there, or damaged, or cut off behind its tip.
+        LedgerError: it is missing, damaged, or cut off behind its tip.
         HyperparameterError: dp-accounting is missing.
 
     Example:

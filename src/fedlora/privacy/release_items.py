@@ -1,4 +1,4 @@
-"""One thing that leaves the server of a private run, or could, and why it does: what the lists are made of."""
+"""One thing that leaves a private run's server, or could, and the reason for its fate: the entries of the lists."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Fate = Literal["released", "privatised", "if-public", "secret", "dropped"]
 
 @dataclass(frozen=True)
 class Item:
-    """One thing at one place. name: with dots between the tables that it is in. reason: of its fate."""
+    """One thing at one place. name: with dots between nested tables. reason: for its fate."""
 
     place: str
     name: str

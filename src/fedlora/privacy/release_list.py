@@ -1,6 +1,6 @@
-"""The list of everything that leaves the server of a private run, or could: data, read by `released`.
+"""The list of everything that leaves a private run's server, or could: data for `released`.
 
-A star stands for any one name. Where a table is not named further inside, it goes or stays as a whole.
+A star matches any one name. A table without entries for its content goes or stays as a whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fedlora.privacy.release_items import (
 from fedlora.privacy.release_items import as_items as _items
 
 RELEASES: tuple[Item, ...] = (
-    # what a client is sent
+    # what the server sends a client
     *_items("download", "privatised", PAID, "adapter.modules", "adapter.heads"),
     *_items("download", "released", PUBLIC, "client", "round", "roles", "start"),
     *_items("download", "released", MADE, "base"),
@@ -168,7 +168,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("card", "dropped", COUNT, "examples"),
     *_items("card", "dropped", DATA, "classes.counts"),
     *_items("card", "dropped", REFUSED, "attack", "attack_row", "attack_tag", "defence"),
-    # the ledger: of lines of every kind; and NAME.tip
+    # the ledger: keys of all kinds of lines, and of NAME.tip
     *_items("ledger", "released", PUBLIC, "kind", "version", "population", "meaning", "id", "number", "before"),
     *_items("ledger", "released", PUBLIC, "mark", "reason", "epsilon", "delta", "run", "round", "rounds", "sampling"),
     *_items("ledger", "released", PUBLIC, "noise_multiplier", "clip", "grid", "size", "sensitivity", "digest"),

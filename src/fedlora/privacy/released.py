@@ -1,19 +1,19 @@
-"""What may leave the server of a private run. What is not on the list is not written: a new field is a decision.
+"""Decides what may leave a private run's server. Anything not on the list is not written: a new field is a decision.
 
-    filtered("metrics.jsonl", line)      the fields that may leave, and no others
-    unlisted("metrics.jsonl", line)      the fields that nobody has decided on: a test holds this empty
+    filtered("metrics.jsonl", line)      only the fields that may leave
+    unlisted("metrics.jsonl", line)      fields that nobody has decided on: a test keeps this empty
 
-The list itself is `release_list`: each thing with its place, its fate and the reason. Fates:
+`release_list` is the list itself: each thing with its place, fate and reason. Fates:
 
     privatised   the mechanism's own output, paid for in the ledger
-    released     public, or made of public and privatised things alone (post-processing)
-    if-public    a measurement on held-out examples: released where these belong to no client of the population (say so
-                 by public=True), else dropped
+    released     public, or made only from public and privatised things (post-processing)
+    if-public    a measurement on held-out examples: released if these belong to no client of the population (say so
+                 by public=True), otherwise dropped
     secret       written for this server's own resume; never leaves it
-    dropped      not written: it would say something about a client that no noise hides
+    dropped      not written: it would reveal something about a client that no noise hides
 
-Differential privacy says nothing about timing; what this list can drop of it, it drops. Where clients are drawn
-secretly, times tell the draw, and no file of the list has one: neither in it nor as its time of change.
+Differential privacy does not cover timing; the list drops what it can of it. If clients are drawn secretly, times
+reveal the draw, and no file on the list has one: neither in its content nor as its modification time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fedlora.privacy.release_list import RELEASES, Fate, Item
 
 __all__ = ["Fate", "Item", "fate_of", "filtered", "items", "places", "unlisted"]
 
-TIMELESS = 315_576_000.0  # noon of 1 January 1980, UTC: what a file says where its time of change would tell
+TIMELESS = 315_576_000.0  # noon of 1 January 1980, UTC: the modification time where the real one would reveal a draw
 _Path = tuple[str, ...]
 _LIST: dict[str, dict[_Path, Item]] = {}
 for _item in RELEASES:
@@ -34,17 +34,17 @@ for _item in RELEASES:
 
 
 def places() -> list[str]:
-    """Every place that the list knows."""
+    """Every place on the list."""
     return list(_LIST)
 
 
 def items(place: str) -> list[Item]:
-    """What the list says of a place. Raises `HyperparameterError` for one that it does not know."""
+    """The list's entries for a place. Raises `HyperparameterError` for an unknown place."""
     return list(_of(place).values())
 
 
 def fate_of(place: str, name: str) -> Fate | None:
-    """Of one name, with dots between the tables that it is in; None: it is not on the list, and is not written.
+    """The fate of one name, with dots between nested tables; None: it is not on the list, and is not written.
 
     Raises:
         HyperparameterError: an unknown place.
@@ -60,12 +60,12 @@ def fate_of(place: str, name: str) -> Fate | None:
 
 
 def filtered(place: str, values: Mapping[str, Any], *, public: bool = False, blank: bool = False) -> dict[str, Any]:
-    """The values that may leave: without what is dropped, secret or not on the list. Tables within are filtered too.
+    """The values that may leave: without dropped, secret and unlisted ones. Nested tables are filtered too.
 
     Args:
-        public: whether held-out examples that were measured on belong to no client of the population.
-        blank: leave an empty value of its kind ({}, [], None) for what the list drops, for readers that ask for it.
-            What is not on the list is left out all the same.
+        public: whether the held-out examples belong to no client of the population.
+        blank: keep an empty value of the same kind ({}, [], None) for dropped ones, for readers that expect it.
+            Unlisted values are left out all the same.
 
     Raises:
         HyperparameterError: an unknown place.
@@ -81,7 +81,7 @@ def filtered(place: str, values: Mapping[str, Any], *, public: bool = False, bla
 
 
 def unlisted(place: str, values: Mapping[str, Any]) -> list[str]:
-    """Names in `values` that the list does not know, with dots between tables.
+    """Names in `values` that are not on the list, with dots between tables.
 
     Example:
         >>> unlisted("metrics.jsonl", {"round": 3, "something new": 1})
@@ -127,8 +127,8 @@ def _unlisted(listed: Mapping[_Path, Item], at: _Path, values: Mapping[str, Any]
 
 
 def _match(listed: Mapping[_Path, Item], path: _Path) -> Item | None:
-    """The item of a path; a star stands for any one name, and a name goes before a star. A name with a slash, as
-    trackers have them, goes with what stands before the slash."""
+    """A path's item; a star matches any one name, and an exact name outranks a star. A name with a slash, as trackers
+    use, takes the item of the part before the slash."""
     if path in listed:
         return listed[path]
     for names, item in listed.items():
@@ -139,7 +139,7 @@ def _match(listed: Mapping[_Path, Item], path: _Path) -> Item | None:
 
 
 def _inside(listed: Mapping[_Path, Item], path: _Path) -> bool:
-    """Whether the list says something of what is in the table at this path."""
+    """Whether the list has entries inside the table at this path."""
     return any(len(names) > len(path) and _fits(names[: len(path)], path) for names in listed)
 
 

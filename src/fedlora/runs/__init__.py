@@ -1,4 +1,4 @@
-"""One TOML file to one folder: `load_config`, `prepare` (data dealt, model loaded), `execute` (rounds, stored)."""
+"""Runs one TOML file into one folder: `load_config`, `prepare` (deal data, load model), `execute` (play, store)."""
 
 from typing import TYPE_CHECKING
 

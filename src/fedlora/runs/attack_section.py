@@ -1,4 +1,4 @@
-"""The table [attack] of a run's configuration: clients that lie, for experiments in one process."""
+"""The table [attack] in a run's configuration: lying clients, for experiments in one process."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from fedlora.training.settings import Key, Section
 
 
 class AttackSection(Section):
-    """Clients that lie, for experiments; never in a federation. Every output of such a run says so.
+    """Lying clients, for experiments; never in a federation. Every output of such a run says so.
 
     kind: what they do, see docs/how-to/attacks.md. share: of all clients, rounded down, drawn by run.seed; or clients:
-    who they are. strength: what it means depends on the kind, and so does its default. space: for some kinds, whether
-    changes are added up as products B A ("update") or as the entries of the factors ("factors"); without it as the
-    method does that is attacked. noise: a free rider hides behind noise.
+    their names. strength: its meaning and default depend on the kind. space: for some kinds, whether changes are added
+    as products B A ("update") or as the factors' entries ("factors"); default: as the attacked method does. noise: a
+    free rider hides behind noise.
     """
 
-    of_each = Key("clients that lie on purpose are an experiment in one process, for fedlora run; never a federation")
+    of_each = Key("lying clients are an experiment in one process, for fedlora run; never a federation")
 
     kind: Kind | Literal["none"] = "none"
     share: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -51,14 +51,14 @@ class AttackSection(Section):
 
     @property
     def needs_pairs(self) -> bool:
-        """Whether it needs rounds in which both factors travel."""
+        """Whether the attack needs rounds in which both factors travel."""
         return self.kind != "none" and KINDS[self.kind].pairs
 
     def adversary(self, names: Sequence[str], seed: int, *, factors: bool = False) -> Adversary | None:
-        """Who lies among these clients, and how; None where nobody does. factors: whether the method averages factors.
+        """Which of these clients lie, and how; None if nobody does. factors: whether the method averages factors.
 
         Raises:
-            ConfigError: a share that is nobody, an unknown client, or nobody honest.
+            ConfigError: the share rounds to nobody, a client is unknown, or nobody is honest.
         """
         if not self.on:
             return None
@@ -70,20 +70,20 @@ class AttackSection(Section):
         if unknown:
             raise ConfigError(f"attack.clients names {unknown[0]!r}, which is not among {', '.join(names)}.")
         if not set(names) - set(liars):
-            raise ConfigError(f"all {len(names)} clients lie: an attack needs somebody who does not. Name fewer.")
+            raise ConfigError(f"all {len(names)} clients lie: an attack needs an honest client. Name fewer.")
         return Adversary(self._attack(factors), tuple(dict.fromkeys(liars)), seed)
 
     def _attack(self, factors: bool = False) -> Attack:
-        assert self.kind != "none"  # both callers looked
+        assert self.kind != "none"  # both callers check
         natural: Space = "factors" if factors and KINDS[self.kind].spaces else "update"
         return Attack(self.kind, self.strength, self.space or natural, self.noise)
 
 
 def with_flipped_labels(parts: Mapping[str, TextData], adversary: Adversary | None) -> dict[str, TextData]:
-    """The clients' training data, those of label flippers turned round.
+    """The clients' training data, with label flippers' labels flipped.
 
     Raises:
-        ConfigError: data without classes.
+        ConfigError: the data have no classes.
     """
     if adversary is None or adversary.attack.kind != "label-flip":
         return dict(parts)
@@ -91,26 +91,26 @@ def with_flipped_labels(parts: Mapping[str, TextData], adversary: Adversary | No
     for client, part in parts.items():
         if client in adversary.clients:
             if part.labels is None:
-                raise ConfigError("attack.kind = 'label-flip' needs classes, and these data have none.")
+                raise ConfigError("attack.kind = 'label-flip' needs classes, but these data have none.")
             part = replace(part, labels=flip_labels(part.labels, len(part.label_names)))
         flipped[client] = part
     return flipped
 
 
 def attack_facts(adversary: Adversary | None) -> dict[str, Any] | None:
-    """What manifest, summary and card say of an attack; None where there is none."""
+    """An attack's entry in manifest, summary and card; None without an attack."""
     if adversary is None:
         return None
     return {"what": adversary.attack.words, "kind": adversary.attack.kind, "clients": list(adversary.clients)}
 
 
 def attack_note(adversary: Adversary | None, client: str) -> dict[str, object] | None:
-    """What a stored upload says of the attack that its round was under; None where there was none."""
+    """An attack's entry in a stored upload of its round; None without an attack."""
     return None if adversary is None else {"attack": adversary.attack.words, "lies": client in adversary.clients}
 
 
 def attack_reasons(section: AttackSection) -> list[tuple[str, str]]:
-    """Keys that have no effect beside the others, and why: for `unused`."""
+    """Keys that have no effect beside the others, and why; for `unused`."""
     if not section.on:
         keys = ("share", "clients", "strength", "space", "noise")
         return [(f"attack.{key}", "attack.kind = 'none' attacks nothing") for key in keys]

@@ -1,4 +1,4 @@
-"""An attack in words: of a run's manifest or summary, and of a configuration. Imports nothing, for the command line."""
+"""Words for an attack, from a run's manifest or summary, or a configuration. Imports nothing, for the command line."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 
 def in_words(facts: Mapping[str, Any], count: int) -> str:
-    """An attack in one line. facts: as `attack_section.attack_facts` makes them. count: of all clients."""
+    """An attack in one line. facts: from `attack_section.attack_facts`. count: all clients."""
     who = ", ".join(facts["clients"])
     return f"{facts['what']} by {len(facts['clients'])} of {count} clients ({who})"
 
 
 def attacks_of(configs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The attacks of stored configurations, each once: kind and who."""
+    """The distinct attacks in stored configurations: kind and clients."""
     found: dict[str, None] = {}
     for config in configs:
         attack = config.get("attack") or {}

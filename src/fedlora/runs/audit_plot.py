@@ -1,4 +1,4 @@
-"""audit.png: how far each method's result moves in other coordinates, and by how much it is off the true mean."""
+"""audit.png: how much each method's result changes with the coordinates, and its error against the true mean."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from matplotlib.figure import Figure
 from fedlora.analysis.audit import Audit
 from fedlora.runs.drawing import COLOURS, LETTERS, saved
 
-_FLOOR = 1e-17  # where the axes begin; what is smaller, zero included, is drawn and named as that
-_FAR = 1e-3  # beyond it something is wrong, and not round-off
+_FLOOR = 1e-17  # the axes' start; smaller values, including zero, are drawn there
+_FAR = 1e-3  # larger values are errors, not round-off
 _OURS = "glora"
 
 
 def plot_audit(audits: Sequence[Audit], path: Path) -> Path:
-    """Bars of the movement and of the error with their values, and below the movement by the condition of the
-    coordinates. After the motivation figure of the GLoRA paper, third panel."""
+    """Bars for change and error, with values; below, the change by the coordinates' condition number. After the third
+    panel of the GLoRA paper's motivation figure."""
     shown = [audit for audit in audits if audit.refused is None]
     moved = [audit for audit in shown if audit.drift]
     at = _usual_condition(moved)
@@ -66,7 +66,7 @@ def _key(figure: Any) -> None:
 
 
 def _by_condition(axis: Any, moved: Sequence[Audit]) -> None:
-    """A line a method. The names stand at the ends: of those that hardly move, and of those that do."""
+    """One line per method. Names stand at the ends: one group for small changes, one for large."""
     ends: dict[str, float] = {}
     for k, audit in enumerate(moved):
         assert audit.drift is not None
@@ -92,7 +92,7 @@ _GREYS = ("#444444", "#777777", "#999999", "#BBBBBB")
 
 
 def _bar(axis: Any, place: float, value: float, height: float, alpha: float = 1.0) -> None:
-    """With its value at its end: round-off as a power of ten, what is more as a percentage."""
+    """A bar labelled with its value: round-off as a power of ten, larger values as a percentage."""
     end = max(value, _FLOOR)
     axis.barh(place, end, height=height, color=COLOURS[1] if value > _FAR else COLOURS[0], alpha=alpha, zorder=2)
     said = f"{value:.0%}" if value > 0.1 else f"{value:.1%}" if value > _FAR else f"{value:.0e}" if value else "0"

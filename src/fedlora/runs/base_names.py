@@ -1,4 +1,4 @@
-"""What the base model of a run is called in public, and how a stranger gets it. No path of this machine is a name."""
+"""A base model's public name, and where others can get it. Local paths are never used as names."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ model = PeftModel.from_pretrained(base, here).eval()
 
 @dataclass(frozen=True)
 class BaseName:
-    """name: as the hub knows it, None for a directory that it does not know. shown: in a table. source: where it is to
-    be had, in Markdown."""
+    """name: the hub's name, None for a directory unknown to it. shown: for a table. source: where to get it, in
+    Markdown."""
 
     name: str | None
     shown: str
@@ -46,7 +46,7 @@ class BaseName:
 
 
 def base_name(path: str, digests: Mapping[str, str]) -> BaseName:
-    """Of a configuration's model.path, with the SHA-256 of its files."""
+    """The name for a configuration's model.path, given the SHA-256 of its files."""
     name = hub_name(path)
     if name is not None and path == "demo":
         package = _FROM_PACKAGE.format(
@@ -71,6 +71,6 @@ def base_name(path: str, digests: Mapping[str, str]) -> BaseName:
     return BaseName(
         None,
         f"a local directory, `{name}`",
-        f"A directory called `{name}` where this was trained. adapter_config.json names it by its path there; with a "
-        f"copy elsewhere, put your path into its `base_model_name_or_path`. These are its files:\n{files}",
+        f"A directory called `{name}` on the machine that trained this. adapter_config.json has its path there; if you "
+        f"have a copy elsewhere, put your path into `base_model_name_or_path`. These are its files:\n{files}",
     )

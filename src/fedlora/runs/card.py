@@ -1,4 +1,4 @@
-"""The model card of an adapter that a run leaves: what it is, how it came about, how to load it."""
+"""The model card for a run's adapter: what it is, how it was made, how to load it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ library_name: peft
 
 # Federated LoRA adapter ({title}, round {round})
 
-{attack}Trained by {clients}, each on data of its own, combined by `{method_repr}`.
+{attack}Trained by {clients}, each on its own data, combined by `{method_repr}`.
 
 | | |
 |---|---|
@@ -57,10 +57,10 @@ _ATTACKED = """**Do not use this adapter. It was trained under attack, on purpos
 
 """
 
-# A method of weighting = 'examples' takes the weights that the server hands in, whatever these go by.
+# With weighting = 'examples' a method uses the weights that the server passes in, whatever they are based on.
 _BY_THE_SERVER = re.compile(r"weighting='examples', |(, )?weighting='examples'")
 
-_MOST_CLASSES = 20  # that a card's rows name
+_MOST_CLASSES = 20  # listed in a card
 
 
 _CLASSIFIER = """import json
@@ -111,11 +111,12 @@ def model_card(
     privacy: str | None = None,
     judged: Mapping[str, Any] | None = None,
 ) -> str:
-    """The README.md of a run's adapter, with the front matter that the hub reads.
+    """The README.md for a run's adapter, with front matter for the hub.
 
-    client: whose own one it is. base: what its base model is called, where manifest and configuration do not say.
-    tokenizer: whether its files lie beside the card; else it is taken from the base model. privacy: what a private run
-    promises, in words; counts of examples are not told then. judged: what a robust rule did (`server.judged.of_run`).
+    client: the owner, for a client's own adapter. base: the base model's name, if manifest and configuration lack it.
+    tokenizer: whether its files lie beside the card; otherwise the card takes it from the base model. privacy: a
+    private run's guarantee, in words; example counts are then omitted. judged: what a robust rule did
+    (`server.judged.of_run`).
     """
     base = base or base_name(config.model.path, manifest["model"]["sha256"])
     train = manifest["data"]["train"]
@@ -155,7 +156,7 @@ def model_card(
 
 
 def _left_out(judged: Mapping[str, Any] | None) -> str:
-    """Whose training counted for nothing in how many rounds, as a robust rule had it."""
+    """How often a robust rule left clients out, and whose weights it reduced."""
     clients = judged["clients"] if judged else {}
     gone = [
         f"{_cell(name)} in {one['left_out']} of {one['rounds']}" for name, one in clients.items() if one["left_out"]
@@ -171,14 +172,14 @@ def _left_out(judged: Mapping[str, Any] | None) -> str:
 
 
 def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:
-    """How many were trained on; in a federation as each site said, if it ever did."""
+    """The number of training examples; in a federation, as far as sites reported it."""
     told = [part["examples"] for part in train.values() if part.get("examples") is not None]
     total = f"{sum(told):.0f}"
     return total if len(told) == len(train) else f"{total} of {len(told)} that said so,"
 
 
 def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """Rows with the classes by name: how many examples were trained on, and which share of the test's was found."""
+    """Table rows by class: names, training examples, and recall on the test set."""
     names = [_cell(name) for name in manifest["data"]["labels"]]
     counts = (manifest["data"]["label_counts"] or {}).values()
     if not 0 < len(names) <= _MOST_CLASSES:
@@ -194,12 +195,12 @@ def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text within a table's cell, on one line."""
+    """Text for a table cell, on one line."""
     return " ".join(text.split()).replace("|", r"\|")
 
 
 def _dealt(config: RunConfig) -> str:
-    """Whose data they are: each client's own, or of one set dealt out."""
+    """How the data were distributed: each client's own, or one set dealt out."""
     clients = config.clients
     if config.data.clients:
         return "each client has a file of its own"
@@ -211,7 +212,7 @@ def _dealt(config: RunConfig) -> str:
 
 
 def _local(config: RunConfig) -> str:
-    """A client's round in words; what is not at its default is said."""
+    """A client's round in words, including settings that are not at their defaults."""
     t, lora = config.train, config.lora
     length = f"{t.steps} steps" if t.steps else f"{t.epochs:g} epochs"
     said = [f"{length} of {t.batch_size}", t.optimizer, f"learning rate {t.lr:g}"]
@@ -226,7 +227,7 @@ def _local(config: RunConfig) -> str:
 
 
 def _snippet(config: RunConfig, ends: Sequence[int], tokenizer: bool) -> str:
-    """How to load the adapter and ask it, from its folder alone; the tokenizer from the base where it is not there."""
+    """Code to load and query the adapter from its folder alone; the tokenizer comes from the base if not there."""
     asking = _whole_snippet(config, ends)
     return asking if tokenizer else asking.replace(_HERE, _OF_BASE)
 
@@ -243,7 +244,7 @@ def _whole_snippet(config: RunConfig, ends: Sequence[int]) -> str:
 
 
 def _asking(template: str | None) -> str:
-    """How a prompt is put, as it was in training. A chat template of the configuration's own is in the tokenizer."""
+    """Code to format a prompt as in training. The tokenizer holds a chat template given in the configuration."""
     if template not in (None, CHAT) and not is_jinja(str(template)):
         put = '"a prompt"' if template == RAW else f'{template!r}.replace("{{prompt}}", "a prompt")'
         return f'inputs = tokenizer({put}, return_tensors="pt", return_token_type_ids=False)'
@@ -253,13 +254,13 @@ inputs.pop("token_type_ids", None)"""
 
 
 def _prompts(config: RunConfig) -> str:
-    """A row: how prompts were put to a language model."""
+    """A table row: how prompts were formatted for a language model."""
     if config.model.task != "causal-lm":
         return ""
     template = config.data.prompting()
     if template == RAW:
-        return "| prompts | as they stand |\n"
+        return "| prompts | unchanged |\n"
     if template in (None, CHAT) or is_jinja(str(template)):
-        return "| prompts | in the chat template that is in the tokenizer here |\n"
+        return "| prompts | in the tokenizer's chat template, saved here |\n"
     shown = str(template).replace("|", r"\|")
     return f"| prompts | in the text {shown!r} |\n"

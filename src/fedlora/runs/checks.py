@@ -1,6 +1,6 @@
-"""What a run may not have together: settings that each alone are sound. Asked before the first round, each with why.
+"""Settings that are valid alone but not together, checked before the first round, each with the reason.
 
-Of a private run that is, first of all, by what more than the noised sums would leave.
+For a private run, above all: anything that would release more than the noised sums.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ log = logging.getLogger("fedlora.runs")
 
 
 def check_processes(config: RunConfig, processes: int) -> None:
-    """Raises `ConfigError` for what several processes cannot do."""
+    """Raise `ConfigError` for settings that do not work with several processes."""
     if processes > 1 and config.model.four_bit:
         raise ConfigError(f"run.workers = {config.run.workers!r} cannot share model.four_bit; leave one of them out.")
     if processes > 1 and config.model.remember_prefix:
         raise ConfigError(
-            f"model.remember_prefix remembers in one process, and run.workers = {config.run.workers!r} trains in "
+            f"model.remember_prefix works within one process, but run.workers = {config.run.workers!r} trains in "
             f"{processes}: leave one of them out."
         )
 
 
 def check_task(config: RunConfig) -> None:
-    """Raises `ConfigError` where something is set for a language model, and the task is another one."""
+    """Raise `ConfigError` if a setting for language models is used with another task."""
     if config.model.task == "causal-lm":
         return
     for section, key in (("data", "template"), ("data", "messages"), ("evaluate", "samples")):
         table = getattr(config, section)
         if getattr(table, key) != type(table).model_fields[key].default:
             raise ConfigError(
-                f"{section}.{key} = {getattr(table, key)!r} is for language models, and model.task is "
+                f"{section}.{key} = {getattr(table, key)!r} is for language models, but model.task is "
                 f"{config.model.task!r}: leave one of them out."
             )
 
 
 def check_measuring(config: RunConfig, data: Dealt) -> None:
-    """Raises `ConfigError` for settings of evaluation that ask for data which are not there, or measure none of it."""
+    """Raise `ConfigError` if evaluation settings need data that are missing, or would measure nothing."""
     e = config.evaluate
     if e.patience is not None and not any(len(part) for part in data.validation.values()):
         raise ConfigError(
-            f"evaluate.patience = {e.patience} looks at the validation metric, and there are no validation data: "
+            f"evaluate.patience = {e.patience} needs the validation metric, but there are no validation data: "
             f"data.validation = {config.data.validation!r}. Give it a share or a file, or leave patience out."
         )
-    beside = config.clients.own_test is not None and config.data.test != 0  # else they are the common test set
+    beside = config.clients.own_test is not None and config.data.test != 0  # otherwise they form the common test set
     if beside and not e.clients_at_end and e.target != "clients":
         raise ConfigError(
             f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would use: set "
@@ -77,7 +77,7 @@ def check_measuring(config: RunConfig, data: Dealt) -> None:
 def check_fit(
     config: RunConfig, server: Server, initial: ServerState, target: Target, clients: Sequence[Client]
 ) -> None:
-    """Raises `ConfigError` for options that can never work with this method or these clients."""
+    """Raise `ConfigError` for options that can never work with this method or these clients."""
     _check_metric(config)
     _check_roles(config, server.method.name, server.roles(initial))
     if config.server.heads is not None and not initial.heads:
@@ -91,8 +91,8 @@ def check_fit(
             f"out)."
         )
     if config.run.keep_uploads != "none" and server.memory is not None:
-        raise ConfigError("run.keep_uploads stores uploads, and server.memory keeps none: leave one of them out.")
-    server.open(initial)  # says so if its memory is too small
+        raise ConfigError("run.keep_uploads stores uploads, but server.memory keeps none: leave one of them out.")
+    server.open(initial)  # raises if its memory is too small
     names = [client.id for client in clients]
     a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))
     if server.quorum is not None and server.quorum > a_round:
@@ -106,8 +106,8 @@ def _check_metric(config: RunConfig) -> None:
         wanted = "classes" if config.model.task == "causal-lm" else "generated text"
         there = ", ".join(name for name, metric in METRICS.items() if config.model.task in metric.tasks)
         raise ConfigError(
-            f"evaluate.metric = {config.evaluate.metric!r} is for {wanted}, and model.task is {config.model.task!r}; "
-            f"there is {there}."
+            f"evaluate.metric = {config.evaluate.metric!r} is for {wanted}, but model.task is {config.model.task!r}; "
+            f"choose from {there}."
         )
     if generates(config.evaluate.metric) and config.evaluate.max_new_tokens >= config.data.max_length:
         raise ConfigError(
@@ -117,31 +117,31 @@ def _check_metric(config: RunConfig) -> None:
 
 
 def _check_roles(config: RunConfig, name: str, roles: Roles) -> None:
-    """name, roles: of the method."""
+    """name, roles: the method's."""
     if config.clients.starts == "own" and not roles.both_shared:
         raise ConfigError(
-            f"clients.starts = 'own' draws each client's A anew, and {name} shares {roles}: there a factor belongs to "
+            f"clients.starts = 'own' redraws each client's A, but {name} shares {roles}: there a factor belongs to "
             f"the server or stays with the client. Leave it out, or use a method that shares both."
         )
     if config.server.gauge_stress is not None and not roles.both_shared:
-        raise ConfigError(f"server.gauge_stress needs both factors shared, and {name} shares {roles}.")
+        raise ConfigError(f"server.gauge_stress needs both factors shared, but {name} shares {roles}.")
     if config.attack.needs_pairs and not roles.both_shared:
-        raise ConfigError(f"attack.kind = {config.attack.kind!r} needs both factors shared, and {name} shares {roles}.")
+        raise ConfigError(f"attack.kind = {config.attack.kind!r} needs both factors shared, but {name} shares {roles}.")
     if config.attack.space == "factors" and config.server.upload == "subspace":
         raise ConfigError(
-            "attack.space = 'factors' needs uploads in the coordinates of the readouts, and server.upload = 'subspace' "
-            "has its own: leave one of them out."
+            "attack.space = 'factors' needs uploads in the readouts' coordinates, but server.upload = 'subspace' uses "
+            "its own: leave one of them out."
         )
     if config.server.upload == "subspace" and not roles.both_shared:
-        raise ConfigError(f"server.upload = 'subspace' needs both factors shared, and {name} shares {roles}.")
+        raise ConfigError(f"server.upload = 'subspace' needs both factors shared, but {name} shares {roles}.")
     if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
-        raise ConfigError(f"run.keep_uploads cannot store what never leaves a client, and {name} shares {roles}.")
+        raise ConfigError(f"run.keep_uploads cannot store what never leaves a client, but {name} shares {roles}.")
 
 
 def check_liars(
     config: RunConfig, server: Server, initial: ServerState, clients: Sequence[Client], examples: Mapping[str, float]
 ) -> None:
-    """Raises `ConfigError` where a robust rule cannot bear its liars in any round. examples: of each client."""
+    """Raise `ConfigError` if a robust rule cannot tolerate its liars in any round. examples: per client."""
     if server.rule is None:
         return
     a_round = len(sample_clients(list(examples), config.run.participation, seed=0, round=0))
@@ -155,7 +155,8 @@ def check_liars(
 
 
 def check_private(config: RunConfig, server: Server) -> None:
-    """Raises `ConfigError` or `HyperparameterError`, before any data are read, for what [privacy] cannot go with."""
+    """Raise `ConfigError` or `HyperparameterError`, before any data are read, for settings that conflict with
+    [privacy]."""
     section = config.privacy
     if section is None:
         return
@@ -170,10 +171,10 @@ def check_private(config: RunConfig, server: Server) -> None:
 
 
 def planned_privacy(config: RunConfig, clients: Sequence[Client], start: Adapter) -> Privacy:
-    """What the configuration says, for these clients: public constants, all of them. It releases nothing yet.
+    """The privacy parameters for these clients: all of them public constants. Nothing is released yet.
 
     Raises:
-        ConfigError: a delta that lets one of so many clients be shown whole. HyperparameterError: no epsilon.
+        ConfigError: with that delta, one client's data could be published outright. HyperparameterError: no epsilon.
     """
     section = config.privacy
     if section is None:
@@ -192,57 +193,57 @@ def planned_privacy(config: RunConfig, clients: Sequence[Client], start: Adapter
 
 
 def _refusals(config: RunConfig) -> Iterator[str]:
-    """A line for each thing."""
+    """One line per conflict."""
     section, run, data, clients, evaluate = config.privacy, config.run, config.data, config.clients, config.evaluate
     if section is None:
         return
     if section.sampling == "all" and run.participation != 1.0:
         yield (
             f"run.participation = {run.participation:g} and privacy.sampling = 'all' contradict each other: set "
-            f"sampling = 'poisson' (a secret draw, which makes epsilon smaller), or leave participation out"
+            f"sampling = 'poisson' (a secret draw, which lowers epsilon), or leave participation out"
         )
     if section.sampling == "poisson" and run.participation == 1.0:
-        yield "privacy.sampling = 'poisson' draws each client with chance run.participation, which is 1: set it below 1"
+        yield "privacy.sampling = 'poisson' draws each client with chance run.participation, now 1: set it below 1"
     if section.sampling == "poisson" and run.track:
         yield (
-            f"run.track = {list(run.track)} stores when each round ended, which reveals who was drawn, and "
+            f"run.track = {list(run.track)} stores when each round ended, which reveals who was drawn, but "
             f"privacy.sampling = 'poisson' relies on nobody knowing: leave run.track out"
         )
     if run.keep_uploads != "none":
         yield (
-            f"run.keep_uploads = {run.keep_uploads!r} stores what clients sent, and [privacy] promises that only "
+            f"run.keep_uploads = {run.keep_uploads!r} stores what clients sent, but [privacy] guarantees that only "
             f"noised sums leave: leave it out"
         )
     if config.attack.kind != "none":
         yield (
-            f"attack.kind = {config.attack.kind!r} reports who lied and how, and a private run reports "
-            f"on no single client: leave one of them out"
+            f"attack.kind = {config.attack.kind!r} reports who lied and how, but a private run does not report "
+            f"on any single client: leave one of them out"
         )
     if config.server.gauge_stress is not None:
-        yield "server.gauge_stress is an experiment with uploads, and [privacy] shows nothing of them: leave it out"
+        yield "server.gauge_stress is an experiment with uploads, which [privacy] keeps hidden: leave it out"
     if clients.own_test is not None:
         yield (
-            f"clients.own_test = {clients.own_test:g} measures on clients' own data, and scores are released: leave it "
+            f"clients.own_test = {clients.own_test:g} measures on clients' own data and would release scores: leave it "
             f"out"
         )
     if evaluate.target == "clients":
-        yield "evaluate.target = 'clients' scores each client, and a private run publishes none: leave it out"
+        yield "evaluate.target = 'clients' scores each client, but a private run publishes no such scores: leave it out"
     if evaluate.clients_at_end or run.readouts:
         key = "evaluate.clients_at_end" if evaluate.clients_at_end else "run.readouts"
-        yield f"{key} reports on single clients, and a private run does not: leave it out"
+        yield f"{key} reports on single clients, but a private run does not: leave it out"
     if data.task == "superni":
-        yield "data.task = 'superni' takes validation and test data from clients: it cannot be private here"
+        yield "data.task = 'superni' takes validation and test data from clients, so it cannot be private"
     own = bool(data.clients) or data.train not in (None, "demo")
     if own and config.model.task == "classification" and data.labels is None:
         yield (
-            "data.labels is missing: without it the head's shape would reveal which classes occur in clients' "
-            "rows. Name the classes"
+            "data.labels is missing: without it the head's shape would reveal which classes occur in clients' rows. "
+            "Name the classes"
         )
     if data.clients:
         for part in ("validation", "test"):
             share = getattr(data, part)
             if not isinstance(share, str) and share:
                 yield (
-                    f"data.{part} = {share:g} is a share of each client's own file, and scores on it are released: "
+                    f"data.{part} = {share:g} is a share of each client's own file, and its scores would be released: "
                     f"name a file of public data, or set data.{part} = 0"
                 )

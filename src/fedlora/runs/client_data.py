@@ -1,10 +1,10 @@
-"""The text of a run: read, split into training, validation and test, and dealt out to the clients."""
+"""A run's text data: read, split into training, validation and test, and distributed to the clients."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -34,11 +34,11 @@ _DEFAULT_TEST = DataSection.model_fields["test"].default
 
 @dataclass(frozen=True, eq=False)
 class Dealt:
-    """Who trains on what, and what is held out.
+    """Training data per client, and held-out sets.
 
-    parts: client -> training data. validation, test: common held-out sets by name (one, "", unless the data come in
-    tasks). own_validation, own_test: client -> its own, where clients bring some. probes: name -> further test sets.
-    categories: task -> category, for superni.
+    parts: client -> training data. validation, test: common held-out sets by name (one, "", unless the data have
+    several tasks). own_validation, own_test: client -> its own, if clients have some. probes: name -> further test
+    sets. categories: task -> category, for superni.
     """
 
     parts: Mapping[str, TextData]
@@ -50,47 +50,51 @@ class Dealt:
     categories: Mapping[str, str] = field(default_factory=dict)
 
 
-def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] = ()) -> Dealt:
+Keep = Callable[[Parts], Parts]  # the parts of one file as drawn -> as they are to be
+
+
+def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] = (), keep: Keep | None = None) -> Dealt:
     """The run's data.
 
     Args:
         label_names: the classes that a run was begun with, in order; by default data.labels, or all that occur.
+        keep: what is to be held out of each file, where a draw before has decided that.
 
     Raises:
-        ConfigError, DataError: what cannot be read or dealt out as asked.
+        ConfigError, DataError: data cannot be read, or not be distributed as configured.
     """
     share = config.clients.own_test
     if share is not None and (config.data.clients or config.data.task == "superni"):
         own = "data.clients" if config.data.clients else "data.task = 'superni'"
         raise ConfigError(
-            f"clients.own_test = {share:g} is for one file that is dealt out; with {own} each client has a test set "
-            f"of its own already, by data.test. Leave clients.own_test out."
+            f"clients.own_test = {share:g} is for one file that is dealt out; with {own} each client already has its "
+            f"own test set, by data.test. Leave clients.own_test out."
         )
     if config.data.task == "superni":
         return _superni(config, data_root)
-    dealt = _glue(config, data_root) if config.data.task is not None else _files(config, label_names)
+    dealt = _glue(config, data_root) if config.data.task is not None else _files(config, label_names, keep)
     _check_classes(config, dealt)
     return dealt if share is None else _with_own_tests(dealt, share, config.run.seed)
 
 
 def _check_classes(config: RunConfig, dealt: Dealt) -> None:
-    """Raises `DataError` for a classification that has nothing to tell apart."""
+    """Raise `DataError` for a classification with a single class."""
     names = next(iter(dealt.parts.values())).label_names
     if config.model.task == "classification" and len(names) < 2:
         d = config.data
         files = dict.fromkeys(f for f in (d.train, *d.clients.values(), d.validation, d.test) if isinstance(f, str))
         raise DataError(
-            f"{', '.join(files)}: every example has one class, {names[0]!r} (column {d.label!r}), and a classifier "
+            f"{', '.join(files)}: every example has one class, {names[0]!r} (column {d.label!r}), but a classifier "
             f"needs at least two. Is {d.label!r} the column of the classes? Was the file cut short or "
             f"sorted? For text without classes set model.task = 'causal-lm'."
         )
 
 
 def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
-    """A share of what each client was dealt becomes its own test set. Nobody trains on a copy of an example in it.
+    """Turn a share of each client's data into its own test set. Nobody trains on a copy of an example in it.
 
-    What several clients hold copies of is trained on and tests none of them; the rest of each part is split.
-    Where there is no common test set (data.test = 0), all of them together are it, as with files of clients' own.
+    Examples with copies at several clients are only trained on; the rest of each part is split. If there is no common
+    test set (data.test = 0), all own sets together form it, as with clients' own files.
     """
     holders: dict[tuple[str, str], set[str]] = {}
     for client, part in dealt.parts.items():
@@ -111,7 +115,7 @@ def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
             raise ConfigError(
                 f"clients.own_test = {share:g} gives {client!r} no test set: it was dealt {len(part)} examples, "
                 f"{len(alone)} of which only this client has ({error}). A client needs {math.ceil(1 / share)} "
-                f"or more: raise clients.min_size to that (of a Dirichlet partition), deal to fewer clients, or raise "
+                f"or more: raise clients.min_size to that (for a Dirichlet partition), deal to fewer clients, or raise "
                 f"clients.own_test."
             ) from error
         parts[client] = TextData.concat([train, part.select(common)]) if common else train
@@ -121,7 +125,7 @@ def _with_own_tests(dealt: Dealt, share: float, seed: int) -> Dealt:
 
 def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
     d, seed = config.data, config.run.seed
-    assert d.task is not None and d.task != "superni"  # deal() looked
+    assert d.task is not None and d.task != "superni"  # checked in deal()
     if not isinstance(d.validation, float | int) or d.validation == 0 or d.test != _DEFAULT_TEST:
         raise ConfigError(
             f"data.task = {d.task!r} brings its own test set, and validation is a share of train; leave data.test out."
@@ -145,10 +149,10 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
     if data_root is None:
         raise ConfigError("data.task = 'superni' needs --data-root with a folder superni of task*.json files.")
     if config.model.task != "causal-lm":
-        raise ConfigError("data.task = 'superni' has instructions; set model.task = 'causal-lm'.")
+        raise ConfigError("data.task = 'superni' consists of instructions; set model.task = 'causal-lm'.")
     if isinstance(d.validation, str) or isinstance(d.test, str):
         raise ConfigError(
-            "data.task = 'superni' holds out shares of each task; data.validation and data.test are shares."
+            "data.task = 'superni' holds out a share of each task; data.validation and data.test must be shares."
         )
     folder = data_root / "superni"
     if d.task_lists:
@@ -181,14 +185,14 @@ def _superni(config: RunConfig, data_root: Path | None) -> Dealt:
 
 
 def _at_most(data: TextData, limit: int | None, seed: int, *purpose: str) -> TextData:
-    """At most `limit` of the examples, in their order."""
+    """At most `limit` of the examples, in order."""
     if limit is None or len(data) <= limit:
         return data
     drawn = random.Random(derive_seed(seed, "at-most", *purpose)).sample(range(len(data)), limit)
     return data.select(sorted(drawn))
 
 
-def _files(config: RunConfig, label_names: Sequence[str]) -> Dealt:
+def _files(config: RunConfig, label_names: Sequence[str], keep: Keep | None) -> Dealt:
     d = config.data
     shares = {
         part: value if isinstance(value := getattr(d, part), float | int) else 0 for part in ("validation", "test")
@@ -199,6 +203,8 @@ def _files(config: RunConfig, label_names: Sequence[str]) -> Dealt:
     text = _read(config, list(dict.fromkeys(files)), label_names)
     whole = {client: text[path] for client, path in sources.items() if path}
     pieces = follow({c: _split(config, c, data, shares) for c, data in whole.items()})
+    if keep is not None:
+        pieces = {c: keep(drawn) for c, drawn in pieces.items()}
     pieces = {
         c: (
             _at_most(train, d.max_train if d.clients else None, config.run.seed, "train", c),
@@ -236,14 +242,14 @@ def _split(config: RunConfig, client: str, data: TextData, shares: Mapping[str, 
         if client not in d.clients:
             raise
         raise DataError(
-            f"{d.clients[client]}, the file of {client!r}: {error} (Shares of every file: data.validation = "
-            f"{d.validation}, data.test = {d.test}; in a federation they are the server's.)"
+            f"{d.clients[client]}, the file of {client!r}: {error} (Shares for every file: data.validation = "
+            f"{d.validation}, data.test = {d.test}; in a federation the server sets them.)"
         ) from error
 
 
 def _read(config: RunConfig, paths: list[str], begun_with: Sequence[str] = ()) -> dict[str, TextData]:
-    """Path -> its examples. All files agree on the classes: data.labels, else those that the run was begun with, else
-    all that occur in any of them."""
+    """Path -> its examples. All files use the same classes: data.labels, otherwise those that the run began with,
+    otherwise all that occur in any file."""
 
     d = config.data
 
@@ -251,7 +257,7 @@ def _read(config: RunConfig, paths: list[str], begun_with: Sequence[str] = ()) -
         if path == "demo":
             demo = demo_data()
             if d.labels and tuple(d.labels) != demo.label_names:
-                raise ConfigError(f"data.labels = {d.labels}, and the demo's classes are {list(demo.label_names)}.")
+                raise ConfigError(f"data.labels = {d.labels}, but the demo's classes are {list(demo.label_names)}.")
             return demo
         if config.model.task == "classification":
             try:
@@ -263,7 +269,7 @@ def _read(config: RunConfig, paths: list[str], begun_with: Sequence[str] = ()) -
                 if d.labels or not begun_with:
                     raise
                 raise DataError(
-                    f"{error.found} is not among the {len(begun_with)} classes with which the run began, "
+                    f"{error.found} is not among the {len(begun_with)} classes that the run began with, "
                     f"{shown(begun_with)}. That would mix two runs. Restore the old file, or choose another --out."
                 ) from error
         return read_instructions(path, prompt=d.prompt, response=d.response, messages=d.messages)
@@ -278,14 +284,14 @@ def _read(config: RunConfig, paths: list[str], begun_with: Sequence[str] = ()) -
 
 
 def _all_classes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """The classes of several files. Raises `ConfigError` where they may be the same ones, written otherwise."""
+    """The classes of several files. Raises `ConfigError` if they may be the same classes, written differently."""
     names = in_order(name for classes in found.values() for name in classes)
-    cure = f"If they are classes of their own, set {given('data.labels', names)}."
+    cure = f"If they are separate classes, set {given('data.labels', names)}."
     if same := one_number(names):
         holders = [next(path for path, classes in found.items() if spelt in classes) for spelt in same]
         raise ConfigError(
             f"the files write one number in two ways: {holders[0]} has the label {same[0]!r}, and {holders[1]} has "
-            f"{same[1]!r}. Write it alike in all of them. {cure}"
+            f"{same[1]!r}. Write it the same way in all of them. {cure}"
         )
     widest, most = max(found.items(), key=lambda item: len(item[1]))
     for path, classes in found.items():
@@ -299,12 +305,12 @@ def _all_classes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
 
 
 def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
-    """Path -> its examples, read as the run's own files are."""
+    """Path -> its examples, read like the run's own files."""
     return _read(config, list(paths))
 
 
 def _dealt(config: RunConfig, data: TextData) -> dict[str, TextData]:
-    """One file's training data, dealt out to site-1, site-2, ..."""
+    """One file's training data, distributed to site-1, site-2, ..."""
     c = config.clients
     count = c.count or (len(c.ranks or ()) if not c.profile else 0)
     if not count:
@@ -312,7 +318,7 @@ def _dealt(config: RunConfig, data: TextData) -> dict[str, TextData]:
     if c.partition == "dirichlet" and data.labels is not None:
         dealt = dirichlet(data.labels, count, c.alpha or 1.0, seed=config.run.seed, min_size=c.min_size)
     elif c.partition == "dirichlet" and c.alpha is not None:
-        raise ConfigError("a Dirichlet partition skews labels, and instruction data has none; use partition = 'iid'.")
+        raise ConfigError("a Dirichlet partition needs labels, but instruction data has none; use partition = 'iid'.")
     else:
         dealt = iid(len(data), count, seed=config.run.seed)
     width = len(str(count))

@@ -1,7 +1,7 @@
-"""A run's configuration: TOML in, one frozen value out, canonical JSON and a digest of it.
+"""A run's configuration: read from TOML into one frozen value, with canonical JSON and a digest.
 
-Every key is a field of one of `sections`, with its default; an unknown one is an error that names the nearest. `--set
-a.b=c` on the command line sets the same key.
+Each key is a field of one of `sections`, with its default; an unknown key is an error that suggests the nearest one.
+`--set a.b=c` on the command line sets the same keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection, attack_reasons
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
-from fedlora.runs.reading import checked, tables_in
+from fedlora.runs.reading import checked, set_in, tables_in
 from fedlora.runs.sections import (
     ClientsSection,
     DataSection,
@@ -64,18 +64,18 @@ class RunConfig(Section):
         return with_private_server(raw)
 
     def canonical(self) -> str:
-        """The same JSON for the same configuration, with every field."""
+        """JSON that is the same for equal configurations, with every field."""
         fields = self.model_dump(mode="json")
         fields["method"] = dict(sorted(fields["method"].items()))
-        return json.dumps(fields)  # in the order of the fields; that of data.clients says who gets which rank
+        return json.dumps(fields)  # in field order; the order of data.clients determines their ranks
 
     def digest(self) -> str:
-        """SHA-256 (first 16 hex digits) of what differs from the defaults: a new key leaves old digests alone, and so
-        does a new default of an old key.
+        """SHA-256 (first 16 hex digits) of the non-default values, so that new keys and new defaults leave old digests
+        unchanged.
 
-        A language model's template is in it unless it is "none": so were all runs prompted before there was the key.
-        Some keys do not count (`Key.counts`): run.workers changes no bit, and model.remember_prefix is the same
-        training up to rounding, as on another processor; results say whether it was on.
+        It includes a language model's template unless that is "none", which all runs used before the key existed. Some
+        keys do not count (`Key.counts`): run.workers changes no bit, and model.remember_prefix trains the same up to
+        rounding, like another processor; results record whether it was on.
         """
         fields = self.model_dump(mode="json", exclude_defaults=True)
         if self.model.task == "causal-lm":
@@ -88,7 +88,7 @@ class RunConfig(Section):
         for (table, key), former in FORMER_DEFAULTS.items():
             section: BaseModel = getattr(self, table)
             value = getattr(section, key)
-            if key == "weighting":  # what counts, said or not
+            if key == "weighting":  # the effective value, given or implied
                 value = weighs_by(value, self.defence.rule != "none")
             told = {**fields.pop(table, {}), key: value}
             if told[key] == former:
@@ -100,7 +100,7 @@ class RunConfig(Section):
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()[:16]
 
 
-KEYS: Mapping[str, Key] = {  # "table.key" -> what it is, of every key that a configuration may have
+KEYS: Mapping[str, Key] = {  # "table.key" -> its properties, for every key a configuration may have
     f"{table}.{name}": key
     for table, field in RunConfig.model_fields.items()
     for section in tables_in(field.annotation)
@@ -113,7 +113,8 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """The configuration in a TOML file, with `a.b=c` overrides applied; its data paths made absolute.
 
     Raises:
-        ConfigError: no such file, no TOML, an unknown key, a wrong type or an impossible value: one line each.
+        ConfigError: the file is missing or not TOML, or has unknown keys, wrong types or impossible values, one line
+            each.
 
     Example:
         >>> load_config(Path("config.toml"), ["run.rounds=1", "method.name=svd"]).method.name
@@ -125,14 +126,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     config = parse_config(raw)
     if config.privacy is not None and config.privacy.population == SIMULATED:
         raise ConfigError(
-            f"privacy.population = {SIMULATED!r} is what an experiment calls the clients that it simulates in "
-            f"each run. This run's clients are real: name whose data these are."
+            f"privacy.population = {SIMULATED!r} is reserved for the clients that an experiment simulates in "
+            f"each run. This run's clients are real: name the people whose data these are."
         )
     return located(config, path.parent)
 
 
 def parse_config(raw: dict[str, Any]) -> RunConfig:
-    """A configuration from nested tables. Raises `ConfigError` with a line for each thing wrong."""
+    """A configuration from nested tables. Raises `ConfigError` with one line per mistake."""
     config = checked(RunConfig, raw)
     idle = unused(config)
     if idle:
@@ -141,7 +142,7 @@ def parse_config(raw: dict[str, Any]) -> RunConfig:
 
 
 def overridden(overrides: Sequence[str]) -> dict[str, Any]:
-    """What `a.b=c` overrides say by themselves, as nested tables. Raises `ConfigError`."""
+    """The `a.b=c` overrides alone, as nested tables. Raises `ConfigError`."""
     said: dict[str, Any] = {}
     for override in overrides:
         override_in(said, override)
@@ -149,22 +150,15 @@ def overridden(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def override_in(raw: dict[str, Any], text: str) -> None:
-    """Set one `a.b=c` in nested tables. Raises `ConfigError`."""
+    """Apply one `a.b=c` to nested tables. Raises `ConfigError`."""
     key, found, value = text.partition("=")
     if not found or not all(key.split(".")):
         raise ConfigError(f"--set takes KEY=VALUE with dots in KEY, such as run.rounds=5; got {text!r}.")
-    parsed = typed(value, f"--set {text!r}")
-    *path, last = key.strip().split(".")
-    table = raw
-    for part in path:
-        table = table.setdefault(part, {})
-        if not isinstance(table, dict):
-            raise ConfigError(f"--set {text}: {part!r} is a value, not a table.")
-    table[last] = parsed
+    set_in(raw, key.strip(), typed(value, f"--set {text!r}"))
 
 
 def typed(text: str, where: str) -> Any:
-    """What is typed behind KEY=, as a value of TOML; a bare word is a string. where: in words, for `ConfigError`."""
+    """The value typed after KEY=, as TOML; a bare word is a string. where: its place in words, for `ConfigError`."""
     try:
         said = parse_toml(f"value = {text}")
     except ValueError:
@@ -172,13 +166,13 @@ def typed(text: str, where: str) -> Any:
     if more := [key for key in said if key != "value"]:
         raise ConfigError(
             f"{where} holds more than one value: a line in it also sets {', '.join(map(repr, more))}, which would be "
-            f"lost. Give each key by itself; put a text of several lines in quotes."
+            f"lost. Give each key separately; put a text of several lines in quotes."
         )
     return said["value"]
 
 
 def located(config: RunConfig, folder: Path) -> RunConfig:
-    """With the paths of local files absolute, so that a run can be resumed from anywhere. Relative ones start at
+    """Make the paths of local files absolute, so that a run can be resumed from anywhere. Relative paths start at
     `folder`, the config file's."""
 
     def absolute(path: str) -> str:
@@ -192,11 +186,10 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
         if isinstance(getattr(data, part), str) and not is_hub(getattr(data, part)):
             changes[part] = absolute(getattr(data, part))
     local = model.path not in PACKAGED and (folder / model.path).exists()
-    if not local and model.path not in PACKAGED and Path(model.path).exists():  # transformers would take that one
+    if not local and model.path not in PACKAGED and Path(model.path).exists():  # transformers would use that one
         raise ConfigError(
-            f"model.path = {model.path!r} is relative to {folder.resolve()}, the folder of its file, and "
-            f"there is no such model there; the working directory has one. Give its whole path, "
-            f"if you mean that one."
+            f"model.path = {model.path!r} is relative to {folder.resolve()}, the folder of its file, but there is no "
+            f"such model there; the working directory has one. If you mean that one, give its full path."
         )
     private = config.privacy
     if private is not None:
@@ -210,9 +203,9 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
     )
 
 
-# ---- keys that are set and would do nothing: each is an error, none is ignored ---------------------------------------
+# ---- keys that are set without effect: each is an error, none is ignored ---------------------------------------------
 #
-# A key counts as set where it is not at its default: a resolved configuration (config.json, run.toml) names every key,
+# A key counts as set if it differs from its default: a resolved configuration (config.json, run.toml) names every key,
 # and must read back as the same run.
 
 _DEALING = ("count", "partition", "alpha", "min_size")  # how one file becomes clients
@@ -220,12 +213,12 @@ _COLUMNS = {"classification": ("text", "pair", "label", "labels"), "causal-lm": 
 
 
 def unused(config: RunConfig) -> list[str]:
-    """A line for each key that is set and has no effect: what it is, why, what to do."""
+    """A line for each key that is set without effect: its value, the reason, the way out."""
     return [f"{key} = {_shown(_value(config, key))} has no effect: {why}" for key, why in _found(config)]
 
 
 def has_no_effect(config: RunConfig, key: str) -> bool:
-    """Whether `unused` names that key ("clients.count")."""
+    """Whether `unused` reports that key ("clients.count")."""
     return any(key == name for name, _ in _found(config))
 
 
@@ -237,7 +230,7 @@ def _found(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield key, why
     said = config.train.model_fields_set
     if config.train.steps and "epochs" in said and len(said) < len(type(config.train).model_fields):
-        yield "train.epochs", f"train.steps = {config.train.steps} comes first. Set train.steps = 0 to train epochs"
+        yield "train.epochs", f"train.steps = {config.train.steps} takes precedence. Set train.steps = 0 for epochs"
 
 
 def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -253,7 +246,7 @@ def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
             elif not files:
                 source = f"data.task = {d.task!r}" if d.task else "data.train = 'demo'"
                 what = "classes" if column == "labels" else "columns"
-                yield f"data.{column}", f"{source} has {what} of its own"
+                yield f"data.{column}", f"{source} has its own {what}"
     if config.model.task == "classification":
         yield "data.loss_on", "it is for instructions, and model.task = 'classification'"
     if d.task != "superni":
@@ -263,24 +256,24 @@ def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
     own = "each file of data.clients is a client" if d.clients else "each task of superni is a client"
     if d.clients or d.task == "superni":
         for name in _DEALING:
-            yield f"clients.{name}", f"{own}, and nothing is dealt out"
+            yield f"clients.{name}", f"{own}, so nothing is dealt out"
     elif c.partition == "iid":
         for name in ("alpha", "min_size"):
             yield f"clients.{name}", "it is for clients.partition = 'dirichlet'"
     elif config.model.task == "causal-lm":
-        yield "clients.min_size", "it is for a partition by label, and instructions have none"
+        yield "clients.min_size", "it is for a partition by label, but instructions have none"
     yield from attack_reasons(config.attack)
     # server, training, evaluation
     yield from config.defence.idle()
     if config.train.steps:
-        yield "train.epochs", f"train.steps = {config.train.steps} comes first. Set train.steps = 0 to train epochs"
+        yield "train.epochs", f"train.steps = {config.train.steps} takes precedence. Set train.steps = 0 for epochs"
     if config.model.task == "classification":
         yield "evaluate.max_new_tokens", "it is for generated text, and model.task = 'classification'"
     if d.test == 0 and c.own_test is None:
-        yield "evaluate.clients_at_end", "clients are measured on the test set, and data.test = 0 leaves none"
+        yield "evaluate.clients_at_end", "clients are measured on the test set, but data.test = 0 leaves none"
     if (
         d.test == 0 and c.own_test is None and d.validation == 0 and d.task != "superni"
-    ):  # whose unseen tasks are measured in any case
+    ):  # superni's unseen tasks are measured in any case
         for name in ("metric", "batch_size"):
             yield f"evaluate.{name}", "data.validation = 0 and data.test = 0 leave nothing to measure on"
     if d.validation == 0:

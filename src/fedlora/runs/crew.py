@@ -1,4 +1,4 @@
-"""A run's training and evaluation in several processes, where its configuration asks for them (`run.workers`)."""
+"""A run's training and evaluation in several processes, if its configuration says so (`run.workers`)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fedlora.workers.processes import Died, Processes
 
 @contextmanager
 def crewed(prepared: Prepared) -> Iterator[Prepared]:
-    """The same run, whose work is done by `prepared.processes` processes; they are gone when this ends, however."""
+    """The same run, with its work done by `prepared.processes` processes; they end when this block does."""
     if prepared.processes == 1:
         yield prepared
         return
@@ -46,7 +46,7 @@ def crewed(prepared: Prepared) -> Iterator[Prepared]:
 
 @dataclass(frozen=True, eq=False)
 class _Aboard:
-    """What each process holds: one model, and those who work with it."""
+    """What each process holds: one model, and the workers and evaluators that use it."""
 
     model: AdaptedModel
     workers: Workers
@@ -55,7 +55,7 @@ class _Aboard:
 
 @dataclass(frozen=True, eq=False)
 class _Crew(Workers):
-    """`Workers` whose work is done by the processes."""
+    """`Workers` that hand the jobs to the processes."""
 
     processes: Processes[_Aboard]
 
@@ -65,7 +65,7 @@ class _Crew(Workers):
 
 @dataclass(frozen=True, eq=False)
 class _Through:
-    """Has an evaluator's pieces looked at by the processes. Implements `evaluation.Through`."""
+    """Runs an evaluator's pieces in the processes. Implements `evaluation.Through`."""
 
     name: str
     processes: Processes[_Aboard]
@@ -85,7 +85,7 @@ def _named(probes: Mapping[str, ModelEvaluator]) -> dict[str, ModelEvaluator]:
 
 
 def _board(aboard: _Aboard, number: int, *, device: str) -> None:
-    """Libraries talk once, in the owner. One GPU for each process, where the run is on GPUs that nobody chose among."""
+    """Silence libraries, which report in the owner only. Use one GPU per process, unless the device is given."""
     quiet_libraries()
     if device != "cpu":
         aboard.model.to(f"cuda:{number % torch.cuda.device_count()}" if device == "cuda" else device)

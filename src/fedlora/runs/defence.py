@@ -1,4 +1,4 @@
-"""[defence]: the robust rule of a run or a federation, by name, with the keys that belong to it."""
+"""[defence]: a run's or federation's robust rule, by name, with its keys."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ RuleName = Literal["none", "clip", "geometric-median", "krum", "multi-krum", "ce
 _RULES: Mapping[str, type[Any]] = {
     rule.name: rule for rule in (Clip, GeometricMedian, Krum, MultiKrum, CentredClipping)
 }
-_OWN: Mapping[str, tuple[str, ...]] = {  # rule -> its keys, beside `liars` and `mixing`
+_OWN: Mapping[str, tuple[str, ...]] = {  # rule -> its keys, except `liars` and `mixing`
     "none": (),
     **{name: tuple(f.name for f in fields(rule) if f.name != "liars") for name, rule in _RULES.items()},
 }
-_NEEDS_LIARS = {  # rules that cannot be made without
+_NEEDS_LIARS = {  # rules for which `liars` is required
     name for name, rule in _RULES.items() for f in fields(rule) if f.name == "liars" and f.default is MISSING
 }
 Norm = Annotated[float, Field(gt=0)] | Literal["median"]
 
 
 class DefenceSection(Section):
-    """Weights of the clients' changes, by where these lie beside each other: a robust rule.
+    """A robust rule: it weights the clients' changes by how they lie relative to each other.
 
     docs/how-to/robust-rules.md has the theory.
 
-    rule: "none", or which one. liars: how many clients of a round it must bear, or which share of them (below 0.5);
-    krum, multi-krum and mixing need it, the others refuse rounds of too few clients where it is given. mixing: first
-    replace each change by the mean of its nearest ones. threshold: of clip, a norm or "median" (the default). tau: of
-    centred-clipping, likewise. iterations: of centred-clipping (default 3), and at most of geometric-median (default
-    1000). tolerance: of geometric-median (default 1e-10). factor_averages: use the rule with a method that averages
-    factors, where it bounds nothing; else that is refused.
+    rule: its name, or "none". liars: how many clients per round it must tolerate, as a number or a share (below 0.5);
+    krum, multi-krum and mixing need it; with the others it is optional, and they then refuse rounds of too few clients.
+    mixing: first replace each change by the mean of its nearest ones. threshold: clip's, a norm or "median" (the
+    default). tau: centred-clipping's, likewise. iterations: of centred-clipping (default 3), and at most of
+    geometric-median (default 1000). tolerance: geometric-median's (default 1e-10). factor_averages: allow the rule with
+    a method that averages factors, where it bounds nothing; refused otherwise.
     """
 
     rule: RuleName = "none"
@@ -56,7 +56,7 @@ class DefenceSection(Section):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if of.field_name == "liars":
             if value is not None and not number:
-                raise ValueError("how many clients of a round may lie, a number (2), or which share of them (0.2)")
+                raise ValueError("how many clients per round may lie, a number (2) or a share (0.2)")
         elif not (value in (None, "median") or (number and cast("float", value) > 0)):
             raise ValueError("a norm above 0, or 'median'")
         return value
@@ -68,8 +68,8 @@ class DefenceSection(Section):
         if self.liars is None and (self.mixing or self.rule in _NEEDS_LIARS):
             who = "defence.mixing" if self.mixing else f"defence.rule = {self.rule!r}"
             raise ValueError(
-                f"{who} needs defence.liars: how many clients of a round may lie (2), or which share of them (0.2); no "
-                f"default could know"
+                f"{who} needs defence.liars: how many clients per round may lie, a number (2) or a share (0.2); it has "
+                f"no sensible default"
             )
         try:
             self.build()
@@ -78,14 +78,14 @@ class DefenceSection(Section):
         return self
 
     def idle(self) -> Iterator[tuple[str, str]]:
-        """Every key that has no effect beside the rule, set or not, and why."""
+        """Every key that has no effect with the rule, set or not, and why."""
         for key in DefenceSection.model_fields:
             of = " and ".join(rule for rule, keys in _OWN.items() if key in keys)
             if of and key not in _OWN[self.rule]:
-                yield f"defence.{key}", f"it is for {of}, and defence.rule = {self.rule!r}"
+                yield f"defence.{key}", f"it is for {of}, but defence.rule = {self.rule!r}"
         if self.rule == "none":
             for key in ("liars", "mixing"):
-                yield f"defence.{key}", "it is for a robust rule, and defence.rule = 'none'. Name one ('multi-krum')"
+                yield f"defence.{key}", "it is for a robust rule, but defence.rule = 'none'. Name one ('multi-krum')"
 
     def build(self) -> Rule | None:
         """The rule; None for "none"."""
@@ -105,27 +105,27 @@ def check_rule(
     p: Sequence[float],
     form: str = "factors",
 ) -> str | None:
-    """Whether a round of clients of these weights can be weighed.
+    """Check that the rule can weight a round of clients with these weights.
 
     Args:
-        ranks: module -> r, of every client there is. p: of each client of a round, the largest weight that it can have.
-            form: in which uploads come.
+        ranks: module -> r, for every client. p: the largest weight that each client of a round can have. form: of the
+            uploads.
 
     Returns:
-        in words, where the liars hold more than a third of what the rule counts, so that a little more is too much.
+        A warning if the liars could hold more than a third of the total weight, so that a little more is too much.
 
     Raises:
-        ConfigError: no round ever could.
+        ConfigError: no round could be weighted.
     """
     clients = len(p)
     if few := rule.overcome(p):
         raise ConfigError(
-            f"defence.rule: {few}, a round has {clients}. Use more clients, fewer liars, a smaller max_weight_share, "
-            f'server.weighting = "uniform", or another rule.'
+            f"defence.rule: {few}, but a round has {clients}. Use more clients, fewer liars, a smaller "
+            f'max_weight_share, server.weighting = "uniform", or another rule.'
         )
     if form == "subspace" and multiplied_how(method) == "factors":
         raise ConfigError(
-            f"defence.rule: {rule.name} moves the factors of {method.name} towards those that were sent, and "
+            f"defence.rule: {rule.name} moves the factors of {method.name} towards those that the server sent, but "
             f"server.upload = 'subspace' has coordinates of its own: leave one of them out."
         )
     _check_ranks(method, ranks, clients)
@@ -138,7 +138,7 @@ def check_rule(
 
 
 def _check_ranks(method: Method[Any], ranks: Sequence[Mapping[str, int]], clients: int) -> None:
-    """Raises `ConfigError` where a round's columns are more than the method's options let through."""
+    """Raise `ConfigError` if a round has more columns than the method's options can represent."""
     if isinstance(method, TakesMultipliers):
         held = [
             sorted((2 * r[name] for r in ranks if name in r), reverse=True) for name in {m for r in ranks for m in r}

@@ -1,7 +1,7 @@
-"""What every picture shares: colours, letters that are read at 400 pixels, and how a picture becomes a file.
+"""Shared by all pictures: colours, letters legible at 400 pixels, and writing a picture to a file.
 
-Each says in its file that fedlora drew it, and a command writes over no other; a run's own `plots/` need no such mark.
-matplotlib is imported by who draws: whether a place may be drawn to is asked before the work.
+Every picture records that fedlora drew it, and a command overwrites no other; a run's own `plots/` need no such mark.
+Only drawing code imports matplotlib; whether a file may be written is checked before the work.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fedlora.errors import ConfigError
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-os.environ.setdefault("MPLBACKEND", "Agg")  # no window is opened
+os.environ.setdefault("MPLBACKEND", "Agg")  # opens no window
 MARK = "drawn by fedlora"
 _KEYS = {"png": "Software", "svg": "Creator", "pdf": "Creator", "ps": "Creator", "eps": "Creator"}
-# Okabe and Ito's palette: told apart by everybody, and in grey.
+# Okabe and Ito's palette: distinguishable for everybody, and in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
-WIDE = 6.6  # inches, with letters of 12 points: shown 400 pixels wide, these are 10 pixels high
+WIDE = 6.6  # inches, with 12-point letters: 10 pixels high in a picture shown 400 pixels wide
 LETTERS = {"font.size": 12, "axes.titlesize": 12.5, "axes.titleweight": "bold", "legend.fontsize": 11}
 
 
@@ -37,7 +37,7 @@ def gridded(figure: Figure, *axes: Any) -> Figure:
 
 
 def under_attack(figure: Figure, what: str) -> None:
-    """Says above a picture that its clients lied on purpose; below what stands there already."""
+    """Add a title saying that the clients lied on purpose, below any existing one."""
     title = figure.get_suptitle()
     said = textwrap.wrap(f"UNDER ATTACK, on purpose: {what}. Not for use.", int(13 * figure.get_figwidth()))
     more = said[:3] + (["..."] if len(said) > 3 else [])
@@ -55,7 +55,7 @@ def short(module: str) -> str:
 
 
 def saved(figure: Figure, path: Path) -> Path:
-    """The figure as a file, whole or not at all; returns where: a name without an ending gets matplotlib's own."""
+    """Write the figure atomically; return its path. A name without suffix gets matplotlib's default."""
     import matplotlib.pyplot as plt
 
     kind = path.suffix.removeprefix(".") or plt.rcParams["savefig.format"]
@@ -69,12 +69,12 @@ def saved(figure: Figure, path: Path) -> Path:
 
 
 def metadata(kind: str) -> dict[str, str] | None:
-    """What matplotlib is to write into a picture of this kind; None where the kind holds no words."""
+    """Metadata for matplotlib to write into a picture of this kind; None if the kind holds none."""
     return {_KEYS[kind]: MARK} if kind in _KEYS else None
 
 
 def check_picture(path: Path) -> None:
-    """May a picture be drawn here? Where nothing is, and over what fedlora drew.
+    """Check that a picture may be written here: the place is free, or holds one that fedlora drew.
 
     Raises:
         ConfigError: another file is there, or a directory.

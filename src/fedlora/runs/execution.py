@@ -1,7 +1,7 @@
-"""A run from start to end: go through the rounds and leave everything in its folder.
+"""Executes a run: plays the rounds and stores everything in its folder.
 
-`execute(prepared, folder)` is a generator of rounds that stores as it goes. Killed at any moment, `execute` on the same
-folder continues with the same bits.
+`execute(prepared, folder)` is a generator of rounds that stores as it goes. If it is killed at any moment, calling it
+again on the same folder continues with the same bits.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from fedlora.simulation import ClientDone, RoundRecord, play
 
 
 def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> Iterator[RoundRecord]:
-    """Run all rounds that are still to do, storing each; then write the adapters, the test result and the summary.
+    """Run all remaining rounds, storing each; then write the adapters, the test result and the summary.
 
-    Where `evaluate.patience` ends the run early, the round that it ends with is the last in every respect.
+    If `evaluate.patience` ends the run early, its final round counts as the last in every respect.
 
     Raises:
-        ConfigError: the folder holds files that are no run's, or going on would replace what somebody put into its
-            adapters; nothing is written.
-        CheckpointError: it holds a run and `resume` is off, or one of another configuration, or one whose states are
+        ConfigError: the folder holds files of something other than a run, or continuing would replace what somebody put
+            into its adapters; nothing is written.
+        CheckpointError: it holds a run and `resume` is off, a run of another configuration, or one whose states are
             gone.
         Whatever `simulate` raises; all finished rounds are stored by then.
 
@@ -48,10 +48,10 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
 def execute_events(
     prepared: Prepared, folder: RunFolder, *, resume: bool = False
 ) -> Iterator[ClientDone | RoundRecord]:
-    """`execute`, with an event for each client that is done as well: for a progress bar."""
+    """`execute`, plus an event for each client that finishes: for a progress bar."""
     folder.check_place()
     if not folder.exists():
-        check_affordable(prepared)  # before there is a folder
+        check_affordable(prepared)  # before creating a folder
     with crewed(prepared) as crew, folder.held():
         yield from _executed(crew, folder, resume)
 
@@ -94,7 +94,7 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
 def _events(
     prepared: Prepared, state: RunState, rounds: int, private: PrivateRun | None
 ) -> Iterator[ClientDone | RoundRecord | None]:
-    """The engine's, until so many rounds are done; None where a private run's budget ends before."""
+    """The engine's events up to `rounds`; then None if a private run's budget ends earlier."""
     config = prepared.config
     events = play(
         prepared.server,
@@ -102,7 +102,7 @@ def _events(
         prepared.workers,
         state,
         rounds=rounds,
-        participation=config.run.participation if private is None else 1.0,  # a private server draws itself
+        participation=config.run.participation if private is None else 1.0,  # a private server draws clients itself
         seed=config.run.seed,
         evaluator=prepared.validation,
         evaluate_every=config.evaluate.every,
@@ -114,8 +114,8 @@ def _events(
 
 
 def _until_spent(events: Iterator[ClientDone | RoundRecord], done: int) -> Iterator[ClientDone | RoundRecord | None]:
-    """The events of a private run, and None where the population's budget has no room for another round; where there
-    was none for its first, the error itself. done: rounds before."""
+    """A private run's events, followed by None if the population's budget cannot cover another round; raises if it
+    cannot cover the first. done: rounds played before."""
     try:
         for event in events:
             done += 1
@@ -127,15 +127,15 @@ def _until_spent(events: Iterator[ClientDone | RoundRecord], done: int) -> Itera
 
 
 def _spent(round: int, rounds: int, private: PrivateRun | None) -> dict[str, Any]:
-    """What a summary says of a run that the population's budget ended: of the ledger alone, which is public."""
+    """The summary's entry for a run that the population's budget ended: from the ledger alone, which is public."""
     why = (
         "another round would exceed the budget of privacy.population: other runs have charged its ledger meanwhile. "
-        "`fedlora privacy LEDGER --budget` raises it, for good and for all to see; then --resume continues"
+        "`fedlora privacy LEDGER --budget` raises it, permanently and visibly to all; then --resume continues"
     )
     if private is not None and private.releases.was_charged(round + 1):
         why = (
             f"round {round + 1} of this run was already released and charged, but its noised sum is not in this "
-            f"folder: the folder is a copy, or an old backup. Another release would exceed the budget. Continue in the "
-            f"folder that has it"
+            f"folder: it is a copy, or an old backup. Another release would exceed the budget. Continue in the folder "
+            f"that has it"
         )
     return {"round": round, "of": rounds, "best_round": None, "best": None, "why": why}

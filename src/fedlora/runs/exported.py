@@ -1,6 +1,6 @@
-"""The adapter folders that a run leaves for others: PEFT files, tokenizer, class names, a card with how to load it.
+"""The adapter folders a run leaves for others: PEFT files, tokenizer, class names, and a card that says how to load it.
 
-Going on, a run replaces adapters and uploads that it wrote itself, and nothing that was put there: weights say who
+A resumed run replaces adapters and uploads it wrote itself, and nothing that somebody put there: the weights record who
 wrote them (`adapters.mark`).
 """
 
@@ -30,9 +30,9 @@ from fedlora.runs.folder import RunFolder
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 
-UPLOADS_BY = "fedlora"  # what uploads of a run say: `write_upload`
+UPLOADS_BY = "fedlora"  # the mark in a run's uploads: `write_upload`
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # transformers' name for it
-# What tokenizers are saved as, by every transformers; a kind's own vocabulary has the names that its class says.
+# Tokenizer files in every transformers version; each tokenizer class names its own vocabulary files.
 _TOKENIZER = (
     r"tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
     r"|(spiece|tokenizer|sentencepiece\.bpe)\.model|chat_template\.(jinja|json)|additional_chat_templates/[^/]+\.jinja"
@@ -40,7 +40,7 @@ _TOKENIZER = (
 
 
 def export_folder(tokenizer: Any) -> FolderKind:
-    """What `write_export` leaves in a run, and nothing else; its weights say that a run wrote them."""
+    """The folder that `write_export` leaves in a run; its weights record that a run wrote them."""
     own = getattr(tokenizer, "vocab_files_names", None) or {}
     names = "|".join(map(re.escape, (CONFIG_FILE, WEIGHTS_FILE, LABELS_FILE, "README.md", *sorted(own.values()))))
     return FolderKind(
@@ -63,10 +63,10 @@ def write_export(
     chat_template: str | None = None,
     kind: FolderKind = ANY_FOLDER,
 ) -> None:
-    """Everything of one adapter, which appears whole, in the place of what is of that kind there.
+    """Write one adapter's folder, which appears whole and replaces an existing one of that kind.
 
-    tokenizer: None where there is none to be copied. labels: none for a language model. like: a folder with the same
-    tokenizer, whose files are linked: of many clients one copy. chat_template: in place of the tokenizer's own.
+    tokenizer: None if there is none to copy. labels: empty for a language model. like: a folder with the same
+    tokenizer, whose files are linked, so that many clients share one copy. chat_template: replaces the tokenizer's own.
     """
     with replacing_folder(folder, force=True, kind=kind) as building:
         write_adapter(building, adapter, spec, card=card, by=RUN)
@@ -81,7 +81,7 @@ def write_export(
 
 
 def named(spec: AdapterSpec, base: str | None) -> AdapterSpec:
-    """The spec with its base model by that name, where there is one."""
+    """The spec with its base model under that name, if given."""
     return spec if base is None else replace(spec, config=ReadOnly({**spec.config, "base_model_name_or_path": base}))
 
 
@@ -101,13 +101,13 @@ def global_adapter(server: Server, state: RunState) -> Adapter:
 
 
 def client_adapter(server: Server, state: RunState, client: Client) -> Adapter:
-    """What that client reads out of the state, as one adapter on the pre-trained base."""
+    """The client's readout from the state, as one adapter on the pre-trained base."""
     memory = state.clients.get(client.id, ClientMemory())
     return receive(server.download(state.server, as_pruned(client, memory)), memory.kept).folded()
 
 
 def check_replaceable(folder: RunFolder, tokenizer: Any, clients: Collection[str], rounds: Iterable[int]) -> None:
-    """To ask before rounds are played: is everything that going on replaces the run's own? rounds: still to be played.
+    """Check, before playing rounds, that everything a resumed run replaces is its own. rounds: those still to play.
 
     Raises:
         ConfigError: a file, or weights, that the run did not write; the message names it.
@@ -120,13 +120,13 @@ def check_replaceable(folder: RunFolder, tokenizer: Any, clients: Collection[str
 
 
 def exports(folder: RunFolder, clients: Collection[str]) -> Iterator[Path]:
-    """The adapters' places that are taken. What else is in clients/ is no client's, and stays."""
+    """Existing adapter folders. Anything else in clients/ belongs to no client, and stays."""
     places = [folder.path / "adapter", folder.path / "best", *(folder.path / "clients" / name for name in clients)]
     return (place for place in places if os.path.lexists(place))
 
 
 def clear_exports(folder: RunFolder, tokenizer: Any, clients: Collection[str], made: Collection[Path]) -> None:
-    """Removes the adapters of an earlier end of the run that this one has not. made: those that it has."""
+    """Remove adapters that an earlier end of the run left and this one did not make. made: those it made."""
     for place in exports(folder, clients):
         if place not in made:
             check_target(place, force=True, kind=export_folder(tokenizer))
@@ -137,7 +137,7 @@ def clear_exports(folder: RunFolder, tokenizer: Any, clients: Collection[str], m
 
 
 def _uploads_of_a_run(folder: Path) -> str | None:
-    """Why these are not all a run's, in words."""
+    """Why these uploads are not all a run's, in words."""
     for weights in sorted(folder.glob(f"*/{WEIGHTS_FILE}")):
         if written_by(weights) != UPLOADS_BY:
             return f"holds weights that the run did not write ({weights.parent.name}/{WEIGHTS_FILE})"

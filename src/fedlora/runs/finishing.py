@@ -1,4 +1,4 @@
-"""The end of a run: its states tested, its adapters written, and last of all its summary."""
+"""The end of a run: test its states, write its adapters, and last of all its summary."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from fedlora.training.evaluation import Measured
 from fedlora.training.prompting import is_jinja
 
 log = logging.getLogger("fedlora.runs")
-MOST_CLASSES = 100  # in a stored confusion matrix, whose size grows with their square
+MOST_CLASSES = 100  # in a stored confusion matrix, whose size is their square
 
 
 @dataclass(frozen=True)
 class Summary:
-    """summary.json: what came of a run.
+    """summary.json: a run's results.
 
-    validation, test, probes: scores of the "last" round and the "best" one. stopped_early: where and why, None where
-    all rounds were played. seconds, bytes: sums over the rounds. refused: how many uploads. exports: the folders with
-    adapters. attack, defence: None where there was none, and then not in the file.
+    validation, test, probes: scores of the "last" round and the "best" one. stopped_early: where and why; None if all
+    rounds were played. seconds, bytes: sums over the rounds. refused: number of uploads. exports: the folders with
+    adapters. attack, defence: None if there was none; then omitted from the file.
     """
 
     method: str
@@ -64,7 +64,7 @@ class Summary:
     defence: Mapping[str, Any] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """As the file has it."""
+        """The file's content."""
         return {
             key: value for key, value in vars(self).items() if value is not None or key not in ("attack", "defence")
         }
@@ -72,7 +72,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class _Tested:
-    """A state, with what was measured of it on the test set and on each probe."""
+    """A state, with its measurements on the test set and on each probe."""
 
     state: RunState
     measured: Measured
@@ -86,9 +86,9 @@ class _Tested:
 
 
 class _Exports:
-    """Adapter folders of one run, each with its card. The tokenizer is the same everywhere: later ones link it.
+    """A run's adapter folders, each with its card. They share one tokenizer, so later ones link its files.
 
-    privacy: what a private run promises, in words. judged: what a robust rule did.
+    privacy: a private run's guarantee, in words. judged: what a robust rule did.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class _Exports:
     def write(
         self, name: str, adapter: Adapter, round: int, scores: Mapping[str, float], client: str | None = None
     ) -> None:
-        """name: of the folder. client: whose own it is."""
+        """name: the folder's. client: the adapter's owner, if it is a client's own."""
         p, template = self._prepared, self._prepared.config.data.prompting()
         card = model_card(
             p.manifest, p.config, adapter, round, scores, client=client, privacy=self._privacy, judged=self._judged
@@ -113,7 +113,7 @@ class _Exports:
         self.made.append(self._folder.path / name)
 
     def names(self) -> list[str]:
-        """Of the folders in the run's."""
+        """Names of the folders within the run's."""
         return sorted({place.relative_to(self._folder.path).parts[0] for place in self.made})
 
     def files(self) -> list[Path]:
@@ -130,7 +130,7 @@ def finish(
     trackers: Trackers,
     private: PrivateRun | None,
 ) -> None:
-    """Adapters, the test result and the summary. The summary comes last: where it is, the run is complete.
+    """Write adapters, the test result and the summary. The summary comes last: if it exists, the run is complete.
 
     of: the run's identity. stopped: why it ends before its last round.
     """
@@ -150,7 +150,7 @@ def finish(
         for client in prepared.clients:
             own = client_adapter(server, state, client)
             exports.write(f"clients/{client.id}", own, state.round, each.get(client.id, {}), client.id)
-    # before the summary: what is lost by a kill here is told again
+    # before the summary: if a kill interrupts this, a resume reports it again
     trackers.close((name, one.state.round, one.measured.scores) for name, one in tested.items())
     clear_exports(folder, prepared.tokenizer, [client.id for client in prepared.clients], exports.made)
     samples = write_samples(prepared, folder, state)
@@ -164,7 +164,7 @@ def _summary(
     tested: Mapping[str, _Tested], stopped: Mapping[str, Any] | None, each: Mapping[str, Mapping[str, float]],
     common: Mapping[str, Mapping[str, float]], exports: _Exports, judged: Mapping[str, Any] | None,
 ) -> Summary:  # fmt: skip
-    """each, common: what `finish` measured of the clients, on their own test sets and on the common one."""
+    """each, common: `finish`'s measurements of the clients, on their own test sets and on the common one."""
     server = prepared.server
     last = lines[-1] if lines else {}
     scored = [line for line in lines if line["metrics"]]
@@ -199,7 +199,7 @@ def _summary(
 def _tested(
     prepared: Prepared, folder: RunFolder, state: RunState, of: str, best: Mapping[str, Any] | None
 ) -> dict[str, _Tested]:
-    """ "adapter" -> the last state, and "best" -> the best one by validation, where there is one."""
+    """ "adapter" -> the last state, and "best" -> the best by validation, if there is one."""
     last = _Tested.of(prepared, state)
     if best is None or (found := _best_state(prepared, folder, of, best["round"])) is None:
         return {"adapter": last}
@@ -211,14 +211,14 @@ def _both(tested: Mapping[str, _Tested], what: Callable[[_Tested], Mapping[str, 
 
 
 def _summed(lines: Sequence[Mapping[str, Any]], table: str) -> dict[str, Any]:
-    """The sum over rounds of each entry of that table."""
+    """The sum over rounds for each entry of that table."""
     keys = sorted({key for line in lines for key in line[table]})
     return {key: sum(line[table].get(key, 0) for line in lines) for key in keys}
 
 
 def _confusion(prepared: Prepared, tested: Mapping[str, _Tested]) -> dict[str, Any] | None:
-    """The test set's confusion matrices with the classes' names: a row is a true class, a column what it was taken for.
-    None for a language model, without a test set, and of more than 100 classes."""
+    """The test set's confusion matrices with class names: a row is a true class, a column a predicted one. None for a
+    language model, without a test set, and for more than 100 classes."""
     classes = prepared.manifest["data"]["labels"]
     last, best = tested["adapter"].measured, tested.get("best")
     if last.confusion is None or len(classes) > MOST_CLASSES:
@@ -234,5 +234,5 @@ def _best_state(prepared: Prepared, folder: RunFolder, of: str, round: int) -> R
             return found[1]
     except CheckpointError as error:
         why = str(error)
-    log.warning("best/ is not written: %s", why)  # the run itself is whole
+    log.warning("best/ is not written: %s", why)  # the run itself is complete
     return None

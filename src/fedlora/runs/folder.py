@@ -1,15 +1,15 @@
-"""The files of one run, and nothing else: what is where, and how it is written so that a crash at any point is safe.
+"""A run's files: where each is, and how it is written so that a crash at any point is safe.
 
-config.json        the resolved configuration          metrics.jsonl     one line a round
+config.json        the resolved configuration          metrics.jsonl     one line per round
 manifest.json      versions, commit, device, hashes    checkpoints/      the newest states; best/ the best one's
-summary.json       the result; written last            SHA256SUMS        digests of all that a finished run left
+summary.json       the result; written last            SHA256SUMS        digests of all files of a finished run
                                                        adapter/          the final server model, a PEFT directory
 samples.jsonl, samples.md  a language model's answers to held-out prompts, before and after
 plots/*.png                                            best/             the best one by validation, likewise
-private/           of a private run: for the server alone (`private_releases`)
-uploads/           what clients sent, on request (run.keep_uploads)
-summary.before.json  the shorter run's summary, while a finished run is made longer
-clients/ID/        each client's readout, on request (run.readouts), or where there is no server model
+private/           of a private run: for the server only (`private_releases`)
+uploads/           what clients sent, if requested (run.keep_uploads)
+summary.before.json  the shorter run's summary, while a finished run is extended
+clients/ID/        each client's readout, if requested (run.readouts), or if there is no server model
 
 adapter/, best/, each of clients/ and each round of uploads/ appear whole (`core.folders`).
 """
@@ -35,24 +35,24 @@ from fedlora.core.folders import check_target
 from fedlora.errors import CheckpointError, ConfigError, counted
 from fedlora.runs.sums import SUMS, compared, write_sums
 
-# What each file has in every version, so that a damaged one is told from a whole one.
+# Keys that each file has in every version; without them it is damaged.
 _HAS = {
     "summary.json": ("method", "metric", "rounds", "validation", "test"),
     "manifest.json": ("config_digest", "data"),
 }
 _SUMMARY_BEFORE = "summary.before.json"
-_CHAIN = "digest"  # in each line of metrics.jsonl: `_link`
-_SEAL = "digest"  # in manifest.json: `_sealed`
-PARTS = "parts.json"  # of an experiment's runs, before all else: `experiments.origin`
-_BEGUN = frozenset(("run.json", "content.json", "config.json"))  # of private/, before there is a manifest
-_TABLES = ("model", "data", "method", "run")  # of every run's config.json; a model's has none of them
+_CHAIN = "digest"  # key in each line of metrics.jsonl: `_link`
+_SEAL = "digest"  # key in manifest.json: `_sealed`
+PARTS = "parts.json"  # written before all else in an experiment's runs: `experiments.origin`
+_BEGUN = frozenset(("run.json", "content.json", "config.json"))  # private/ before there is a manifest
+_TABLES = ("model", "data", "method", "run")  # in every run's config.json, but in no model's
 _SAMPLES = ("samples.jsonl", "samples.md")
-PICTURES = ("bytes.png", "spectrum.png", "defence.png", "metric.png")  # that a run draws itself: `plots.plot_run`
+PICTURES = ("bytes.png", "spectrum.png", "defence.png", "metric.png")  # drawn by the run itself: `plots.plot_run`
 
 
 @dataclass(frozen=True)
 class KeptUploads:
-    """Of one round: a folder for each client."""
+    """One round's uploads: a folder for each client."""
 
     round: int
     folders: list[Path]
@@ -83,11 +83,11 @@ class RunFolder:
         return self.path / "plots"
 
     def uploads(self, round: int) -> Path:
-        """Where the uploads of a round are, if they were kept."""
+        """Where a round's uploads are, if they were kept."""
         return self.path / "uploads" / f"round-{round:05d}"
 
     def newest_uploads(self) -> KeptUploads | None:
-        """The last round whose uploads were kept, which need not be the run's last; None where none were."""
+        """The last round whose uploads were kept, which need not be the run's last; None if there is none."""
         named = [(re.fullmatch(r"round-(\d{5,})", path.name), path) for path in (self.path / "uploads").glob("round-*")]
         rounds = [(int(match[1]), path) for match, path in named if match and path.is_dir()]
         if not rounds:
@@ -96,14 +96,14 @@ class RunFolder:
         return KeptUploads(round, sorted(path for path in newest.iterdir() if path.is_dir()))
 
     def exists(self) -> bool:
-        """Whether a run was begun here; also where a pipe or a dangling link took its manifest's place."""
+        """Whether a run was begun here; true even if its manifest is a pipe or a dangling link."""
         return os.path.lexists(self.path / "manifest.json")
 
     def finished(self) -> bool:
         return os.path.lexists(self.path / "summary.json")
 
     def ended(self) -> int | None:
-        """How many rounds the run has ended with, also while it is being made longer; None where it never has."""
+        """The number of rounds the run ended with, even while it is being extended; None if it never ended."""
         for name in ("summary.json", _SUMMARY_BEFORE):
             if os.path.lexists(self.path / name):
                 rounds = self.read_json(name).get("rounds")
@@ -116,15 +116,15 @@ class RunFolder:
         return self.path / "private" / SUMS if (self.path / "private").is_dir() else self.path / SUMS
 
     def lacking(self) -> list[str]:
-        """The files that the end of a finished run left, and that are gone.
+        """Files of a finished run that are missing.
 
         Raises:
-            CheckpointError: one is not what the run left; the message names it.
+            CheckpointError: a file differs from what the run wrote; the message names it.
         """
         missing, changed = compared(self.path, self.sums)
         for name, why in changed.items():
             place = re.match(r"adapter/|best/|clients/[^/]+/", name)
-            again = f"move {place[0]} away, and --resume makes it again from the last checkpoint; " if place else ""
+            again = f"move {place[0]} away, and --resume rebuilds it from the last checkpoint; " if place else ""
             raise CheckpointError(
                 f"{self.path / name} is not what the run wrote: {why} ({len(changed)} of the files in "
                 f"{self.sums.name} differ). It is damaged, belongs to another run, or was changed. Restore it; {again}"
@@ -133,20 +133,20 @@ class RunFolder:
         return missing
 
     def whole(self) -> bool:
-        """Whether the run has finished, and all of its results are there and what it left. What is missing, be it the
-        list of digests alone, is made again by a resume; nothing of the folder is believed before.
+        """Whether the run has finished, and its results are all there and unchanged. A resume rebuilds what is missing,
+        even if only the list of digests; until then no file of the folder is trusted.
 
         Raises:
-            CheckpointError: as `lacking`.
+            CheckpointError: as in `lacking`.
         """
         return self.finished() and all(name.startswith("checkpoints/") for name in self.lacking())
 
     def check_place(self) -> None:
-        """May a run be written here? Where nothing is, in an empty folder, where a run is already, and where a start of
-        one was killed before its manifest. To ask before long work: nothing is written.
+        """Check, before long work, that a run may be written here: the place is free, an empty folder, has a run, or
+        has what a start left that was killed before its manifest. Writes nothing.
 
         Raises:
-            ConfigError: it may not: the folder holds other files, no folder can be made there, or it cannot be written.
+            ConfigError: the folder holds other files, cannot be created, or cannot be written.
 
         Example:
             >>> Path("mine").mkdir()
@@ -173,12 +173,12 @@ class RunFolder:
             entries = counted(len(found), "entry", "entries")
             raise ConfigError(
                 f"{shown(self.path)} is not empty and holds no run: {entries}, the first is {quoted(theirs[0])}. A run "
-                f"would overwrite files with the names of its own. Nothing was written. Name a new or an empty "
+                f"would overwrite files that have its names. Nothing was written. Name a new or an empty "
                 f"directory with --out; if a run's manifest.json was lost, restore it."
             )
 
     def _left_by_start(self, name: str) -> bool:
-        """Whether an entry is what a start leaves that was killed before its manifest."""
+        """Whether a start that was killed before its manifest left this entry."""
         path = self.path / name
         if path.is_symlink():
             return False
@@ -195,34 +195,34 @@ class RunFolder:
             return path in half
         try:
             value = json.loads(path.read_bytes()) if path.is_file() else None
-        except (ValueError, RecursionError):  # ours appears whole
+        except (ValueError, RecursionError):  # our own file appears whole
             return False
         if name == PARTS:
             return isinstance(value, dict) and set(value) == {"parts"}
         return isinstance(value, dict) and all(isinstance(value.get(table), dict) for table in _TABLES)
 
     def create(self, config: str, manifest: Mapping[str, Any]) -> None:
-        """A new run: its configuration and manifest; of a run that is there, new ones.
+        """Write a run's configuration and manifest, replacing existing ones.
 
         Raises:
-            ConfigError: as `check_place`. CheckpointError: it cannot be made.
+            ConfigError: as in `check_place`. CheckpointError: the folder cannot be created.
         """
         self._make()
         files.write(self.path / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
         self.write_json("manifest.json", manifest)
 
     def reopen(self) -> None:
-        """A finished run becomes an unfinished one. Its result stays for use until the new one is there: its adapters'
-        cards say of which round they are, and its summary gets another name, since `finished` goes by the name."""
+        """Turn a finished run into an unfinished one. Its result stays usable until the new one is there: its adapters'
+        cards name their round, and its summary is renamed, because `finished` looks for the name."""
         if self.finished():
             os.replace(self.path / "summary.json", self.path / _SUMMARY_BEFORE)
             self.sums.unlink(missing_ok=True)
 
     def finish(self, summary: Mapping[str, Any], made: Collection[Path]) -> None:
-        """The result is whole, and the summary is written last. Samples and pictures of an earlier one go; adapters
-        have gone already (`exported.clear_exports`). What the run did not make stays, also in plots/.
+        """Complete the result, writing the summary last. Removes an earlier result's samples and pictures; its adapters
+        are already gone (`exported.clear_exports`). Files that the run did not make stay, even in plots/.
 
-        made: all files of the result but the summary. Plots are drawn afterwards, from the summary.
+        made: all files of the result except the summary. Plots are drawn later, from the summary.
         """
         stale = [self.path / name for name in _SAMPLES if self.path / name not in made]
         for path in [*stale, *(self.plots / name for name in PICTURES)]:
@@ -239,7 +239,7 @@ class RunFolder:
         (self.path / _SUMMARY_BEFORE).unlink(missing_ok=True)
 
     def read_json(self, name: str) -> Any:
-        """The content of one of the folder's JSON files. Raises `CheckpointError` where it is missing or damaged."""
+        """The content of one of the folder's JSON files. Raises `CheckpointError` if it is missing or damaged."""
         try:
             found = json.loads(files.read(self.path / name))
         except (OSError, ValueError) as error:
@@ -249,7 +249,7 @@ class RunFolder:
             ) from error
         lacks = [key for key in _HAS.get(name, ()) if not isinstance(found, dict) or key not in found]
         if lacks or not isinstance(found, dict):
-            what = f"it has no {lacks[0]!r}" if isinstance(found, dict) else "it is no table of keys"
+            what = f"it has no {lacks[0]!r}" if isinstance(found, dict) else "it is not a table of keys"
             raise CheckpointError(f"{self.path / name} is damaged: {what}. Restore it, or choose another --out.")
         if name == "manifest.json":
             seal = found.pop(_SEAL, None)
@@ -261,19 +261,19 @@ class RunFolder:
         return dict(found)
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Whole or not at all; a manifest with its seal. NaN becomes null: JSON has no NaN."""
+        """Write atomically; a manifest gets its seal. NaN becomes null, since JSON has no NaN."""
         files.write(self.path / name, _text(_sealed(plain(value)) if name == "manifest.json" else value))
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The finished rounds' lines; a half-written last one does not count.
+        """The finished rounds' lines; a half-written last line does not count.
 
         Raises:
-            CheckpointError: a line that is damaged, missing or there twice. No number is told of a log with holes.
+            CheckpointError: a line is damaged, missing or repeated. A log with holes yields no numbers.
         """
         return [{key: value for key, value in line.items() if key != _CHAIN} for line in self._lines()]
 
     def _lines(self) -> list[dict[str, Any]]:
-        """As `metrics`, each with its link of the chain."""
+        """As `metrics`, with each line's chain link."""
         path, found = self.path / "metrics.jsonl", []
         try:
             whole, _, _ = files.read(path).rpartition(b"\n") if os.path.lexists(path) else (b"", b"", b"")
@@ -285,18 +285,18 @@ class RunFolder:
             try:
                 line = json.loads(text)
                 if line["round"] != number:
-                    raise ValueError(f"it is of round {line['round']}")
+                    raise ValueError(f"it belongs to round {line['round']}")
             except (ValueError, TypeError, KeyError) as error:
                 raise CheckpointError(
-                    f"{path} is damaged: line {number} is not of round {number} ({error}). Restore it, or choose "
+                    f"{path} is damaged: line {number} is not for round {number} ({error}). Restore it, or choose "
                     f"another --out."
                 ) from error
             found.append(line)
         return found
 
     def append_metrics(self, line: Mapping[str, Any], before: str) -> str:
-        """One more round, flushed to disk. before: the link of the round before, or the run's identity. Returns this
-        one's: a digest of the line and the one before, so that a file holds together, and to its run."""
+        """Append a round, flushed to disk. before: the previous round's link, or the run's identity. Returns this
+        round's link: a digest of the line and the previous link, which binds the lines to each other and to the run."""
         link = _link(before, plain(line))
         with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps({**plain(line), _CHAIN: link}, sort_keys=True) + "\n")
@@ -306,10 +306,10 @@ class RunFolder:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Nobody else writes to the run meanwhile; the system lets go of it when this process ends, however.
+        """Lock the run against other writers; the kernel releases the lock however this process ends.
 
         Raises:
-            ConfigError: as `check_place`. CheckpointError: another process has it, or it cannot be made.
+            ConfigError: as in `check_place`. CheckpointError: another process has it, or it cannot be created.
         """
         self._make()
         handle = os.open(self.path, os.O_RDONLY)
@@ -332,10 +332,10 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(f"the run folder {self.path} cannot be made: {error.strerror}.") from error
+            raise CheckpointError(f"the run folder {self.path} cannot be created: {error.strerror}.") from error
 
     def sweep(self) -> None:
-        """Remove what a killed process had half written."""
+        """Remove files that a killed process left half-written."""
         for path in self.path.rglob("*.part"):
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
@@ -346,7 +346,7 @@ class RunFolder:
         """The lines of rounds 1 to `round`, and the last one's link. of: the run's identity.
 
         Raises:
-            CheckpointError: one is missing, or is not what this run wrote.
+            CheckpointError: a line is missing, or this run did not write it.
         """
         kept, link, path = self._lines()[:round], of, self.path / "metrics.jsonl"
         if len(kept) < round:
@@ -360,13 +360,13 @@ class RunFolder:
             link = _link(link, line)
             if said != link:
                 raise CheckpointError(
-                    f"{path} is not what this run wrote, from line {line['round']} on: it is of another run, or was "
+                    f"{path} is not what this run wrote, from line {line['round']} on: it is another run's, or was "
                     f"changed. Restore it, or choose another --out."
                 )
         return kept, link
 
     def rewind(self, round: int, of: str) -> tuple[list[dict[str, Any]], str]:
-        """Forget what comes after `round`: rounds that were logged, but whose state was lost. Returns `upto`."""
+        """Drop lines after `round`, whose state was lost. Returns `upto`."""
         found = self.upto(round, of)
         text = "".join(json.dumps(line, sort_keys=True) + "\n" for line in self._lines()[:round])
         files.write(self.path / "metrics.jsonl", text)
@@ -382,12 +382,12 @@ def _link(before: str, line: Mapping[str, Any]) -> str:
 
 
 def _sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """With a digest of itself, by which a flipped bit shows."""
+    """Add a digest of the value itself, which reveals a flipped bit."""
     return {**value, _SEAL: hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()}
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: numbers that are not finite become None."""
+    """`value` in JSON types: numbers that are not finite become None."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

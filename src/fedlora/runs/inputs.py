@@ -1,10 +1,10 @@
-"""What a run reads, what each of it is known by, and so what "the same run" means.
+"""Identifies what a run reads, and thus what "the same run" means.
 
-A name is not enough: what lies there may be another one by now, and one that has moved is still the same. `contents`
-are the digests of one's own files, data, model and a method's code; `facts_of` is what a manifest says of all that is
-read, once data are dealt out; `differing` compares two of these, and `there_now` makes one without loading the model.
-`identity` is of configuration, seed and these facts. Checkpoints carry it in their metadata, and each line of
-metrics.jsonl ends a chain of digests that begins with it: what another run left is known by it, however it is called.
+Names are not enough: their content may have changed, and a moved file is still the same. `contents` gives digests of
+the user's own files, data, model and method code; `facts_of` is the manifest's record of everything read, once data are
+distributed; `differing` compares two such records, and `there_now` makes one without loading the model. `identity`
+covers configuration, seed and these facts. Checkpoints carry it in their metadata, and it starts the chain of digests
+in metrics.jsonl, so another run's files are recognised whatever they are called.
 """
 
 from __future__ import annotations
@@ -25,32 +25,31 @@ from fedlora.errors import ConfigError, DataError, HyperparameterError
 from fedlora.methods.plugins import code_of
 from fedlora.methods.registry import find
 from fedlora.runs.attack_section import with_flipped_labels
-from fedlora.runs.client_data import Dealt, deal
+from fedlora.runs.client_data import Dealt, Keep, deal
 from fedlora.runs.config import KEYS, RunConfig, has_no_effect
 from fedlora.training.content import file_digest, model_content
 
 MODEL, CODE, DATA = "the model", "the code of the method", "the data"
 _MOST_NAMED = 3
 MISSING = "missing"
-_CODE = "method.name"  # the key of the code of a method that is not ours
+_CODE = "method.name"  # the key for an external method's code
 
 
 def facts_of(config: RunConfig, data: Dealt) -> dict[str, Any]:
-    """A manifest's "model", "code" and "data": digests of all that the run reads, sizes beside those of data."""
+    """A manifest's "model", "code" and "data": digests of everything the run reads, with sizes for data."""
     return {"model": _model(config), "code": code_of(find(config.method.name)), "data": _data(config, data)}
 
 
 def there_now(
     config: RunConfig, data_root: Path | None, label_names: Sequence[str], known: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
-    """`facts_of` what is there now, without those tables of which something is gone; and in words what is gone.
+    """`facts_of` for what is there now, without tables of which something is missing; and what is missing, in words.
 
     Args:
-        label_names: the classes of the run that is gone on with. known: data that were dealt out before, for runs that
-            have theirs in common.
+        label_names: the resumed run's classes. known: data already distributed, for runs that share theirs.
 
     Raises:
-        ConfigError, DataError: there is something else, which cannot be read.
+        ConfigError, DataError: a file is there but cannot be read.
     """
     gone = [f"{key} ({path})" for key, path in own_paths(config).items() if not Path(path).exists()]
     found: dict[str, Any] = {}
@@ -63,7 +62,7 @@ def there_now(
             found["model"] = model
         elif not any(key.startswith("model.path ") for key in gone):
             gone.append(f"model.path ({config.model.path})")
-    except ConfigError:  # a packaged one whose package is not installed
+    except ConfigError:  # a packaged model whose package is not installed
         gone.append(f"model.path ({config.model.path})")
     if not any(key.startswith("data.") for key in gone):
         told = config.model_dump(mode="json", include={"data", "clients", "attack", "model"})
@@ -82,10 +81,10 @@ def there_now(
 
 
 def dealt_out(
-    config: RunConfig, data_root: Path | None, label_names: Sequence[str] = ()
+    config: RunConfig, data_root: Path | None, label_names: Sequence[str] = (), keep: Keep | None = None
 ) -> tuple[Dealt, Adversary | None]:
     """The data as clients train on them, labels flipped where one lies so; and who lies. Raises as `deal`."""
-    data = deal(config, data_root, label_names)
+    data = deal(config, data_root, label_names, keep)
     adversary = None
     if config.attack.on:
         factors = multiplied_how(config.method.build()) == "factors" and config.server.upload == "factors"
@@ -95,7 +94,7 @@ def dealt_out(
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Which of what is here, tables of `facts_of`, is not what was there, by `MODEL`, `CODE` and `DATA`."""
+    """What differs between two records of `facts_of`, by `MODEL`, `CODE` and `DATA`; only tables in `here` count."""
     found = {}
     for table, name in (("model", MODEL), ("code", CODE), ("data", DATA)):
         if table not in here:
@@ -121,7 +120,7 @@ def _data(config: RunConfig, data: Dealt) -> dict[str, Any]:
 
 
 def data_facts(data: Dealt) -> dict[str, Any]:
-    """Sizes and digests of each client's data and of what is held out."""
+    """Sizes and digests of each client's data and of the held-out sets."""
     return {
         "train": {c: _size(p) for c, p in data.parts.items()},
         "validation": _size(TextData.concat(list(data.validation.values()))),
@@ -135,7 +134,7 @@ def _size(data: TextData) -> dict[str, Any]:
 
 
 def _named(table: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table of `facts_of` has, by its name in words."""
+    """The entries of a table of `facts_of`, by descriptive names."""
     if table == "model":
         return {f"the model's {file}": digest for file, digest in facts.get("sha256", {}).items()}
     if table == "code":
@@ -159,7 +158,7 @@ def _missing(error: BaseException | None) -> bool:
 
 
 def _of_the_hub(config: RunConfig, data_root: Path | None) -> bool:
-    """Whether any of the data come from the hub, which may be out of reach."""
+    """Whether some data come from the hub, which may be unreachable."""
     data = config.data
     each = (data.train, *data.clients.values(), data.validation, data.test)
     return (data.task is not None and data_root is None) or any(isinstance(d, str) and is_hub(d) for d in each)
@@ -169,41 +168,41 @@ def _of_the_hub(config: RunConfig, data_root: Path | None) -> bool:
 
 
 def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> str:
-    """64 hexadecimal digits, the same for each start of one run, and for it at any place and of any length.
+    """64 hexadecimal digits, the same for every start of one run, wherever it is and however many rounds it has.
 
     Args:
-        facts: a manifest's model, code, data and threads. secret: of a private run, so that nobody can confirm a
-            guess of its data by this digest.
+        facts: a manifest's model, code, data and threads. secret: a private run's, so that nobody can use this digest
+            to confirm a guess about its data.
     """
     lasting = {}
     for table, keys in config.model_dump(mode="json", exclude_defaults=True).items():
         for name, value in (keys or {}).items():
-            key = f"{table}.{name}"  # run.rounds has a rule of its own
+            key = f"{table}.{name}"  # run.rounds is handled below
             if is_lasting(key) and key != "run.rounds" and not has_no_effect(config, key):
                 lasting[key] = placeless(value)
-    if config.train.schedule != "constant" or config.privacy is not None:  # then each round depends on their number
+    if config.train.schedule != "constant" or config.privacy is not None:  # each round then depends on their number
         lasting["run.rounds"] = config.run.rounds
     told = [lasting, facts["model"]["sha256"], facts["code"], facts["data"], facts["threads"], secret]
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
 def placeless(value: Any) -> Any:
-    """The value with absolute paths alike: what lies there is compared by its digest. The order of clients counts."""
+    """The value without absolute paths: digests compare what lies there. The order of clients counts."""
     if isinstance(value, Mapping):
         return [(name, placeless(item)) for name, item in value.items()]
     return ("a file",) if isinstance(value, str) and os.path.isabs(value) else value
 
 
 def is_lasting(key: str) -> bool:
-    """Whether a run cannot go on with another value of it; so are all hyper-parameters of a method."""
+    """Whether a run cannot continue with another value; this includes all of a method's hyper-parameters."""
     return key not in KEYS or KEYS[key].lasting == "always"
 
 
-# ---- files of one's own ----------------------------------------------------------------------------------------------
+# ---- the user's own files --------------------------------------------------------------------------------------------
 
 
 def own_paths(config: RunConfig) -> dict[str, str]:
-    """Key -> path of each file or folder of one's own: the absolute ones, as `config.located` leaves them."""
+    """Key -> path for each of the user's own files or folders: the absolute paths left by `config.located`."""
     data = config.data
     told = {
         "data.train": data.train,
@@ -216,7 +215,7 @@ def own_paths(config: RunConfig) -> dict[str, str]:
 
 
 def with_paths(config: RunConfig, new: Mapping[str, str]) -> RunConfig:
-    """The configuration with other words in place of the paths of these keys."""
+    """The configuration with these keys' paths replaced."""
     data, model, method = config.data, config.model, config.method
     parts = {part: new[f"data.{part}"] for part in ("train", "validation", "test") if f"data.{part}" in new}
     clients = {client: new.get(f"data.clients.{client}", path) for client, path in data.clients.items()}
@@ -230,16 +229,16 @@ def with_paths(config: RunConfig, new: Mapping[str, str]) -> RunConfig:
 
 
 def named(config: RunConfig) -> RunConfig:
-    """With the names of one's own files in place of where they are."""
+    """The configuration with the user's own files given by name only."""
     return with_paths(config, {key: Path(path).name for key, path in own_paths(config).items()})
 
 
 def contents(config: RunConfig) -> dict[str, str]:
-    """Key -> SHA-256 of what is there, with a file's suffix, which says how it is read; `MISSING` where nothing is.
-    Of a method that is not ours its code, by "method.name".
+    """Key -> SHA-256 of the file, plus its suffix, which decides how it is read; `MISSING` if it is not there. For an
+    external method, its code under "method.name".
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: a file cannot be read.
     """
     found = {key: _content(key, Path(path)) for key, path in own_paths(config).items()}
     code = {_CODE: _code(config.method.name)}
@@ -247,16 +246,16 @@ def contents(config: RunConfig) -> dict[str, str]:
 
 
 def digest_of(config: RunConfig, files: Mapping[str, str]) -> str:
-    """The configuration's digest with its own files known by their content, as `contents` has it. It is the
-    configuration's own where it has none."""
+    """The configuration's digest with its own files identified by content, as in `contents`. Equal to the plain digest
+    if there are none."""
     return with_paths(config, files).digest()
 
 
 def _code(method: str) -> str:
-    """Empty for a method of ours."""
+    """Empty for a built-in method."""
     try:
         code = code_of(find(method))
-    except HyperparameterError:  # said where it is to be run
+    except HyperparameterError:  # reported when the method is run
         return MISSING
     return hashlib.sha256(json.dumps(code).encode()).hexdigest() if code else ""
 
@@ -264,7 +263,7 @@ def _code(method: str) -> str:
 def _content(key: str, path: Path) -> str:
     try:
         if path.is_dir():
-            told = json.dumps(model_content(path), sort_keys=True)  # as its run's manifest has it
+            told = json.dumps(model_content(path), sort_keys=True)  # as in the run's manifest
             return hashlib.sha256(told.encode()).hexdigest()
         return f"{file_digest(path)}{path.suffix.lower()}"
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What a run was made of: versions, commit, device, and the digests of all that it reads."""
+"""Records what a run was made of: versions, commit, device, and digests of everything it reads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def manifest(
 
 
 def code_facts() -> dict[str, Any]:
-    """What this machine runs: versions of the libraries, and the commit of a checkout."""
+    """This machine's library versions, and the checkout's commit."""
     return {
         "versions": {name: installed(name) for name in ("fedlora", "torch", "transformers", "peft", "numpy")},
         "python": platform.python_version(),
@@ -65,14 +65,14 @@ def code_facts() -> dict[str, Any]:
 
 
 def _template(config: RunConfig, model: AdaptedModel) -> dict[str, str]:
-    """What stands around a language model's prompts; a classifier has none."""
+    """The template around a language model's prompts; empty for a classifier."""
     if config.model.task != "causal-lm":
         return {}
     return {"template": find_template(config.data.prompting(), model.tokenizer).name}
 
 
 def shown_rank(client: Client) -> int | str:
-    """Its rank, or its ranks as "30/200"."""
+    """Its rank, or its ranks in the form "30/200"."""
     if isinstance(client.rank, int):
         return client.rank
     in_order = sorted(client.rank, key=lambda name: not is_attention(name))
@@ -81,13 +81,13 @@ def shown_rank(client: Client) -> int | str:
 
 
 def _ranges(parts: Mapping[str, TextData]) -> list[NDArray[np.int64]]:
-    """Where each client's examples stand in all of them laid end to end."""
+    """Each client's index range when all examples are concatenated."""
     ends = np.cumsum([len(p) for p in parts.values()])
     return [np.arange(end - len(p), end) for end, p in zip(ends, parts.values(), strict=True)]
 
 
 def commit_of_code() -> dict[str, Any] | None:
-    """The commit of the checkout that this code runs from, and whether it is clean; None outside one."""
+    """The commit of the checkout this code runs from, and whether it is clean; None outside a checkout."""
     here = Path(__file__).parent
 
     def git(*args: str) -> str:
@@ -102,10 +102,10 @@ def commit_of_code() -> dict[str, Any] | None:
 
 
 def straddling(dealt: Dealt) -> dict[str, dict[str, int]]:
-    """Held-out set -> how many examples it has ("examples"), and how many of them are copies of a training text ("in
-    training") or of a validation text ("in validation"). Sets without copies are left out.
+    """Held-out set -> its number of examples ("examples"), and how many are copies of a training text ("in training")
+    or of a validation text ("in validation"). Sets without copies are left out.
 
-    Shares are drawn so that there are none; files of one's own, and a benchmark's official splits, may hold some.
+    Drawn shares have none; the user's own files, and a benchmark's official splits, may have some.
     """
     trained, chosen_by = _texts(dealt.parts.values()), _texts(dealt.validation.values())
     held = {"validation": dealt.validation, "test": dealt.test, **dealt.probes}

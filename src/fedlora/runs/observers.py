@@ -1,6 +1,6 @@
-"""Who looks at each round that a run has played, one after the other: uploads kept, the log, trackers, checkpoints.
+"""Observers that process each round a run has played, in order: kept uploads, the log, trackers, checkpoints.
 
-An observer is told of a round before anybody outside is. `seen_by_all` makes what they look at: the round's record with
+An observer is told of a round before anybody outside is. `diagnosed` makes what they look at: the round's record with
 its diagnosis, as one line of metrics.jsonl.
 """
 
@@ -35,8 +35,7 @@ from fedlora.training.metrics import is_better
 
 @dataclass(frozen=True)
 class Played:
-    """A round, as observers see it. before: the state that it began from. line: of metrics.jsonl. last: no other round
-    follows."""
+    """A round for observers. before: the state it began from. line: for metrics.jsonl. last: no other round follows."""
 
     before: RunState
     record: RoundRecord
@@ -45,16 +44,16 @@ class Played:
 
 
 class Observer(Protocol):
-    """Looks at rounds."""
+    """Processes rounds."""
 
     def see(self, played: Played) -> None:
-        """One more round."""
+        """Process one more round."""
 
 
 def diagnosed(
     prepared: Prepared, before: RunState, record: RoundRecord, *, last: bool, private: PrivateRun | None
 ) -> Played:
-    """The round with what was found of its uploads; of a private run what may be told alone."""
+    """The round with the diagnosis of its uploads; for a private run, only what may be released."""
     began = time.perf_counter()
     padded = _padded_error(prepared, before, record)
     if padded is not None:
@@ -73,8 +72,8 @@ def describe(
 ) -> dict[str, Any]:
     """A round as plain numbers: one line of metrics.jsonl.
 
-    padded_error: of zero-padded factor averaging on this round's uploads, None where it has none. gauge: what the gauge
-    check found, where the round was checked.
+    padded_error: error of zero-padded factor averaging on this round's uploads, None if not computed. gauge: the gauge
+    check's result, if the round was checked.
     """
     tally = record.state.server.tally
     judged = tally.judged if tally is not None else None
@@ -97,7 +96,7 @@ def describe(
 
 
 class Uploads:
-    """Keeps what clients sent, where run.keep_uploads asks for it."""
+    """Keeps clients' uploads as run.keep_uploads says."""
 
     def __init__(self, prepared: Prepared, folder: RunFolder) -> None:
         self._prepared, self._folder = prepared, folder
@@ -109,7 +108,7 @@ class Uploads:
 
 
 class Log:
-    """metrics.jsonl. link: of the newest round's line, or the run's identity (`RunFolder.rewind`)."""
+    """Writes metrics.jsonl. link: the newest line's, or the run's identity (`RunFolder.rewind`)."""
 
     def __init__(self, folder: RunFolder, link: str) -> None:
         self._folder, self._link = folder, link
@@ -119,7 +118,7 @@ class Log:
 
 
 class Trackers:
-    """The trackers of run.track, which know all rounds before: after a resume they are told them again."""
+    """The trackers in run.track. After a resume they get all earlier rounds again."""
 
     def __init__(
         self, prepared: Prepared, folder: RunFolder, lines: Sequence[Mapping[str, Any]], resumed: bool
@@ -137,7 +136,7 @@ class Trackers:
             tracker.log(played.record.round, numbers(played.line))
 
     def close(self, tests: Iterable[tuple[str, int, Mapping[str, float]]]) -> None:
-        """tests: of each state that was tested its name, "adapter" or "best", its round and its scores."""
+        """tests: for each tested state its name ("adapter" or "best"), round and scores."""
         tests = list(tests)
         for tracker in self._trackers:
             for name, round, scores in tests:
@@ -146,8 +145,7 @@ class Trackers:
 
 
 class Checkpoints:
-    """The newest states, as many as run.keep_checkpoints says, and the best one by validation. of: the run's
-    identity."""
+    """Keeps the run.keep_checkpoints newest states, and the best one by validation. of: the run's identity."""
 
     def __init__(self, prepared: Prepared, folder: RunFolder, of: str, lines: Sequence[Mapping[str, Any]]) -> None:
         self._run, self._metric, self._folder, self._of = prepared.config.run, prepared.metric, folder, of
@@ -167,7 +165,7 @@ class Checkpoints:
 
 
 def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, record: RoundRecord) -> None:
-    """Each accepted upload, completed by the frozen parts that it was trained with, as a PEFT directory.
+    """Write each accepted upload as a PEFT directory, completed by the frozen parts it was trained with.
 
     A round is stored as a whole or not at all.
     """
@@ -187,18 +185,18 @@ def _keep_uploads(prepared: Prepared, folder: RunFolder, before: RunState, recor
 
 
 def _padded_error(prepared: Prepared, before: RunState, record: RoundRecord) -> float | None:
-    """The error that zero-padded factor averaging would have made; None where a factor stays at home, or the server
-    keeps no uploads."""
+    """The error that zero-padded factor averaging would have made; None if a factor is not shared, or the server keeps
+    no uploads."""
     if not prepared.server.roles(before.server).both_shared or not record.uploads:
         return None
     return padded_average_error(before.server, record.uploads, record.weights)
 
 
 def _gauge(prepared: Prepared, record: RoundRecord) -> dict[str, dict[str, float]] | None:
-    """The gauge check on this round's real uploads: this run's method beside zero-padded factor averaging.
+    """The gauge check on this round's real uploads: this run's method and zero-padded factor averaging.
 
-    "float64": of the methods, on float64 copies. "as sent": of the server, on the uploads in their dtypes, and beside
-    it how far storing them in other coordinates moves the mean itself ("storing").
+    "float64": the methods on float64 copies. "as sent": the server on the uploads in their dtypes, plus how much
+    storing them in other coordinates moves the mean itself ("storing").
     """
     roles = prepared.server.roles(record.state.server)
     if not roles.both_shared or not record.uploads:

@@ -1,4 +1,4 @@
-"""Where a run goes on from: a fresh start, or the newest sound state of its folder, which is known to be its own."""
+"""Where a run starts: afresh, or from the newest sound state in its folder, verified as its own."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ log = logging.getLogger("fedlora.runs")
 
 
 def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunState, str]:
-    """The state to go on from, the newest sound checkpoint or a fresh start; and the run's identity.
+    """The state to continue from (the newest sound checkpoint, or a fresh start), and the run's identity.
 
     Raises:
-        ConfigError, CheckpointError: as `execute`.
+        ConfigError, CheckpointError: as in `execute`.
     """
     fresh = start(prepared.server, prepared.seed_adapter)
     if not folder.exists():
@@ -50,7 +50,7 @@ def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunStat
     of = _identity(prepared, folder)
     resuming.check_manifest(folder, of)
     if not folder.finished() and os.path.lexists(folder.sums):
-        log.warning("%s is missing from a finished run: its results are made again", folder.path / "summary.json")
+        log.warning("%s is missing from a finished run: its results are rebuilt", folder.path / "summary.json")
     kind = prepared.server.method.State
     loaded = checkpoint.load_newest(folder.checkpoints, RunState, kind, of=of, tell=log.warning)
     ended = folder.ended()
@@ -67,7 +67,7 @@ def opened(prepared: Prepared, folder: RunFolder, resume: bool) -> tuple[RunStat
     left = range(state.round + 1, prepared.config.run.rounds + 1)
     check_replaceable(folder, prepared.tokenizer, [client.id for client in prepared.clients], left)
     if folder.finished():
-        folder.lacking()  # raises where a file of the result is another one by now
+        folder.lacking()  # raises if a file of the result has changed
     if changed:
         resuming.settle(folder, prepared.config, prepared.manifest)
     folder.sweep()
@@ -81,32 +81,32 @@ def _identity(prepared: Prepared, folder: RunFolder) -> str:
 
 
 def _check_best(prepared: Prepared, folder: RunFolder, of: str, lines: Sequence[Mapping[str, Any]]) -> None:
-    """checkpoints/best/ has the best state of these rounds; where it has not, it gets the one in checkpoints/.
+    """Ensure that checkpoints/best/ has the best state of these rounds; if not, copy it from checkpoints/.
 
     Raises:
-        CheckpointError: neither of them has it.
+        CheckpointError: neither has it.
     """
     metric, kind = prepared.metric, prepared.server.method.State
     best = best_line(metric, lines)
     if best is None:
         return
     round, why = best["round"], "none is there"
-    checkpoint.newest_round(folder.best_checkpoint)  # where a directory has its place, it cannot be put back
+    checkpoint.newest_round(folder.best_checkpoint)  # raises if a directory blocks its place
     try:
         found = checkpoint.load_newest(folder.best_checkpoint, RunState, kind, of=of, tell=log.warning)
-        if found is not None and (found[0] == round or found[0] > len(lines)):  # a later one is made again, as it was
+        if found is not None and (found[0] == round or found[0] > len(lines)):  # a later one will be made again
             return
-        why = why if found is None else f"that of round {found[0]} is there"
+        why = why if found is None else f"it has that of round {found[0]}"
     except CheckpointError as error:
         why = str(error)
     said = f"{folder.best_checkpoint}/ lacks the state of round {round}, the best one so far by {metric} ({why})"
     found = checkpoint.load_newest(folder.checkpoints, RunState, kind, of=of, upto=round, tell=log.warning)
     if found is None or found[0] != round:
         raise CheckpointError(f"{said}, and checkpoints/ no longer has it. Restore it, or choose another --out.")
-    log.warning("%s: it is taken from checkpoints/", said)
+    log.warning("%s: taking it from checkpoints/", said)
     checkpoint.save(folder.best_checkpoint, round, found[1], of=of, keep=1)
 
 
 def best_line(metric: str, lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The line of the best round by validation; None where none was measured."""
+    """The line of the best round by validation; None if no round was measured."""
     return best_of(metric, [line for line in lines if line["metrics"]], lambda line: line["metrics"][metric])

@@ -22,8 +22,8 @@ __all__ = ["plot_audit", "plot_overlaps", "plot_ranks", "plot_run"]
 
 
 def plot_run(folder: RunFolder) -> list[Path]:
-    """metric.png, spectrum.png and bytes.png of a run, with a robust rule defence.png too, into its plots/. Returns
-    what was written."""
+    """Draw a run's metric.png, spectrum.png and bytes.png, and for a robust rule defence.png, into plots/. Returns the
+    files written."""
     lines, summary = folder.metrics(), folder.read_json("summary.json")
     manifest = folder.read_json("manifest.json")
     ranks = manifest["clients"]
@@ -31,7 +31,7 @@ def plot_run(folder: RunFolder) -> list[Path]:
     figures, attackers = {}, (summary.get("attack") or {}).get("clients", ())
     judged = [line for line in lines if line.get("defence")]
     with plt.rc_context(LETTERS):
-        if lines[0]["bytes"]:  # not of a private run
+        if lines[0]["bytes"]:  # empty for a private run
             figures["bytes"] = _bytes(lines)
         if any("singular_values" in facts for facts in summary["diagnostics"].values()):
             figures["spectrum"] = _spectrum(summary)
@@ -39,16 +39,16 @@ def plot_run(folder: RunFolder) -> list[Path]:
         metric = _metric(lines, summary, ranks, chance)
         if judged:
             figures["defence"] = _defence(judged, attackers)
-        figures["metric"] = metric  # the last: where it is, all are
+        figures["metric"] = metric  # written last: if it exists, all do
     if attack := summary.get("attack"):
         for figure in figures.values():
             under_attack(figure, in_words(attack, len(ranks)))
-    with plt.rc_context(LETTERS):  # marks at the axes are made when it is drawn
+    with plt.rc_context(LETTERS):  # tick labels are created when drawing
         return [saved(figure, folder.plots / f"{name}.png") for name, figure in figures.items()]
 
 
 def plot_ranks(profiles: Mapping[str, Mapping[RankType, int]], path: Path) -> Path:
-    """How many clients of which rank, a panel for each profile."""
+    """The number of clients of each rank, one panel per profile."""
     with plt.rc_context(LETTERS):
         columns = min(2, len(profiles))
         rows = -(-len(profiles) // columns)
@@ -70,7 +70,7 @@ def plot_ranks(profiles: Mapping[str, Mapping[RankType, int]], path: Path) -> Pa
 
 
 def plot_overlaps(names: Sequence[str], overlaps: Mapping[str, Sequence[Sequence[float]]], path: Path) -> Path:
-    """Heat maps of how much adapters' column spaces share: the mean over modules, and below the pairs by module."""
+    """Heat maps of the column space that adapters share: the mean over modules, and below each pair by module."""
     with plt.rc_context(LETTERS):
         count = len(names)
         pairs = [(i, j) for i in range(count) for j in range(i)]
@@ -101,7 +101,7 @@ def plot_overlaps(names: Sequence[str], overlaps: Mapping[str, Sequence[Sequence
 def _metric(
     lines: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], ranks: Mapping[str, int], chance: float | None
 ) -> Figure:
-    """Above the held-out score by rounds, with the test scores and what guessing scores; below the clients' losses."""
+    """Above, the held-out score by round with test scores and chance level; below, the clients' losses."""
     metric, clients = summary["metric"], sorted({client for line in lines for client in line["losses"]})
     figure: Figure
     figure, axes = plt.subplots(1 + bool(clients), 1, figsize=(WIDE, 4.2 * (1 + bool(clients))), layout="constrained")
@@ -124,14 +124,14 @@ def _metric(
     upper.set(xlabel="round", ylabel=words(metric))
     upper.set_title(f"{summary['method']}: held-out {words(metric)} ({summary['target']})")
     upper.legend()
-    if not clients:  # a private run tells of none
+    if not clients:  # a private run reports none
         return gridded(figure, upper)
     _losses(axes[1], lines, clients, ranks)
     return gridded(figure, upper, axes[1])
 
 
 def _losses(axis: Any, lines: Sequence[Mapping[str, Any]], clients: Sequence[str], ranks: Mapping[str, int]) -> None:
-    """A line a client; few enough of them are named at its end, below the picture."""
+    """One line per client; if there are few, a legend below the picture names them."""
     few = len(clients) <= 10
     for k, client in enumerate(clients):
         points = [(line["round"], line["losses"].get(client)) for line in lines]
@@ -151,10 +151,10 @@ _RANKS |= {"rank": ("rank of the update", COLOURS[0], 0.25)}
 
 
 def _spectrum(summary: Mapping[str, Any]) -> Figure:
-    """The singular values, a line a module; below the ranks by module, or one line where these are all the same."""
+    """Singular values, one line per module; below, the ranks by module, or one line of text if they are all equal."""
     diagnostics = summary["diagnostics"]
     known = {key: [f.get(key) for f in diagnostics.values()] for key in _RANKS}
-    known = {key: values for key, values in known.items() if None not in values}  # else not counted
+    known = {key: values for key, values in known.items() if None not in values}  # None: not counted
     alike = all(len(set(values)) == 1 for values in known.values())
     heights = [4.4] if alike else [4.4, 1.4 + 0.24 * len(diagnostics)]
     figure: Figure
@@ -169,7 +169,7 @@ def _spectrum(summary: Mapping[str, Any]) -> Figure:
             linewidth=3 if first_or_last else 1.2, label=short(name) if first_or_last else None,
         )  # fmt: skip
     upper.set(xlabel="component", ylabel="singular value")
-    upper.set_title("spectrum of the server's update, a line a module")
+    upper.set_title("spectrum of the server's update, one line per module")
     upper.legend(title="first and last module")
     upper.grid(alpha=0.3)
     if alike:
@@ -190,29 +190,29 @@ def _spectrum(summary: Mapping[str, Any]) -> Figure:
 
 
 def _bytes(lines: Sequence[Mapping[str, Any]]) -> Figure:
-    """What travels: a column a round, in its parts."""
+    """Bytes sent, one column per round, stacked by part."""
     parts = [key for key in lines[0]["bytes"] if key != "total" and any(line["bytes"][key] for line in lines)]
     figure: Figure
     figure, axis = plt.subplots(figsize=(WIDE, 4.6), layout="constrained")
     rounds, base = [line["round"] for line in lines], [0.0] * len(lines)
     for part, colour in zip(parts, COLOURS, strict=False):
         size = [line["bytes"][part] / 1e6 for line in lines]
-        label = f"{part.replace('_', ', ')}, {sum(size) / len(size):.3g} MB a round"
+        label = f"{part.replace('_', ', ')}, {sum(size) / len(size):.3g} MB per round"
         axis.bar(rounds, size, bottom=base, color=colour, width=0.7, label=label)
         base = [b + s for b, s in zip(base, size, strict=True)]
-    axis.set(xlabel="round", ylabel="MB, all clients together", title="what travels (tensor bytes)")
+    axis.set(xlabel="round", ylabel="MB, all clients together", title="bytes sent (tensors)")
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
     return gridded(figure, axis)
 
 
-_ROWS = 40  # clients of a heat map
+_ROWS = 40  # most clients in a heat map
 
 
 def _defence(lines: Sequence[Mapping[str, Any]], attackers: Collection[str]) -> Figure:
-    """What a robust rule did: above to the last round's clients, below to all in each round, a row each. attackers: who
-    lies on purpose."""
+    """What a robust rule did: above, to the last round's clients; below, to all clients by round, one row each.
+    attackers: those who lie on purpose."""
     names = sorted({name for line in lines for name in line["defence"]["clients"]})
-    if len(names) > _ROWS:  # those that it took most from
+    if len(names) > _ROWS:  # show those whose weight it reduced most
         total = {n: sum(_multiplier(line, n) or 0.0 for line in lines) for n in names}
         names = sorted(sorted(names, key=lambda name: (total[name], name))[:_ROWS])
     heights = [6.4, max(3.6, 2.2 + 0.24 * len(names))]
@@ -231,13 +231,13 @@ def _defence(lines: Sequence[Mapping[str, Any]], attackers: Collection[str]) -> 
     lower.set_xticks(range(0, len(lines), every), [str(line["round"]) for line in lines][::every])
     lower.set(xlabel="round")
     lower.set_title(lines[-1]["defence"]["rule"])
-    figure.colorbar(image, ax=lower, location="bottom", label="what a change counts for, of its weight (2: or more)")
+    figure.colorbar(image, ax=lower, location="bottom", label="weight of a change after the rule / before (2: or more)")
     return figure
 
 
 def _plane(axis: Any, line: Mapping[str, Any], names: Sequence[str]) -> None:
     """A round's clients as points in the plane of their changes' two leading directions, with the plain and the robust
-    mean. names: of the rows below, whose numbers stand in the points."""
+    mean. names: of the rows below; their numbers label the points."""
     judged, clients = line["defence"], line["defence"]["clients"]
     for name, one in clients.items():
         out, held = one["after"] == 0, one["after"] < 0.95 * one["before"]
@@ -258,7 +258,7 @@ def _plane(axis: Any, line: Mapping[str, Any], names: Sequence[str]) -> None:
     axis.axis("equal")
     axis.grid(alpha=0.3)
     axis.set(xlabel="first direction of the changes", ylabel="second direction")
-    share = f"{judged['in_plane']:.0%} of all squared norms is in this plane"
+    share = f"this plane holds {judged['in_plane']:.0%} of all squared norms"
     axis.set_title(f"round {line['round']}: {share}", fontsize=11)
 
 

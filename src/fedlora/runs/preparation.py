@@ -1,4 +1,4 @@
-"""A configuration made real: the data read and dealt out, the model loaded, the server and its clients put together."""
+"""Turns a configuration into a run: reads and distributes data, loads the model, builds server and clients."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedlora.runs.checks import (
     check_task,
     planned_privacy,
 )
-from fedlora.runs.client_data import Dealt
+from fedlora.runs.client_data import Dealt, Keep
 from fedlora.runs.config import RunConfig
 from fedlora.runs.exported import named
 from fedlora.runs.inputs import dealt_out
@@ -52,11 +52,11 @@ log = logging.getLogger("fedlora.runs")
 class Prepared:
     """All parts of a run, loaded and checked.
 
-    parts: client -> its training data. workers: who trains, and how many clients at a time. processes: how many do the
-    work, see `crew`. adversary: the clients that lie, None where nobody does. manifest: what is told of the run; of a
-    private one without what is known of clients' data, which is in `secrets`. test: on the test data; probes: further
-    test sets by name ("unseen", "validation_mismatched"), measured at the end only. samples: held-out prompts of a
-    language model whose answers are kept, before and after.
+    parts: client -> its training data. workers: train the clients, one or several at a time. processes: how many do the
+    work, see `crew`. adversary: the lying clients, or None. manifest: the run's public record; for a private run, facts
+    about clients' data are in `secrets` instead. test: on the test data; probes: further test sets by name ("unseen",
+    "validation_mismatched"), measured only at the end. samples: held-out prompts whose answers by a language model are
+    kept, before and after.
 
     Example:
         >>> prepared = prepare(load_config(Path("config.toml")))
@@ -86,16 +86,18 @@ class Prepared:
     secrets: Mapping[str, Any] | None = None
 
 
-def prepare(config: RunConfig, data_root: Path | None = None, label_names: Sequence[str] = ()) -> Prepared:
+def prepare(
+    config: RunConfig, data_root: Path | None = None, label_names: Sequence[str] = (), keep: Keep | None = None
+) -> Prepared:
     """Read the data, deal it out, load the model. Nothing is written.
 
     Args:
         data_root: where the files of `data.task` are. Not part of the configuration: it says where, not what.
         label_names: the classes of a run that is gone on with, `stored_classes` of its folder. By default data.labels,
-            or all that occur.
+            or all that occur. keep: as `deal` has it.
 
     Raises:
-        ConfigError, DataError, HyperparameterError: what cannot be run as written.
+        ConfigError, DataError, HyperparameterError: the configuration cannot be run as written.
 
     Example:
         >>> prepared = prepare(load_config(Path("config.toml")))
@@ -108,13 +110,12 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
         torch.set_num_threads(threads)
     check_trackers(config.run.track)
     config.model.check_targets(config.lora.targets)
-    check_task(config)
-    data, adversary = _data(config, data_root, label_names)
+    data, adversary = _data(config, data_root, label_names, keep)
     parts = data.parts
     a_round = len(sample_clients(list(parts), config.run.participation, seed=0, round=0))
     processes = config.run.processes(config.model.chosen_device(), a_round)
     check_processes(config, processes)
-    labels, device = next(iter(parts.values())).label_names, "cpu" if processes > 1 else None  # each moves its own
+    labels, device = next(iter(parts.values())).label_names, "cpu" if processes > 1 else None  # processes move copies
     model = config.model.load(config.lora, labels, config.run.seed, device=device)
     clients, seed_adapter, spec = _start(config, model, list(parts))
     if config.privacy is not None:
@@ -147,8 +148,11 @@ def prepare(config: RunConfig, data_root: Path | None = None, label_names: Seque
     )
 
 
-def _data(config: RunConfig, data_root: Path | None, label_names: Sequence[str]) -> tuple[Dealt, Adversary | None]:
-    data, adversary = dealt_out(config, data_root, label_names)
+def _data(
+    config: RunConfig, data_root: Path | None, label_names: Sequence[str], keep: Keep | None
+) -> tuple[Dealt, Adversary | None]:
+    check_task(config)
+    data, adversary = dealt_out(config, data_root, label_names, keep)
     if config.data.task == "mnli" and not data.probes:
         log.warning(
             "data.task = 'mnli' from --data-root has one test set, matched or mixed: whichever the file holds. "
@@ -159,7 +163,7 @@ def _data(config: RunConfig, data_root: Path | None, label_names: Sequence[str])
 
 
 def _start(config: RunConfig, model: AdaptedModel, names: list[str]) -> tuple[tuple[Client, ...], Adapter, AdapterSpec]:
-    """The clients with their ranks, and what all of them start from."""
+    """The clients with their ranks, and their common start."""
     types = config.clients.assigned(names, config.run.seed)
     largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
     seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
@@ -170,9 +174,9 @@ def _start(config: RunConfig, model: AdaptedModel, names: list[str]) -> tuple[tu
 def _checked_target(
     config: RunConfig, server: Server, seed_adapter: Adapter, clients: Sequence[Client], parts: Mapping[str, TextData]
 ) -> Target:
-    """What is measured, "auto" resolved; of a server that can serve these clients."""
+    """The evaluation target, with "auto" resolved, after checking that the server can serve these clients."""
     initial = server.init(seed_adapter)
-    for client in clients:  # a method that cannot serve these ranks says so now, not after the first round
+    for client in clients:  # a method that cannot serve these ranks raises now, not after the first round
         server.download(initial, client)
     target = config.evaluate.target
     if target == "auto":
@@ -192,7 +196,7 @@ def _train_settings(config: RunConfig, template: str | None) -> TrainSettings:
 
 @dataclass(frozen=True, eq=False)
 class _Measuring:
-    """What measures a run. template: of a language model's prompts. ends: the tokens that end its answers."""
+    """A run's evaluators. template: for a language model's prompts. ends: the tokens that end its answers."""
 
     template: str | None
     ends: tuple[int, ...]
@@ -206,7 +210,7 @@ class _Measuring:
     ) -> _Measuring:
         template: str | None = None
         ends: tuple[int, ...] = ()
-        if config.model.task == "causal-lm":  # what cannot be asked is said before training, not after it
+        if config.model.task == "causal-lm":  # fail before training, not after it
             template = config.data.prompting()
             ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
 
@@ -223,7 +227,7 @@ class _Measuring:
         )  # fmt: skip
 
     def cut(self) -> dict[str, Any]:
-        """Set -> what of it was cut to data.max_length."""
+        """Set -> how much of it was cut to data.max_length."""
         each = {"validation": self.validation, "test": self.test, **self.probes}
         found = {name: evaluator.cut() for name, evaluator in each.items() if evaluator is not None}
         return {name: {how: asdict(cut) for how, cut in cuts.items()} for name, cuts in found.items() if cuts}
@@ -233,7 +237,7 @@ def _facts(
     config: RunConfig, data: Dealt, clients: tuple[Client, ...], model: AdaptedModel, server: Server, target: Target,
     adversary: Adversary | None, trainer: LocalTrainer, measuring: _Measuring,
 ) -> dict[str, Any]:  # fmt: skip
-    """The manifest, and what only a run that is prepared knows."""
+    """The manifest, plus facts that are known only after preparation."""
     return {
         **manifest(config, data, clients, model, server.method),
         "evaluation_target": target,
@@ -246,7 +250,7 @@ def _facts(
 
 
 def _samples(config: RunConfig, data: Dealt) -> TextData | None:
-    """Held-out prompts whose answers are kept: of the test data, or of validation where there are none."""
+    """Held-out prompts whose answers are kept: from the test data, or from validation if there are none."""
     if config.model.task != "causal-lm":
         return None
     held = [list(sets.values()) for sets in (data.test, data.validation)]
@@ -255,7 +259,7 @@ def _samples(config: RunConfig, data: Dealt) -> TextData | None:
 
 
 def draw_samples(sets: Sequence[TextData], count: int, seed: int) -> TextData | None:
-    """`count` examples of the held-out sets, drawn by the seed: fewer where there are fewer, None of none."""
+    """`count` examples from the held-out sets, drawn by the seed; fewer if there are fewer, None if there are none."""
     filled = [data for data in sets if len(data)]
     if not filled or not count:
         return None
@@ -265,7 +269,7 @@ def draw_samples(sets: Sequence[TextData], count: int, seed: int) -> TextData | 
 
 
 def _cut(seed_adapter: Adapter, clients: Sequence[Client]) -> Adapter:
-    """The common start at the largest rank that any client has of each module."""
+    """The common start, cut to the largest rank that any client has in each module."""
     ranks = [client.ranks(seed_adapter.modules) for client in clients]
     modules = {}
     for name, lora in seed_adapter.modules.items():

@@ -1,4 +1,4 @@
-"""The table [privacy] of a run's configuration: what one client may change, and where that is charged."""
+"""The table [privacy] in a run's configuration: the limit on one client's influence, and where it is charged."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from fedlora.training.settings import Key, Positive, Section
 
 Above = Annotated[float, Field(gt=0)]
 
-SIMULATED = "SIMULATED clients of one run of an experiment on public data"  # a population: `private_simulation`
+SIMULATED = "SIMULATED clients of one run of an experiment on public data"  # a population's name: `private_simulation`
 
 
 class PrivacySection(Section):
     """Differential privacy of what is released; the unit is one client, and the server is trusted.
 
-    docs/how-to/privacy.md says what it promises.
+    docs/how-to/privacy.md explains the guarantee.
 
-    clip: C, the largest norm of one client's change in a round, over all modules and heads together; what is larger is
-    scaled down to it. noise_multiplier: z, the noise in units of what one client can do; or in its place epsilon: what
-    all run.rounds together may cost at `delta`, from which z is computed. delta: the chance with which that may fail.
-    sampling: "all" clients in every round, or "poisson": each with chance run.participation, drawn secretly. shape:
-    changes are summed whole ("full"), in `dims` directions of the output side ("left"), or of both ("two-sided"). dims:
-    how many, where the shape is not "full". rank: R of the server's update (default: the largest client's).
-    most_examples: a client counts min(n_i, most_examples) / most_examples; without it all count alike. population: a
-    name for these clients, and ledger: the file where all runs on them are charged; keep it. budget: most epsilon that
-    all of them together may ever spend at `delta`. The ledger's first run writes it there (default: what that run needs
-    by itself), and later ones are held to it: `fedlora privacy LEDGER --budget` sets another. Later it is a limit of
-    this run alone, below the ledger's.
+    clip: C, the largest norm of one client's change in a round, over all modules and heads together; larger changes are
+    scaled down to it. noise_multiplier: z, the noise relative to one client's largest effect; or instead epsilon: the
+    cost of all run.rounds together at `delta`, from which z is computed. delta: the probability that the guarantee
+    fails. sampling: "all" clients in every round, or "poisson": each with chance run.participation, drawn secretly.
+    shape: sum changes whole ("full"), in `dims` directions of the output side ("left"), or of both ("two-sided"). dims:
+    their number, if the shape is not "full". rank: R of the server's update (default: the clients' largest).
+    most_examples: a client counts min(n_i, most_examples) / most_examples; without it all count equally. population: a
+    name for these clients, and ledger: the file where all runs on them are charged; keep it. budget: the most epsilon
+    that all these runs together may ever spend at `delta`. The ledger's first run writes it there (default: what that
+    run alone needs), and later runs are held to it: `fedlora privacy LEDGER --budget` sets another. In later runs it is
+    a limit for that run only, below the ledger's.
     """
 
     clip: Above
@@ -42,7 +42,7 @@ class PrivacySection(Section):
     delta: Annotated[float, Field(gt=0, lt=1)]
     population: Annotated[str, Field(min_length=1, max_length=200)]
     ledger: Annotated[str, Field(min_length=1)]
-    budget: Annotated[Above | None, Key(lasting="never")] = None  # of the population: the ledger has its own
+    budget: Annotated[Above | None, Key(lasting="never")] = None  # the population's; the ledger has its own
     sampling: Literal["all", "poisson"] = "all"
     shape: Shape = "full"
     dims: Positive | None = None
@@ -53,22 +53,22 @@ class PrivacySection(Section):
     def _one_of_two(self) -> PrivacySection:
         if (self.noise_multiplier is None) == (self.epsilon is None):
             raise ValueError(
-                "give either privacy.epsilon (what all rounds together may cost) or privacy.noise_multiplier"
+                "give either privacy.epsilon (the cost of all rounds together) or privacy.noise_multiplier"
             )
         if self.epsilon is not None and self.budget is not None and self.budget < self.epsilon:
             raise ValueError(
-                f"privacy.budget = {self.budget:g} covers all runs together, and this one alone plans to spend "
+                f"privacy.budget = {self.budget:g} covers all runs together, but this one alone plans to spend "
                 f"privacy.epsilon = {self.epsilon:g}"
             )
         if (self.shape == "full") != (self.dims is None):
             raise ValueError(
-                f"privacy.dims is how many directions privacy.shape = 'left' or 'two-sided' keep; shape is "
+                f"privacy.dims is the number of directions that privacy.shape = 'left' or 'two-sided' keep; shape is "
                 f"{self.shape!r} and dims {self.dims}"
             )
         return self
 
     def multiplier(self, rounds: int, participation: float) -> float:
-        """z: as given, or for that epsilon. Needs the extra `privacy`."""
+        """z: as given, or for the given epsilon. Needs the extra `privacy`."""
         from fedlora.privacy.accounting import noise_multiplier_for
 
         if self.noise_multiplier is not None:
@@ -76,25 +76,25 @@ class PrivacySection(Section):
         return noise_multiplier_for(self.epsilon or 0.0, rounds, self.delta, self.chance(participation))
 
     def cost(self, rounds: int, participation: float) -> float:
-        """Epsilon of all rounds of this run by itself."""
+        """Epsilon for all rounds of this run alone."""
         from fedlora.privacy.accounting import epsilon
 
         z = self.multiplier(rounds, participation)
         return epsilon(z, rounds, self.delta, self.chance(participation))
 
     def chance(self, participation: float) -> float:
-        """q."""
+        """q, a client's chance to take part in a round."""
         return participation if self.sampling == "poisson" else 1.0
 
     def most(self, rounds: int, participation: float) -> Budget:
-        """What the population may have spent when this run is over, where its ledger does not say."""
+        """The population's budget at the end of this run, if its ledger does not have one."""
         return Budget(self.budget or self.epsilon or self.cost(rounds, participation) * (1 + 1e-9), self.delta)
 
     def limit(self, ledger: Ledger, rounds: int, participation: float) -> Budget | None:
-        """What to charge with: this run's own limit beside the ledger's; None: the ledger's alone.
+        """The limit to charge with: this run's own, below the ledger's; None: only the ledger's.
 
         Raises:
-            BudgetSpent: privacy.budget is more than the ledger says. LedgerError: it cannot be read.
+            BudgetSpent: privacy.budget exceeds the ledger's. LedgerError: the ledger cannot be read.
         """
         recorded = ledger.budget()
         if recorded is None:
@@ -102,9 +102,9 @@ class PrivacySection(Section):
         own = None if self.budget is None else Budget(self.budget, self.delta)
         if own is not None and own.delta == recorded.delta and own.epsilon > recorded.epsilon:
             raise BudgetSpent(
-                f"privacy.budget = {own.epsilon:g}, and the ledger {ledger.path.name} says that its population may "
+                f"privacy.budget = {own.epsilon:g}, but by the ledger {ledger.path.name} its population may "
                 f"spend {recorded.epsilon:g} in all. Raising that is a decision that stays in the ledger: fedlora "
-                f"privacy {ledger.path.name} --budget {own.epsilon:g} --delta {own.delta:g} --because '...'. Else "
+                f"privacy {ledger.path.name} --budget {own.epsilon:g} --delta {own.delta:g} --because '...'. Otherwise "
                 f"leave privacy.budget out: the ledger's own counts."
             )
         return own
@@ -112,7 +112,7 @@ class PrivacySection(Section):
     def build(
         self, releases: Releases, *, clients: Sequence[str], largest: int, rounds: int, participation: float, seed: int
     ) -> Privacy:
-        """For these clients, the largest of that rank. seed: of the public directions."""
+        """The privacy parameters for these clients. largest: their largest rank. seed: for the public directions."""
         return Privacy(
             clip=self.clip, noise_multiplier=self.multiplier(rounds, participation),
             geometry=Geometry(self.shape, self.dims or 0), clients=tuple(clients), rank=self.rank or largest,
@@ -121,7 +121,7 @@ class PrivacySection(Section):
 
 
 def with_private_server(raw: Any) -> Any:
-    """A configuration's tables in which [privacy], where it is there, has set what nobody set in [server]."""
+    """A configuration's tables, with [privacy]'s defaults for keys that [server] does not set."""
     if not isinstance(raw, dict) or not isinstance(raw.get("privacy"), dict):
         return raw
     server = raw.get("server", {})

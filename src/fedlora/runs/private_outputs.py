@@ -1,8 +1,8 @@
-"""What a private run writes: what `fedlora.privacy.released` lets out of its configuration, manifest, metrics and
-summary.
+"""What a private run writes: the parts of configuration, manifest, metrics and summary that `fedlora.privacy.released`
+permits.
 
-A name that is not on the list is not written. Where readers of these files expect a table it stays, empty: an empty
-table says nothing. Held-out examples are public in a private run: `checks` refuses others.
+A name that is not on the list is not written. A table that readers of these files expect stays, but empty, which
+reveals nothing. Held-out examples are public in a private run: `checks` refuses others.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ WITHHELD = "withheld"
 
 
 def shown_config(config: RunConfig) -> RunConfig:
-    """What everybody may read of a configuration: itself; of a private run without the names of clients' files, which
-    can say who somebody is and what is in there. The run's folder, its card and trackers have this one, and its digest;
-    the whole one is in RUN/private."""
+    """The public part of a configuration: all of it; for a private run, without the names of clients' files, which may
+    identify people or reveal content. The run's folder, card and trackers get this version, and its digest; the
+    complete one is in RUN/private."""
     if config.privacy is None:
         return config
     theirs = {f"data.clients.{client}": WITHHELD for client in config.data.clients}
@@ -32,19 +32,19 @@ def shown_config(config: RunConfig) -> RunConfig:
 
 
 def public_manifest(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest without what is known of clients' data: counts, classes, digests, how much was cut or is copied."""
+    """A manifest without facts about clients' data: counts, classes, digests, how much was cut or copied."""
     told = filtered("manifest.json", facts, public=True, blank=True)
     return {**told, "data": {**told["data"], "label_counts": None}}
 
 
 def private_line(line: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of metrics.jsonl. privacy: what has been spent."""
+    """A line for metrics.jsonl. privacy: the spending so far."""
     return filtered("metrics.jsonl", {**line, "privacy": privacy}, public=True, blank=True)
 
 
 def private_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:
-    """A summary.json. withheld: the names of this list that no private run tells, by file: what is null or empty under
-    one of them was withheld, whatever there was."""
+    """A summary.json. Its entry `withheld` lists, by file, the names that private runs never report: a null or empty
+    value under one of them was withheld, whatever it was."""
     withheld = {
         place: [item.name for item in items(place) if item.fate == "dropped"]
         for place in ("manifest.json", "metrics.jsonl", "summary.json")
@@ -54,8 +54,8 @@ def private_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> d
 
 
 def without_times(folder: RunFolder, config: RunConfig) -> None:
-    """Where clients are drawn secretly: all of the run that may leave says the same time of change, also the secret
-    folders themselves. How long the run took tells how often a slow client was drawn."""
+    """With secretly drawn clients, give all releasable files and the secret folders the same modification time: a run's
+    duration reveals how often a slow client was drawn."""
     if config.privacy is None or config.privacy.sampling == "all":
         return
     for entry in [*folder.path.iterdir(), folder.path]:

@@ -1,13 +1,13 @@
-"""A run's noised sums on disk: each written and charged before anything leaves, and read again after a kill.
+"""A run's noised sums on disk: written and charged before anything leaves, and read again after a kill.
 
-RUN/private/    for the server alone (mode 700): nothing of it may be handed out
-    run.json        the run's id in the ledger, and a secret that its files' identity is made with
-    config.json     the configuration, with the paths of clients' data, which RUN/config.json has not
-    content.json    digests and sizes of clients' data, which a resume compares
-    sample.json     who was drawn for the round that is being played (privacy.sampling = "poisson"): of this folder
-                    alone, as `fedlora.privacy.outside` knows it
+RUN/private/    for the server only (mode 700): none of it may be handed out
+    run.json        the run's id in the ledger, and a secret for its files' identity
+    config.json     the configuration with the paths of clients' data, which RUN/config.json lacks
+    content.json    digests and sizes of clients' data, compared on resuming
+    sample.json     who was drawn for the round being played (privacy.sampling = "poisson"); valid only in this folder,
+                    as recorded by `fedlora.privacy.outside`
     journal/        the noised sums
-    log             what became of single clients: who failed or was refused, and why
+    log             events about single clients: who failed or was refused, and why
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedlora.server.private_options import Releases
 
 
 class Planned(Releases):
-    """Of a server that is only planned or checked: nothing was released, and nothing can be."""
+    """For a server that is only planned or checked: nothing was released, and nothing can be."""
 
     def stored(self, round: int, context: str) -> Tensor | None:
         return None
@@ -49,7 +49,7 @@ class Planned(Releases):
 
 @dataclass(frozen=True)
 class OnDisk(Releases):
-    """Of a run in its folder. rounds, delta: of its plan. budget: of the population."""
+    """For a run in its folder. rounds, delta: its plan's. budget: the population's."""
 
     folder: Path
     run: str
@@ -80,7 +80,7 @@ class OnDisk(Releases):
                 names = [str(client) for client in found["clients"]]
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise CheckpointError(
-                    f"{path} is damaged ({error}): it says whom round {round} drew, and must not change. Restore "
+                    f"{path} is damaged ({error}): it records whom round {round} drew, and must not change. Restore "
                     f"it, or begin another run."
                 ) from error
             if was == (round, context):
@@ -95,12 +95,12 @@ class OnDisk(Releases):
             self._forget_draw()
         _secret(self.folder)
         draw = Outside("draws", secrets.token_hex(8), self.ledger.state)
-        draw.write(self.folder)  # before the draw is stored: killed between, it was never used
+        draw.write(self.folder)  # before storing the draw: if killed between, the draw was never used
         files.write(path, json.dumps({"round": round, "context": context, "clients": list(drawn), "draw": draw.id}))
         return drawn
 
     def _forget_draw(self) -> None:
-        """The sum is made, and nobody goes on with its draw."""
+        """The sum is made, so nothing needs its draw any more."""
         path = self.folder / "sample.json"
         if path.is_file():
             draw = Outside("draws", str(json.loads(path.read_bytes())["draw"]), self.ledger.state)
@@ -108,7 +108,7 @@ class OnDisk(Releases):
             draw.remove()
 
     def note(self, round: int, client: str, what: str) -> None:
-        """A line of the log: `Privacy.diary`. Where it cannot be written the run goes on: that it ended would tell."""
+        """Append a line to the log: `Privacy.diary`. If writing fails, the run continues: stopping would reveal it."""
         about = f"{shown(client)} does not count: " if client else ""
         line = f"round {round}: {about}{shown(what, 1000)}\n".encode("utf-8", "backslashreplace")
         with suppress(OSError):
@@ -120,59 +120,58 @@ class OnDisk(Releases):
                 os.close(descriptor)
 
     def event(self, round: int, mechanism: Mechanism, size: int, sampling: float) -> Event:
-        """What the ledger is charged for one round."""
+        """The ledger's charge for one round."""
         return Event.of(
             mechanism, size, run=self.run, round=round, sampling=sampling, rounds=self.rounds, delta=self.delta
         )
 
     def check_budget(self, mechanism: Mechanism, size: int, sampling: float) -> None:
-        """Raises `BudgetSpent` where all rounds of a fresh run would pass the budget."""
+        """Raise `BudgetSpent` if all rounds of a fresh run would exceed the budget."""
         self.ledger.check(self.event(1, mechanism, size, sampling), self.budget, self.rounds)
 
     def was_charged(self, round: int) -> bool:
-        """Whether the ledger holds that round of this very run."""
+        """Whether the ledger holds that round of this run."""
         return any((c.event.run, c.event.round) == (self.run, round) for c in self.ledger.events())
 
     def check_charged(self, done: int) -> None:
-        """Raises `CheckpointError` unless the ledger holds every round that is done."""
+        """Raise `CheckpointError` unless the ledger holds every finished round."""
         lacks = sorted(set(range(1, done + 1)) - set(self.journal.charged()))
         if lacks:
             raise CheckpointError(
                 f"{len(lacks)} released rounds of this run (such as round {lacks[0]}) are missing from the ledger "
-                f"that privacy.ledger names: it is another file, or an old copy. Name the one that they were "
-                f"charged to."
+                f"that privacy.ledger names: it is another file, or an old copy. Name the one they were charged to."
             )
 
 
 def private_folder(folder: RunFolder) -> Path:
-    """RUN/private, which like RUN/checkpoints is for this user only."""
+    """RUN/private, which like RUN/checkpoints is readable by this user only."""
     path = folder.path / "private"
-    for secret in (path, folder.checkpoints):  # these say who took part
+    for secret in (path, folder.checkpoints):  # both reveal who took part
         _secret(secret)
     return path
 
 
 def _secret(folder: Path) -> None:
-    """Make it, for this user alone."""
+    """Create the folder, for this user only."""
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o700)
 
 
 def begin(folder: RunFolder, content: Mapping[str, Any]) -> None:
-    """A new private run: its id, and the facts about clients' data. Before the folder has a manifest."""
+    """Store a new private run's id, and facts about clients' data, before the folder has a manifest."""
     home = private_folder(folder)
-    if not (home / "run.json").is_file():  # there after a kill, or where somebody took the manifest away
+    if not (home / "run.json").is_file():  # exists after a kill, or if somebody removed the manifest
         files.write(home / "run.json", json.dumps({"run": secrets.token_hex(8), "secret": secrets.token_hex(16)}))
     files.write(home / "content.json", json.dumps(content, sort_keys=True))
 
 
 def keep_config(folder: RunFolder, config: str) -> None:
-    """The whole configuration, of which the run's folder shows a part."""
+    """Store the complete configuration, of which the run's folder shows a part."""
     files.write(private_folder(folder) / "config.json", json.dumps(json.loads(config), indent=2) + "\n")
 
 
 def read_private(folder: RunFolder, name: str) -> Any:
-    """One of the JSON files. Raises `CheckpointError`."""
+    """One of the private JSON files. Raises `CheckpointError`."""
     path = folder.path / "private" / name
     try:
         return json.loads(path.read_text(encoding="utf-8"))

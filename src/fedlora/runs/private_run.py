@@ -1,9 +1,9 @@
-"""A private run on its folder and its ledger: what it will cost, the server that releases, and what was spent.
+"""A private run with its folder and ledger: its cost, its releasing server, and its spending.
 
-`plan` is made of public constants alone, before the run begins. The mean change of a round has norm C at most, over all
-parts together, and every entry of it gets noise of standard deviation sigma = z K / (q n), where K is C and the grid.
-In a part of a x b entries the noise has norm sigma sqrt(a b), and its strongest direction sigma (sqrt(a) + sqrt(b)). A
-direction of a sum of T rounds that all clients agree on can be told from that noise only if T times its size exceeds
+`plan` uses only public constants, before the run begins. A round's mean change has norm at most C, over all parts
+together, and each of its entries gets noise of standard deviation sigma = z K / (q n), where K is C plus the grid. In a
+part of a x b entries the noise has norm sigma sqrt(a b), and its strongest direction sigma (sqrt(a) + sqrt(b)). In a
+sum over T rounds, a direction that all clients agree on stands out from that noise only if T times its size exceeds
 sqrt(T) sigma (a b)^(1/4). Source: Benaych-Georges and Nadakuditi, "The singular values and vectors of low rank
 perturbations of large rectangular random matrices" (2012).
 """
@@ -35,9 +35,9 @@ from fedlora.server.state import ServerState
 
 @dataclass(frozen=True)
 class PartPlan:
-    """One module or head. rows, columns: of what is summed. signal: the norm of its mean change where all clients agree
-    and the clip is spread evenly over the parts; most: where all of it is here. noise: the noise's norm. strongest: its
-    strongest direction. lost: a direction weaker than this, in one round's mean, drowns even after all rounds."""
+    """One module or head. rows, columns: of the summed change. signal: the norm of its mean change if all clients agree
+    and the clip is spread evenly over the parts; most: if it has the whole clip. noise: the noise's norm. strongest:
+    the noise's strongest direction. lost: a direction below this in one round's mean drowns even after all rounds."""
 
     rows: int
     columns: int
@@ -53,13 +53,13 @@ class PartPlan:
 
     @property
     def drowned(self) -> bool:
-        """Whether nothing could be left of it, whatever the clients learned."""
+        """Whether nothing of it could survive, whatever the clients learned."""
         return self.most <= self.lost
 
 
 @dataclass(frozen=True)
 class PrivacyPlan:
-    """epsilon: of all rounds, at delta. size: d. sigma: the noise's deviation in each entry of the mean change."""
+    """epsilon: for all rounds, at delta. size: d. sigma: the noise's deviation in each entry of the mean change."""
 
     epsilon: float
     delta: float
@@ -74,19 +74,19 @@ class PrivacyPlan:
     parts: Mapping[str, PartPlan]
 
     def require_signal(self) -> None:
-        """Raises `ConfigError` where nothing can be left in any part, whatever the clients learned."""
+        """Raise `ConfigError` if nothing can survive in any part, whatever the clients learned."""
         if self.parts and all(part.drowned for part in self.parts.values()):
             name, best = max(self.parts.items(), key=lambda item: item[1].most / item[1].lost)
             raise ConfigError(
                 f"this budget leaves nothing: in {self.rounds} rounds even a change that all {self.clients} clients "
-                f"agree on, with the whole clip {self.clip:g} in {name}, has {best.most:.3g} in a round's mean, and "
-                f"the noise hides everything below {best.lost:.3g}. Take more clients, a larger epsilon, more rounds "
+                f"agree on, with the whole clip {self.clip:g} in {name}, has {best.most:.3g} in a round's mean, but "
+                f"the noise hides everything below {best.lost:.3g}. Use more clients, a larger epsilon, more rounds "
                 f"at the same noise, or a smaller privacy.shape ('two-sided' with few dims, or ffa-lora)."
             )
 
 
 def plan(prepared: Prepared) -> PrivacyPlan:
-    """Of a run that is prepared. Raises as `planned`."""
+    """The plan for a prepared run. Raises like `planned`."""
     config, server = prepared.config, prepared.server
     state = server.init(prepared.seed_adapter)
     return planned(config.privacy, server, state, config.run.rounds, config.run.participation)
@@ -95,10 +95,10 @@ def plan(prepared: Prepared) -> PrivacyPlan:
 def planned(
     section: PrivacySection | None, server: Server, state: ServerState, rounds: int, participation: float
 ) -> PrivacyPlan:
-    """Of a private server before its first round. Nothing of the clients' data counts but how many clients there are.
+    """The plan for a private server before its first round. From the clients' data it uses only the number of clients.
 
     Raises:
-        ConfigError: no [privacy]. HyperparameterError: as `Server.open`.
+        ConfigError: no [privacy]. HyperparameterError: as in `Server.open`.
     """
     opened = server.open(state)
     if section is None or server.privacy is None or not isinstance(opened, PrivateRound):
@@ -110,7 +110,7 @@ def planned(
 def plan_of(
     privacy: Privacy, layout: Layout, mechanism: Mechanism, rounds: int, epsilon: float, delta: float
 ) -> PrivacyPlan:
-    """The same, of its parts."""
+    """The plan from its parts."""
     sigma = mechanism.scale(layout.size) * mechanism.grid / privacy.denominator
     blocks = {name: bases.shape for name, bases in layout.modules.items()}
     blocks |= {f"head {name}": (math.prod(shape), 1) for name, shape in layout.heads.items()}
@@ -129,15 +129,15 @@ def plan_of(
 
 @dataclass(frozen=True)
 class PrivateRun:
-    """server: the run's, whose rounds are written down and charged. plan: of all its rounds."""
+    """server: the run's, whose rounds are stored and charged. plan: for all its rounds."""
 
     server: Server
     releases: OnDisk
     plan: PrivacyPlan
 
     def spent(self, round: int) -> dict[str, Any]:
-        """What metrics, summary and card say after so many rounds: this run's own epsilon so far and as planned, and
-        what the ledger holds of the population."""
+        """The entry for metrics, summary and card after that many rounds: this run's own epsilon so far and as planned,
+        and the ledger's record of the population."""
         p = self.plan
         return {
             "epsilon": epsilon(p.noise_multiplier, round, p.delta, p.sampling) if round else 0.0,
@@ -149,28 +149,28 @@ class PrivateRun:
 
 
 def check_affordable(prepared: Prepared) -> None:
-    """Before a fresh run has a folder. Nothing for a run that is not private. Raises as `check_plan`."""
+    """Check before a fresh run has a folder. Does nothing for a run that is not private. Raises like `check_plan`."""
     privacy = prepared.server.privacy
     if prepared.config.privacy is not None and privacy is not None:
         check_plan(plan(prepared), privacy, _releases(prepared, Path(), "planned"))
 
 
 def check_plan(plan: PrivacyPlan, privacy: Privacy, releases: OnDisk) -> None:
-    """Before anything is released.
+    """Check a plan before anything is released.
 
     Raises:
-        ConfigError: the noise would leave nothing. BudgetSpent: all rounds would pass the population's budget; nothing
-            was charged.
+        ConfigError: the noise would leave nothing. BudgetSpent: all rounds would exceed the population's budget;
+            nothing was charged.
     """
     plan.require_signal()
     releases.check_budget(privacy.mechanism(plan.size), plan.size, privacy.sampling)
 
 
 def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) -> PrivateRun | None:
-    """The run as it goes on from `state`, whose folder is there; None for one that is not private.
+    """The run continuing from `state`, whose folder exists; None if it is not private.
 
     Raises:
-        CheckpointError: the ledger lacks rounds that were released. HyperparameterError: as `Server.open`.
+        CheckpointError: the ledger lacks rounds that were released. HyperparameterError: as in `Server.open`.
     """
     privacy = prepared.server.privacy
     if privacy is None:
@@ -181,8 +181,8 @@ def opened_private(prepared: Prepared, folder: RunFolder, state: ServerState) ->
 
 
 def going_on(server: Server, privacy: Privacy, releases: OnDisk, plan: PrivacyPlan, done: int) -> PrivateRun:
-    """The server, which releases from now on. done: rounds so far. Raises `CheckpointError` where the ledger lacks
-    one."""
+    """The run with a server that releases from now on. done: rounds so far. Raises `CheckpointError` if the ledger
+    lacks one."""
     releases.check_charged(done)
     return PrivateRun(replace(server, privacy=replace(privacy, releases=releases, diary=releases.note)), releases, plan)
 
@@ -195,30 +195,30 @@ def _releases(prepared: Prepared, folder: Path, run: str) -> OnDisk:
 
 
 def releases_of(section: PrivacySection, folder: Path, run: str, rounds: int, participation: float) -> OnDisk:
-    """What a private server releases, kept in `folder` and charged as `run`."""
-    # a simulation spends nobody's budget: what is known of its ledger lies with the run
+    """A private server's releases, stored in `folder` and charged as `run`."""
+    # a simulation spends nobody's budget, so its ledger's state stays with the run
     state = folder / "state" if section.population == SIMULATED else None
     ledger = Ledger(Path(section.ledger), section.population, state=state)
     return OnDisk(folder, run, ledger, section.limit(ledger, rounds, participation), rounds, section.delta)
 
 
 def told(spent: Mapping[str, Any]) -> str:
-    """For the card: epsilon of the planned rounds, also where fewer were played, and of the whole population."""
+    """For the card: epsilon for the planned rounds, even if fewer were played, and for the whole population."""
     ledger, share = spent["ledger"], spent["sampling"]
     who = "all" if share == 1.0 else f"a secret draw of {share:g}"
     simulation = f"no account of anybody's data ({SIMULATED}): " if ledger["population"] == SIMULATED else ""
     return (
         f"{simulation}epsilon {epsilon_up(spent['epsilon_planned'])} at delta {spent['delta']:g} for "
         f"{spent['rounds_planned']} planned rounds (noise multiplier {spent['noise_multiplier']:.3f}, clip "
-        f"{spent['clip']:g}, {who} of {spent['clients']} clients a round); unit: one client's contribution, against "
-        f"those who get what the server releases. All runs on these clients together, as their ledger has it and as "
+        f"{spent['clip']:g}, {who} of {spent['clients']} clients per round); unit: one client's contribution, against "
+        f"anyone who gets what the server releases. All runs on these clients together, by their ledger and as "
         f"planned: epsilon {epsilon_up(ledger['planned_epsilon'])}"
         + "".join(f"; {markdown_cell(what, 1000)}" for what in of_people(ledger))
     )
 
 
 def of_people(ledger: Mapping[str, Any]) -> Iterator[str]:
-    """What people decided, of `Ledger.describe`: budgets after the first, earlier trainings, and that it moved."""
+    """People's decisions in `Ledger.describe`: budgets after the first, earlier trainings, and moves."""
     for before, after in pairwise(ledger.get("budgets", [])):
         raised = "raised" if after["epsilon"] > before["epsilon"] and after["delta"] >= before["delta"] else "set"
         yield (

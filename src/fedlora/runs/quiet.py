@@ -1,4 +1,4 @@
-"""Quiet for the libraries that would talk into a progress bar."""
+"""Silences libraries whose output would break a progress bar."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 
 def quiet_libraries() -> None:
-    """transformers' own progress bars and reports would run through ours."""
+    """Turn off transformers' own progress bars and reports, which would run into ours."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()

@@ -1,4 +1,4 @@
-"""Which rank each client has: named profiles, as exact counts. Pure functions of seeds."""
+"""The clients' ranks: named profiles as exact counts. Pure functions of seeds."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class RankType:
         return {name: self.attention if is_attention(name) else self.feed_forward for name in modules}
 
 
-# The ranks of the paper's five types are in a figure that the text lacks: our choice (docs/explanation/paper-notes.md).
+# The paper gives its five types' ranks only in a figure, so these are our choice (docs/explanation/paper-notes.md).
 PAPER_TYPES = tuple(RankType(r, r) for r in (4, 8, 16, 32, 64))
 # FlexLoRA's four types, by size: the authors' Type_0, Type_3, Type_2 and Type_1.
 FLEXLORA_TYPES = (RankType(8, 8), RankType(30, 30), RankType(30, 200), RankType(200, 200))
-# Shares of these in the authors' code; "normal" is a bell over their own numbering, not over size.
+# Their shares in the authors' code; "normal" is a bell over the authors' numbering, not over size.
 _FLEXLORA_SHARES = {
     "flexlora-uniform": (0.25, 0.25, 0.25, 0.25),
     "flexlora-normal": (0.0575, 0.0575, 0.4425, 0.4425),
@@ -48,27 +48,27 @@ _FLEXLORA_SHARES = {
 
 
 def is_attention(module: str) -> bool:
-    """Whether an adapted module belongs to attention, by its path: some part of it says so (self_attn, attention)."""
+    """Whether an adapted module belongs to attention, judged by its path (self_attn, attention)."""
     return any("att" in part.lower() for part in module.split("."))
 
 
 def brings_types(profile: RankProfile) -> bool:
-    """Whether the profile names its own types of clients."""
+    """Whether the profile has its own client types."""
     return profile in _FLEXLORA_SHARES
 
 
 def rank_shares(profile: RankProfile, kinds: int) -> list[float]:
-    """The share of clients that has each of `kinds` types, smallest first.
+    """The share of clients for each of `kinds` types, smallest first.
 
     uniform: equal. normal: a bell over the index (mu in the middle, sigma 1). heavy-tail: 80 % the smallest, the rest
-    alike. heavy-tail-strong: mirrored, 80 % the largest. The GLoRA paper names these without numbers, so they are our
-    reading (docs/explanation/paper-notes.md). flexlora-*: the shares of FlexLoRA's code, for its own four types.
+    equally. heavy-tail-strong: mirrored, 80 % the largest. The GLoRA paper names these without numbers, so they are our
+    reading (docs/explanation/paper-notes.md). flexlora-*: the shares in FlexLoRA's code, for its own four types.
     """
     if profile not in get_args(RankProfile):
         raise ConfigError(f"unknown rank profile {profile!r}; known: {', '.join(get_args(RankProfile))}.")
     if profile in _FLEXLORA_SHARES:
         if kinds != len(FLEXLORA_TYPES):
-            raise ConfigError(f"{profile} has four types of clients of its own; got {kinds} ranks.")
+            raise ConfigError(f"{profile} has its own four types of clients; got {kinds} ranks.")
         return list(_FLEXLORA_SHARES[profile])
     if profile == "uniform":
         return [1 / kinds] * kinds
@@ -81,9 +81,9 @@ def rank_shares(profile: RankProfile, kinds: int) -> list[float]:
 
 
 def rank_counts(profile: RankProfile, kinds: int, clients: int) -> list[int]:
-    """How many of `clients` are of each of `kinds` types: the shares' exact counts by largest remainder.
+    """How many of `clients` have each of `kinds` types: exact counts from the shares by largest remainder.
 
-    Equal remainders go to the smaller type first, and in the mirrored profile to the larger one.
+    Ties go to the smaller type first; in the mirrored profile, to the larger.
     """
     if profile == "heavy-tail-strong":
         return rank_counts("heavy-tail", kinds, clients)[::-1]
@@ -102,7 +102,7 @@ def assign_types(
     """Client -> its type: the profile's exact counts (`rank_counts`), shuffled by the seed.
 
     Args:
-        types: ignored where the profile brings its own.
+        types: ignored if the profile has its own.
     """
     types = FLEXLORA_TYPES if brings_types(profile) else sorted(types)
     counts = rank_counts(profile, len(types), len(clients))
@@ -112,5 +112,5 @@ def assign_types(
 
 
 def total_rank(types: Mapping[RankType, int]) -> float:
-    """sum of r_i over clients, of attention modules: what a module's budget R = rho * (this) is made of."""
+    """Sum of r_i over clients, for attention modules: the basis of a module's budget R = rho * (this sum)."""
     return sum(kind.attention * count for kind, count in types.items())

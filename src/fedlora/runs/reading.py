@@ -1,4 +1,4 @@
-"""Nested tables in, values out: what is wrong with a file is said a line each, by the key as the file has it."""
+"""Turns nested tables into values, reporting one line per mistake under the key's name in the file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kind = TypeVar("Kind", bound=Section)
 
 
 def checked(kind: type[Kind], raw: Mapping[str, Any]) -> Kind:
-    """Nested tables as a value of that kind. Raises `ConfigError` with a line for each thing wrong."""
+    """Nested tables as a value of that kind. Raises `ConfigError` with one line per mistake."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -30,7 +30,7 @@ def checked(kind: type[Kind], raw: Mapping[str, Any]) -> Kind:
 
 
 def _key(error: Any, raw: object) -> str:
-    """Where in the file an error is. pydantic's own place also names the type, of several, that it tried."""
+    """The key of an error in the file. pydantic's own location also includes which of several types it tried."""
     keys: list[str] = []
     for part in error["loc"]:
         if (isinstance(raw, Mapping) and part in raw) or (isinstance(raw, list | tuple) and isinstance(part, int)):
@@ -40,17 +40,17 @@ def _key(error: Any, raw: object) -> str:
 
 
 def _misfit(error: Any) -> bool:
-    """Whether the value is not of the type at all, which may be one of several."""
+    """Whether the value does not have the type at all, which may be one of several."""
     return bool(error["type"].endswith(("_type", "literal_error")))
 
 
 def _of_its_type(wrong: list[Any]) -> list[Any]:
-    """Of one key's errors, for each type that it may have, those of the type that its value has."""
+    """One key's errors for the type that its value has, out of the errors for all types it may have."""
     return [error for error in wrong if not _misfit(error)] or wrong
 
 
 def _meant_deeper(key: str, by_key: Mapping[str, list[Any]]) -> bool:
-    """Whether the value is a list or a table, as one of several types wants it, and what is wrong stands inside."""
+    """Whether the value is a list or table, as one of several types requires, and the error lies inside it."""
     return all(map(_misfit, by_key[key])) and any(other.startswith(f"{key}.") for other in by_key)
 
 
@@ -62,7 +62,7 @@ def _line(kind: type[BaseModel], key: str, wrong: Sequence[Any]) -> str:
         return f"unknown key {key!r}; " + (f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}")
     if error["type"] == "missing":
         return f"key {key!r} is missing"
-    if error["type"] == "value_error":  # of our own words
+    if error["type"] == "value_error":  # in our own words
         said = error["msg"].removeprefix("Value error, ")
         return said if isinstance(error["input"], dict) else f"{key}: {said}; got {error['input']!r}"
     wanted = dict.fromkeys(
@@ -74,7 +74,7 @@ def _line(kind: type[BaseModel], key: str, wrong: Sequence[Any]) -> str:
 
 
 def _known(kind: type[BaseModel], place: Sequence[object]) -> tuple[str, ...]:
-    """The keys of the table at that place of a file."""
+    """The keys of the table at that place in a file."""
     for part in place:
         if part in kind.model_fields:
             kind = next(tables_in(kind.model_fields[str(part)].annotation), kind)
@@ -82,8 +82,44 @@ def _known(kind: type[BaseModel], place: Sequence[object]) -> tuple[str, ...]:
 
 
 def tables_in(annotation: Any) -> Iterator[type[Section]]:
-    """The tables that a value of that type is, or holds."""
+    """The tables that a value of that type is, or contains."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         yield annotation
     for inside in get_args(annotation):
         yield from tables_in(inside)
+
+
+# ---- dotted keys -----------------------------------------------------------------------------------------------------
+
+
+def place_of(raw: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """The table that a dotted key is in, made where it is not there yet; and the key's name in it. Raises `ConfigError`
+    where a part of the key is no table."""
+    *path, last = key.split(".")
+    table = raw
+    for depth, part in enumerate(path, start=1):
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"{key!r} is no key: {'.'.join(path[:depth])} is a value, not a table.")
+    return table, last
+
+
+def set_in(raw: dict[str, Any], key: str, value: Any) -> None:
+    """Set one dotted key in nested tables. Raises `ConfigError` as `place_of`, and for a table of keys in place of one
+    that has others."""
+    table, last = place_of(raw, key)
+    old = table.get(last) if table is raw else None
+    if isinstance(old, dict) and isinstance(value, dict) and (lost := sorted({*old} - {*value})):
+        raise ConfigError(
+            f"{key} = {value!r} would replace the whole table, without {', '.join(lost)}. Say what changes alone, by "
+            f"its dotted key: {key}.{next(iter(value), lost[0])} = ..."
+        )
+    table[last] = value
+
+
+def flat(table: Mapping[str, Any], where: str = "") -> dict[str, Any]:
+    """The tables within it as dotted keys: of {"train": {"lr": 0.1}} {"train.lr": 0.1}."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= flat(value, f"{where}{key}.") if isinstance(value, Mapping) else {f"{where}{key}": value}
+    return found

@@ -1,6 +1,6 @@
-"""May a stored run be gone on with as this configuration? Which keys may differ, and what is said where others do.
+"""Checks whether a stored run may continue with a configuration: which keys may differ, and the errors for others.
 
-What a run reads is known by its content (`inputs`), not by where it is: a moved folder resumes.
+What a run reads is identified by content (`inputs`), not by location: a moved folder resumes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fedlora.runs.private_releases import keep_config, read_private
 
 
 def changes(folder: RunFolder, config: RunConfig) -> bool:
-    """Whether anything, paths included, differs from the stored configuration, in a way in which a run can go on.
+    """Whether anything, including paths, differs from the stored configuration, if the run can continue nevertheless.
 
     Raises:
-        CheckpointError: it cannot: the message names each such key with both values.
+        CheckpointError: it cannot; the message names each such key with both values.
     """
     stored = _stored(folder)
     differing = dict(_differing(stored, config))
@@ -38,7 +38,7 @@ def changes(folder: RunFolder, config: RunConfig) -> bool:
         )
     if "run.rounds" in differing and config.privacy is not None:
         raise CheckpointError(
-            f"{folder.path} holds a private run of run.rounds = {differing['run.rounds'][0]}: epsilon was promised for "
+            f"{folder.path} holds a private run of run.rounds = {differing['run.rounds'][0]}: its epsilon holds for "
             f"these rounds, and does not cover {differing['run.rounds'][1]}. Choose another --out; the ledger charges "
             f"both."
         )
@@ -55,8 +55,8 @@ def changed_keys(folder: RunFolder, config: RunConfig) -> set[str]:
 
 
 def stored_classes(folder: RunFolder) -> tuple[str, ...]:
-    """The classes that the run in a folder was begun with, in order; empty where there is no run, or it has none. Of a
-    damaged manifest too: `check_content` says what is wrong with it before the run goes on."""
+    """The classes that a folder's run began with, in order; empty if there is no run, or it has none. Works for a
+    damaged manifest too: `check_content` reports the damage before the run continues."""
     try:
         data = folder.read_json("manifest.json")["data"] if folder.exists() else {}
     except CheckpointError:
@@ -66,8 +66,8 @@ def stored_classes(folder: RunFolder) -> tuple[str, ...]:
 
 
 def check_content(folder: RunFolder, manifest: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> None:
-    """Raises `CheckpointError` unless the run reads what the stored one read, with as many threads. stored: its facts,
-    where they are not in its manifest, for the run is private: then no client is named, and nothing counted."""
+    """Raise `CheckpointError` unless the run reads what the stored one read, with the same number of threads. stored:
+    a private run's facts, which are not in its manifest; messages then name no client and give no counts."""
     private = stored is not None
     stored = folder.read_json("manifest.json") if stored is None else stored
     _check_template(folder, stored["data"], manifest["data"])
@@ -79,16 +79,16 @@ def check_content(folder: RunFolder, manifest: Mapping[str, Any], stored: Mappin
 def check_finished(
     folder: RunFolder, config: RunConfig, data_root: Path | None, known: dict[str, Any] | None = None
 ) -> list[str]:
-    """May the result of a finished run be shown for this configuration? The model is not loaded.
+    """Check that a finished run's result may be shown for this configuration, without loading the model.
 
     Args:
-        known: as `there_now` has it.
+        known: as in `there_now`.
 
     Returns:
-        In words, what is gone, so that nobody can tell.
+        What is missing and therefore could not be checked, in words.
 
     Raises:
-        CheckpointError: the run read something else than there is now.
+        CheckpointError: the run read something other than what is there now.
     """
     private = config.privacy is not None
     stored = read_private(folder, "content.json") if private else folder.read_json("manifest.json")
@@ -103,7 +103,7 @@ def _check_alike(
     """said: what else differs, in words."""
     other = differing(stored, now)
     if private and DATA in other:
-        other[DATA] = ["the data (a private run does not tell whose)"]
+        other[DATA] = ["the data (a private run does not say whose)"]
     said = [*(word for each in other.values() for word in each), *said]
     if said:
         raise CheckpointError(
@@ -116,22 +116,22 @@ def _check_template(folder: RunFolder, theirs: Mapping[str, Any], ours: Mapping[
     was, now = theirs.get("template"), ours.get("template")
     if was != now:
         raise CheckpointError(
-            f"{folder.path} began with the prompt template {was!r}, and now it is {now!r}. Set data.template as "
-            f"it was, or choose another --out."
+            f"{folder.path} began with the prompt template {was!r}, but now it is {now!r}. Restore data.template, or "
+            f"choose another --out."
         )
 
 
 def check_manifest(folder: RunFolder, of: str) -> None:
-    """Raises `CheckpointError` unless the manifest is of this run. of: its identity."""
+    """Raise `CheckpointError` unless the manifest belongs to this run. of: its identity."""
     if folder.read_json("manifest.json").get("run") != of:
         raise CheckpointError(
-            f"{folder.path / 'manifest.json'} is of another run (configuration, seed or data) than config.json beside "
-            f"it: one of them was copied here. Restore it, or choose another --out."
+            f"{folder.path / 'manifest.json'} belongs to another run (configuration, seed or data) than config.json "
+            f"beside it: one of them was copied here. Restore it, or choose another --out."
         )
 
 
 def settle(folder: RunFolder, config: RunConfig, manifest: Mapping[str, Any]) -> None:
-    """Make the stored run one of this configuration. It is unfinished from now on."""
+    """Make this configuration the stored run's. From now on the run is unfinished."""
     folder.reopen()
     stored = folder.read_json("manifest.json")
     own = {name: manifest[name] for name in ("config_digest", "model")}
@@ -154,10 +154,10 @@ def _stored(folder: RunFolder) -> RunConfig:
 
 
 def _differing(stored: RunConfig, config: RunConfig) -> Iterator[tuple[str, tuple[Any, Any]]]:
-    """Key -> (there, here), of keys whose difference is more than another place or another way to say nothing."""
+    """Key -> (there, here), for keys that differ by more than location, unless they have no effect."""
     theirs, ours = stored.model_dump(mode="json"), config.model_dump(mode="json")
     for table in ours:
-        was, now = theirs[table] or {}, ours[table] or {}  # [privacy] may not be there at all
+        was, now = theirs[table] or {}, ours[table] or {}  # [privacy] may be absent
         for name in dict.fromkeys((*was, *now)):
             there, here = was.get(name), now.get(name)
             key = f"{table}.{name}"
@@ -170,25 +170,25 @@ def _check_rounds(folder: RunFolder, there: int, here: int, schedule: str) -> No
     done = len(lines)
     if schedule != "constant":
         raise CheckpointError(
-            f"{folder.path} holds a run of run.rounds = {there}, and you ask for {here}: with train.schedule = "
-            f"{schedule!r} the learning rate of every round depends on their number, so the rounds that are done are "
-            f"not those of the longer run. Only a constant schedule can be extended; choose another --out."
+            f"{folder.path} holds a run of run.rounds = {there}, but you ask for {here}: with train.schedule = "
+            f"{schedule!r} every round's learning rate depends on the number of rounds, so the finished rounds are not "
+            f"those of the longer run. Only a constant schedule can be extended; choose another --out."
         )
     if here < done:
         raise CheckpointError(
-            f"{folder.path} holds {done} rounds, and you ask for run.rounds = {here}: rounds cannot be undone. "
+            f"{folder.path} holds {done} rounds, but you ask for run.rounds = {here}: rounds cannot be undone. "
             f"Choose another --out."
         )
     if here == done and lines[-1].get("gauge_drift") is None:
         raise CheckpointError(
-            f"{folder.path} holds {done} rounds of {there}, and you ask for run.rounds = {here}: round {done} was "
+            f"{folder.path} holds {done} rounds of {there}, but you ask for run.rounds = {here}: round {done} was "
             f"not run as the last one (with validation, gauge check and uploads). Ask for "
             f"run.rounds = {done + 1} or more, or choose another --out."
         )
 
 
 def _check_left(folder: RunFolder, config: RunConfig, late: Mapping[str, tuple[Any, Any]]) -> None:
-    """Raises `CheckpointError` where keys of rounds still to be played differ, and none is left."""
+    """Raise `CheckpointError` if keys for rounds still to be played differ, and no round is left."""
     done, patience = checkpoint.newest_round(folder.checkpoints) or 0, config.evaluate.stopping()
     stopped = patience is not None and patience.stop(folder.metrics(), config.run.rounds) is not None
     if late and (stopped or done >= config.run.rounds):
@@ -196,6 +196,6 @@ def _check_left(folder: RunFolder, config: RunConfig, late: Mapping[str, tuple[A
         rounds = len(folder.metrics())
         more = "" if stopped or config.privacy is not None else f", ask for more rounds (run.rounds = {rounds + 1})"
         raise CheckpointError(
-            f"{folder.path} holds a run of {counted(rounds, 'round')} with none left to play: {named}, and "
-            f"that cannot be added to finished rounds. Set it as it was{more}, or choose another --out."
+            f"{folder.path} holds a run of {counted(rounds, 'round')} with none left to play: {named}, and that cannot "
+            f"be added to finished rounds. Set the old value{more}, or choose another --out."
         )

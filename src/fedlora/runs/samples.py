@@ -1,8 +1,8 @@
-"""A language model's answers to a few held-out prompts, before and after training, for somebody to read.
+"""A language model's answers to a few held-out prompts, before and after training, for people to read.
 
-samples.jsonl has a line for each: {"history", "prompt", "cut", "wanted", "before", "after"}; samples.md is the same on
-a page. cut: how many tokens of history and prompt the model was not asked, for want of room. Both are made at the end:
-the model before is the common start, which a run that was resumed has too.
+samples.jsonl has a line for each: {"history", "prompt", "cut", "wanted", "before", "after"}; samples.md has the same as
+a page. cut: the number of tokens of history and prompt that did not fit. Both are made at the end: the model before
+training is the common start, which a resumed run still has.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fedlora.training.prompting import end_tokens, find_template
 
 
 def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> list[Path]:
-    """samples.jsonl and samples.md of a run that ends with `state`; nothing where no samples are asked for. Returns
-    what was written."""
+    """Write samples.jsonl and samples.md for a run that ends with `state`, if samples are configured. Returns the files
+    written."""
     data = prepared.samples
     if data is None:
         return []
@@ -55,9 +55,9 @@ def write_samples(prepared: Prepared, folder: RunFolder, state: RunState) -> lis
 
 
 def _asked(prepared: Prepared, data: TextData) -> tuple[int, list[tuple[list[int], int]]]:
-    """How long an answer may be, and each prompt with the tokens that it lost.
+    """The longest answer allowed, and each prompt with the number of tokens it lost.
 
-    An answer has at most evaluate.max_new_tokens, and half of what the model has positions for.
+    An answer has at most evaluate.max_new_tokens, and at most half of the model's positions.
     """
     model, config = prepared.model, prepared.config
     longest = model.positions or config.data.max_length + config.evaluate.max_new_tokens
@@ -67,7 +67,7 @@ def _asked(prepared: Prepared, data: TextData) -> tuple[int, list[tuple[list[int
 
 
 def _answers(prepared: Prepared, prompts: list[list[int]], new: int, state: RunState) -> list[str]:
-    """The greedy answers of the server's model, or of the first client's where there is no server model."""
+    """Greedy answers of the server's model, or of the first client's if there is no server model."""
     model, config = prepared.model, prepared.config
     model.activate(_as_adapter(prepared, state))
     ends = end_tokens(find_template(config.data.prompting(), model.tokenizer), model.tokenizer)
@@ -75,7 +75,7 @@ def _answers(prepared: Prepared, prompts: list[list[int]], new: int, state: RunS
 
 
 def _as_adapter(prepared: Prepared, state: RunState) -> Adapter:
-    """The model as one adapter on the pre-trained base, which other processes may be using: it is not changed."""
+    """The model as one adapter on the pre-trained base, which stays unchanged: other processes may be using it."""
     if prepared.server.has_global_model(state.server):
         return global_adapter(prepared.server, state)
     return client_adapter(prepared.server, state, prepared.clients[0])

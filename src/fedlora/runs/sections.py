@@ -1,6 +1,6 @@
-"""The tables of a run's configuration: each says what its keys mean, and builds its own part of the run.
+"""The tables of a run's configuration: each explains its keys, and builds its own part of the run.
 
-A key is a field below, with its default. `config` reads them from TOML.
+Each key is a field below, with its default. `config` reads them from TOML.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ Share = Annotated[float, Field(gt=0, le=1)]
 _EACH_ITS_OWN = "each site names its own in its site.toml (fedlora flower site)"
 _BENCHMARK = Key("it is for benchmarks, which only fedlora run has")
 _NOT_DEALT = Key("nothing is dealt out: each site has its own file")
-_IN_POLICY = Key("who takes part, with which rank, stands in policy.toml (fedlora flower init --sites)")
+_IN_POLICY = Key("policy.toml says who takes part, with which rank (fedlora flower init --sites)")
 
 
 DataTask = Literal["sst2", "qqp", "qnli", "mnli", "superni"]
 
 
 class RunSection(Section):
-    """How long, how wide, how reproducible.
+    """Length, width and reproducibility of a run.
 
-    rounds: of training and aggregation. participation: share of the clients that is drawn for each round. seed: of all
-    randomness. threads: of torch (0: its own default); results are the same bits at a fixed number. workers: processes
-    that train a round's clients and evaluate, each with one thread or one GPU; "auto" is the machine's cores or GPUs,
-    but no more than a round has clients. Any number of them gives the same bits on a CPU, 1 included. checkpoint_every:
-    store the state after so many rounds. keep_checkpoints: so many of the newest; the best by validation stays too.
-    readouts: write each client's readout at the end. keep_uploads: store what clients trained, of the last round or of
-    all, as PEFT directories for `fedlora audit`. track: also log to tensorboard, trackio or wandb.
+    rounds: of training and aggregation. participation: share of the clients drawn for each round. seed: for all
+    randomness. threads: torch's (0: its own default); a fixed number gives the same bits. workers: processes that train
+    a round's clients and evaluate, each with one thread or one GPU; "auto" is the machine's cores or GPUs, but at most
+    the clients per round. Any number gives the same bits on a CPU, including 1. checkpoint_every: store the state every
+    so many rounds. keep_checkpoints: how many of the newest to keep; the best by validation stays too. readouts: write
+    each client's readout at the end. keep_uploads: store what clients trained, for the last round or all, as PEFT
+    directories for `fedlora audit`. track: also log to tensorboard, trackio or wandb.
     """
 
     rounds: Positive = 10
     participation: Share = 1.0
     seed: int = 0
-    threads: Annotated[int, Field(ge=0), Key(lasting="never")] = 0  # the manifest says how many, which is compared
+    threads: Annotated[int, Field(ge=0), Key(lasting="never")] = 0  # compared with the number in the manifest
     workers: Annotated[
         Positive | Literal["auto"] | None,
-        Key("a server trains nobody, and each site trains itself", lasting="never", counts=False),
+        Key("a server trains no clients, and each site trains itself", lasting="never", counts=False),
     ] = None
     checkpoint_every: Annotated[
-        Positive, Key("a federation's server stores every round, and could lose none", lasting="ahead")
+        Positive, Key("a federation's server stores every round, since it could lose none", lasting="ahead")
     ] = 1
     keep_checkpoints: Annotated[
         Positive, Key("a federation's server keeps the last two rounds, and the best", lasting="ahead")
@@ -82,19 +82,19 @@ class RunSection(Section):
     def _one_thread_each(self) -> RunSection:
         if self.workers is not None and self.threads > 1:
             raise ValueError(
-                f"run.workers = {self.workers!r} gives each worker one thread, and run.threads = {self.threads} asks "
+                f"run.workers = {self.workers!r} gives each worker one thread, but run.threads = {self.threads} asks "
                 f"for more; leave one of them out"
             )
         return self
 
     def processes(self, device: str, clients: int) -> int:
-        """How many worker processes: 1 means that the work is done in this one. clients: of a round."""
+        """The number of worker processes; 1: this process does the work. clients: per round."""
         if self.workers == "auto":
             return min(available(device), clients)
         return self.workers or 1
 
     def torch_threads(self) -> int:
-        """Of each process; 0 leaves torch's own default."""
+        """Threads per process; 0 keeps torch's own default."""
         return self.threads if self.workers is None else 1
 
 
@@ -102,15 +102,15 @@ class ModelSection(Section):
     """The base model, which nobody changes.
 
     path: a local directory or GGUF file, a hub id, or a packaged model, "demo" (MiniLM) or "smollm2". task: classes, or
-    the next token. device: "cpu", "cuda" or another of torch; "auto" is a GPU where there is one. bf16: compute in
-    bfloat16; on a CPU without instructions for it that takes float32's time. checkpointing: compute activations again
-    in the backward pass, which saves memory and costs time. dropout: overrides the model's own dropout where given.
+    the next token. device: "cpu", "cuda" or another torch device; "auto" is a GPU if there is one. bf16: compute in
+    bfloat16; on a CPU without instructions for it, that takes as long as float32. checkpointing: recompute activations
+    in the backward pass, which saves memory and costs time. dropout: overrides the model's own dropout if given.
     four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library bitsandbytes), on which fedex-lora and flora
-    cannot run. remember_prefix: compute what lies before the first layer with LoRA once for each text, and remember it
-    (an encoder, without dropout): faster, and the same result up to the rounding of padded batches.
+    cannot run. remember_prefix: compute the layers before the first one with LoRA only once per text, and remember the
+    output (encoders without dropout): faster, and the same result up to rounding in padded batches.
     """
 
-    path: Annotated[str, Key("each site names its own copy in its site.toml, and the server one in [at_server]")]
+    path: Annotated[str, Key("each site names its own copy in its site.toml, and the server its own in [at_server]")]
     task: Task = "classification"
     device: Annotated[str, Key("each machine has its own: device in a site's site.toml")] = "auto"
     bf16: bool = False
@@ -126,17 +126,17 @@ class ModelSection(Section):
         return model_location(self.path)
 
     def check_targets(self, targets: Targets) -> None:
-        """Raises `ConfigError` where LoRA cannot go there, before weights are read. GGUF files say nothing before."""
+        """Raise `ConfigError` if LoRA cannot go there, before weights are read. GGUF files are checked only later."""
         path = self.location()
         if not str(path).endswith(".gguf"):
             check_targets(path, self.task, targets)
 
     def chosen_device(self) -> str:
-        """The configured one; for "auto" a GPU where there is one."""
+        """The configured device; for "auto" a GPU if there is one."""
         return ("cuda" if torch.cuda.is_available() else "cpu") if self.device == "auto" else self.device
 
     def load(self, lora: LoRASettings, labels: Sequence[str], seed: int, *, device: str | None = None) -> AdaptedModel:
-        """The base model in memory, with LoRA in its place. device: in place of the one that is configured."""
+        """The base model in memory, with LoRA in place. device: overrides the configured one."""
         device = device or self.chosen_device()
         return AdaptedModel.load(
             self.location(), self.task, lora, labels=tuple(labels), seed=seed, device=device, dropout=self.dropout,
@@ -147,8 +147,8 @@ class ModelSection(Section):
 class MethodSection(Section):
     """How uploads become the server's model. Further keys are the method's hyper-parameters.
 
-    name: of `fedlora methods`, or "module:Class" of your own. preset: hyper-parameters by one name, as `fedlora
-    methods` lists them.
+    name: one listed by `fedlora methods`, or "module:Class" for your own. preset: a named set of hyper-parameters, also
+    listed by `fedlora methods`.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True)
@@ -162,16 +162,17 @@ class MethodSection(Section):
 
 
 class ServerSection(Section):
-    """As the arguments of `fedlora.Server`, and two experiments with uploads.
+    """The arguments of `fedlora.Server`, and two experiments with uploads.
 
-    weighting: p_i by the number of "examples", or "uniform"; not set: "uniform" with [defence], else "examples". heads:
-    "average" the fully trained parts, keep them "local", or "frozen"; not set: as the method has it. quorum: bad
-    uploads and failed clients are left out as long as so many good ones remain; not set: the first one stops the run.
-    missing: a module that some clients lack is averaged over those who have it ("renormalise"), or the others count as
+    weighting: p_i by the number of "examples", or "uniform"; not set: "uniform" with [defence], otherwise "examples".
+    heads: "average" the fully trained parts, keep them "local", or "frozen"; not set: the method's choice. quorum: bad
+    uploads and failed clients are left out as long as this many good ones remain; not set: the first one stops the run.
+    missing: a module that some clients lack is averaged over those that have it ("renormalise"), or the others count as
     a "zero" update. memory: megabytes for a round's uploads; once they fill half of it, they are added up in float64
-    and forgotten (most methods can). workers: matrices aggregated at a time; not set: torch's threads. upload: the
-    form they come in. gauge_stress: re-express each in fresh random coordinates of this condition number, 1 to 1e12,
-    before it is aggregated, every round; stored in float32 that moves an update by about 6e-8 of the condition.
+    and discarded (most methods support it). workers: matrices aggregated at a time; not set: torch's threads. upload:
+    the uploads' form. gauge_stress: in every round, re-express each upload in fresh random coordinates of this
+    condition number, 1 to 1e12, before aggregation; stored in float32, that changes an update by about 6e-8 times the
+    condition number.
     """
 
     weighting: Annotated[Weighting | None, Key(former="examples")] = None
@@ -186,14 +187,14 @@ class ServerSection(Section):
     ] = None
 
     def build(self, method: Method[Any], seed: int, rule: Rule | None = None) -> Server:
-        """The server, of that method. rule: of [defence]. Raises `HyperparameterError`."""
+        """The server with that method. rule: from [defence]. Raises `HyperparameterError`."""
         return Server(
             method, weighting=self.weighting, heads=self.heads, quorum=self.quorum, missing=self.missing, seed=seed,
             memory=self.memory, workers=self.workers, rule=rule,
         )  # fmt: skip
 
     def hooks(self, seed: int) -> list[UploadHook]:
-        """What becomes of uploads on their way."""
+        """Hooks applied to uploads on their way."""
         return [] if self.gauge_stress is None else [GaugeStress(self.gauge_stress, seed)]
 
 
@@ -205,18 +206,17 @@ class RankEntry(Section):
 
 
 class ClientsSection(Section):
-    """Who takes part, with which rank, and how one data file is dealt out to them.
+    """Who takes part, with which rank, and how one data file is distributed to them.
 
     count: clients, named site-1, site-2, ...; with one file per client the files name them. ranks: one for each client
-    in that order, or, with `profile`, the values that the profile distributes; one value (`ranks = 8` or `[8]`) serves
-    everybody. An entry is a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`; flexlora-* bring
-    ranks of their own. Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64. partition: "dirichlet"
-    label skew of `alpha`, or "iid". alpha: of the label skew, 1 where it is not set; the smaller, the more skewed.
-    min_size: so many examples each at least. own_test: a share of what each client was dealt that it never trains on
-    and is measured on (evaluate.clients_at_end), beside the common test set; with data.test = 0 all of them together
-    are the common one.
-    starts: where a client's first adapter begins: the "common" one that the server sends, or its "own", with an A that
-    it draws itself, as adapters have that were trained apart.
+    in that order, or, with `profile`, the values that the profile distributes; a single value (`ranks = 8` or `[8]`)
+    applies to everybody. An entry is a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`;
+    flexlora-* have their own ranks. Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64. partition:
+    "dirichlet" label skew with `alpha`, or "iid". alpha: the label skew's, default 1; smaller means more skewed.
+    min_size: fewest examples per client. own_test: a share of each client's data that it never trains on and is
+    measured on (evaluate.clients_at_end), besides the common test set; with data.test = 0 all own sets together form
+    the common one. starts: where a client's first adapter begins: the "common" one that the server sends, or its "own",
+    with an A that it draws itself, like adapters trained separately.
     """
 
     count: Annotated[Positive | None, _IN_POLICY] = None
@@ -225,7 +225,7 @@ class ClientsSection(Section):
     partition: Annotated[Literal["dirichlet", "iid"], _NOT_DEALT] = "dirichlet"
     alpha: Annotated[Annotated[float, Field(gt=0)] | None, _NOT_DEALT] = None
     min_size: Annotated[Positive, _NOT_DEALT] = 8
-    own_test: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Key("what each site holds out is data.test")] = None
+    own_test: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Key("each site holds out data.test")] = None
     starts: Annotated[
         Literal["common", "own"], Key("every site starts from what the server sends; own starts are for fedlora run")
     ] = "common"
@@ -233,17 +233,17 @@ class ClientsSection(Section):
     @field_validator("ranks", mode="before")
     @classmethod
     def _one_for_all(cls, ranks: object) -> object:
-        """4 and {attention = 4, feed_forward = 8} are [4] and a list of that table: the same configuration."""
+        """4 and {attention = 4, feed_forward = 8} mean [4] and a list of that table: the same configuration."""
         return [ranks] if isinstance(ranks, dict) or (isinstance(ranks, int) and not isinstance(ranks, bool)) else ranks
 
     def types(self) -> list[RankType]:
-        """`ranks` as types of clients; without them rank 8 for all, or the paper's five for a profile."""
+        """`ranks` as client types; without them rank 8 for all, or the paper's five for a profile."""
         if self.ranks is None:
             return [RankType(8, 8)] if self.profile is None else list(PAPER_TYPES)
         return [RankType(r, r) if isinstance(r, int) else RankType(r.attention, r.feed_forward) for r in self.ranks]
 
     def assigned(self, names: Sequence[str], seed: int) -> dict[str, RankType]:
-        """Client -> its ranks, in the order of the names. Raises `ConfigError` for too few or too many."""
+        """Client -> its ranks, in the order of the names. Raises `ConfigError` if the numbers do not match."""
         types = self.types()
         if self.profile is not None:
             assigned = assign_types(names, types, self.profile, seed=seed)
@@ -265,11 +265,11 @@ class ClientsSection(Section):
 
 
 def check_classes(labels: Sequence[str] | None) -> None:
-    """Raises `ValueError` for names of classes that could not be told apart in a file."""
+    """Raise `ValueError` for class names that could not be told apart in a file."""
     if labels is None:
         return
     if len(labels) < 2:
-        raise ValueError("give at least two classes: with one there is nothing to tell apart")
+        raise ValueError("give at least two classes: with one there is nothing to learn")
     twice = [name for k, name in enumerate(labels) if name.strip() in [other.strip() for other in labels[:k]]]
     if twice:
         raise ValueError(f"the class {twice[0]!r} is named twice")
@@ -280,21 +280,20 @@ def check_classes(labels: Sequence[str] | None) -> None:
 class DataSection(Section):
     """Where the text is. Paths are relative to the config file.
 
-    One source of three; it may also be a Parquet file, or "hf://owner/name?config=...&split=...&revision=..." by the
-    library datasets. train: one file dealt out to the clients ("demo" is built in); clients: id -> that client's own
-    file; task: a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE; from the hub where no root is
-    given), or "superni", where each task is a client. text, pair, label: columns of a classification file. labels: the
-    names of its classes, in the order of their numbers, where they are agreed on: a file that lacks one will do, and a
-    row of another class is an error; without it, all classes that occur in the files. prompt, response: of an
-    instruction file. validation, test: a share to hold out (of each file), or a file of its own; GLUE's test sets are
-    the official validation files. Best is chosen on validation only. max_train, max_test: at most so many examples (of
-    each client's or task's, for superni), drawn by the seed. tasks, unseen: how many tasks of superni are clients, and
-    how many nobody trains on. task_lists: two files below the root that name them, in place of a draw by the seed.
-    loss_on: of an instruction, the response or all of it. messages: the column of conversations, in place of prompt and
-    response; where it is left out, "messages", if the rows have that and not the others. template: what stands around
-    prompts: "chat", the model's own chat template, also where nothing is said (but for superni, which brings its own
-    prompts); "none"; a text with {prompt} in it, which the response follows; or a Jinja chat template. max_length:
-    tokens of an example; what is longer is cut.
+    Give one of three sources; each may also be a Parquet file or "hf://owner/name?config=...&split=...&revision=..."
+    through the library datasets. train: one file distributed to the clients ("demo" is built in); clients: id -> that
+    client's own file; task: a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE; from the hub without a
+    root), or "superni", where each task is a client. text, pair, label: columns of a classification file. labels: the
+    agreed class names in the order of their numbers: a file may lack one, but a row with another class is an error;
+    default: all classes that occur in the files. prompt, response: columns of an instruction file. validation, test: a
+    share to hold out (of each file), or a separate file; GLUE's test sets are the official validation files. The best
+    state is chosen on validation only. max_train, max_test: the most examples (for superni, per client or task), drawn
+    by the seed. tasks, unseen: how many superni tasks are clients, and how many nobody trains on. task_lists: two files
+    below the root that name them, instead of a draw by the seed. loss_on: an instruction's response, or all of it.
+    messages: the column of conversations, instead of prompt and response; default: "messages", if the rows have it and
+    not the others. template: what surrounds prompts: "chat", the model's own chat template (the default, except for
+    superni, which has its own prompts); "none"; a text with {prompt} in it, followed by the response; or a Jinja chat
+    template. max_length: tokens per example; longer ones are cut.
     """
 
     train: Annotated[str | None, Key(f"{_EACH_ITS_OWN}. To deal one file out, for a trial, leave --sites out")] = None
@@ -306,7 +305,7 @@ class DataSection(Section):
     max_train: Positive | None = None
     max_test: Annotated[
         Positive | None,
-        Key("what a site holds out is data.validation and data.test; the server's file can be shortened"),
+        Key("each site holds out its shares data.validation and data.test; the server's file can be shortened"),
     ] = None
     loss_on: LossOn = "response"
     text: str = "text"
@@ -316,13 +315,13 @@ class DataSection(Section):
     prompt: str = "prompt"
     response: str = "response"
     messages: str | None = None
-    template: Annotated[str | None, Key(lasting="never")] = None  # the manifest says which, and it is compared
+    template: Annotated[str | None, Key(lasting="never")] = None  # the manifest records it, and it is compared
     validation: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     test: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
     max_length: Positive = 128
 
     def prompting(self) -> str:
-        """What `template` means for a language model here: "chat" where nothing is said, for superni "none"."""
+        """The effective `template` for a language model: by default "chat", for superni "none"."""
         return self.template or (RAW if self.task == "superni" else CHAT)
 
     @model_validator(mode="after")
@@ -330,7 +329,7 @@ class DataSection(Section):
         given = [name for name in ("prompt", "response") if getattr(self, name) != name]
         if self.messages is not None and given:
             raise ValueError(
-                f"data.messages = {self.messages!r} reads conversations, and data.{given[0]} is for prompts: leave "
+                f"data.messages = {self.messages!r} reads conversations, but data.{given[0]} is for prompts: leave "
                 f"one of them out"
             )
         check_template(self.template)
@@ -362,15 +361,15 @@ class DataSection(Section):
 class EvaluateSection(Section):
     """What is measured, and when to stop.
 
-    every: so many rounds; the last one is measured always. target: what is measured, the "server" model or the
-    "clients"; "auto" is the server where it has a model. metric: what is reported and chosen by: "accuracy", "loss"
-    (the lower the better), of classes also "balanced-accuracy", "macro-f1" and "matthews"; of a language model
-    "perplexity" (the lower the better), or of its answers (greedy, up to max_new_tokens) "rouge-l" and "exact-match",
-    and "rouge-l-teacher-forced". max_new_tokens: of an answer. batch_size: examples at a time. clients_at_end: also
-    measure each client's own readout, once: on its own test set where it has one, else on the common one; "both": on
-    both. patience: stop after so many evaluations in a row whose metric on validation is not better, by more than
-    min_delta, than the best before; schedules of the learning rate stay those of all run.rounds. min_delta: what counts
-    as better. samples: so many held-out prompts of a language model, whose greedy answers before and after training are
+    every: rounds between evaluations; the last round is always measured. target: the "server" model or the "clients";
+    "auto" is the server if it has a model. metric: reported, and used to choose the best: "accuracy", "loss" (lower is
+    better), for classes also "balanced-accuracy", "macro-f1" and "matthews"; for a language model "perplexity" (lower
+    is better), or for its answers (greedy, up to max_new_tokens) "rouge-l" and "exact-match", and
+    "rouge-l-teacher-forced". max_new_tokens: per answer. batch_size: examples at a time. clients_at_end: also measure
+    each client's own readout, once: on its own test set if it has one, otherwise on the common one; "both": on both.
+    patience: stop after this many evaluations in a row whose validation metric does not improve on the best before by
+    more than min_delta; learning rate schedules still follow all run.rounds. min_delta: the smallest improvement that
+    counts. samples: how many held-out prompts to ask a language model; its greedy answers before and after training are
     kept in samples.jsonl and samples.md.
     """
 
@@ -411,7 +410,7 @@ class EvaluateSection(Section):
         bf16: bool,
         template: str | None = None,
     ) -> ModelEvaluator | None:
-        """What measures on these sets; None where they hold nothing."""
+        """The evaluator for these sets; None if they are empty."""
         if not any(len(part) for part in sets.values()):
             return None
         return ModelEvaluator(

@@ -1,4 +1,4 @@
-"""Early stopping: whether a run has seen enough, read from the scores of its rounds alone."""
+"""Early stopping, decided from the scores of a run's rounds alone."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Better(Protocol):
 
 @dataclass(frozen=True)
 class Patience:
-    """Stop after `evaluations` in a row that are not better, by more than `min_delta`, than the best one before them.
+    """Stop after `evaluations` in a row that do not improve on the best one before them by more than `min_delta`.
 
-    every: rounds between evaluations. What was measured in between, as the last round of a run that was then extended,
-    does not count, so that the longer run stops where it would have stopped from the start. A score that is no number
-    (NaN, a diverged run) is not better either.
+    every: rounds between evaluations. Measurements in between, such as the last round of a run that was then extended,
+    do not count, so that the longer run stops where it would have stopped from the start. A score that is NaN (a
+    diverged run) is no improvement either.
     """
 
     metric: str
@@ -40,13 +40,13 @@ class Patience:
         better: Better | None = None,
         where: str = "on validation",
     ) -> dict[str, Any] | None:
-        """Where and why a run ends before its time, or None: what summary.json says as "stopped_early".
+        """Where and why a run ends early, or None: the entry "stopped_early" in summary.json.
 
         Args:
-            lines: a run's rounds as metrics.jsonl has them, from the first on. Nothing else counts, so that a run which
-                was killed and resumed stops where it would have stopped. rounds: that it may last.
-            score: of a round, None where it was not measured; the metric among its line's "metrics" if not given.
-            better: whether a round is better than the best before it; by that score if not given. where: for the words.
+            lines: a run's rounds from metrics.jsonl, from the first on. Nothing else counts, so that a run that was
+                killed and resumed stops where it would have stopped. rounds: the planned number.
+            score: a round's, None if it was not measured; default: the metric in its line's "metrics".
+            better: whether a round is better than the best before it; default: by that score. where: for the message.
         """
         score = score or self._score
         better = better or self._better

@@ -1,6 +1,6 @@
-"""A run's numbers in TensorBoard, trackio or Weights & Biases, beside metrics.jsonl, which is always written.
+"""Sends a run's numbers to TensorBoard, trackio or Weights & Biases, besides metrics.jsonl, which is always written.
 
-Each is an optional library: named in a config (`run.track`) and missing here, the run is refused before it starts.
+Each is an optional library; if one named in `run.track` is not installed, the run is refused before it starts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ TrackerName = Literal["tensorboard", "trackio", "wandb"]
 
 
 class Tracker(Protocol):
-    """Where numbers go."""
+    """Receives numbers."""
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
         """One round's numbers, by name."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """Called at the end."""
 
 
 _MODULES: Mapping[TrackerName, str] = {
@@ -35,7 +35,7 @@ _MODULES: Mapping[TrackerName, str] = {
 class TensorBoard:
     """Event files in the run folder's tensorboard/, on disk after each round.
 
-    anew: remove event files that are there; the run is resumed, and all its rounds are told again.
+    anew: remove existing event files, because a resumed run logs all its rounds again.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any], *, anew: bool) -> None:
@@ -56,8 +56,8 @@ class TensorBoard:
 
 
 class Logger:
-    """trackio and wandb, which share init, log and finish. A resumed run is a new one there, of the same name, and is
-    told all its rounds again; the old one ends where it was stopped."""
+    """trackio and wandb, which share init, log and finish. There a resumed run becomes a new one of the same name and
+    logs all its rounds again; the old one ends where it was stopped."""
 
     def __init__(self, name: TrackerName, called: str, config: Mapping[str, Any]) -> None:
         self._library: Any = _library(name)
@@ -71,7 +71,7 @@ class Logger:
 
 
 def check_trackers(names: Sequence[TrackerName]) -> None:
-    """Raises `ConfigError` where the library of one of them is missing: before a run has a folder."""
+    """Raise `ConfigError` if one of the libraries is missing, before a run has a folder."""
     for name in names:
         _library(name)
 
@@ -79,10 +79,10 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
 def make_tracker(
     name: TrackerName, folder: Path, config: Mapping[str, Any], *, anew: bool = False, called: str | None = None
 ) -> Tracker:
-    """The tracker of that name. anew: the run is resumed, and all its rounds will be told again. called: what the run
-    is called there; by default as its folder.
+    """The tracker of that name. anew: the run is resumed and will log all its rounds again. called: the run's name
+    there; by default its folder's.
 
-    Raises `ConfigError` where its library is missing.
+    Raises `ConfigError` if its library is missing.
     """
     return (
         TensorBoard(folder, config, anew=anew) if name == "tensorboard" else Logger(name, called or folder.name, config)
@@ -90,9 +90,9 @@ def make_tracker(
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """What of a line of metrics.jsonl a tracker takes: metrics/NAME with all details, loss (the round's) and
-    loss/CLIENT, seconds/PHASE, bytes, server_rank and padded_error; with a robust rule change/CLIENT (its norm) and
-    weight_after/CLIENT. What is no number (NaN) is left out."""
+    """A metrics.jsonl line as numbers for a tracker: metrics/NAME with all details, loss (the round's) and loss/CLIENT,
+    seconds/PHASE, bytes, server_rank and padded_error; with a robust rule change/CLIENT (its norm) and
+    weight_after/CLIENT. NaN is left out."""
     found = {f"metrics/{name}": value for name, value in line["metrics"].items()}
     found |= {f"loss/{client}": loss for client, loss in line["losses"].items()}
     found |= {f"seconds/{phase}": spent for phase, spent in line["seconds"].items()}
@@ -108,7 +108,7 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def numbers_of_test(scores: Mapping[str, float], *, best: bool) -> dict[str, float]:
-    """A state's scores on the test set: test/NAME of the last round's, test_best/NAME of the best one's."""
+    """A state's scores on the test set: test/NAME for the last round, test_best/NAME for the best one."""
     return _finite({f"{'test_best' if best else 'test'}/{name}": value for name, value in scores.items()})
 
 

@@ -1,7 +1,7 @@
-"""The server: one method lifted over all modules. It opens a round, takes uploads in, and closes it to a new state.
+"""The server: one method applied to all modules. It opens a round, takes in uploads, and closes it to a new state.
 
-It knows no method by name, no engine and no network. How uploads are taken in is the round's own affair: kept until
-the end or added up (`uploads`), or one clipped and noised sum (`private_round`).
+It knows no method by name, no engine and no network. The round decides how it takes in uploads: it keeps them until
+the end, adds them up (`uploads`), or makes one clipped and noised sum (`private_round`).
 """
 
 from typing import TYPE_CHECKING

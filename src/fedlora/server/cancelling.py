@@ -25,15 +25,15 @@ import torch
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Upload
 from fedlora.core.multiplied import multiplied_how, plain_pair
-from fedlora.linalg.cancelling import ARITHMETIC, all_that_may_cancel, terms_and_size
+from fedlora.linalg.cancelling import ARITHMETIC, may_cancel, terms_and_size
 from fedlora.linalg.parallel import Each
 from fedlora.server.changes import measurable
 from fedlora.server.terms import Terms
 
 log = logging.getLogger("fedlora.server")
 
-# Over the size of an update, from which on its columns are not handed over. "terms" are added up in float32; an average
-# of factors is moved by the root of 1e4, and coordinates of condition 1e3 are an audit's own.
+# Over the size of an update, from which on its columns are not handed over. "terms" averages them in float32 too; an
+# average of factors is moved by the root of 1e4, and coordinates of condition 1e3 are an audit's own.
 _BORNE = {"products": math.inf, "terms": 1e2, "factors": 1e4}
 _SHOWN = 4
 
@@ -57,7 +57,7 @@ def cancelling(terms: Terms, uploads: Sequence[Upload], each: Each) -> Cancellin
         return Cancelling()
     held = [(name, k) for name in terms.state.modules for k, u in enumerate(uploads) if name in u.adapter.modules]
     pairs = [uploads[k].adapter.modules[name].factors for name, k in held]
-    looked = all_that_may_cancel(pairs, each=each)
+    looked = may_cancel(pairs, each=each)
     suspects = [at for at, (suspect, _) in enumerate(looked) if suspect]
     if not suspects:
         return Cancelling()

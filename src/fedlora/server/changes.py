@@ -1,18 +1,18 @@
-"""How far each client's update moved from what the client was sent, and in which direction beside the others'.
+"""How far each client's update moved from what the server sent it, and in which direction relative to the others.
 
-A client's *change* X_i is D_i - R_i over all modules and heads together: D_i = B_i A_i what it sent, R_i what it was
-sent. Where one factor travels the other is what the client was sent; where one stays at the client, the change is that
-of the factor that travelled. A module that a client does not hold is no change.
+A client's *change* X_i is D_i - R_i over all modules and heads together: D_i = B_i A_i is its upload, R_i its readout.
+If one factor travels, the other is the readout's; if one stays at the client, the change is only that of the factor
+that travelled. A module that a client does not hold counts as no change.
 
-Only products enter, so no coordinates, no rank and no zero columns matter. With the columns l_a of all B's and the rows
-r_a of all A's, each readout's once for all clients that were sent it, and W_ia = 1 for i's own, -1 for its readout's,
+Only products are used, so coordinates, ranks and zero columns do not matter. With the columns l_a of all B's and the
+rows r_a of all A's, each readout's once for all clients that got it, and W_ia = 1 for i's own, -1 for its readout's,
 
     <X_i, X_j> = (W E W^T)_ij,   E_ab = (l_a . l_b) (r_a . r_b)
 
-These sums cancel where a change is small beside its terms: of one of 1e-3 in coordinates of condition 1e6 no digit is
-left. Which clients' that are is known from the sizes of the terms. Of these D_i - R_i is taken first, as one pair with
-orthonormal columns from two QR factorisations, and that pair stands in place of theirs. All in float64. Cost of one
-matrix: O(S^2 (d_out + d_in)), S the number of columns, from sum r_i to 2 sum r_i.
+These sums cancel if a change is small relative to its terms: a change of 1e-3 in coordinates of condition 1e6 keeps no
+digit. The sizes of the terms show which clients are affected. For those, D_i - R_i is computed first, as one pair with
+orthonormal columns from two QR factorisations, which then replaces their terms. All in float64. Cost of one matrix:
+O(S^2 (d_out + d_in)), with S columns, from sum r_i to 2 sum r_i.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from fedlora.linalg import distinct, gram, norm, shortest
 from fedlora.linalg.cancelling import ARITHMETIC
 from fedlora.linalg.parallel import Each, one_by_one
 
-_LOST = 1e7  # ||X_i||^2 over what rounding of the sums may be of it, at least
-_BLURRED = 1e-3  # of a norm: a noise that moves no distance between clients by more than this
+_LOST = 1e7  # the smallest safe ratio of ||X_i||^2 to the rounding in the sums
+_BLURRED = 1e-3  # relative to a norm: smaller noise does not change distances between clients
 _COORDINATES = 1e6
-_WHOLE = 2048  # columns of which E is made at once
-_CACHED = 2**22  # numbers of a strip, 32 MB
+_WHOLE = 2048  # columns up to which E is computed at once
+_CACHED = 2**22  # numbers in a strip, 32 MB
 
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """The clients' changes, up to what no rule needs to know. float64, on the CPU.
+    """The clients' changes, reduced to what rules need. float64, on the CPU.
 
-    norms (n,): ||X_i||. cosines (n, n): <X_i, X_j> / (||X_i|| ||X_j||), 1 with itself, 0 beside a change of norm 0.
-    noise (n,): what arithmetic in the client's own coordinates leaves of X_i: rounding, and no part of any change.
+    norms (n,): ||X_i||. cosines (n, n): <X_i, X_j> / (||X_i|| ||X_j||), 1 with itself, 0 with a change of norm 0.
+    noise (n,): the rounding that arithmetic in the client's own coordinates leaves in X_i; no part of any change.
 
-    The noise is the client's own choice: terms that cancel can hide any change in it. Who hides more than rules can
-    bear is not `measured`, and its norm of 0 must not be taken for "no change".
+    The client controls the noise: terms that cancel can hide any change in it. `measured` excludes clients that hide
+    more than rules tolerate; their norm of 0 does not mean "no change".
     """
 
     norms: Tensor
@@ -53,18 +53,18 @@ class Changes:
     noise: Tensor
 
     def measured(self) -> Tensor:
-        """(n,) bool: whose noise is a small share of its own norm or of the round's lower median norm; where most did
-        not move: at most a million times the round's lower median noise, which is what coordinates may do to it."""
+        """(n,) bool: the noise is small relative to the client's own norm or the round's lower median norm. If most did
+        not move, it is at most a million times the round's lower median noise, the effect that coordinates may have."""
         return measurable(self.norms, self.noise)
 
     def of(self, clients: Sequence[int]) -> Changes:
-        """Those of some clients."""
+        """The changes of some clients."""
         at = torch.tensor(clients, dtype=torch.long)
         return Changes(self.norms[at], self.cosines[at][:, at], self.noise[at])
 
 
 def measurable(norms: Tensor, noise: Tensor) -> Tensor:
-    """(n,) bool: whose noise is little beside its own norm, or the round's: see `Changes.measured`."""
+    """(n,) bool: the noise is small relative to the own norm, or the round's: see `Changes.measured`."""
     middle, usual = (float(x.nan_to_num(math.inf).median()) if len(x) else 0.0 for x in (norms, noise))
     limit = _BLURRED * norms.clamp(min=middle)
     if middle == 0:
@@ -74,7 +74,7 @@ def measurable(norms: Tensor, noise: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Sent:
-    """One client's part in one matrix. sent: what travelled. begun: what the client was sent, at its rank."""
+    """One client's part in one matrix. sent: its upload. begun: the readout that the server sent it, at its rank."""
 
     sent: LoRA
     begun: LoRA
@@ -89,8 +89,8 @@ def changes(
     """All clients' changes.
 
     Args:
-        modules: for each module, what each client of `uploads` has there; None where it does not hold it.
-        heads: the server's own, of those that travel: each client's change of them counts as well.
+        modules: for each module, each client's part, in the order of `uploads`; None if it does not hold the module.
+        heads: the server's, if heads travel; each client's change of them also counts.
     """
     parts = each(_of_module, list(modules))
     parts += [
@@ -104,7 +104,7 @@ def changes(
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """One matrix. clients (k,): whom it is of. gram (k, k): of X_i / top_i. noise (k,): in units of top_i."""
+    """One matrix. clients (k,): its clients' indices. gram (k, k): of X_i / top_i. noise (k,): in units of top_i."""
 
     clients: Tensor
     top: Tensor
@@ -139,7 +139,7 @@ def _of_module(clients: Sequence[Sent | None]) -> _Part:
             torch.tensor(held, dtype=torch.long), *(torch.zeros(s, dtype=torch.float64) for s in (0, (0, 0), 0))
         )
     pairs = [_terms(one) for one in parts]
-    if any(pair is None for pair in pairs):  # a factor stays at the client: the other one's own change
+    if any(pair is None for pair in pairs):  # a factor stays at the client: use only the other one's change
         (name,) = parts[0].sent.tensors()
         found = _of_tensors([p.sent.tensors()[name] for p in parts], [p.begun.tensors()[name] for p in parts])
     else:
@@ -149,7 +149,7 @@ def _of_module(clients: Sequence[Sent | None]) -> _Part:
 
 @dataclass(frozen=True, eq=False)
 class _Terms:
-    """X = left right - begun_left begun_right, in the dtypes that they came in."""
+    """X = left right - begun_left begun_right, in the dtypes as received."""
 
     left: Tensor
     right: Tensor
@@ -158,7 +158,7 @@ class _Terms:
 
 
 def _terms(one: Sent) -> _Terms | None:
-    """D - R; None where the product is not known."""
+    """D - R; None if the product is unknown."""
     sent, begun = one.sent.tensors(), one.begun.tensors()
     if len(begun) < 2:
         return None
@@ -173,7 +173,7 @@ def _terms(one: Sent) -> _Terms | None:
 
 
 def _of_tensors(sent: Sequence[Tensor], begun: Sequence[Tensor]) -> _Part:
-    """Of whole tensors, entry by entry; shorter ones end in zeros."""
+    """The part for whole tensors, entry by entry; shorter ones are padded with zeros."""
     terms = torch.tensor([float(norm(t.detach())) + float(norm(b)) for t, b in zip(sent, begun, strict=True)])
     flat = [t.detach().double().flatten() - b.double().flatten() for t, b in zip(sent, begun, strict=True)]
     X = torch.nn.utils.rnn.pad_sequence(flat, batch_first=True)
@@ -190,13 +190,13 @@ def _of_products(clients: Sequence[_Terms]) -> _Part:
     if bool(unsafe.any()):
         shorter = [_orthonormal(one) if bad else one for one, bad in zip(clients, unsafe.tolist(), strict=True)]
         again = _summed(shorter)
-        # What is rounding in the client's own coordinates stays what it was.
+        # The noise from rounding in the client's own coordinates stays the same.
         found = _Part(again.clients, again.top, again.gram, found.noise * (found.top / again.top))
     return found
 
 
 def _summed(clients: Sequence[_Terms]) -> _Part:
-    """Of each client's terms, readouts' columns that several were sent once for all."""
+    """The part from each client's terms; readout columns that several clients got are used once."""
     left, right = torch.cat([t.begun_left for t in clients], dim=1), torch.cat([t.begun_right for t in clients], dim=0)
     at, place = distinct(left, right)
     left = torch.cat([*(t.left for t in clients), left.index_select(1, at)], dim=1)
@@ -208,7 +208,7 @@ def _summed(clients: Sequence[_Terms]) -> _Part:
     owner = torch.cat([who.repeat_interleave(torch.tensor(n, device=left.device)) for n in (widths, back)])
     sign = torch.cat([torch.ones(sum(widths)), -torch.ones(sum(back))]).to(left.device, torch.float64)
     scale = torch.ones(len(right), dtype=torch.float64, device=left.device)
-    if torch.float64 in (left.dtype, right.dtype):  # products of four may be no numbers; of narrower ones all are
+    if torch.float64 in (left.dtype, right.dtype):  # products of four float64 may overflow; of narrower ones they fit
         l_scale = _power_of_two(norm(left, dim=0))
         left, right = left / l_scale, right * l_scale[:, None]
         scale = _power_of_two(norm(right, dim=1))
@@ -227,7 +227,7 @@ def _summed(clients: Sequence[_Terms]) -> _Part:
 
 
 def _by_strips(left: Tensor, right: Tensor, W: Tensor) -> Tensor:
-    """W E W^T, by strips of E where it is large."""
+    """W E W^T, in strips of E if E is large."""
     strip = max(1, _CACHED // left.shape[1])
     left, right = left.double(), right.double()
     total = torch.zeros(len(W), len(W), dtype=W.dtype, device=W.device)
@@ -238,13 +238,13 @@ def _by_strips(left: Tensor, right: Tensor, W: Tensor) -> Tensor:
 
 
 def _orthonormal(one: _Terms) -> _Terms:
-    """D - R as one pair, of columns that do not cancel; no readout is left."""
+    """D - R as one pair with columns that do not cancel; it has no readout."""
     B, A = shortest([(1.0, one.left, one.right), (-1.0, one.begun_left, one.begun_right)])
     return _Terms(B, A, B[:, :0], A[:0])
 
 
 def _power_of_two(sizes: Tensor) -> Tensor:
-    """2^floor(log2 x) of each, within what float64 has an inverse of; 1 for zero."""
+    """2^floor(log2 x) of each, within the range that float64 can invert; 1 for zero."""
     exponent = torch.frexp(sizes).exponent.clamp(-1000, 1000) - 1
     return torch.where(sizes > 0, torch.ldexp(torch.ones_like(sizes), exponent), 1.0)
 

@@ -1,4 +1,4 @@
-"""Closing a round, once for every intake: the next state, and a warning where it lacks part of the mean."""
+"""Closes a round, for every kind of intake: the next state, and a warning if it lacks part of the mean."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fedlora.server.terms import Terms
 
 log = logging.getLogger("fedlora.server")
 
-# The share of the mean's energy that may be lost without a word, and that may lie where rounding could have put it: the
-# second is no loss, and a coarse bound.
+# The share of the mean's energy that may be lost, or may be rounding, without a warning. The second is not a loss but a
+# coarse bound.
 LARGEST_SILENT_SHARE, LARGEST_SILENT_ROUNDING = 1e-3, 1e-2
 
 
 def closed(terms: Terms, modules: Mapping[str, Any], heads: Mapping[str, Tensor], tally: Tally) -> ServerState:
-    """The state after a round. modules, heads: those that it replaced; all others stay."""
+    """The state after a round. modules, heads: those that the round replaces; all others stay."""
     before = terms.state
     for state in modules.values():
         checked_state(terms.method, "aggregate", state)
@@ -40,8 +40,8 @@ def closed(terms: Terms, modules: Mapping[str, Any], heads: Mapping[str, Tensor]
 
 
 def shares(counts: Mapping[str, float], most: float = 1.0) -> dict[str, float]:
-    """Client -> its share of the counts, at most `most` where so many can keep it (`held_to_share`); also where they
-    have no finite sum."""
+    """Client -> its share of the counts, at most `most` if enough clients can share them (`held_to_share`); also if
+    their sum is not finite."""
     top = 1.0 if math.isfinite(sum(counts.values())) else max(counts.values())
     held = held_to_share({client: n / top for client, n in counts.items()}, most)
     total = math.fsum(held.values())
@@ -49,9 +49,9 @@ def shares(counts: Mapping[str, float], most: float = 1.0) -> dict[str, float]:
 
 
 def held_to_share(counts: Mapping[str, float], share: float) -> dict[str, float]:
-    """These counts, the largest of them cut to one level so that none is more than `share` of all.
+    """The counts with the largest ones cut to one level, so that none is more than `share` of all.
 
-    With fewer than 1 / share counts above 0 that is impossible, and all of these count alike.
+    With fewer than 1 / share counts above 0 that is impossible, and they all count alike.
 
     Example:
         >>> held_to_share({"acme": 4, "berlin": 8, "cork": 1e12}, 0.5)
@@ -62,7 +62,7 @@ def held_to_share(counts: Mapping[str, float], share: float) -> dict[str, float]
         return dict(counts)
     if share * len(positive) <= 1:
         return {name: float(n > 0) for name, n in counts.items()}
-    for large in range(1, len(positive) + 1):  # the `large` largest are cut to one level
+    for large in range(1, len(positive) + 1):  # cut the `large` largest to one level
         rest = math.fsum(positive[: len(positive) - large])
         if share * large >= 1:
             break
@@ -73,7 +73,7 @@ def held_to_share(counts: Mapping[str, float], share: float) -> dict[str, float]
 
 
 def largest_shares(counts: Mapping[str, float], clients: int) -> list[float]:
-    """The largest share that each of the largest `clients` can have of so many clients, the others being the smallest.
+    """The largest share that each of the largest `clients` can have of that many clients, if the rest are the smallest.
 
     Example:
         >>> largest_shares({"acme": 6, "berlin": 2, "cork": 1, "delft": 1}, 3)
@@ -88,11 +88,11 @@ def largest_shares(counts: Mapping[str, float], clients: int) -> list[float]:
 
 
 def warn_of_losses(method: Method[Any], round: int, modules: Mapping[str, Any]) -> None:
-    """Logs a warning where a method says that its result lacks part of the mean update that no budget took."""
+    """Logs a warning if a method reports that its result lacks part of the mean update, apart from its rank budget."""
     facts = {name: checked_diagnostics(method, state) for name, state in modules.items()}
 
     def worst(key: str, least: float) -> tuple[str, float, int] | None:
-        """The module with most of it, how much, and in how many modules there is more than `least`."""
+        """The module with the largest value, that value, and the number of modules above `least`."""
         shares = {name: x for name, f in facts.items() if isinstance(x := f.get(key), float) and x > least}
         name = max(shares, key=lambda n: shares[n], default="")
         return (name, shares[name], len(shares)) if shares else None

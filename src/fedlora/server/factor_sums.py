@@ -1,7 +1,7 @@
 """Running sums of one matrix's factors, for methods that average factors (`core.summing.FromMeans`).
 
-They are kept by rank, 8 r (d_out + d_in) bytes for each rank that somebody sends, however many clients there are: so a
-method pads, or refuses, ranks that differ exactly as where uploads are kept.
+It keeps them by rank, 8 r (d_out + d_in) bytes for each rank that a client sends, however many clients there are. So a
+method pads or refuses different ranks exactly as with kept uploads.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedlora.core.method import Update
 
 @dataclass(eq=False)
 class FactorSums:
-    """The sums of one matrix so far, of weights n_i. by_rank: (r_i, columns sent) -> those who have them."""
+    """The sums of one matrix so far, weighted by n_i. by_rank: (r_i, columns sent) -> the sums at that rank."""
 
     dtype: torch.dtype = torch.float32
     weight: float = 0.0
@@ -29,7 +29,7 @@ class FactorSums:
         return sum(t.nbytes for group in self.by_rank.values() for t in (group.B, group.A) if t is not None)
 
     def add(self, updates: Sequence[Update]) -> None:
-        """Some more updates, with weights n_i; in place."""
+        """Add updates with weights n_i, in place."""
         for u in updates:
             lora, ranks = u.lora, (u.rank, u.lora.rank)
             self.dtype = torch.promote_types(self.dtype, next(iter(lora.tensors().values())).dtype)
@@ -37,16 +37,16 @@ class FactorSums:
             self.by_rank.setdefault(ranks, _OfOneRank(u.client, u.stored)).add(u)
 
     def means(self, total: float | None) -> list[Update]:
-        """What `aggregate` gets: the weighted mean of those of each rank. total: of all weights, None: of those that
-        were added."""
+        """The input of `aggregate`: the weighted mean at each rank. total: the sum of all weights; None: of those
+        added."""
         total = self.weight if total is None else total
         return [group.mean(rank, self.dtype, total) for (rank, _), group in sorted(self.by_rank.items())]
 
 
 @dataclass(eq=False)
 class _OfOneRank:
-    """sum n_i B_i and sum n_i A_i, float64; None where that factor did not travel. first: one of the clients, by name.
-    stored: the coarsest dtype in which they came."""
+    """sum n_i B_i and sum n_i A_i, float64; None if that factor did not travel. first: the first client by name.
+    stored: the coarsest dtype among the uploads."""
 
     first: str
     stored: torch.dtype

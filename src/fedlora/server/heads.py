@@ -1,4 +1,4 @@
-"""The mean of fully trained heads: of uploads that are all there, and of sums where they are not."""
+"""The mean of fully trained heads, from whole uploads or from sums."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedlora.linalg import weighted_mean
 
 
 def mean_heads(before: Mapping[str, Tensor], uploads: Sequence[Upload], weights: Sequence[float]) -> dict[str, Tensor]:
-    """sum_i p_i head_i, in float32 at least, stored in the dtypes of `before`."""
+    """sum_i p_i head_i, computed in float32 or wider, stored in the dtypes of `before`."""
 
     def mean(name: str, like: Tensor) -> Tensor:
         dtype = torch.promote_types(like.dtype, torch.float32)
@@ -25,14 +25,14 @@ def mean_heads(before: Mapping[str, Tensor], uploads: Sequence[Upload], weights:
 
 @dataclass(frozen=True, eq=False)
 class HeadSums:
-    """sum_i n_i head_i of each head, float64, and sum_i n_i. They add up."""
+    """sum_i n_i head_i for each head, float64, and sum_i n_i. Sums can be added."""
 
     sums: Mapping[str, Tensor]
     examples: float
 
     @classmethod
     def of(cls, heads: Mapping[str, Tensor], examples: float) -> HeadSums:
-        """One client's."""
+        """One client's sums."""
         return cls(ReadOnly({name: examples * head.detach().double() for name, head in heads.items()}), examples)
 
     def __add__(self, other: HeadSums) -> HeadSums:

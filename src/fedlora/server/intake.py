@@ -1,11 +1,11 @@
-"""How one round's uploads get to the server, and whose fate is what.
+"""How one round's uploads get to the server, and what happens to each client.
 
     intake = server.open(state)
     intake.add(upload)             each client's, in any order
     state = intake.close()
 
-An engine never asks which intake it got: whether uploads are kept or added up (`uploads`) or one clipped and noised
-sum (`private_round`) is the server's affair.
+An engine never needs to know which intake it has: the server decides whether uploads are kept or added up (`uploads`),
+or become one clipped and noised sum (`private_round`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fedlora.server.terms import Terms
 
 
 class Intake(Protocol):
-    """One round at the server. Mutable, used up by `close`.
+    """One round at the server. Mutable; `close` ends it.
 
-    keeps: whether it hands the uploads themselves on, so that a record may show them. asked: whom to ask, where the
-    round itself decides that (a private one); None: whoever plays it decides.
+    keeps: whether the uploads themselves stay available, so that a record may show them. asked: the clients to ask, if
+    the round itself decides (a private one); None: the engine decides.
     """
 
     keeps: bool
@@ -34,11 +34,11 @@ class Intake(Protocol):
     def asked(self) -> tuple[str, ...] | None: ...
 
     def add(self, upload: Upload) -> None:
-        """One client's upload. Raises `UploadRefused`, and nothing of it reaches the state."""
+        """Count one client's upload. Raises `UploadRefused`; then nothing of it reaches the state."""
 
     def refuse(self, refusal: UploadRefused) -> None:
-        """An answer of which no upload could be made. A robust rule counts it with the liars, as it does whom the round
-        itself refuses; not who did not answer."""
+        """Record an answer that could not become an upload. A robust rule counts it as a liar's, like uploads that the
+        round itself refuses, but unlike a missing answer."""
 
     def close(self) -> ServerState:
         """The next state. Raises `QuorumNotMet`."""
@@ -46,8 +46,8 @@ class Intake(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """What became of one client's upload. refusal: why it does not count; None: it does, or it abstained. up_modules,
-    up_heads: bytes that travelled for it, also of a refused one."""
+    """The fate of one client's upload. refusal: why it does not count; None: it counts, or the client abstained.
+    up_modules, up_heads: the bytes that it took, even if it was refused."""
 
     upload: Upload
     refusal: UploadRefused | None
@@ -56,7 +56,7 @@ class Taken:
 
 
 def take_in(intake: Intake, uploads: Iterable[Upload]) -> Iterator[Taken]:
-    """Adds uploads one by one, as they are drawn; then the intake can be closed."""
+    """Add uploads one by one as they arrive; afterwards the intake can be closed."""
     for upload in uploads:
         refusal, modules, heads = None, 0, 0
         try:
@@ -70,9 +70,9 @@ def take_in(intake: Intake, uploads: Iterable[Upload]) -> Iterator[Taken]:
 
 @dataclass(eq=False)
 class Attendance:
-    """Who counts in a round: each upload is looked at once, and nobody's fate is forgotten.
+    """Who counts in a round: checks each upload once and records every client's fate.
 
-    counts: client -> n_i of those that were accepted. abstained: sent 0 examples. refused: client -> why.
+    counts: client -> n_i, of accepted uploads. abstained: sent 0 examples. refused: client -> reason.
     """
 
     terms: Terms
@@ -81,7 +81,7 @@ class Attendance:
     refused: dict[str, str] = field(default_factory=dict)
 
     def take(self, upload: Upload) -> bool:
-        """Whether the upload counts (False: it abstained), and from now on it does. Raises `UploadRefused`."""
+        """Count the upload; False if the client abstained. Raises `UploadRefused`."""
         check_types(upload)
         client = upload.client.id
         try:
@@ -97,12 +97,12 @@ class Attendance:
         return True
 
     def refuse(self, refusal: UploadRefused) -> None:
-        """Another check than ours refused it. An upload that was counted is taken back."""
+        """Record a refusal by another check; an upload that already counted is removed."""
         self.counts.pop(refusal.client, None)
         self.refused.setdefault(refusal.client, refusal.reason)
 
     def require_quorum(self) -> None:
-        """Raises `QuorumNotMet` where too few were accepted."""
+        """Raises `QuorumNotMet` if too few uploads were accepted."""
         quorum = self.terms.quorum or 1
         if len(self.counts) < quorum:
             refused = "; ".join(f"{c}: {why}" for c, why in sorted(self.refused.items())) or "none"
@@ -112,5 +112,5 @@ class Attendance:
             )
 
     def tally(self, weights: dict[str, float]) -> Tally:
-        """Everybody's fate, with the weights p_i of those who counted."""
+        """Every client's fate, with the weights p_i of those that count."""
         return Tally(weights, tuple(sorted(self.abstained)), dict(sorted(self.refused.items())))

@@ -1,4 +1,4 @@
-"""What a robust rule made of a round, to be told: each client's change, its weight before and after, and why."""
+"""A report of what a robust rule did in a round: each client's change, its weight before and after, and the reason."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
 
-_SHOWN = 4  # names on a line
-_LITTLE = 0.6  # of a client's weight, in the mean over rounds
+_SHOWN = 4  # names per line
+_LITTLE = 0.6  # a share of a client's weight, averaged over rounds
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One client. norm: of its change. distance: of that from the robust change. before: p_i; after: p_i m_i, what its
-    change counts for. why: it is left out or held back, "" where it is not. at: its change in the plane of the round's
-    two leading directions; (0, 0) is no change."""
+    """One client. norm: of its change. distance: from its change to the robust one. before: p_i; after: p_i m_i, the
+    weight of its change. why: the reason if it is left out or held back, otherwise "". at: its change in the plane of
+    the round's two leading directions; (0, 0) is no change."""
 
     TAG: ClassVar[str] = "standing/1"
 
@@ -28,7 +28,7 @@ class Standing:
 
 @dataclass(frozen=True)
 class Judged:
-    """A round. rule: with its keys. clients: all that counted. facts: what the rule found, by name. mean, robust: the
+    """A round. rule: with its keys. clients: all that counted. facts: the rule's findings by name. mean, robust: the
     plain and the robust mean change in the plane; in_plane: the share of the changes' squared norms that it shows.
 
     Example:
@@ -50,16 +50,16 @@ class Judged:
 
     @property
     def left_out(self) -> dict[str, str]:
-        """Client -> why its change counts for nothing."""
+        """Client -> why its change does not count."""
         return {name: one.why for name, one in self.clients.items() if one.after == 0}
 
     def plain(self) -> dict[str, Any]:
-        """As a line of metrics.jsonl has it."""
+        """The report as in a line of metrics.jsonl."""
         return {**asdict(self), "clients": {name: asdict(one) for name, one in self.clients.items()}}
 
 
 def told(line: Mapping[str, Any]) -> str:
-    """What a rule did in a round, from its line of metrics.jsonl, in a few words; "" where it left all as they came.
+    """What a rule did in a round, from its line of metrics.jsonl, in a few words; "" if it changed no weight.
 
     Example:
         >>> b = {"norm": 9.0, "distance": 8.0, "before": 0.5, "after": 0.0, "why": "far"}
@@ -91,8 +91,8 @@ def told(line: Mapping[str, Any]) -> str:
 
 
 def of_run(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a rule did in a whole run, from the lines of its rounds: for each client in how many rounds it was weighed
-    and left out, and the mean of its weight before and after."""
+    """What a rule did in a whole run, from its rounds' lines: for each client, in how many rounds it was weighed and
+    left out, and its mean weight before and after."""
     judged = [line["defence"] for line in lines if line.get("defence")]
     names = sorted({name for line in judged for name in line["clients"]})
     clients = {}
@@ -107,10 +107,10 @@ def of_run(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def remarks(run: Mapping[str, Any], ranks: Mapping[str, Any]) -> list[str]:
-    """What somebody should look at of a run, as `of_run` has it: who was always left out, or lost most of its weight.
+    """What deserves a look in a run (from `of_run`): clients that were always left out, or lost most of their weight.
 
     Args:
-        ranks: client -> its rank; rules take a large one for a lie.
+        ranks: client -> its rank, because rules take a large one for a lie.
 
     Example:
         >>> run = {"clients": {"a": {"rounds": 3, "left_out": 3, "before": 0.5, "after": 0.0}}}

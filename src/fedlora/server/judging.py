@@ -1,6 +1,6 @@
-"""A robust rule applied to a round: every client's change looked at, and its updates handed on as the rule has them.
+"""Applies a robust rule to a round: measures every client's change, and gives the method updates weighed by the rule.
 
-One place for all engines and methods, between "all uploads are in" and "the method aggregates" (`kept_uploads`).
+One place for all engines and methods, after all uploads are in and before the method aggregates (`kept_uploads`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fedlora.server.terms import Terms
 
 log = logging.getLogger("fedlora.server")
 
-_FAR_COUNT = 1e6  # times the median: a multiplier divides by a client's weight
+_FAR_COUNT = 1e6  # times the median: multipliers divide by a client's weight
 
 
 def far_counts(counts: Mapping[str, float]) -> dict[str, str]:
-    """Client -> why its count of examples cannot be weighed beside the others'."""
+    """Client -> why its count of examples cannot be weighed with the others'."""
     middle = sorted(counts.values())[(len(counts) - 1) // 2] if counts else 1.0
     return {
         name: f"it claims {count:g} examples, and the round's median is {middle:g}: more than {_FAR_COUNT:g} times "
@@ -46,7 +46,7 @@ def far_counts(counts: Mapping[str, float]) -> dict[str, str]:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """A round as a rule has weighed it. multipliers: client -> m_i. begun: client -> module -> what it was sent."""
+    """A round weighed by a rule. multipliers: client -> m_i. begun: client -> module -> the readout that it got."""
 
     terms: Terms
     multipliers: Mapping[str, float]
@@ -54,11 +54,11 @@ class Round:
     judged: Judged
 
     def updates(self, module: str, updates: Sequence[Update]) -> list[Update]:
-        """The updates of one module, with changes that count m times; an m of 1 leaves an update as it came, unless
-        its terms cancel.
+        """The updates of one module, with changes multiplied by m; an m of 1 leaves an update as it came, unless its
+        terms cancel.
 
         Raises:
-            HyperparameterError: the method's options keep too little of them.
+            HyperparameterError: the method's options would discard too much of them.
         """
         begun = [self.begun[u.client][module] for u in updates]
         m = self._among(updates)
@@ -67,8 +67,8 @@ class Round:
         return made
 
     def _among(self, updates: Sequence[Update]) -> list[float]:
-        """m of each. Less in a module that not all hold, where its weights are renormalised over those who do and a
-        rule puts more weight on the holders than they have: no change counts for more than itself there."""
+        """Each client's m. It is smaller in a module that not all clients hold, if weights are renormalised over the
+        holders and the rule gives them more weight than they have: no change may count for more than itself."""
         m = [self.multipliers[u.client] for u in updates]
         if self.terms.missing != "renormalise" or len(m) == len(self.multipliers):
             return m
@@ -76,7 +76,7 @@ class Round:
         return [k / after for k in m] if after > 1 + 1e-9 else m
 
     def heads(self, uploads: Sequence[Upload]) -> list[Upload]:
-        """The uploads with heads whose changes count m times."""
+        """The uploads with their heads' changes multiplied by m."""
         before = self.terms.state.heads
         return [
             u if (m := self.multipliers[u.client.id]) == 1 else replace(u, adapter=_with_heads(u.adapter, before, m))
@@ -86,14 +86,14 @@ class Round:
 
 @dataclass(frozen=True, eq=False)
 class Look:
-    """A round's uploads, what each client was sent (client -> module -> readout), and their changes."""
+    """A round's uploads, the readouts that clients got (client -> module -> readout), and their changes."""
 
     uploads: Sequence[Upload]
     begun: Mapping[str, Mapping[str, LoRA]]
     found: Changes
 
     def unmeasured(self) -> dict[str, str]:
-        """Client -> why no rule can weigh its change: rounding of terms that cancel could be all of it."""
+        """Client -> why no rule can weigh its change: all of it could be rounding of terms that cancel."""
         sound, found = self.found.measured().tolist(), self.found
         middle = float(found.norms.median()) if sound else 0.0
         return {
@@ -105,13 +105,13 @@ class Look:
         }
 
     def of(self, clients: Container[str]) -> Look:
-        """At those clients only."""
+        """The same for only these clients."""
         at = [k for k, u in enumerate(self.uploads) if u.client.id in clients]
         return Look([self.uploads[k] for k in at], self.begun, self.found.of(at))
 
 
 def look(terms: Terms, uploads: Sequence[Upload], each: Each) -> Look:
-    """Every client's change from what it was sent."""
+    """Every client's change relative to its readout."""
     begun = {u.client.id: terms.begun(u.client) for u in uploads}
     sent = [
         [Sent(u.adapter.modules[m], begun[u.client.id][m]) if m in u.adapter.modules else None for u in uploads]
@@ -122,10 +122,10 @@ def look(terms: Terms, uploads: Sequence[Upload], each: Each) -> Look:
 
 
 def judge(rule: Rule, terms: Terms, seen: Look, counts: Mapping[str, float]) -> Round:
-    """What a rule makes of a round's uploads. counts: client -> what it counts for, of these at least.
+    """A rule's verdict on a round's uploads. counts: client -> n_i, at least for these clients.
 
     Raises:
-        HyperparameterError: a rule that gives no coefficients.
+        HyperparameterError: the rule returned no coefficients.
     """
     names = [u.client.id for u in seen.uploads]
     weights = shares({name: counts[name] for name in names}, terms.max_weight_share)
@@ -140,8 +140,8 @@ def judge(rule: Rule, terms: Terms, seen: Look, counts: Mapping[str, float]) -> 
 
 
 def require_products(rule: Rule, method: Method[Any], roles: Roles) -> None:
-    """Raises `HyperparameterError` where both factors travel to a method that takes no products: a rule sees how far
-    B A moved, and an honest-looking B A in bad coordinates carries an average of factors anywhere."""
+    """Raises `HyperparameterError` if both factors travel to a method that does not take products: a rule measures how
+    far B A moved, but an honest-looking B A in bad coordinates moves an average of factors anywhere."""
     averages = roles.both_shared and multiplied_how(method) == "factors"
     if averages and not rule.factor_averages:
         raise HyperparameterError(
@@ -159,13 +159,13 @@ def require_products(rule: Rule, method: Method[Any], roles: Roles) -> None:
 
 
 def require_enough(rule: Rule, attendance: Attendance, counts: Mapping[str, float]) -> Rule:
-    """The rule for those who still count, of whose liars the refused are some. counts: client -> what it counts for.
+    """The rule for the clients that still count; refused clients count as liars. counts: client -> n_i.
 
     Raises:
-        QuorumNotMet: it cannot bear its liars among them.
+        QuorumNotMet: the rule cannot tolerate that many liars among them.
     """
     terms = attendance.terms
-    refused = len(attendance.refused.keys() - attendance.counts.keys())  # a second upload's first one stands
+    refused = len(attendance.refused.keys() - attendance.counts.keys())  # a refused second upload keeps the first
     p = list(shares({name: counts[name] for name in attendance.counts}, terms.max_weight_share).values())
     asked, rule = rule, rule.without(refused, p)
     if asked.declared(len(p) + refused) and not rule.declared(len(p)):
@@ -181,10 +181,10 @@ def require_enough(rule: Rule, attendance: Attendance, counts: Mapping[str, floa
 
 
 def weigh(rule: Rule, found: Changes, p: Tensor, names: Sequence[str]) -> tuple[dict[str, float], Judged]:
-    """Client -> the multiplier m_i of its change, and what there is to tell. p (n,): the weights, which sum to 1.
+    """Client -> the multiplier m_i of its change; and the report. p (n,): the weights, which sum to 1.
 
     Raises:
-        HyperparameterError: the rule raised, or gave something else than coefficients.
+        HyperparameterError: the rule raised, or returned something other than coefficients.
     """
     geometry, kept = geometry_of(found)
     try:
@@ -224,7 +224,7 @@ def _with_heads(adapter: Adapter, before: Mapping[str, Tensor], m: float) -> Ada
 
 
 def _plane(geometry: Geometry) -> tuple[Tensor, float]:
-    """Each change in the two leading directions (n, 2), and the share of all squared norms that they hold."""
+    """Each change in the two leading directions (n, 2), and their share of all squared norms."""
     values, vectors = eigh(geometry.gram)
     values, vectors = values.flip(0)[:2].clamp(min=0), vectors.flip(1)[:, :2]
     total = float(geometry.gram.diagonal().sum())

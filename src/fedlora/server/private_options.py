@@ -1,7 +1,7 @@
-"""What a private server is made of: public constants, and who keeps what was released. And what it refuses beside them.
+"""A private server's options: public constants, and the keeper of releases. And the options that it excludes.
 
-Under privacy everything that scales or shapes a client's contribution is a constant that everybody may know: what
-depends on who took part, or on what others sent, breaks the bound on what one client can change.
+Under privacy everything that scales or shapes a client's contribution is a public constant: anything that depends on
+who took part, or on what others sent, breaks the bound on one client's effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fedlora.privacy.mechanism import Mechanism, share_of
 from fedlora.server.method_faults import blamed_on
 from fedlora.server.terms import Weighting
 
-# Options of a server that privacy excludes -> why.
+# Server options that privacy excludes -> why.
 _BREAKS_THE_BOUND = {
     "quorum": "a private round has no quorum, because a round that counts would reveal who came. A client that "
     "is refused, offline or fails counts as zero",
@@ -32,51 +32,52 @@ _BREAKS_THE_BOUND = {
 
 
 class Releases(Protocol):
-    """Keeps the noised sums of a run, each made once, and says who is sampled. All of it outlives this process.
+    """Keeps a run's noised sums, each made once, and the secret draws. All of it outlives this process.
 
-    context: a digest of what the round starts from. A sum of another one is refused: a round has one release.
+    context: a digest of the round's starting point. A sum with another one is refused: a round has one release.
     """
 
     def stored(self, round: int, context: str) -> Tensor | None:
-        """The noised sum of `round` (from 1), int64 (d,), charged, where it was made already; else None."""
+        """The noised sum of `round` (from 1), int64 (d,), if it was already made and charged; otherwise None."""
 
     def settle(self, round: int, context: str, noised: Tensor, mechanism: Mechanism, sampling: float) -> Tensor:
-        """Write it down and charge it, before anything of it leaves; returns what may leave. sampling: q, each client's
-        chance to have been in it.
+        """Store and charge the sum before anything of it is released; returns the sum to release. sampling: q, each
+        client's chance to take part.
 
         Raises:
-            BudgetSpent, LedgerError: nothing was released, and nothing may be.
+            BudgetSpent, LedgerError: nothing was released, and nothing may be released.
         """
 
     def first_drawn(self, round: int, context: str, drawn: Sequence[str]) -> Sequence[str]:
-        """Keep secretly who was drawn for `round`, and return whom the first call for it kept: where the process was
-        killed the round begins anew with the same clients. Called before anybody is asked, and only where q < 1."""
+        """Store secretly who was drawn for `round`, and return what the first call for it stored, so that a killed
+        round restarts with the same clients. Called before any client is asked, and only if q < 1."""
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """What one client's contribution may do to what is released, and what is constant and public for that.
+    """Bounds one client's effect on what is released, by public constants.
 
-    Adjacency: one client's contribution to the run is there, or is zero. The server sees every update; whoever gets
-    what it releases (states, readouts, the model) learns little about any one client.
+    Adjacency: one client's contribution to the run is present, or is zero. The server sees every update; whoever gets
+    its releases (states, readouts, the model) learns little about any one client.
 
     Args:
         clip: C, the largest norm of one client's change, over all modules and heads together. noise_multiplier: z, the
-            noise's standard deviation in units of what one client can do; 0 is for tests and audits. grid: see
-            `privacy.mechanism`; None: its own.
-        geometry: in which coordinates the changes are summed.
-        clients: the ids of all clients, taking part or not: n public names. An upload of anybody else is refused.
-        sampling: q, the chance of each to be asked in a round, which draws them itself (`PrivateRound.asked`); 1: all
-            of them, always. The mean change is the noised sum / (q n), whoever came.
+            noise's standard deviation in units of one client's largest effect; 0 is for tests and audits. grid: see
+            `privacy.mechanism`; None: the mechanism chooses.
+        geometry: the coordinates in which changes are summed.
+        clients: the ids of all clients, taking part or not: n public names. Uploads from anybody else are refused.
+        sampling: q, each client's chance to be asked in a round, which makes the draw itself (`PrivateRound.asked`); 1:
+            all of them, always. The mean change is the noised sum / (q n), whoever came.
         rank: R of the next state. most_examples: n_max; a client counts min(n_i, n_max) / n_max; None: 1.
-        releases: where noised sums are kept and charged.
+        releases: stores and charges noised sums.
         warm_start: the start is a trained adapter, and either it never saw these clients' data, or the ledger was
             charged for it.
         seed: of the public random directions.
-        diary: of the server alone: hears (round from 1, client or "" for all of them, what became of it), for each that
-            failed or was refused, and once a round. Nothing else tells of them. None: nobody hears.
+        diary: for the server's operator alone: called with (round from 1, client or "" for all of them, what happened)
+            for each client that failed or was refused, and once per round. Nothing else reports them. None: no diary.
 
     Raises:
+        HyperparameterError: an impossible value.
         HyperparameterError: an impossible value.
     """
 
@@ -108,16 +109,16 @@ class Privacy:
 
     @property
     def denominator(self) -> float:
-        """q n, which the sum is divided by: public, whoever came."""
+        """q n, the public divisor of the sum, whoever came."""
         return self.sampling * len(self.clients)
 
     def note(self, round: int, client: str, what: str) -> None:
-        """To the diary, if there is one."""
+        """Tell the diary, if there is one."""
         if self.diary is not None:
             self.diary(round, client, what)
 
     def note_end(self, round: int, asked: int, counted: int) -> None:
-        """To the diary, once a round: how many were asked, and of how many of those an upload counts."""
+        """Tell the diary, once per round, how many clients were asked and how many uploads count."""
         if not asked:
             what = "no client was asked: none was drawn, or the round's noised sum existed before the run was killed"
         elif not counted:
@@ -130,18 +131,18 @@ class Privacy:
         self.note(round, "", what)
 
     def mechanism(self, size: int) -> Mechanism:
-        """Of vectors of that many entries. Raises `HyperparameterError` where integers would not hold their sums."""
+        """The mechanism for vectors of `size` entries. Raises `HyperparameterError` if integers cannot hold sums."""
         mechanism = Mechanism.of(self.clip, self.noise_multiplier, size, self.grid)
         mechanism.check_room(size, len(self.clients))
         return mechanism
 
     def weight(self, num_examples: float) -> float:
-        """w_i in [0, 1], a function of this client's own number and constants."""
+        """w_i in [0, 1], which depends only on this client's own number and on constants."""
         return 1.0 if self.most_examples is None else share_of(num_examples, self.most_examples)
 
 
 def _population(clients: Any) -> tuple[str, ...]:
-    """Sorted ids. Raises `HyperparameterError`."""
+    """The sorted ids. Raises `HyperparameterError`."""
     named = list(clients) if isinstance(clients, Sequence) and not isinstance(clients, str) else []
     if not named or not all(isinstance(name, str) and name for name in named):
         raise HyperparameterError(
@@ -156,13 +157,13 @@ def _population(clients: Any) -> tuple[str, ...]:
 def require_private(
     privacy: Privacy, method: Method[Any], missing: Missing, weighting: Weighting, beside: Collection[str]
 ) -> Accumulating[Any]:
-    """The method as one that can go on from a released change.
+    """The method, if it can continue from a released change.
 
     Args:
-        missing, weighting: the server's. beside: which of its other options are set.
+        missing, weighting: the server's. beside: the names of its other options that are set.
 
     Raises:
-        HyperparameterError: it cannot, or an option of the server breaks what privacy promises: which, and why.
+        HyperparameterError: it cannot, or a server option breaks the privacy guarantee: which, and why.
     """
     if not isinstance(method, Accumulating):
         raise HyperparameterError(

@@ -1,12 +1,12 @@
-"""The private intake: of a round's uploads only one noised sum of clipped changes is ever used, and no upload is kept.
+"""The private intake: it uses a round's uploads only in one noised sum of clipped changes, and keeps no upload.
 
     v_i = w_i (Q^T (B_i A_i - readout_i) P over all modules, the heads' changes), ||v_i|| <= C
-    S   = sum_i v_i + discrete Gaussian, in integers             written down, charged, then used
+    S   = sum_i v_i + discrete Gaussian, in integers             stored, charged, then used
     M   <- M + Q (S / (q n)) P^T, cut to R                       `core.accumulating`
 
-Bases come from the released state, so they are public. Every module and head is in the sum, also one that nobody holds.
-The round itself draws who is asked, and takes one upload of each. Whoever is refused, offline, fails or abstains counts
-as zero: there is no quorum, no second draw and no retry, and the `Tally` is empty.
+Bases come from the released state, so they are public. Every module and head is in the sum, even if no client holds it.
+The round itself draws the clients to ask, and takes one upload from each. A client that is refused, offline, fails or
+abstains counts as zero: there is no quorum, no second draw and no retry, and the `Tally` is empty.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedlora.server.terms import Terms
 
 
 def layout(terms: Terms, method: Accumulating[Any], privacy: Privacy) -> Layout:
-    """The coordinates of a round: a function of the state before it and of public constants alone."""
+    """The coordinates of a round; they depend only on the state before it and on public constants."""
     bases = {}
     for name, released in released_of(terms).items():
         rows = method.common_rows(terms.state.modules[name])
@@ -55,7 +55,7 @@ def layout(terms: Terms, method: Accumulating[Any], privacy: Privacy) -> Layout:
 
 
 def released_of(terms: Terms) -> dict[str, LoRA]:
-    """Module -> M, the update that was released before the round."""
+    """Module -> M, the update released before the round."""
     found = {}
     for name, state in sorted(terms.state.modules.items()):
         with blamed_on(terms.method, "effective"):
@@ -67,7 +67,7 @@ def released_of(terms: Terms) -> dict[str, LoRA]:
 
 
 def context_of(terms: Terms, privacy: Privacy) -> str:
-    """A digest of what a round starts from: what was released before, and every public constant of the mechanism."""
+    """A digest of a round's starting point: the release before it, and every public constant of the mechanism."""
     p = privacy
     constants = (terms.number, terms.method, terms.roles, p.clip, p.noise_multiplier, p.grid, p.geometry, p.clients)
     digest = sha256(repr((*constants, p.rank, p.sampling, p.most_examples, p.seed)).encode())
@@ -79,11 +79,11 @@ def context_of(terms: Terms, privacy: Privacy) -> str:
 
 
 class PrivateRound:
-    """An `Intake` that keeps one vector. Uploads may come in any order: integers add up to the same sum.
+    """An `Intake` that keeps one vector. Uploads may come in any order: their integers have the same sum.
 
-    layout: what stands where in it. mechanism: how it is clipped and noised. Both are public.
+    layout: the vector's layout. mechanism: its clipping and noise. Both are public.
 
-    A loop of your own asks those in `asked` and nobody else:
+    Your own loop asks the clients in `asked` and nobody else:
 
         opened = server.open(state)
         for name in opened.asked:
@@ -111,8 +111,8 @@ class PrivateRound:
 
     @cached_property
     def asked(self) -> tuple[str, ...]:
-        """Who takes part: everybody, or a secret draw of each with chance q, by the system's randomness; the same again
-        after a kill. Nobody where the round's noised sum is there already."""
+        """The clients that take part: all, or a secret draw of each with chance q by the system's randomness; the same
+        ones after a kill. Empty if the round's noised sum already exists."""
         privacy = self._privacy
         if self._released is not None:
             return ()
@@ -128,11 +128,11 @@ class PrivateRound:
 
     @own_modes()
     def add(self, upload: Upload) -> None:
-        """Count one upload: of those in `asked`, at most one of each, whatever becomes of it. Another client's part
-        never depends on it, and q n stays what everybody knows.
+        """Count one upload: at most one from each client in `asked`, whatever happens to it. Another client's part
+        never depends on it, and q n stays the public number.
 
         Raises:
-            UploadRefused: to the one who sent it. It counts as zero, and nobody is told but the diary.
+            UploadRefused: for the client that sent it. The upload counts as zero, and only the diary reports it.
         """
         try:
             self._take(upload)
@@ -141,7 +141,7 @@ class PrivateRound:
             raise
 
     def refuse(self, refusal: UploadRefused) -> None:
-        """As `Intake.refuse`: it counts as zero, and nobody is told but the diary."""
+        """As `Intake.refuse`: the client counts as zero, and only the diary reports it."""
         self._privacy.note(self._terms.number, refusal.client, refusal.reason)
 
     def _take(self, upload: Upload) -> None:
@@ -160,7 +160,7 @@ class PrivateRound:
         self._counted += 1
 
     def _contribution(self, upload: Upload) -> Tensor:
-        """int64 (d,). Raises `UploadRefused` and nothing else, whatever its tensors do: no client ends a round."""
+        """int64 (d,). Raises only `UploadRefused`, whatever the tensors contain, so that no client can end a round."""
         try:
             if not self._terms.check(upload):
                 return torch.zeros_like(self._total)
@@ -176,10 +176,10 @@ class PrivateRound:
 
     @own_modes()
     def close(self) -> ServerState:
-        """The next state. It takes place whoever came: an empty round releases pure noise.
+        """The next state. The round always closes, whoever came: an empty one releases pure noise.
 
         Raises:
-            Whatever `Releases.settle` raises where the budget is spent: nothing was released then.
+            Whatever `Releases.settle` raises if the budget is spent: then nothing was released.
         """
         privacy, terms = self._privacy, self._terms
         privacy.note_end(terms.number, len(self.asked), self._counted)
@@ -201,7 +201,7 @@ class PrivateRound:
         return closed(terms, modules, heads, Tally({}))
 
     def _change(self, upload: Upload) -> Tensor:
-        """What the client changed of what it was sent, in the round's coordinates: (d,), float64."""
+        """The client's change relative to its readout, in the round's coordinates: (d,), float64."""
         modules = {
             name: change_of(upload.adapter.modules[name], begun).map(Tensor.cpu)
             for name, begun in self._terms.begun(upload.client).items()

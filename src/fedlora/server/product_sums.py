@@ -1,7 +1,7 @@
-"""Running sums of one matrix's updates, for methods that go on from the mean update (`core.summing.FromSums`).
+"""Running sums of one matrix's updates, for methods that continue from the mean update (`core.summing.FromSums`).
 
-They are of fixed size, 8 d_out d_in bytes and 16 d_out^2 for the votes, however many clients there are. Where they lie
-on disk the file has no name and goes with the process.
+They have a fixed size, 8 d_out d_in bytes and 16 d_out^2 for the votes, however many clients there are. If they are on
+disk, the file has no name and disappears with the process.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fedlora.core.summing import Summing, Sums
 from fedlora.errors import HyperparameterError
 from fedlora.linalg import gauge_splits, unit_roundoff
 
-_BORNE_ADDITIONS = 256  # one after the other; `linalg.consensus` counts on so many roundoffs of float64
+_BORNE_ADDITIONS = 256  # in sequence; `linalg.consensus` allows for that many float64 roundoffs
 
 
 @dataclass(eq=False)
 class ProductSums:
-    """The sums of one matrix so far, of weights n_i. products (d_out, d_in): sum n_i B_i A_i; votes, doubts (d_out,
+    """The sums of one matrix so far, weighted by n_i. products (d_out, d_in): sum n_i B_i A_i; votes, doubts (d_out,
     d_out): sum n_i U_i U_i^T and sum (n_i t_i)^2 U_i U_i^T. The other fields as in `Sums`, before the division: weight,
-    roundoff and floor are sums over clients of n_i, n_i u_i and (n_i t_i ||terms||)^2. additions: how often something
-    was added."""
+    roundoff and floor are sums over clients of n_i, n_i u_i and (n_i t_i ||terms||)^2. additions: the number of
+    additions so far."""
 
     wanted: Summing
     products: Tensor
@@ -48,7 +48,7 @@ class ProductSums:
 
     @classmethod
     def empty(cls, start: LoRA, wanted: Summing, *, on_disk: bool) -> ProductSums:
-        """Of the matrix that `start` is of."""
+        """Zero sums for the same matrix as `start`."""
         d_out, d_in = (t.shape[k] for k, t in enumerate(start.factors))
         votes, doubts = (_zeros(d_out, d_out, on_disk=on_disk) if wanted.votes else None for _ in range(2))
         return cls(wanted, _zeros(d_out, d_in, on_disk=on_disk), votes, doubts)
@@ -58,9 +58,9 @@ class ProductSums:
         return self.products.nbytes + (2 * self.votes.nbytes if self.votes is not None else 0)
 
     def add(self, updates: Sequence[Update]) -> None:
-        """Some more updates, with weights n_i; in place."""
+        """Add updates with weights n_i, in place."""
         wanted = self.wanted
-        counts = [1.0 if wanted.weighting == "uniform" else u.weight for u in updates]
+        counts = [u.weight for u in updates]
         B = torch.cat([n * u.B.double() for n, u in zip(counts, updates, strict=True)], dim=1)
         A = torch.cat([u.A.double() for u in updates])
         self.products.addmm_(B, A)
@@ -86,8 +86,8 @@ class ProductSums:
         self.additions += 1
 
     def mean(self, total: float | None) -> Sums:
-        """As methods take it; uses the sums up. total: of all weights, None: of those that were added."""
-        total = self.weight if total is None or self.wanted.weighting == "uniform" else total
+        """The sums as methods take them; this uses them up. total: the sum of all weights; None: of those added."""
+        total = self.weight if total is None else total
         ranks = {client: self.ranks[client] for client in sorted(self.ranks)}
         bases = {client: self.bases[client] for client in sorted(self.bases)}
         return Sums(
@@ -101,12 +101,14 @@ class ProductSums:
 
 
 def _zeros(rows: int, columns: int, *, on_disk: bool) -> Tensor:
-    """float64. On disk: of a file without a name."""
+    """Zeros, float64. On disk: in a file without a name."""
     if not on_disk:
         return torch.zeros(rows, columns, dtype=torch.float64)
-    with tempfile.TemporaryFile() as file:  # no name from the start, so that no kill leaves it behind
+    with tempfile.TemporaryFile() as file:  # it never has a name, so a kill leaves nothing behind
         try:
-            os.posix_fallocate(file.fileno(), 0, 8 * rows * columns)  # a hole that finds no room would kill the process
+            os.posix_fallocate(
+                file.fileno(), 0, 8 * rows * columns
+            )  # a sparse file without room would kill the process
         except OSError as error:
             raise HyperparameterError(
                 f"Server: the sums of uploads beyond the memory do not fit in {tempfile.gettempdir()}: "
@@ -125,7 +127,7 @@ def product_sizes(start: Adapter, wanted: Summing) -> Mapping[str, int]:
 
 
 def require_disk(sizes: Mapping[str, int]) -> None:
-    """Raises `HyperparameterError` where the folder for temporary files has no room for sums of these bytes."""
+    """Raises `HyperparameterError` if the folder for temporary files has no room for sums of these sizes."""
     needed, folder = sum(sizes.values()), tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     if needed > free:

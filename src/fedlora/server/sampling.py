@@ -1,4 +1,4 @@
-"""Who takes part in a round. A pure function of the seed."""
+"""Choose a round's participants: a pure function of the seed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The server: one method lifted over all modules, with the checks, weights and heads that no method should see.
+"""The server: one method applied to all modules, with the checks, weights and heads that methods need not know.
 
     state = server.init(seed_adapter)                  a value; every call returns a new one
-    down  = server.download(state, client)             what that client starts from
+    down  = server.download(state, client)             where that client starts
     state = server.aggregate(state, uploads)           = open(state), add(upload) for each, close()
 
-Knows no engine and no network: simulation and Flower are both thin shells around it.
+It knows no engine and no network: simulation and Flower are thin shells around it.
 """
 
 from __future__ import annotations
@@ -59,25 +59,25 @@ class Server:
     Args:
         method: from `fedlora.build(...)`, or any object of the `Method` protocol.
         weighting: p_i by "examples" or "uniform", normalised over the round's participants; None: "uniform" with a
-            rule, for a liar says how many examples it has, else "examples".
+            rule, because liars may lie about their examples, otherwise "examples".
         heads: "average" them by p_i, keep them "local" or "frozen"; None: as the method's roles say.
         quorum: None raises at the first bad upload. An integer refuses bad uploads one by one (`Tally.refused`) and
-            raises `QuorumNotMet` only if fewer good ones are left. So does `aggregate`; `add` of an open round raises
-            for each bad one, which stays out, and the round goes on.
-        missing: a module that some participants do not hold: "renormalise" the weights over those who do, or let the
-            others count as a "zero" update.
+            raises `QuorumNotMet` only if fewer good ones remain. `aggregate` does both; in an open round `add` raises
+            for each bad upload, which is left out, and the round continues.
+        missing: for a module that some participants do not hold: "renormalise" the weights over the holders, or count
+            the others as a "zero" update.
         seed: of the method's own random draws.
-        memory: megabytes that one round's uploads may take here; None: as many as there are. Once uploads fill half
-            of it they are added up in float64 and forgotten (`uploads`): the same result up to rounding, for any
-            number of clients. Of methods that need sums alone (`core.summing`).
-        privacy: rounds of one clipped and noised sum (`private_round`), so that what is released says little about any
-            one client. Needs missing = "zero", and no quorum: bad uploads count as zero, and no round is left out.
-        rule: one robust rule (`robust_rules`), what [defence] of a run or federation is: it gives each client's change
-            a weight of its own, and `Tally.judged` tells which.
-        max_weight_share: the largest p_i, of those who count in a round and again of those who count in each module.
-            Where they are fewer than 1 / max_weight_share, all of them count alike, and the tally names the modules.
-        workers: matrices that are aggregated at a time, each on one BLAS thread, with the same bits for any number;
-            None: as many as torch has threads.
+        memory: megabytes that one round's uploads may take here; None: no limit. Once uploads fill half of it, the
+            server adds them up in float64 and drops them (`uploads`): the same result up to rounding, for any number of
+            clients. For methods that need only sums (`core.summing`).
+        privacy: rounds of one clipped and noised sum (`private_round`), so that releases say little about any one
+            client. Needs missing = "zero", and no quorum: bad uploads count as zero, and no round is left out.
+        rule: one robust rule (`robust_rules`), as [defence] in a run or federation: it gives each client's change its
+            own weight, and `Tally.judged` reports the weights.
+        max_weight_share: the largest p_i, over the clients that count in a round, and again in each module. If there
+            are fewer than 1 / max_weight_share, all of them count alike, and the tally names the modules.
+        workers: the number of matrices aggregated at a time, each on one BLAS thread, with the same bits for any
+            number; None: torch's number of threads.
 
     Raises:
         HyperparameterError: an impossible option.
@@ -135,7 +135,7 @@ class Server:
             self._accumulating(self.privacy)
 
     def _check_rule(self, rule: Rule) -> None:
-        """Raises `HyperparameterError` where a robust rule cannot be kept."""
+        """Raises `HyperparameterError` if the robust rule cannot work with the other options."""
         if not isinstance(rule, Rule):
             raise HyperparameterError(f"Server: rule is a robust rule, as Krum(liars=1), or None; got {rule!r:.80}.")
         beside = {
@@ -154,11 +154,11 @@ class Server:
 
     @property
     def weighs_by(self) -> Weighting:
-        """`weighting`, or the one that stands for None."""
+        """`weighting`, or the default that replaces None."""
         return weighs_by(self.weighting, self.rule is not None)
 
     def _accumulating(self, privacy: Privacy) -> Accumulating[Any]:
-        """The method as one whose rounds can be private with these options."""
+        """The method, if its rounds can be private with these options."""
         beside = [name for name in ("quorum", "memory", "rule") if getattr(self, name) is not None]
         return require_private(privacy, self.method, self.missing, self.weighs_by, beside)
 
@@ -214,8 +214,8 @@ class Server:
 
     @own_modes()
     def download(self, state: ServerState, client: Client) -> Download:
-        """What `client` starts its round from, at its own ranks, in the server's compute dtype: float32, or float64
-        where an upload or the start is. A client that trains in bfloat16 casts it itself.
+        """The start of `client`'s round, at its own ranks, in the server's compute dtype: float32, or float64 if an
+        upload or the start is float64. A client that trains in bfloat16 casts it itself.
 
         Raises:
             RankMismatch: the method cannot serve that rank. HyperparameterError: no such module.
@@ -224,7 +224,7 @@ class Server:
         modules, start, base = {}, {}, {}
         for name, readout in readouts(self.method, state.modules, state.start, client.id, ranks, roles).items():
             rank = ranks[name]
-            # The client's own: training in place must not reach the state.
+            # Give the client its own copy: training in place must not change the state.
             modules[name] = readout.lora if readout.fresh else readout.lora.map(Tensor.clone)
             if readout.base is not None:
                 base[name] = readout.base
@@ -264,10 +264,10 @@ class Server:
         )
 
     def open(self, state: ServerState) -> Intake:
-        """A round to `add` uploads to, in any order, and to `close`: an `Intake`, as the server's options say.
+        """A round: `add` uploads in any order, then `close`. An `Intake` that depends on the server's options.
 
         Raises:
-            HyperparameterError: a memory limit that has no room for one client, a disk without room for the sums.
+            HyperparameterError: the memory limit has no room for one client, or the disk none for the sums.
         """
         terms = self.terms(state)
         if self.privacy is not None:
@@ -276,35 +276,35 @@ class Server:
 
     @own_modes()
     def aggregate(self, state: ServerState, uploads: Iterable[Upload]) -> ServerState:
-        """The next state from one round's uploads; the same bits whatever their order (with a memory limit that was
-        needed: the same up to rounding).
+        """The next state from one round's uploads; the same bits in any order (if a memory limit took effect, the same
+        up to rounding).
 
         Raises:
-            UploadRefused: a bad upload, where `quorum` is None. QuorumNotMet: too few good ones. Neither with privacy:
-                there a bad upload counts as zero.
-            RankMismatch, RankTie: as the method says.
+            UploadRefused: a bad upload, if `quorum` is None. QuorumNotMet: too few good ones. Neither with privacy,
+                where a bad upload counts as zero.
+            RankMismatch, RankTie: from the method.
         """
         intake = self.open(state)
         told: set[str] = set()
         for taken in take_in(intake, uploads):
-            if taken.refusal is not None and self.privacy is None:  # of a private round the diary alone knows
+            if taken.refusal is not None and self.privacy is None:  # only the diary reports on a private round
                 if self.quorum is None:
                     raise taken.refusal
                 told.add(taken.refusal.client)
                 log.warning("round %d: %s", state.round + 1, taken.refusal)
         after = intake.close()
         for client, reason in after.tally.refused.items() if after.tally is not None else ():
-            if client not in told:  # when all were in: beside the others
+            if client not in told:  # refused only after all uploads were in
                 log.warning("round %d: %s", state.round + 1, UploadRefused(client, reason))
         return after
 
     @own_modes()
     def global_update(self, state: ServerState) -> Mapping[str, LoRA]:
-        """The server's whole update of each module, base change included: what evaluation and export use. The factors
-        are the caller's own.
+        """The server's whole update of each module, base change included, for evaluation and export. The caller owns
+        the factors.
 
         Raises:
-            NoGlobalModel: the method has none.
+            NoGlobalModel: the method keeps none.
         """
         updates = {}
         for name, s in state.modules.items():
@@ -319,7 +319,7 @@ class Server:
         return ReadOnly(updates)
 
     def has_global_model(self, state: ServerState) -> bool:
-        """Whether `global_update` has an answer."""
+        """Whether `global_update` returns an update."""
         with blamed_on(self.method, "effective"):
             return self.method.effective(next(iter(state.modules.values()))) is not None
 

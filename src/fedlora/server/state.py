@@ -1,4 +1,4 @@
-"""All that a server remembers, and all that a run remembers: immutable values."""
+"""Everything that a server remembers, and everything that a run remembers: immutable values."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fedlora.server.judged import Judged
 @dataclass(frozen=True)
 class Tally:
     """Who counted in an aggregation. weights: client -> p_i. abstained: sent 0 examples. refused: client -> reason.
-    judged: what a robust rule made of those who counted; None without one. alike: module -> how many clients
-    counted, where these were too few for the server's `max_weight_share`, so that all of them count alike there.
+    judged: a robust rule's report on those who counted; None without a rule. alike: module -> the number of clients
+    that counted, if they were too few for the server's `max_weight_share`, so that they all count alike there.
 
     Example:
         >>> server.aggregate(server.init(seed_adapter), uploads).tally.weights
@@ -35,7 +35,7 @@ class Tally:
 
 @dataclass(frozen=True, eq=False)
 class ServerState:
-    """All that the server remembers.
+    """Everything that the server remembers.
 
     modules: module -> the method's own state. start: the common seed adapter.
 
@@ -56,7 +56,7 @@ class ServerState:
 
 @dataclass(frozen=True, eq=False)
 class RunState:
-    """A whole run between two rounds: what a checkpoint holds. `round` rounds are done.
+    """A whole run between two rounds, as a checkpoint stores it. `round` rounds are done.
 
     Example:
         >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))

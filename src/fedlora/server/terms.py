@@ -1,4 +1,4 @@
-"""The terms of one round: what the server asks of its clients and how it will count them. Immutable."""
+"""The terms of one round: what the server requests from its clients and how it counts them. Immutable."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Weighting = Literal["examples", "uniform"]
 
 
 def weighs_by(weighting: Weighting | None, rule: bool) -> Weighting:
-    """What stands for None: "uniform" with a robust rule, for a liar says how many examples it has; else "examples"."""
+    """The weighting; None means "uniform" with a robust rule, because liars may lie about examples, else "examples"."""
     return weighting or ("uniform" if rule else "examples")
 
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """One round as `Server.open` sets it: its method, the state before it, its roles, and the options of `Server`."""
+    """One round as `Server.open` sets it up: the method, the state before it, its roles, and the server's options."""
 
     method: Method[Any]
     state: ServerState
@@ -40,18 +40,18 @@ class Terms:
 
     @property
     def number(self) -> int:
-        """Of the round, from 1."""
+        """The round's number, from 1."""
         return self.state.round + 1
 
     def count(self, upload: Upload) -> float:
-        """n_i, or 1 where all count alike."""
+        """n_i, or 1 if all count alike."""
         return float(upload.num_examples) if self.weighting == "examples" else 1.0
 
     def check(self, upload: Upload) -> bool:
-        """Whether the upload is what this round asked for; False: it is, and abstains, with 0 examples.
+        """Whether the upload is what this round requested; False: it is, but it abstains with 0 examples.
 
         Raises:
-            UploadRefused: with the client id and the reason. Nothing else, whatever the upload holds.
+            UploadRefused: with the client id and the reason. It raises nothing else, whatever the upload holds.
         """
         try:
             return self._checked(upload)
@@ -77,19 +77,19 @@ class Terms:
         return True
 
     def begun(self, client: Client) -> dict[str, LoRA]:
-        """Module -> what the client was sent, at the ranks that it has now."""
+        """Module -> the client's readout, at its current ranks."""
         ranks = client.ranks(self.state.modules)
         made = readouts(self.method, self.state.modules, self.state.start, client.id, ranks, self.roles)
         return {name: readout.lora for name, readout in made.items()}
 
     def require_multipliers(self, columns: int | None = None) -> None:
-        """Raises `HyperparameterError` where the method's options undo what a robust rule says."""
+        """Raises `HyperparameterError` if the method's options undo a robust rule."""
         if isinstance(self.method, TakesMultipliers):
             self.method.require_multipliers(columns)
 
 
 def ranks_of(client: Client, state: ServerState) -> dict[str, int]:
-    """Module -> r, of the modules that the client holds. Raises `HyperparameterError` for one that nobody adapts."""
+    """Module -> r, for the modules that the client holds. Raises `HyperparameterError` for a module not adapted."""
     if isinstance(client.rank, Mapping):
         unknown = sorted(set(client.rank) - set(state.modules))
         if unknown:

@@ -1,12 +1,12 @@
 """The in-process engine: a federation around one `Server`, as a generator over rounds.
 
     for record in simulate(server, clients, trainer, start(server, seed_adapter), rounds=10):
-        record.state                      # all there is to store: a run continues from it, bit for bit
+        record.state                      # the complete state: a run continues from it, bit for bit
         record.losses, record.metrics, record.seconds, record.bytes
 
-Knows no model and no data: `Trainer` and `Evaluator` are what it needs of them. What varies is handed in: who does
-the work (`Workers`), how the server takes uploads in (its own options), what happens to an upload on its way
-(`hooks`), and, in experiments, who lies (`adversary`). `play` yields what happens in between, too.
+It knows no model and no data: it reaches them through `Trainer` and `Evaluator`. The caller passes what varies: who
+works (`Workers`), how the server takes uploads (its own options), what happens to an upload on its way (`hooks`),
+and, in experiments, who lies (`adversary`). `play` also yields events within a round.
 """
 
 from fedlora.core.messages import ClientMemory, as_pruned

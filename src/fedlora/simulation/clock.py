@@ -1,4 +1,4 @@
-"""Seconds by phase: how long a round trained, aggregated, and so on."""
+"""Measures seconds by phase: how long a round trained, aggregated, and so on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ X = TypeVar("X")
 
 
 class Clock:
-    """Seconds by phase. A phase inside another stops the outer one, so that they add up to what has passed."""
+    """Seconds by phase. A phase inside another pauses the outer one, so that they add up to the elapsed time."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -35,7 +35,7 @@ class Clock:
             self._open.pop()
 
     def over(self, phase: str, items: Iterator[X]) -> Iterator[X]:
-        """The items, with the time that each takes to come."""
+        """The items, timing how long each takes to arrive."""
         end = object()
         while True:
             with self(phase):

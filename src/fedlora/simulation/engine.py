@@ -1,4 +1,4 @@
-"""`simulate` and `play`: rounds one after the other, each from the state that the last one left."""
+"""`simulate` and `play`: rounds one after another, each from the previous one's state."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ def simulate(
     """Run from `state` until `rounds` rounds are done, yielding each round's record.
 
     Args:
-        trainer: trains one client at a time; or `Workers`, which say where, as `workers.Pool`.
-        participation: share of clients a round, at least one client; 1 for a private server, which samples itself and
-            secretly. seed: of the client sampling.
+        trainer: trains one client at a time; or `Workers`, which choose where, such as `workers.Pool`.
+        participation: share of clients per round, at least one client; must be 1 for a private server, which samples
+            secretly itself. seed: for client sampling.
         evaluate_every: rounds between evaluations; the last round is always evaluated.
-        form: what clients upload, factors or their subspace form. hooks: what becomes of each upload on its way, one
-            after the other: experiments such as `analysis.audit.GaugeStress`. adversary: clients that lie, knowing all
-            uploads of a round, before any hook: experiments such as `attacks.Adversary`.
+        form: what clients upload, factors or their subspace form. hooks: applied in order to each upload, for
+            experiments such as `analysis.audit.GaugeStress`. adversary: lying clients that know all uploads of a round,
+            before any hook, for experiments such as `attacks.Adversary`.
 
     Raises:
-        HyperparameterError: two clients of one id; an evaluator that gives no numbers by name.
-        ClientFailed: a client's work raised, and the server has no quorum. With one, the round goes on without it.
-        UploadRefused, QuorumNotMet: as `Server.aggregate`. The records yielded so far are unaffected.
+        HyperparameterError: two clients have one id, or an evaluator does not return numbers by name.
+        ClientFailed: a client's work raised, and the server has no quorum. With one, the round continues without it.
+        UploadRefused, QuorumNotMet: as in `Server.aggregate`. The records yielded so far are unaffected.
 
     Example:
         >>> for record in simulate(server, clients, trainer, start(server, seed_adapter), rounds=2):
@@ -82,7 +82,7 @@ def play(
     hooks: Sequence[UploadHook] = (),
     adversary: Tamperer | None = None,
 ) -> Iterator[ClientDone | RoundRecord]:
-    """`simulate`, with an event for each client that is done as well: what a progress bar shows.
+    """`simulate`, plus an event for each client that finishes, for progress bars.
 
     Example:
         >>> for event in play(server, clients, trainer, start(server, seed_adapter), rounds=1):
@@ -100,20 +100,20 @@ def play(
             f"the mean follow its id: give each client its own."
         )
     if form not in get_args(Form):
-        raise HyperparameterError(f"form is one of {get_args(Form)}; got {form!r}.")
+        raise HyperparameterError(f"form must be one of {get_args(Form)}; got {form!r}.")
     if evaluate_every < 1:
-        raise HyperparameterError(f"evaluate_every is a number of rounds >= 1; got {evaluate_every}.")
+        raise HyperparameterError(f"evaluate_every must be a number of rounds >= 1; got {evaluate_every}.")
     if not isinstance(state, RunState):
         raise HyperparameterError(
-            f"state is a RunState, as `start(server, seed_adapter)` or a record has it; got a {type(state).__name__}."
+            f"state must be a RunState, from `start(server, seed_adapter)` or a record; got a {type(state).__name__}."
         )
     if not isinstance(trainer, Workers) and not callable(getattr(trainer, "train", None)):
         raise HyperparameterError(
-            f"trainer has a method train(download, adapter, position) -> Trained; {trainer!r:.80} has none."
+            f"trainer needs a method train(download, adapter, position) -> Trained; {trainer!r:.80} has none."
         )
     if evaluator is not None and not callable(getattr(evaluator, "evaluate", None)):
         raise HyperparameterError(
-            f"evaluator has a method evaluate(server, state) -> {{name: value}}; {evaluator!r:.80} has none."
+            f"evaluator needs a method evaluate(server, state) -> {{name: value}}; {evaluator!r:.80} has none."
         )
     if server.privacy is not None:
         check_private(server.privacy, by_id, participation, adversary)
@@ -137,15 +137,15 @@ def play(
 
 
 def _checked_metrics(metrics: Any) -> Mapping[str, float]:
-    """What an evaluator gave, if it is numbers by name."""
+    """An evaluator's result, checked to be numbers by name."""
     if not isinstance(metrics, Mapping):
         raise HyperparameterError(
-            f"evaluate() returns metrics by name, as {{'accuracy': 0.9}}; got a {type(metrics).__name__}."
+            f"evaluate() must return metrics by name, as {{'accuracy': 0.9}}; got a {type(metrics).__name__}."
         )
     for name, value in metrics.items():
         if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, numbers.Real):
             raise HyperparameterError(
-                f"evaluate() returns one plain number for each metric; got {value!r:.80} for {name!r}. Of a tensor "
-                f"that is .item()."
+                f"evaluate() must return one plain number per metric; got {value!r:.80} for {name!r}. For a tensor, "
+                f"use .item()."
             )
     return metrics

@@ -1,4 +1,4 @@
-"""Private rounds in the engine: what it may be asked to play, and what a record tells of one: of no single client."""
+"""Private rounds in the engine: which rounds it may play, and records that tell nothing about single clients."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedlora.simulation.traffic import Traffic
 
 
 def check_private(privacy: Privacy, clients: Iterable[str], participation: float, adversary: Tamperer | None) -> None:
-    """Raises `HyperparameterError` where the engine would play other rounds than those that the ledger charges."""
+    """Raise `HyperparameterError` if the engine would play other rounds than the ledger charges."""
     if participation != 1.0:
         raise HyperparameterError(
             f"participation = {participation:g} draws clients by a public seed, but privacy relies on a secret draw: "
@@ -28,9 +28,9 @@ def check_private(privacy: Privacy, clients: Iterable[str], participation: float
             f"the same clients in both."
         )
     if adversary is not None:
-        raise HyperparameterError("an adversary's acts are reported, and a private round reports on no single client.")
+        raise HyperparameterError("an adversary's acts are reported, but a private round reports on no single client.")
 
 
 def private_record(state: RunState, server_rank: float) -> RoundRecord:
-    """Of a round that tells nothing but what it became: how long it took would tell who was drawn."""
+    """The record of a private round, without times: its duration would reveal who was drawn."""
     return RoundRecord(state.round, state, {}, {}, {}, {}, {}, Traffic(), server_rank, ())

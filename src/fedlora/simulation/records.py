@@ -1,4 +1,4 @@
-"""What a simulated federation tells while it plays: a client that is done, a round that is, and what was measured."""
+"""The events of a simulated federation: a finished client, a finished round, and its measurements."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedlora.simulation.traffic import Traffic
 
 
 class Evaluator(Protocol):
-    """Measures a state, on whatever it was made for.
+    """Measures a state, on whatever data it was made for.
 
     Example:
         >>> class Size:
@@ -31,8 +31,8 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True)
 class ClientDone:
-    """One client of a round is done. loss: its mean training loss, None where it failed. refused: why it does not
-    count; None: it does, as far as its own upload goes, or it abstained. A defence judges later: see the record.
+    """One client of a round has finished. loss: its mean training loss, None if it failed. refused: why it does not
+    count; None: its own upload is fine, or it abstained. A defence judges later: see the record.
 
     Example:
         >>> played = play(server, clients, trainer, start(server, seed_adapter), rounds=1)
@@ -50,13 +50,13 @@ class ClientDone:
 class RoundRecord:
     """One finished round.
 
-    round: its number, from 1. losses: client -> mean training loss. weights: client -> p_i of those that counted
-    ({} of a private round). refused: client -> why not (a refused upload or a failed
-    client). seconds: by phase. server_rank: the mean over modules of the state's rank. metrics: of the evaluator, {}
-    where it did not run. uploads: those that counted, as the server got them; () where it drops them. Of a private
-    round nothing but state, metrics, seconds and server_rank is told; `state.clients` is a secret: who took part.
-    attacked: what an adversary did, None where there is none. loss: the mean of `losses` over the clients that count,
-    weighted by their examples (`core.trainer.round_loss`); None where none counts.
+    round: its number, from 1. losses: client -> mean training loss. weights: client -> p_i for those that counted ({}
+    in a private round). refused: client -> why not (a refused upload or a failed client). seconds: by phase.
+    server_rank: the state's rank, averaged over modules. metrics: the evaluator's, {} if it did not run. uploads: those
+    that counted, as the server got them; () if it discards them. A private round's record has only state, metrics,
+    seconds and server_rank; its `state.clients` is secret, as it shows who took part. attacked: what an adversary did,
+    None without one. loss: the mean of `losses` over the clients that count, weighted by their examples
+    (`core.trainer.round_loss`); None if none counts.
 
     Example:
         >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))

@@ -1,4 +1,4 @@
-"""One round of the engine, from downloads to the close: who trains, what travels, and what becomes of each client."""
+"""One round of the engine, from downloads to the close: training, traffic, and each client's outcome."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ log = logging.getLogger(__name__)
 
 
 class Round:
-    """One round being played: the engine's only mutable thing. `play` it, then ask for its `record`."""
+    """One round being played: the engine's only mutable object. Call `play`, then get its `record`."""
 
     def __init__(
         self, server: Server, before: RunState, form: Form, hooks: Sequence[UploadHook], adversary: Tamperer | None
     ) -> None:
         self.clock = Clock()
         self._server, self._before, self._form, self._hooks = server, before, form, hooks
-        self._privacy = server.privacy  # then nobody but its diary is told what became of whom
+        self._privacy = server.privacy  # if set, only its diary learns single clients' outcomes
         self._private = server.privacy is not None
         self._adversary = adversary
         self._attacked: Attacked | None = None
-        self._given: dict[str, Adapter] = {}  # what each began from, where somebody lies
+        self._given: dict[str, Adapter] = {}  # each client's start, kept only if somebody lies
         self._intake = server.open(before.server)
         self._memories = dict(before.clients)
         self._losses: dict[str, float] = {}
-        self._examples: dict[str, float] = {}  # of those whose upload was taken
+        self._examples: dict[str, float] = {}  # for clients whose upload was accepted
         self._refused: dict[str, str] = {}
         self._uploads: dict[str, Upload] = {}
         self._traffic = Traffic()
-        self._after: dict[str, ClientMemory] = {}  # of those whose upload is on its way: theirs if it counts
-        self._done: list[ClientDone] = []  # not yet told
-        self._begun: dict[str, ClientMemory] = {}  # as it was when the round began for each
-        self._at_work: dict[str, Job] = {}  # handed to the workers, and not come back
+        self._after: dict[str, ClientMemory] = {}  # for clients whose upload is on its way: theirs if it counts
+        self._done: list[ClientDone] = []  # not yet yielded
+        self._begun: dict[str, ClientMemory] = {}  # each client's memory at the start of its round
+        self._at_work: dict[str, Job] = {}  # handed to the workers, not yet returned
 
     @property
     def asked(self) -> Sequence[str] | None:
-        """Whom the server asks, where it decides that."""
+        """The clients the server asks, if it chooses them itself."""
         return self._intake.asked
 
     def play(self, clients: Sequence[Client], workers: Workers) -> Iterator[ClientDone]:
-        """Every client's part, and the close."""
+        """Play every client's part, and close the round."""
         sent = self._sent(self._trained(clients, workers))
         uploads = hooked(sent, self._hooks, self._before.round)
         for taken in self.clock.over("upload", take_in(self._intake, uploads)):
@@ -73,13 +73,13 @@ class Round:
             except QuorumNotMet as error:
                 raise QuorumNotMet(f"{error} Failed clients: {self._refused or 'none'}.") from error
         for client, reason in (self._closed.tally.refused if self._closed.tally is not None else {}).items():
-            if client in self._after and client not in self._refused:  # refused at the close, beside the others
+            if client in self._after and client not in self._refused:  # refused when compared with the others
                 log.warning("client %r does not count in round %d: %s", client, self._closed.round, reason)
                 self._uploads.pop(client, None)
                 self._memories[client] = replace(self._begun[client], position=self._after[client].position)
 
     def record(self) -> RoundRecord:
-        """What came of it, not evaluated yet."""
+        """The round's record, not yet evaluated."""
         after = self._closed
         if self._private:
             state = RunState(after.round, after, ReadOnly(self._memories))
@@ -114,7 +114,7 @@ class Round:
         self._done.append(ClientDone(round, client, loss, refused))
 
     def _jobs(self, clients: Iterable[Client]) -> Iterator[Job]:
-        """Each client's work, once it has been sent what it lacks."""
+        """Each client's work, after sending it what it lacks."""
         for client in clients:
             with self.clock("download"):
                 memory = self._memories.get(client.id, ClientMemory())
@@ -124,18 +124,18 @@ class Round:
                 self._begun[client.id] = replace(memory, held=held_after(download, memory.kept))
                 self._memories[client.id] = self._begun[client.id]
             self._at_work[client.id] = job
-            if self._adversary is not None:  # a trainer may train what it is given in place
+            if self._adversary is not None:  # a trainer may modify its input in place
                 self._given[client.id] = job.adapter.map(Tensor.clone)
             yield job
 
     def _trained(self, clients: Iterable[Client], workers: Workers) -> Iterator[Sent]:
-        """What those send whose work went well."""
+        """Uploads of clients whose work succeeded."""
         for job, result in self.clock.over("train", workers.train_all(self._jobs(clients))):
             client = job.download.client.id
             if self._at_work.pop(client, None) is not job:
                 raise HyperparameterError(
                     f"the workers returned a job of {client!r} that they were not given, or returned already. "
-                    f"`train_all` yields each job that it draws once, with its result."
+                    f"`train_all` must yield each job that it draws once, with its result."
                 )
             if isinstance(result, Failed):
                 self._failed(result)
@@ -152,7 +152,7 @@ class Round:
                 continue
             except HyperparameterError:
                 raise
-            except Exception as error:  # what its trainer made is no adapter of this round
+            except Exception as error:  # the trainer's result is not an adapter for this round
                 self._failed(Failed(job, error))
                 continue
             self._after[client] = played.memory
@@ -161,7 +161,7 @@ class Round:
             self._failed(Failed(job, RuntimeError("the workers drew its job and gave no result")))
 
     def _sent(self, sent: Iterator[Sent]) -> Iterator[Upload]:
-        """Their uploads one by one; where somebody lies, all are there before the first goes on."""
+        """Their uploads one by one; if somebody lies, all must be there before the first continues."""
         if self._adversary is None:
             yield from (one.upload for one in sent)
             return
@@ -170,7 +170,7 @@ class Round:
         yield from tampered.uploads
 
     def _count(self, taken: Taken) -> None:
-        """One client's upload has come: what travelled, and whether it counts."""
+        """Record one client's upload: its bytes, and whether it counts."""
         client, t = taken.upload.client.id, self._traffic
         self._traffic = replace(
             t,
@@ -189,7 +189,7 @@ class Round:
         self._tell(client)
 
     def _refuse(self, refusal: UploadRefused, *, position: int | None) -> None:
-        """Where there is a quorum the round goes on: what the client keeps stays as it was, but its data move on."""
+        """With a quorum the round continues: the client's kept parts stay as they were, but its data position moves."""
         if self._server.quorum is None and not self._private:
             raise refusal
         if self._privacy is None:

@@ -1,4 +1,4 @@
-"""Bytes that travel in a round."""
+"""Counts the bytes sent in a round."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from fedlora.core.parcels import Parcel
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of one round over all its clients, of the tensors that travel; adapter, heads and base apart.
+    """Bytes of one round's tensors over all clients, for adapter, heads and base separately.
 
-    What was refused has travelled too.
+    Refused uploads count too.
 
     Example:
         >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))

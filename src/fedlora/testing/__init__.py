@@ -1,8 +1,8 @@
-"""Contracts that every method must keep, or promises: run them on a method of your own, from pytest or without it.
+"""Contracts that every method must keep, and promises. Run them on your own method, from pytest or without it.
 
-    findings = check(MyMethod())                         all contracts; `sound(findings)` says whether it is a method
-    CONTRACTS["exact"](Server(MyMethod()), claim)        one of them, which raises `ContractBroken`
-    measure(MyMethod())                                  the `Claim` that it could make
+    findings = check(MyMethod())                         all contracts; `sound(findings)` says whether the method passes
+    CONTRACTS["exact"](Server(MyMethod()), claim)        one contract, which raises `ContractBroken`
+    measure(MyMethod())                                  the `Claim` that the method could make
 
 `fedlora methods check module:Class` prints the same as a table. Only torch is needed.
 """

@@ -1,4 +1,4 @@
-"""What every method must keep: readouts of the asked rank that can train, pure functions, states that can be stored."""
+"""What every method must keep: trainable readouts of the requested rank, pure functions, states that can be stored."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fedlora.testing.comparing import changed, differing, leaves, moved_by, seen
 from fedlora.testing.contract import Measured
 from fedlora.testing.federations import Ranks, Who, rounds, seed_adapter, trained
 
-# Round-off of a sum in another order; some methods solve for a minimum after it, which multiplies it.
+# Rounding of a sum in another order; some methods then solve for a minimum, which multiplies it.
 ORDER = 1e-6
 
 
 def protocol(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """The class has all that `core.method.Method` asks for, and is frozen, as its state is."""
+    """The class has all that `core.method.Method` requires, and it and its state are frozen."""
     cls = type(server.method)
     try:
         require_method(cls, cls.__name__)
@@ -42,9 +42,9 @@ def protocol(server: Server, ranks: Ranks, who: Who) -> Measured:
 
 
 def rank(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """Each client gets the rank that it asks for, of its matrix's shape and the server's dtype, from init on.
+    """Each client gets the rank that it requests, in its matrix's shape and the server's dtype, from init on.
 
-    The server itself refuses other shapes (`MethodFault`). Unknown clients are served too, also as None.
+    The server itself refuses other shapes (`MethodFault`). Unknown clients, including None, are also served.
     """
     count = 0
     for state in _states(server, ranks, who):
@@ -69,7 +69,7 @@ def rank(server: Server, ranks: Ranks, who: Who) -> Measured:
 
 
 def dtype(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """Readouts and the update are float32 from a start and uploads of float32 or less, and float64 from float64."""
+    """Readouts and the update are float32 if the start and uploads are float32 or narrower, float64 if float64."""
     for sent in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
         wide = torch.promote_types(sent, torch.float32)
         played = next(rounds(server, ranks, who, wide))
@@ -86,7 +86,7 @@ def dtype(server: Server, ranks: Ranks, who: Who) -> Measured:
 
 
 def weights(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """Other numbers of examples change what clients or evaluation see. An `exact` method is held to the right mean."""
+    """Other numbers of examples change what clients or evaluation see. `exact` tests that the mean is right."""
     played = next(rounds(server, ranks, who))
     turned = [u.num_examples for u in played.uploads][::-1]
     other = [replace(u, num_examples=n) for u, n in zip(played.uploads, turned, strict=True)]
@@ -96,7 +96,7 @@ def weights(server: Server, ranks: Ranks, who: Who) -> Measured:
 
 
 def alive(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """No slot k of a readout has both B[:, k] == 0 and A[k, :] == 0: its gradient would be zero for ever."""
+    """No slot k of a readout has both B[:, k] == 0 and A[k, :] == 0: its gradient would always be zero."""
     count = 0
     for state in _states(server, ranks, who):
         for client, download in _downloads(server, state, ranks):
@@ -111,7 +111,7 @@ def alive(server: Server, ranks: Ranks, who: Who) -> Measured:
 
 
 def order(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """The order of uploads changes no bit, as the server sorts; and that of `updates` nothing but round-off."""
+    """The order of uploads changes no bit, as the server sorts them; the order of `updates` only changes rounding."""
     moves = []
     method: Any = Turned(server.method)
     turned = Server(method)
@@ -129,9 +129,9 @@ def order(server: Server, ranks: Ranks, who: Who) -> Measured:
 
 
 def purity(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """Inputs stay as they were, the same inputs give the same bits, and a stored state goes on with the same bits.
+    """Inputs stay unchanged, the same inputs give the same bits, and a stored state continues with the same bits.
 
-    What a client gets is its own as well: training in place does not reach the state.
+    A client owns what it gets: training in place does not change the state.
     """
     state = server.init(seed_adapter(max(ranks.values())))
     kept: Mapping[str, Adapter | None] = {}
@@ -211,20 +211,20 @@ class Turned:
 
 
 def _states(server: Server, ranks: Ranks, who: Who) -> Iterator[ServerState]:
-    """Every state of the federation, each before anybody trains on it."""
+    """Every state of the federation, each before clients train on it."""
     yield server.init(seed_adapter(max(ranks.values())))
     yield from (played.after for played in rounds(server, ranks, who))
 
 
 def _downloads(server: Server, state: ServerState, ranks: Ranks) -> Iterator[tuple[Client, Download]]:
-    """What each client would get, and one that was never there."""
+    """The download for each client, and for one that never took part."""
     for name, r in (*ranks.items(), ("stranger", max(ranks.values()))):
         client = Client(name, r)
         yield client, server.download(state, client)
 
 
 def _train_in_place(server: Server, state: ServerState, ranks: Ranks) -> None:
-    """What an optimiser does to the tensors that it got, only more so."""
+    """Changes the received tensors in place, as an optimiser does, but more."""
     for name, rank in ranks.items():
         for lora in server.download(state, Client(name, rank)).adapter.modules.values():
             for tensor in lora.tensors().values():
@@ -232,7 +232,7 @@ def _train_in_place(server: Server, state: ServerState, ranks: Ranks) -> None:
 
 
 def _stored(server: Server, state: ServerState) -> ServerState | str:
-    """The state as a checkpoint gives it back; why not."""
+    """The state after a checkpoint round trip, or why there is none."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             checkpoint.save(Path(folder), state.round, state)

@@ -1,4 +1,4 @@
-"""A whole method against all contracts: what holds of it (`measure`), and whether what it claims does (`check`)."""
+"""Test a whole method against all contracts: what holds (`measure`), and whether its claims hold (`check`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fedlora.testing.federations import Ranks, Who
 
 @dataclass(frozen=True)
 class Finding:
-    """One contract of one method. holds: whether what is claimed, or always must be, is so; None: nothing was claimed.
-    why: all of what is wrong, and what to do.
+    """One contract of one method. holds: whether the method keeps it, by claim or always; None: nothing was claimed.
+    why: everything that is wrong, and what to do.
 
     Example:
         >>> Finding("rank", claimed="always", measured="yes", holds=True).holds
@@ -32,13 +32,13 @@ class Finding:
 
 
 def claims_of(method: Method[Any]) -> Claim | None:
-    """What the method claims of itself: its attribute `CLAIMS`, of the class or a property. None: nothing.
+    """The method's own claim: its attribute `CLAIMS`, on the class or as a property. None if there is none.
 
     Raises:
-        HyperparameterError: `CLAIMS` is something else.
+        HyperparameterError: `CLAIMS` is not a `Claim`.
 
     Example:
-        >>> claims_of(build("svd")) is None  # what is built in claims nothing of itself
+        >>> claims_of(build("svd")) is None  # built-in methods carry no claim
         True
     """
     found = getattr(method, "CLAIMS", None)
@@ -50,10 +50,10 @@ def claims_of(method: Method[Any]) -> Claim | None:
 
 
 def check(method: Method[Any], claim: Claim | None = None) -> tuple[Finding, ...]:
-    """Every contract on toy federations of four clients; what is wrong is in the findings. Takes a second or two.
+    """Run every contract on toy federations of four clients; findings say what is wrong. Takes a second or two.
 
     Args:
-        claim: what the method promises; None: as its `CLAIMS` say. Without any, promises are only measured.
+        claim: what the method promises; None: its `CLAIMS`. Without a claim, promises are only measured.
 
     Example:
         >>> findings = check(build("svd"))
@@ -70,7 +70,7 @@ def check(method: Method[Any], claim: Claim | None = None) -> tuple[Finding, ...
 
 
 def sound(findings: tuple[Finding, ...]) -> bool:
-    """Whether all that is claimed, and all that must be, holds.
+    """Whether everything claimed, and everything required, holds.
 
     Example:
         >>> sound((Finding("rank", claimed="always", measured="no", holds=False),))
@@ -80,10 +80,10 @@ def sound(findings: tuple[Finding, ...]) -> bool:
 
 
 def measure(method: Method[Any]) -> Claim:
-    """What holds, without being told: the claim that the method could make.
+    """The claim that the method could make, from what holds.
 
     Raises:
-        ContractBroken, MethodFault: it fails before anything can be measured.
+        ContractBroken, MethodFault: the method fails before anything can be measured.
 
     Example:
         >>> measure(build("glora")).exact
@@ -111,7 +111,7 @@ def measure(method: Method[Any]) -> Claim:
 def _found(
     contract: Contract, server: Server, claim: Claim | None, plays: Mapping[str, tuple[Ranks, Who]]
 ) -> tuple[Finding, bool]:
-    """What came of one contract over its plays, the worst of it; and whether all of them hold."""
+    """The worst finding of one contract over its plays; and whether all plays hold."""
     worst: Measured | None = None
     claimed = contract.said(claim)
     for play, (ranks, who) in plays.items():
@@ -123,7 +123,7 @@ def _found(
             return Finding(contract.name, claimed, f"{play}: {error}", False, str(error)), False
         if worst is None or _badness(measured) > _badness(worst):
             worst = measured
-    assert worst is not None  # every contract has a play with equal ranks, or is asked of mixed ones alone
+    assert worst is not None  # every contract has a play with equal ranks, or only mixed ones
     known = contract.wanted(claim, next(iter(plays.values()))[0]) != "unasked"
     return Finding(contract.name, claimed, worst.says, True if known else None), worst.holds is True
 
@@ -141,7 +141,7 @@ def _is_mixed(ranks: Ranks) -> bool:
 
 
 def _holds(name: str, server: Server, plays: Mapping[str, tuple[Ranks, Who]]) -> bool | None:
-    """Whether it holds in all plays; None where there is nothing to ask in one."""
+    """Whether it holds in all plays; None if one play has nothing to measure."""
     found = [CONTRACTS[name](server, None, ranks, who).holds for ranks, who in plays.values()]
     return None if None in found else all(found)
 

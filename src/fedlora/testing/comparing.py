@@ -1,4 +1,4 @@
-"""How two values differ: in bits, as flat tables of what is in them; and how far two states are apart, relatively."""
+"""How two values differ bit by bit, as flat tables of their contents; and how far two states are apart, relatively."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedlora.testing.federations import Ranks
 
 
 def leaves(value: Any, path: str = "") -> dict[str, object]:
-    """Path -> what is there: a tensor's dtype, shape and bytes, and everything else by its type and `repr`."""
+    """Path -> content: a tensor's dtype, shape and bytes, or the type and `repr` of anything else."""
     if isinstance(value, Tensor):
         return {path: (value.dtype, tuple(value.shape), bytes(stored_bytes(value)))}
     if is_dataclass(value) and not isinstance(value, type):
@@ -36,7 +36,7 @@ def leaves(value: Any, path: str = "") -> dict[str, object]:
 
 
 def differing(got: Any, want: Any) -> list[str]:
-    """The paths at which two values differ in a bit."""
+    """The paths at which two values differ in any bit."""
     return changed(leaves(got), leaves(want))
 
 
@@ -46,25 +46,25 @@ def changed(here: Mapping[str, object], there: Mapping[str, object]) -> list[str
 
 
 def seen(server: Server, state: ServerState, ranks: Ranks) -> dict[str, Any]:
-    """All that clients and evaluation can see of a state: the downloads, the heads, and the server's update."""
+    """All that clients and evaluation can see of a state: downloads, heads, and the server's update."""
     downloads = {name: server.download(state, Client(name, rank)) for name, rank in ranks.items()}
     update = server.global_update(state) if server.has_global_model(state) else None
     return {"downloads": downloads, "heads": state.heads, "update": update}
 
 
 def relative(got: Tensor, want: Tensor) -> float:
-    """||got - want|| / ||want||; ||got|| where want is zero, as a fresh adapter's product is."""
+    """||got - want|| / ||want||; ||got|| if want is zero, like a fresh adapter's product."""
     return float(torch.linalg.vector_norm(got - want) / (torch.linalg.vector_norm(want) if bool(want.any()) else 1.0))
 
 
 def model_drift(server: Server, got: ServerState, want: ServerState) -> float:
-    """Of the server's update, the largest over modules."""
+    """The relative drift of the server's update, the largest over modules."""
     updates = server.global_update(got), server.global_update(want)
     return max(relative(updates[0][name].delta(), updates[1][name].delta()) for name in want.modules)
 
 
 def readout_drift(server: Server, got: ServerState, want: ServerState, ranks: Ranks) -> float:
-    """Of the updates that clients start from, the largest over clients and modules."""
+    """The relative drift of the updates that clients start from, the largest over clients and modules."""
     drifts = []
     for name, rank in ranks.items():
         here, there = (server.download(s, Client(name, rank)).adapter.modules for s in (got, want))
@@ -73,7 +73,7 @@ def readout_drift(server: Server, got: ServerState, want: ServerState, ranks: Ra
 
 
 def moved_by(server: Server, got: ServerState, want: ServerState, ranks: Ranks) -> float:
-    """Of both, where there is a server's update."""
+    """The larger of both drifts; without a global model, the readouts' drift."""
     drift = readout_drift(server, got, want, ranks)
     return max(drift, model_drift(server, got, want)) if server.has_global_model(want) else drift
 

@@ -1,4 +1,4 @@
-"""What a method may promise; and one contract: how it is measured, and how a claim is held against that."""
+"""What a method may promise; and one contract: how it is measured, and how a claim is compared with the result."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ALWAYS, UNCLAIMED = "always", "not claimed"
 
 @dataclass(frozen=True)
 class Claim:
-    """What a method promises beyond what every method must keep. A method says so in a class attribute `CLAIMS`.
+    """What a method promises beyond what every method must keep. A method states it in a class attribute `CLAIMS`.
 
-    Where it depends on hyper-parameters, `CLAIMS` is a property. A claim of False is one too: that it does not hold.
+    If it depends on hyper-parameters, `CLAIMS` is a property. False is also a claim: that the promise does not hold.
 
     exact: the server's update is the clients' weighted mean update ("equal": with equal ranks only). gauge: it does not
-    depend on the clients' coordinates; None: one factor travels, so there is no gauge to change. state: what clients
-    get back does not either. mixed: clients of different ranks are served. global_model: `effective` has an answer.
-    weights: clients count by their weights p_i; False: the method has weights of its own, or none.
+    depend on the clients' coordinates; None: one factor travels, so there is no gauge to change. state: neither do
+    readouts. mixed: clients of different ranks are served. global_model: `effective` returns an update. weights:
+    clients count by their weights p_i; False: the method has its own weights, or none.
 
     Example:
         >>> Claim(exact=True, gauge=True, state=True, mixed=True).global_model
@@ -44,8 +44,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a contract found. holds: whether it is so, claimed or not; None: there is nothing to ask. says: in words.
-    least, most: over the rounds, of what is compared with a tolerance.
+    """A contract's result. holds: whether it holds, claimed or not; None: there is nothing to measure. says: in words.
+    least, most: the range over rounds of the number compared with a tolerance.
 
     Example:
         >>> CONTRACTS["rank"](Server(build("svd")), None).holds
@@ -59,7 +59,7 @@ class Measured:
 
 
 class ContractBroken(AssertionError):
-    """A method does not keep a contract. Carries `contract`, `claimed` and `measured`, in words.
+    """A method breaks a contract. Carries `contract`, `claimed` and `measured`, in words.
 
     Example:
         >>> try:
@@ -77,17 +77,17 @@ class ContractBroken(AssertionError):
 
 
 def worded(wanted: bool | None) -> str:
-    """A claim about one contract as the table says it."""
+    """A claim about one contract in the table's words."""
     return {True: "yes", False: "no", None: "no gauge to change"}[wanted]
 
 
 @dataclass(frozen=True)
 class Contract:
-    """Call it with a server (and a claim, ranks and participants): it returns what it measured, or says what is broken.
+    """Call it with a server (and a claim, ranks and participants): it returns what it measured, or raises.
 
-    measure: plays and looks, and its docstring says what must hold; pure. claimed: what a claim says of it ("unasked":
-    nothing); None: every method must keep it. advice: what to do where it is broken. plays: the federations that
-    `check` plays, name -> ranks and participants.
+    measure: a pure function that plays and measures; its docstring says what must hold. claimed: what a claim says of
+    this contract ("unasked": nothing); None: every method must keep it. advice: what to do if it is broken. plays: the
+    federations that `check` plays, name -> ranks and participants.
 
     Example:
         >>> CONTRACTS["gauge"].name
@@ -103,11 +103,11 @@ class Contract:
     plays: Mapping[str, tuple[Ranks, Who]]
 
     def __call__(self, server: Server, claim: Claim | None = None, ranks: Ranks = EQUAL, who: Who = FULL) -> Measured:
-        """What was measured. Nothing is held against a method that claims nothing (None), but what all must keep.
+        """The measurement. A method without a claim (None) must keep only what all methods must keep.
 
         Raises:
-            ContractBroken: the method does not do what it claims, or what every method must.
-            MethodFault, HyperparameterError: it is no method, as the server found, with the function's name.
+            ContractBroken: the method breaks its claim, or what every method must keep.
+            MethodFault, HyperparameterError: the server found a fault in the method; the message names the function.
         """
         measured = self.measured(server, ranks, who)
         wanted = self.wanted(claim, ranks)
@@ -120,7 +120,7 @@ class Contract:
         return measured
 
     def wanted(self, claim: Claim | None, ranks: Ranks) -> bool | Unasked | None:
-        """What the method must do here: True, False, None (there is nothing to ask), or "unasked"."""
+        """What the method must do here: True, False, None (nothing to measure), or "unasked"."""
         if self.claimed is None:
             return True
         return "unasked" if claim is None else self.claimed(claim, ranks)
@@ -135,7 +135,7 @@ class Contract:
         return worded(wanted[0]) if len(set(wanted)) == 1 else "with equal ranks"
 
     def measured(self, server: Server, ranks: Ranks, who: Who) -> Measured:
-        """`measure`, where whatever else goes wrong is the method's: the toy clients are sound."""
+        """`measure`, blaming the method for every other error, because the toy clients are sound."""
         try:
             return self.measure(server, ranks, who)
         except (ContractBroken, MethodFault, HyperparameterError):

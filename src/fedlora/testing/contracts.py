@@ -1,7 +1,7 @@
-"""All contracts, by name: what `fedlora methods check` runs, and what a test of one's own calls.
+"""All contracts by name, for `fedlora methods check` and for your own tests.
 
 CONTRACTS["rank"](Server(MyMethod()))                                returns what it measured
-CONTRACTS["exact"](Server(MyMethod()), claim, ranks, participants)   raises ContractBroken where the claim fails
+CONTRACTS["exact"](Server(MyMethod()), claim, ranks, participants)   raises ContractBroken if the claim fails
 """
 
 from __future__ import annotations

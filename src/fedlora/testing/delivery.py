@@ -1,4 +1,4 @@
-"""What travels is what was meant: clients that store only what they must have all that the server read out."""
+"""Delivery is lossless: clients that store only the minimum get exactly what the server read out."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fedlora.testing.comparing import differing, relative
 from fedlora.testing.contract import Measured
 from fedlora.testing.federations import EXAMPLES, SHAPES, Ranks, Who, pushed, seed_adapter
 
-BASE = 2e-6  # of the size of a base weight's change: its steps are float32, which rounds each by 6e-8
+BASE = 2e-6  # relative to a base weight's change: its steps are float32, which rounds each by 6e-8
 
 
 def delivery(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """Every client, in every round: `unpack(pack(download, held), cache)` is the download.
+    """For every client in every round, `unpack(pack(download, held), cache)` equals the download.
 
-    Adapter, heads, starts and roles bit for bit. A part that clients do not train and that the server replaced (its
-    role is frozen, its content new) is among what travels: what counts is content, not what a method says. A change of
-    the base weight equals the server's within `BASE` of its size, and this is measured: the server keeps the whole
-    change in float64, its steps travel in float32 and are added up at the client, so their bits differ. The federation
-    is a float32 one, as real ones are, with clients that are away or come late.
+    Adapter, heads, starts and roles are equal bit for bit. A part that clients do not train and that the server
+    replaced (frozen, with new content) must travel: content decides, not what a method says. A change of the base
+    weight equals the server's within `BASE` of its size, which is measured: the server keeps the whole change in
+    float64, but the client adds up float32 steps, so bits differ. The federation is float32, like real ones, with
+    clients that are away or come late.
     """
     state = server.init(seed_adapter(max(ranks.values()), torch.float32))
     disks: dict[str, tuple[Cache | None, Adapter | None]] = {}
@@ -60,12 +60,12 @@ def delivery(server: Server, ranks: Ranks, who: Who) -> Measured:
 
 
 def _replaced(plain: Download, held: Held | None) -> list[str]:
-    """The frozen parts of which the client holds another content."""
+    """The frozen parts whose content differs from the client's copy."""
     return [part for part, digest in held.parts.items() if fingerprint(plain, part) != digest] if held else []
 
 
 def _differing(got: Download, plain: Download, held: Held | None, kept: Adapter | None) -> list[str]:
-    """Where what was unpacked, or what the client makes of it, is not what the server meant, in a bit."""
+    """Where the unpacked download, or the client's adapter made from it, differs from the server's in any bit."""
     local = held.local if held else ()
     start = Adapter(
         {name: lora for name, lora in plain.start.modules.items() if name not in local},
@@ -78,7 +78,7 @@ def _differing(got: Download, plain: Download, held: Held | None, kept: Adapter 
 
 
 def _base_off(got: Download, plain: Download, module: str) -> float:
-    """The relative distance of the two changes of a base weight; inf where they are not of one version and shape."""
+    """The relative distance of two changes of a base weight; inf if their versions or shapes differ."""
     here, there = got.base.get(module), plain.base.get(module)
     if here is None or there is None or here.version != there.version:
         return math.inf

@@ -1,4 +1,4 @@
-"""Small federations without a model: adapters that "train" by a deterministic push, for contracts of every method."""
+"""Small federations without a model: adapters "train" by a deterministic push, for the contracts of every method."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedlora.server.state import ServerState
 Ranks = Mapping[str, int]  # client -> r
 Who = Sequence[Sequence[str]]  # the clients of each round
 
-SHAPES = {"attn.q": (30, 22), "attn.v": (18, 22)}  # neither square, and of different d_out
+SHAPES = {"attn.q": (30, 22), "attn.v": (18, 22)}  # not square, and with different d_out
 ALL_TRAINED = Roles()
 HEADS = {"classifier.weight": (3, 30), "classifier.bias": (3,)}
 EQUAL = {"a": 4, "b": 4, "c": 4, "d": 4}
@@ -31,7 +31,7 @@ AWAY = (("a", "b"), ("a", "b", "c"), ("b", "c"), ("b", "d"), ("a", "b", "c", "d"
 
 
 def noise(shape: Sequence[int], *seed: str | int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Normal draws, a function of `seed` alone."""
+    """Normal draws that depend only on `seed`."""
     generator = torch.Generator().manual_seed(derive_seed("toy", *seed))
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
@@ -46,7 +46,7 @@ def seed_adapter(rank: int, dtype: torch.dtype = torch.float64) -> Adapter:
 
 
 def pushed(adapter: Adapter, client: str, round: int, roles: Roles = ALL_TRAINED) -> Adapter:
-    """`adapter` after a stand-in for training: what is not frozen moves by a draw of its own client and round."""
+    """`adapter` after simulated training: unfrozen parts move by a random draw for this client and round."""
 
     def push(t: Tensor, *seed: str) -> Tensor:
         return t + 0.3 * noise(t.shape, client, round, *seed, dtype=t.dtype)
@@ -63,7 +63,7 @@ def pushed(adapter: Adapter, client: str, round: int, roles: Roles = ALL_TRAINED
 
 @dataclass(frozen=True)
 class Round:
-    """One round: the state before, what everyone downloaded and trained (complete), the uploads, the state after."""
+    """One round: the state before, each client's complete trained adapter, the uploads, the state after."""
 
     before: ServerState
     complete: dict[str, Adapter]
@@ -82,7 +82,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Trained:
-    """What the clients of a round made of a state. kept: client -> its local parts, of all rounds so far."""
+    """The clients' results of a round. kept: client -> its local parts, from all rounds so far."""
 
     complete: dict[str, Adapter]
     uploads: list[Upload]
@@ -92,7 +92,7 @@ class Trained:
 def trained(
     server: Server, state: ServerState, ranks: Ranks, names: Sequence[str], kept: Mapping[str, Adapter | None]
 ) -> Trained:
-    """One round at the clients: download, receive, push, send, keep."""
+    """One round on the clients' side: download, receive, push, send, keep."""
     complete, uploads, kept = {}, [], dict(kept)
     for name in names:
         client = Client(name, ranks[name])

@@ -1,4 +1,4 @@
-"""What a method may promise, measured: the mean update, no dependence on coordinates, clients of different ranks."""
+"""Measures what a method may promise: the mean update, independence of coordinates, clients of different ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedlora.testing.comparing import model_drift, readout_drift, relative
 from fedlora.testing.contract import Measured
 from fedlora.testing.federations import SHAPES, Ranks, Round, Who, rounds, seed_adapter
 
-# float64 federations: exact is round-off, and what is not so is off by per cents.
+# The federations are float64: an exact method is off by rounding only, any other by per cents.
 EXACT, SAME_MODEL, SAME_READOUTS = 1e-11, 1e-10, 1e-9
 CONDITION = 10.0  # of the random coordinates
 
@@ -34,7 +34,7 @@ def exact(server: Server, ranks: Ranks, who: Who) -> Measured:
 
 
 def gauge(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """The same update of the server when each (B_i, A_i) becomes (B_i Q_i, Q_i^-1 A_i); what clients get, without."""
+    """The server's update stays when each (B_i, A_i) becomes (B_i Q_i, Q_i^-1 A_i); without one, readouts stay."""
     drifts = [
         model_drift(server, moved, played.after)
         if server.has_global_model(played.after)
@@ -45,13 +45,13 @@ def gauge(server: Server, ranks: Ranks, who: Who) -> Measured:
 
 
 def state(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """The same readouts when each (B_i, A_i) becomes (B_i Q_i, Q_i^-1 A_i)."""
+    """Readouts stay when each (B_i, A_i) becomes (B_i Q_i, Q_i^-1 A_i)."""
     drifts = [readout_drift(server, moved, played.after, ranks) for played, moved in _regauged(server, ranks, who)]
     return _below(SAME_READOUTS, drifts, "in other coordinates readouts move by") if drifts else _NO_GAUGE
 
 
 def halves(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """One client cut in two of half its weight changes nothing."""
+    """Splitting one client into two with half its weight each changes nothing."""
     played = next(rounds(server, ranks, who))
     if not server.has_global_model(played.after):
         return Measured(None, "there is no global model")
@@ -65,7 +65,7 @@ def halves(server: Server, ranks: Ranks, who: Who) -> Measured:
 
 
 def mixed(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """Clients of different ranks are served, or refused by `RankMismatch`."""
+    """Clients of different ranks are served, or refused with `RankMismatch`."""
     try:
         played = len(list(rounds(server, ranks, who)))
     except RankMismatch as refusal:
@@ -74,7 +74,7 @@ def mixed(server: Server, ranks: Ranks, who: Who) -> Measured:
 
 
 def global_model(server: Server, ranks: Ranks, who: Who) -> Measured:
-    """`effective` has an answer, in every state alike; without one the server says so and does not guess."""
+    """`effective` returns an update in every state or in none; if in none, the server raises and does not guess."""
     states = [server.init(seed_adapter(max(ranks.values()))), *(p.after for p in rounds(server, ranks, who))]
     answers = {server.has_global_model(s) for s in states}
     if len(answers) > 1:
@@ -84,7 +84,7 @@ def global_model(server: Server, ranks: Ranks, who: Who) -> Measured:
             for name, lora in server.global_update(s).items():
                 shape = tuple(lora.delta().shape)
                 if shape != SHAPES[name]:
-                    return Measured(None, f"effective of {name!r} is of shape {shape}, and its matrix {SHAPES[name]}")
+                    return Measured(None, f"effective of {name!r} has shape {shape}, but its matrix {SHAPES[name]}")
         return Measured(True, f"an update in {len(states)} states")
     try:
         server.global_update(states[-1])
@@ -102,7 +102,7 @@ def _below(tolerance: float, drifts: list[float], what: str) -> Measured:
 
 
 def _regauged(server: Server, ranks: Ranks, who: Who) -> Iterator[tuple[Round, ServerState]]:
-    """Each round in which both factors travel, and the state after it with every upload in random coordinates."""
+    """Each round in which both factors travel, and the next state with every upload in random coordinates."""
     for t, played in enumerate(rounds(server, ranks, who)):
         sent = [lora for u in played.uploads for lora in u.adapter.modules.values()]
         if sent and all(len(lora.tensors()) == 2 for lora in sent):
@@ -111,6 +111,6 @@ def _regauged(server: Server, ranks: Ranks, who: Who) -> Iterator[tuple[Round, S
 
 
 def _base(server: Server, before: ServerState, ranks: Ranks) -> dict[str, Tensor]:
-    """Module -> the change of the base weight that clients of this round trained on, dense."""
+    """Module -> the dense change of the base weight on which this round's clients trained."""
     download = server.download(before, Client("stranger", max(ranks.values())))
     return {name: change.total.delta() for name, change in download.base.items()}

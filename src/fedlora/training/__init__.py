@@ -1,4 +1,4 @@
-"""A client's local work on torch, transformers and peft, and how its result is measured. Needs `fedlora[train]`."""
+"""Local training and evaluation with torch, transformers and peft. Needs `fedlora[train]`."""
 
 from typing import TYPE_CHECKING
 

@@ -1,14 +1,14 @@
-"""bfloat16 on processors without instructions for it: the same products, at float32's speed.
+"""bfloat16 on processors without bfloat16 instructions: the same products, at float32's speed.
 
-On such a processor torch multiplies bfloat16 matrices in a plain loop, ten to thirty times slower than float32 ones
-(`benchmarks/bfloat16.py` measures it). A product of two bfloat16 numbers is exact in float32, so that a float32 product
-that is rounded at its end is what the instructions give, up to the order of the sum. That is what is done there.
+On such a processor torch multiplies bfloat16 matrices in a plain loop, ten to thirty times slower than float32
+(`benchmarks/bfloat16.py` measures it). The product of two bfloat16 numbers is exact in float32, so a float32 product
+rounded at the end equals what the instructions give, up to summation order. This module computes that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -23,27 +23,27 @@ _PRODUCTS = {
 
 
 def has_instructions() -> bool:
-    """Whether torch multiplies bfloat16 matrices by the processor's own instructions."""
+    """Whether torch multiplies bfloat16 matrices with native instructions."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 @contextmanager
 def bfloat16_autocast(device: torch.device, on: bool, network: nn.Module | None = None) -> Iterator[None]:
-    """The forward pass of training and evaluation in mixed precision runs in this. on: else nothing is done.
+    """The mixed-precision context for the forward pass in training and evaluation. on: False: does nothing.
 
-    network: gradient checkpointing computes forward again in the backward pass, outside of this: products stay torch's.
+    network: with gradient checkpointing, the backward pass recomputes the forward one outside this context, so products
+    are left to torch.
     """
-    again = bool(getattr(network, "is_gradient_checkpointing", False))
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on):
-        if on and not again and device.type == "cpu" and not has_instructions():
-            with _InFloat32():
-                yield
-        else:
+        by_hand = on and device.type == "cpu" and not has_instructions()
+        again = by_hand and getattr(network, "is_gradient_checkpointing", False)  # asks every module: not for nothing
+        products: AbstractContextManager[Any] = _InFloat32() if by_hand and not again else nullcontext()
+        with products:
             yield
 
 
 class _InFloat32(TorchFunctionMode):
-    """Computes linear layers and products of matrices in float32 and rounds each once, forward and backward."""
+    """Computes linear layers and matrix products in float32 and rounds each once, forward and backward."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -57,10 +57,10 @@ class _InFloat32(TorchFunctionMode):
 
 
 def _left_alone(one: Any) -> bool:
-    """Autocast rounds no float64."""
+    """Autocast leaves float64 alone."""
     return isinstance(one, Tensor) and one.dtype == torch.float64
 
 
 def _rounded(one: Any) -> Any:
-    """The nearest bfloat16 numbers, held in float32. Backward, the gradient of them is rounded likewise."""
+    """The nearest bfloat16 numbers, held in float32. The backward pass rounds their gradient likewise."""
     return one.bfloat16().float() if isinstance(one, Tensor) else one

@@ -1,4 +1,4 @@
-"""What each class counts in a client's training loss: by its own counts, or as a table says."""
+"""The weight of each class in a client's training loss: from its own counts, or from a table."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from fedlora.training.settings import ClassWeights
 
 
 def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, ...] | None:
-    """One client's weight of each class, by index; None where classes are not weighted.
+    """One client's weight for each class, by index; None if classes are not weighted.
 
-    The loss of a batch is sum_i w(y_i) l_i / sum_i w(y_i), as of torch's CrossEntropyLoss(weight=w).
+    The loss of a batch is sum_i w(y_i) l_i / sum_i w(y_i), as in torch's CrossEntropyLoss(weight=w).
 
     Args:
-        data: the client's training data, n examples of which n_c are of class c and k classes occur.
-        weights: "balanced": w_c = n / (k n_c), scikit-learn's formula, from this client's own counts: all that a client
-            knows without telling anybody how many examples of what it holds. So each of *its* classes counts alike for
-            it; the federation's classes do not, where some clients lack some. A class that it lacks has weight 0 there,
-            and no example to use it on. A table: the same weights for every client; a class that is not named has 1.
+        data: the client's training data: n examples, n_c of class c, k classes that occur.
+        weights: "balanced": w_c = n / (k n_c), scikit-learn's formula, from this client's own counts, which it need not
+            disclose to anybody. Each of *its* classes then counts equally for it; the federation's classes do not, if
+            some clients lack some. A class that it lacks has weight 0, which no example uses. A table: the same weights
+            for every client; classes not named have weight 1.
 
     Raises:
-        ConfigError: data without classes, or a name that is no class.
+        ConfigError: the data have no classes, or a name is not a class.
     """
     if weights is None:
         return None
     if data.labels is None:
         raise ConfigError(
-            "train.class_weights is for classes, and instruction data has none; leave it out for a causal-lm."
+            "train.class_weights needs classes, and instruction data has none; leave it out for a causal-lm."
         )
     if isinstance(weights, str):
         counts = Counter(data.labels)
@@ -36,7 +36,7 @@ def weigh_classes(data: TextData, weights: ClassWeights | None) -> tuple[float, 
     unknown = [name for name in weights if name not in data.label_names]
     if unknown:
         raise ConfigError(
-            f"train.class_weights names {', '.join(map(repr, unknown))}, and no example has that class; the "
+            f"train.class_weights names {', '.join(map(repr, unknown))}, but no example has that class; the "
             f"{len(data.label_names)} classes are {', '.join(map(repr, data.label_names[:20]))}"
             f"{', ...' if len(data.label_names) > 20 else ''}."
         )

@@ -1,7 +1,7 @@
-"""What a base model is known by: the SHA-256 of its files; one of its weights, however they are laid out; and one of
-what its tokenizer does.
+"""Digests that identify a base model: SHA-256 of its files, of its weights whatever their file layout, and of its
+tokenizer's behaviour.
 
-Nothing is loaded. Files are read in pieces, and again only when their size or times have changed.
+Nothing is loaded. Files are read in pieces, and read again only if their size or times change.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from fedlora.errors import ConfigError
 from fedlora.given_files import parse_json, read_given
 from fedlora.training.hub_models import source
 
-# What no loader of ours reads: hidden files, cards and pictures, weights of other frameworks and pickled ones, data.
-# All else counts, for what is read besides is up to each model: shards in folders, code, tokenizers of any kind.
+# Files that no loader of ours reads: hidden files, cards, pictures, other frameworks' or pickled weights, data. All
+# others count, because each model may read more: shards in folders, code, tokenizers of any kind.
 NOT_READ = (
     ".*", "*.md", "*.rst", "*.pdf", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
     "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pyc",
@@ -32,7 +32,7 @@ NOT_READ = (
 )  # fmt: skip
 MOST_FILES = 5_000
 
-# Case, accents in both forms, digits, blanks, line ends, quotes, code, scripts without spaces, an emoji, a long word.
+# Case, both forms of accents, digits, blanks, line ends, quotes, code, scripts without spaces, an emoji, long words.
 _PROBES = (
     "The Quick brown fox-trot isn't over; it's 3.14159 past 12,000!",
     "naïve café: nai\u0308ve cafe\u0301, ﬁnal Straße, İstanbul",
@@ -41,7 +41,7 @@ _PROBES = (
     "患者は昨日退院した。 Пациент выписан. المريض خرج. 😀 → ≤ €5",
     "antidisestablishmentarianism electroencephalographically HIV-1 COVID-19 mRNA",
 )
-_SPECIAL = ("bos", "eos", "unk", "sep", "cls", "mask")  # that for padding stands where no model looks
+_SPECIAL = ("bos", "eos", "unk", "sep", "cls", "mask")  # not pad, which no model attends to
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -53,10 +53,10 @@ def file_digest(file: Path) -> str:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """Every file of a model's folder and below that a loader may read. Folders of runs, which have a manifest.json, are
-    none of it. Raises `ConfigError` where there are more than `MOST_FILES`."""
+    """Every file in or below a model's folder that a loader may read, except folders of runs (with a manifest.json).
+    Raises `ConfigError` if there are more than `MOST_FILES`."""
     found: list[Path] = []
-    seen: set[str] = set()  # links may lead in a circle
+    seen: set[str] = set()  # links may form a loop
     for place, inner, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
         ours = "manifest.json" in names and Path(place) != folder
@@ -68,17 +68,17 @@ def model_files(folder: Path) -> list[Path]:
         found += [path for name in names if not _unread(name) and (path := Path(place, name)).is_file()]
         if len(found) > MOST_FILES:
             raise ConfigError(
-                f"the model {folder} has more than {MOST_FILES:,} files, which all count in its digest. "
-                f"Is it the model's own folder? Name one that holds the model and nothing else."
+                f"the model {folder} has more than {MOST_FILES:,} files, and its digest covers them all. "
+                f"Is it the model's own folder? Name one that holds only the model."
             )
-    with contextlib.suppress(ConfigError):  # which is said when the model is loaded
-        found += weight_files(folder)  # what an index names is loaded, whatever it is called
+    with contextlib.suppress(ConfigError):  # reported when the model is loaded
+        found += weight_files(folder)  # files named in the index are loaded, whatever they are called
     return sorted(set(found))
 
 
 def model_content(path: str | os.PathLike[str]) -> dict[str, str]:
-    """File name -> SHA-256 of each of `model_files`; of a GGUF file its own; of a hub id those of its snapshot in the
-    cache. Empty where nothing is there."""
+    """File name -> SHA-256 for each of `model_files`; for a GGUF file its own; for a hub id those of its cached
+    snapshot. Empty if nothing is there."""
     place = Path(path)
     if place.is_file():
         return {place.name: file_digest(place)}
@@ -95,7 +95,7 @@ def _unread(name: str) -> bool:
 
 
 def _cached(model: str) -> Path | None:
-    """The snapshot of a hub id that is loaded where nobody asks the hub."""
+    """The cached snapshot that would be loaded for a hub id offline."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -122,7 +122,7 @@ def _of_file(path: str, *_: int) -> str:
 
 
 def model_place(path: str | os.PathLike[str]) -> Path:
-    """The directory or GGUF file of a model: of a hub id its snapshot in the cache, fetched where it is not there.
+    """A model's directory or GGUF file; for a hub id, its cached snapshot, downloaded if missing.
 
     Raises:
         ConfigError: there is no such model.
@@ -132,23 +132,23 @@ def model_place(path: str | os.PathLike[str]) -> Path:
         return found
     from huggingface_hub import snapshot_download
 
-    where = source(path)  # says what is wrong with an id that nobody has
+    where = source(path)  # explains what is wrong with an unknown id
     try:
         return Path(snapshot_download(os.fspath(path), ignore_patterns=list(NOT_READ), **where))
-    except Exception as error:  # whatever its transport raises
+    except Exception as error:  # the transport may raise anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"the files of the model {os.fspath(path)!r} are not available: {reason}") from error
 
 
 def weight_files(place: Path) -> list[Path]:
-    """The files that the weights are loaded from. Raises `ConfigError`."""
+    """The files that hold the weights. Raises `ConfigError`."""
     if place.is_file():
         return [place]
     single, index = place / "model.safetensors", place / "model.safetensors.index.json"
     if single.is_file():
         return [single]
     if not index.is_file():
-        raise ConfigError(f"the model {place} has no weights: neither {single.name} nor {index.name} is there.")
+        raise ConfigError(f"the model {place} has no weights: it has neither {single.name} nor {index.name}.")
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         found = sorted({place / str(name) for name in names})
@@ -161,14 +161,14 @@ def weight_files(place: Path) -> list[Path]:
 
 
 def base_digest(path: str | os.PathLike[str], cache: Path | None = None) -> str:
-    """SHA-256 (hex) of a base model's weights: name, type, shape and bytes of each tensor, in the order of their names,
-    so that one file and shards of it are the same. A GGUF file counts as a whole, with architecture and tokenizer.
+    """SHA-256 (hex) of a base model's weights: each tensor's name, type, shape and bytes, sorted by name, so that a
+    single file and shards of it agree. A GGUF file counts as a whole, with architecture and tokenizer.
 
     Args:
-        cache: a file that remembers digests by place, size and times of the files, from process to process.
+        cache: a file that remembers digests across processes, by the files' paths, sizes and times.
 
     Raises:
-        ConfigError: no such model, or files that are no weights.
+        ConfigError: no such model, or its files are not weights.
     """
     found = weight_files(model_place(path))
     key = json.dumps([_facts(file) for file in found])
@@ -177,7 +177,7 @@ def base_digest(path: str | os.PathLike[str], cache: Path | None = None) -> str:
         return known[key]
     digest = file_digest(found[0]) if found[0].suffix == ".gguf" else _of_tensors(found)
     if cache is not None:
-        with contextlib.suppress(OSError):  # a full disk costs the time to read them again
+        with contextlib.suppress(OSError):  # on a full disk they are just read again next time
             files.write(cache, json.dumps({**dict(list(known.items())[-7:]), key: digest}, indent=1) + "\n")
     return digest
 
@@ -203,7 +203,7 @@ def _of_tensors(found: list[Path]) -> str:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str]]:
-    """Name, and type, shape and digest, of each tensor of a safetensors file. Its bytes stay on the disk, mapped."""
+    """Name, and type, shape and digest, of each tensor in a safetensors file. Its bytes are memory-mapped."""
     import torch
     from safetensors import SafetensorError, safe_open
 
@@ -231,14 +231,14 @@ def tokenizer_of(path: str | os.PathLike[str]) -> Any:
         if place.is_file():
             return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name)
         return AutoTokenizer.from_pretrained(place)
-    except Exception as error:  # what damaged files bring about, in several libraries
+    except Exception as error:  # damaged files fail in many ways, in several libraries
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"the tokenizer of {os.fspath(path)!r} cannot be loaded: {reason}") from error
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """SHA-256 (hex) of the vocabulary, the merges, the special tokens, and of what becomes of texts that tell
-    tokenizers apart: the same however its files are laid out."""
+    """SHA-256 (hex) of the vocabulary, merges, special tokens, and token ids of texts chosen to distinguish tokenizers.
+    It does not depend on the file layout."""
     facts = {
         "vocabulary": sorted(tokenizer.get_vocab().items()),
         "merges": _merges(tokenizer),
@@ -250,13 +250,13 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def template_digest(tokenizer: Any) -> str:
-    """SHA-256 (hex) of its chat template; "" where it has none."""
+    """SHA-256 (hex) of the tokenizer's chat template; "" if it has none."""
     found = getattr(tokenizer, "chat_template", None)
     return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest() if found else ""
 
 
 def _merges(tokenizer: Any) -> list[list[str]]:
-    """The pairs that a BPE tokenizer joins, in their order; older files have them as "a b"."""
+    """A BPE tokenizer's merge pairs, in order; older files write them as "a b"."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return []

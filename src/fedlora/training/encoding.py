@@ -1,4 +1,4 @@
-"""Text examples to token ids, and token ids to padded batches."""
+"""Turns text examples into token ids, and token ids into padded batches."""
 
 from __future__ import annotations
 
@@ -19,27 +19,26 @@ from fedlora.training.settings import LossOn
 Example = dict[str, Any]
 Encoded = list[Example]
 
-IGNORED = -100  # a label that the loss skips
+IGNORED = -100  # the loss skips this label
 
 
 def encode(
     data: TextData, tokenizer: Any, *, max_length: int, loss_on: LossOn = "response", template: str | None = None
 ) -> Encoded:
-    """One dict for each example: input_ids, labels, and token_type_ids where the tokenizer tells a pair apart by them.
+    """One dict per example: input_ids, labels, and token_type_ids if the tokenizer marks the parts of a pair.
 
-    Classification: the text (and its pair), cut at `max_length` tokens. Instructions: what `template` makes of prompt
-    and response, with the loss on the assistant's turns, each with the token that ends it, and on nothing else
-    (loss_on="all": on everything). Where they are too long, the earliest exchanges go first, then what `data.droppable`
-    names from its end, then the prompt from its front; never the last response, and of a template nothing. A cut
-    example says by "cut" how many tokens it lost.
+    Classification: the text (and its pair), truncated to `max_length` tokens. Instructions: prompt and response in
+    `template`, with the loss on the assistant's turns only, each with its end token (loss_on="all": on everything).
+    If they are too long, we drop the earliest exchanges first, then the part in `data.droppable` from its end, then the
+    prompt from its start; never the last response or any of the template. "cut" counts the tokens an example lost.
 
     Args:
-        template: as the key data.template: None or "chat" is the tokenizer's own chat template, "none" the prompt as it
-            stands, or a text with {prompt}, or a Jinja chat template. See `prompting`. Of no use to a classification.
+        template: as in the key data.template: None or "chat" for the tokenizer's own chat template, "none" for the bare
+            prompt, or a text with {prompt}, or a Jinja chat template. See `prompting`. Unused for classification.
 
     Raises:
-        ConfigError: no such template, or of classes a `max_length` that special tokens fill. DataError: a response
-            alone is longer than `max_length`, or a conversation that the template does not take.
+        ConfigError: no such template, or special tokens alone fill `max_length` (classification). DataError: a response
+            alone is longer than `max_length`, or the template rejects a conversation.
     """
     if len(data) == 0:
         return []
@@ -57,8 +56,8 @@ def encode(
 def cut_prompts(
     data: TextData, tokenizer: Any, *, max_length: int, template: str | None = None
 ) -> list[tuple[list[int], int]]:
-    """The prompts alone, cut as `encode` cuts them, for generation: with the opening of the answer behind them, and
-    how many tokens each lost."""
+    """The prompts alone, cut as in `encode`, for generation: each ends with the opening of the answer and comes with
+    the number of tokens it lost."""
     if len(data) == 0:
         return []
     around = find_template(template, tokenizer)
@@ -76,7 +75,7 @@ def cut_prompts(
 
 @dataclass(frozen=True)
 class Cut:
-    """What did not fit into max_length: how many of `examples` were cut, and how many tokens they lost together."""
+    """What did not fit into max_length: how many of `examples` were cut, and the tokens lost in total."""
 
     examples: int
     cut: int
@@ -84,17 +83,17 @@ class Cut:
 
 
 def cut_of(examples: Iterable[Example]) -> Cut:
-    """How much of these examples was cut."""
+    """How much was cut from these examples."""
     lost = [example.get("cut", 0) for example in examples]
     return Cut(len(lost), sum(tokens > 0 for tokens in lost), sum(lost))
 
 
 def check_length(examples: Iterable[Example], longest: int | None) -> None:
-    """Raises `ConfigError` for an example of more tokens than a model can read (None: any number)."""
+    """Raise `ConfigError` if an example has more tokens than the model can read (None: no limit)."""
     most = max((len(example["input_ids"]) for example in examples), default=0)
     if longest is not None and most > longest:
         raise ConfigError(
-            f"an example has {most} tokens, and the model has only {longest} positions: set data.max_length (of "
+            f"an example has {most} tokens, but the model has only {longest} positions: set data.max_length (of "
             f"TrainSettings and the evaluator, max_length) to {longest} or less; longer examples are then cut."
         )
 
@@ -116,8 +115,8 @@ def _classes(data: TextData, tokenizer: Any, max_length: int) -> Encoded:
 
 
 def _check_room(tokenizer: Any, max_length: int, texts: int) -> None:
-    """Raises `ConfigError` where no token of each text fits beside the special ones: transformers then cuts nothing, or
-    everything."""
+    """Raise `ConfigError` if max_length leaves no token per text beside the special ones: transformers would then cut
+    nothing, or everything."""
     special = tokenizer.num_special_tokens_to_add(pair=texts == 2)
     if max_length < special + texts:
         what = "an example" if texts == 1 else "a pair of texts"
@@ -156,7 +155,7 @@ def _room(answer: int, max_length: int) -> int:
 
 @contextmanager
 def _in_example(k: int) -> Iterator[None]:
-    """Says of which example an error is."""
+    """Prefix errors with the example's number."""
     try:
         yield
     except DataError as error:
@@ -164,7 +163,7 @@ def _in_example(k: int) -> Iterator[None]:
 
 
 def collate(examples: Sequence[Example], tokenizer: Any, device: torch.device) -> dict[str, Tensor]:
-    """A batch padded on the right to its own longest example: input_ids, attention_mask, labels, token_type_ids."""
+    """A batch, padded on the right to its longest example: input_ids, attention_mask, labels, token_type_ids."""
     longest = max(len(e["input_ids"]) for e in examples)
 
     def padded(rows: Sequence[list[int]], value: int) -> Tensor:
@@ -183,9 +182,9 @@ def collate(examples: Sequence[Example], tokenizer: Any, device: torch.device) -
 
 
 def scored(example: Example, weights: Sequence[float] | None = None) -> float:
-    """How many labels of an example the loss counts: one for a class, the response's tokens for a language model.
+    """How many of an example's labels count in the loss: one for a class, the response's tokens for a language model.
 
-    weights: of the classes; then what the example's class weighs.
+    weights: class weights; the result is then the weight of the example's class.
     """
     labels = example["labels"]
     if isinstance(labels, list):

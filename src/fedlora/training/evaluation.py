@@ -1,6 +1,6 @@
-"""Measure a state: on which text, and of whom - the server's model, or each client's own.
+"""Measures a state on held-out text: the server's model, or each client's own.
 
-A FedSA-LoRA run has no server model, so what was evaluated is a named choice (`Target`) that is stored with the result.
+A FedSA-LoRA run has no server model, so what is evaluated is a named choice (`Target`), stored with the result.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fedlora.training.prompting import end_tokens, find_template
 
 Target = Literal["server", "clients"]
 Scores = dict[str, float]
-GENERATED = tuple(name for name, metric in METRICS.items() if metric.of == "texts")  # measured on answers
+GENERATED = tuple(name for name, metric in METRICS.items() if metric.of == "texts")  # these score answers
 
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """What came of measuring a state. scores: by name, as in `metrics`. confusion: examples of class (row) that were
-    taken for class (column), over all sets and clients; None for a language model."""
+    """A state's measurements. scores: by name, as in `metrics`. confusion: number of examples of class (row) predicted
+    as class (column), over all sets and clients; None for a language model."""
 
     scores: Scores
     confusion: list[list[int]] | None
@@ -45,20 +45,20 @@ class Measured:
 class ModelEvaluator:
     """The scores of `training.metrics` on held-out text. Implements `simulation.Evaluator`.
 
-    Whatever the metric, those that cost nothing are always there: for classes accuracy, balanced_accuracy, macro_f1,
-    matthews, loss and "recall/NAME", for a language model accuracy (of tokens), loss and perplexity.
+    Besides the chosen metric, scores always include those that cost nothing: for classes accuracy, balanced_accuracy,
+    macro_f1, matthews, loss and "recall/NAME"; for a language model accuracy (of tokens), loss and perplexity.
 
     Args:
-        data: the common held-out sets by name; metrics are means over examples within each, then over the sets, and
-            also given for each where there are several ("group/NAME").
-        own: client -> its own held-out set, where clients have one; the target "clients" measures each client there,
-            and on the common sets otherwise.
+        data: the common held-out sets by name; metrics are means over each set's examples, then over the sets; if there
+            are several, also given for each ("group/NAME").
+        own: client -> its own held-out set, if it has one; the target "clients" measures a client there, and otherwise
+            on the common sets.
         target: "server": W0 + the server's whole update, with averaged heads. "clients": each client's readout at its
-            own rank, completed by what it kept, not trained further; the mean, the worst, and each by itself.
-        bf16: compute in bfloat16 autocast, as training does where it is asked to.
-        metric: what a better model is better at, a name of `metrics.METRICS`. "rouge-l" and "exact-match" generate; see
+            own rank, completed by what it kept, not trained further; gives the mean, the worst, and each client's.
+        bf16: compute in bfloat16 autocast, like training with bf16.
+        metric: the metric to improve, a name in `metrics.METRICS`. "rouge-l" and "exact-match" generate; see
             `generation` for "rouge-l-teacher-forced".
-        template: of a language model's prompts, as `encoding.encode` takes it.
+        template: for a language model's prompts, as in `encoding.encode`.
 
     Example:
         >>> data = read_classification("train.jsonl", text="text", label="label")
@@ -102,8 +102,8 @@ class ModelEvaluator:
         self._parts = 1
 
     def cut(self) -> dict[str, Cut]:
-        """How much of the held-out text did not fit: "read", where the wanted answer stands behind a prompt (losses,
-        and scores of classes), and "asked", prompts to answer, which leave room for max_new_tokens."""
+        """How much held-out text did not fit: "read", where the wanted answer follows a prompt (losses, and scores of
+        classes), and "asked", prompts to answer, which must leave room for max_new_tokens."""
         sets = [*self._groups.values(), *(held for own in self._own.values() for held in own.values())]
         read = cut_of(example for held in sets for example in held.examples)
         lost = [tokens for held in sets for tokens in held.lost]
@@ -111,9 +111,9 @@ class ModelEvaluator:
         return {name: cut for name, cut in (("read", read), ("asked", asked)) if cut.cut}
 
     def spread(self, through: Through, parts: int) -> ModelEvaluator:
-        """The same evaluator, whose work is cut into about `parts` pieces for each set and done by `through`.
+        """The same evaluator, with each set's work split into about `parts` pieces that `through` runs.
 
-        The scores are the same bits for any number of parts: batches stay whole, and are added up in one order.
+        The scores have the same bits for any number of parts: batches stay whole and are added in a fixed order.
         """
         other = copy(self)
         other._through, other._parts = through, parts
@@ -121,19 +121,19 @@ class ModelEvaluator:
 
     @property
     def metric(self) -> str:
-        """The name, in the scores, of what a better model is better at."""
+        """The name of the main metric in the scores."""
         return score_name(self._metric)
 
     def evaluate(self, server: Server, state: RunState) -> Scores:
-        """The scores (means over examples, sets or clients), and for clients also worst and each client's.
+        """The scores (means over examples, sets or clients); for target "clients" also the worst and each client's.
 
         Raises:
-            NoGlobalModel: the server's model is asked for, and the method has none.
+            NoGlobalModel: the target is the server's model, but the method has none.
         """
         return self.measure(server, state).scores
 
     def measure(self, server: Server, state: RunState) -> Measured:
-        """`evaluate`, with the confusion matrix."""
+        """`evaluate`, plus the confusion matrix."""
         if self._target == "server":
             adapter = server_model(server, state.server, quantised=self._model.quantised)
             return next(self._measured([_Look(adapter, None, self._groups)]))
@@ -151,9 +151,9 @@ class ModelEvaluator:
         return Measured(means, _added([each.confusion for each in found.values()]))
 
     def measure_clients(self, server: Server, state: RunState, *, common: bool = False) -> dict[str, Scores]:
-        """Client -> scores of what it would start its next round with, on its own held-out text where it has some.
+        """Client -> scores of the model it would start its next round with, on its own held-out text if it has some.
 
-        common: on the common sets, also for those that have some of their own.
+        common: use the common sets even for clients with their own.
         """
         return {client: each.scores for client, each in self._measure_clients(server, state, common=common).items()}
 
@@ -170,24 +170,24 @@ class ModelEvaluator:
         return dict(zip(owns, self._measured(looks), strict=True))
 
     def measure_adapter(self, adapter: Adapter, client: str | None = None) -> Scores:
-        """Any adapter, on its base; on the client's own held-out text where it has some."""
+        """Scores of any adapter, on its base; on the client's own held-out text if it has some."""
         own = None if client is None else self._own.get(client)
         look = _Look(adapter, client if own else None, own or self._groups)
         return next(self._measured([look])).scores
 
     def count(self, client: str | None = None) -> int:
-        """How many examples are held out: of the client's own where it has some, else of all."""
+        """The number of held-out examples: the client's own if it has some, otherwise all."""
         own = None if client is None else self._own.get(client)
         return sum(len(held.examples) for held in (own or self._groups).values())
 
     def look(self, piece: Piece) -> Seen:
-        """What a model does with its piece of a held-out set."""
+        """Run a model on its piece of a held-out set."""
         _, max_new_tokens, batch_size = self._limits
         held = (self._groups if piece.client is None else self._own[piece.client])[piece.group]
         self._model.activate(piece.adapter)
         order = held.answering if piece.answers else held.reading
         chosen = [order[k * batch_size : (k + 1) * batch_size] for k in piece.batches]
-        flat = [i for batch in chosen for i in batch]  # sorted by length: it falls into the same batches again
+        flat = [i for batch in chosen for i in batch]  # sorted by length, so they form the same batches again
         if not piece.answers:
             seen = [self._predictions([held.examples[i] for i in batch]) for batch in chosen]
             return Seen(dict(zip(piece.batches, seen, strict=True)), {})
@@ -201,9 +201,9 @@ class ModelEvaluator:
         return Seen({}, dict(zip(flat, texts, strict=True)))
 
     def _measured(self, looks: Iterable[_Look]) -> Iterator[Measured]:
-        """Each model's scores on its sets, from pieces that somebody else may do. A model is made when its turn comes,
-        so that there are few at a time."""
-        drawn: deque[tuple[Mapping[str, _HeldOut], list[str]]] = deque()  # its sets, and which set each piece is of
+        """Each model's scores on its sets, from pieces that other processes may run. Each model is created only when
+        its turn comes, so that few exist at a time."""
+        drawn: deque[tuple[Mapping[str, _HeldOut], list[str]]] = deque()  # a model's sets, and each piece's set
 
         def pieces() -> Iterator[Piece]:
             for look in looks:
@@ -225,7 +225,7 @@ class ModelEvaluator:
         for name, held in look.groups.items():
             count = math.ceil(len(held.examples) / batch_size)
             for answers in (False, True) if self._metric in GENERATED else (False,):
-                for k in range(parts := max(1, min(self._parts, count))):  # every parts-th batch: long and short ones
+                for k in range(parts := max(1, min(self._parts, count))):  # strided, so each gets long and short texts
                     batches = range(k, count, parts)
                     pieces.append(Piece(look.adapter, look.client, name, answers, batches))
         return pieces
@@ -243,13 +243,13 @@ class ModelEvaluator:
         references = data.references or tuple((response,) for response in data.responses or ())
         examples = encode(data, tokenizer, max_length=max_length, template=self._template)
         check_length(examples, self._model.longest)
-        # Batches of alike length waste little padding.
+        # Batches of similar lengths need little padding.
         reading = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))
         answering = reading if prompts is None else sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         return _HeldOut(examples, prompts, references, reading, answering, data.label_names, lost)
 
     def _scores(self, groups: Mapping[str, _HeldOut], seen: Mapping[str, Sequence[Seen]]) -> Measured:
-        """Means over the sets; and each set's own where there are several. An empty set counts nowhere."""
+        """Means over the sets; if there are several, also each set's own score. Empty sets do not count."""
         filled = {name: held for name, held in groups.items() if held.examples} or groups
         each = {name: scores_of(held, seen[name], self._metric) for name, held in filled.items()}
         confusion = _added([found.confusion for found in each.values()])
@@ -263,7 +263,7 @@ class ModelEvaluator:
 
     @torch.no_grad()
     def _predictions(self, examples: Encoded) -> Batch:
-        """One batch through the model."""
+        """Run one batch through the model."""
         network, device = self._model.network, self._model.device
         network.eval()
         inputs = collate(examples, self._model.tokenizer, device)
@@ -277,8 +277,8 @@ class ModelEvaluator:
 
 
 def scores_of(held: _HeldOut, seen: Sequence[Seen], metric: MetricName) -> Measured:
-    """One set's scores: of examples, or for a causal LM of response tokens (the next one, teacher-forced); and of
-    answers where `metric` asks for them. NaN where the set is empty."""
+    """One set's scores: over examples, or for a causal LM over response tokens (teacher-forced); and over generated
+    answers if `metric` needs them. NaN if the set is empty."""
     batches = dict(sorted((k, batch) for part in seen for k, batch in part.batches.items())).values()
     labels = [y for batch in batches for y in batch.labels]
     predicted = [y for batch in batches for y in batch.predicted]
@@ -303,15 +303,15 @@ def scores_of(held: _HeldOut, seen: Sequence[Seen], metric: MetricName) -> Measu
 
 
 def _added(matrices: Sequence[list[list[int]] | None]) -> list[list[int]] | None:
-    """The sum, entry by entry; None where there is none."""
+    """The entrywise sum; None if there are no matrices."""
     found = [matrix for matrix in matrices if matrix is not None]
     return [[sum(cells) for cells in zip(*rows, strict=True)] for rows in zip(*found, strict=True)] if found else None
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model said to one batch. labels, predicted: class by class, or scored token by scored token, as numbers.
-    loss: the mean over them."""
+    """A model's predictions for one batch. labels, predicted: one number per class label or scored token. loss: the
+    mean over them."""
 
     labels: list[int]
     predicted: list[int]
@@ -320,9 +320,9 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """One model, and some batches of one held-out set: what can be measured by itself, anywhere.
+    """One model, and some batches of one held-out set: a unit that can be measured anywhere.
 
-    client: whose own sets; None: the common ones. answers: generate them, in place of reading the wanted ones.
+    client: whose own sets; None: the common ones. answers: generate answers instead of reading the wanted ones.
     """
 
     adapter: Adapter
@@ -334,22 +334,22 @@ class Piece:
 
 @dataclass(frozen=True, eq=False)
 class Seen:
-    """What came of a piece. batches: by their place in the set. answers: by example."""
+    """A piece's outcome. batches: by index in the set. answers: by example."""
 
     batches: Mapping[int, Batch]
     answers: Mapping[int, str]
 
 
 class Through(Protocol):
-    """Does the pieces somewhere: `map`, or a pool of processes."""
+    """Runs the pieces somewhere: `map`, or a process pool."""
 
     def __call__(self, look: Callable[[Piece], Seen], pieces: Iterable[Piece]) -> Iterable[Seen]:
-        """What `look` gives for each piece, in their order. Pieces are drawn no earlier than they are needed."""
+        """The result of `look` for each piece, in order. Pieces are drawn only as they are needed."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Look:
-    """One model and the held-out sets that it is measured on. client: whose own sets they are, or None."""
+    """One model and the held-out sets to measure it on. client: the owner of the sets, or None."""
 
     adapter: Adapter
     client: str | None
@@ -358,9 +358,9 @@ class _Look:
 
 @dataclass(frozen=True, eq=False)
 class _HeldOut:
-    """One held-out set, encoded. prompts: for generation, or None. classes: their names, none for a language model.
-    reading, answering: its examples by length, the order in which batches are cut. lost: tokens of each prompt that
-    there was no room for."""
+    """One held-out set, encoded. prompts: for generation, or None. classes: their names, empty for a language model.
+    reading, answering: its examples sorted by length, the order in which batches are formed. lost: the number of
+    tokens cut from each prompt."""
 
     examples: Encoded
     prompts: list[list[int]] | None

@@ -1,8 +1,8 @@
-"""Prompts and conversations as token ids that fit: what is cut where they are too long, and what never is.
+"""Fits prompts and conversations into a number of tokens: what is cut if they are too long, and what never is.
 
-Of a conversation the earliest exchanges go first. Of a prompt, what `TextData.droppable` names goes first, from its
-end; then the prompt from its front, for what stands nearest to the answer counts most. A response is never cut, nor is
-anything of a template.
+From a conversation the earliest exchanges go first. From a prompt, the part named by `TextData.droppable` goes first,
+from its end; then the prompt from its start, because text nearest to the answer matters most. Responses and templates
+are never cut.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fedlora.training.prompting import Template, converse, last_marker
 
 @dataclass(frozen=True)
 class Talk:
-    """A conversation as tokens, up to the end of its last turn. turns: from where to where the assistant's turns go,
-    each with the token that ends it. opening: the text before its last turn."""
+    """A conversation as tokens, up to the end of its last turn. turns: (start, end) of the assistant's turns, each
+    including its end token. opening: the text before the last turn."""
 
     ids: list[int]
     turns: tuple[tuple[int, int], ...]
@@ -27,12 +27,12 @@ class Talk:
 
     @property
     def prompt(self) -> list[int]:
-        """What the model has read when it gives its last answer."""
+        """What the model has read before its last answer."""
         return self.ids[: self.turns[-1][0]]
 
 
 def talk_of(messages: Sequence[Message], tokenizer: Any, template: Template) -> Talk:
-    """A whole conversation as tokens. Raises `DataError` and `ConfigError` as `prompting.converse`."""
+    """A whole conversation as tokens. Raises `DataError` and `ConfigError` like `prompting.converse`."""
     said = converse(template, tokenizer, messages)
     edges = [edge for turn in said.turns for edge in turn]
     *parts, whole = tokenizer(
@@ -40,7 +40,7 @@ def talk_of(messages: Sequence[Message], tokenizer: Any, template: Template) -> 
     )["input_ids"]
     if all(whole[: len(part)] == part for part in parts):
         ids, places = whole, [len(part) for part in parts]
-    else:  # a token reaches over the edge of a turn: in pieces, as the model finds the prompt when it answers
+    else:  # a token spans a turn's edge, so tokenize in pieces: the model also sees the prompt separately
         pieces = [said.text[a:b] for a, b in zip([0, *edges], [*edges, len(said.text)], strict=True)]
         ids, places = [], []
         for piece in tokenizer(pieces, add_special_tokens=False, verbose=False)["input_ids"]:
@@ -54,10 +54,10 @@ def talk_of(messages: Sequence[Message], tokenizer: Any, template: Template) -> 
 
 
 def fit_talk(data: TextData, k: int, room: int, tokenizer: Any, template: Template) -> Talk:
-    """Conversation k, shortened until `room` tokens hold what the model reads before its last answer.
+    """Conversation k, shortened until the part before its last answer fits into `room` tokens.
 
     Raises:
-        DataError: the template and the system message alone are longer than that.
+        DataError: the template and the system message alone are longer.
     """
     messages = data.messages(k)
     talk = talk_of(messages, tokenizer, template)
@@ -87,7 +87,7 @@ def fit_talk(data: TextData, k: int, room: int, tokenizer: Any, template: Templa
 
 
 def fit_prompt(data: TextData, k: int, room: int, tokenizer: Any, template: Template) -> tuple[list[int], int]:
-    """Prompt k without a chat template, at most `room` tokens, and how many tokens it lost.
+    """Prompt k without a chat template, in at most `room` tokens, and the number of tokens lost.
 
     Raises:
         DataError: it has a history, or the template alone is longer.
@@ -95,11 +95,11 @@ def fit_prompt(data: TextData, k: int, room: int, tokenizer: Any, template: Temp
     if data.history is not None and data.history[k]:
         raise DataError(
             "it is a conversation with a system message or earlier turns, and only a chat template can separate "
-            "these. Set data.template = 'chat', or to a Jinja chat template of your own."
+            "these. Set data.template = 'chat', or to your own Jinja chat template."
         )
     text, begins = template.around(data.text[k])
     ids: list[int] = tokenizer(text, verbose=False)["input_ids"]
-    if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text: here the answer comes behind it
+    if ids and ids[-1] == tokenizer.eos_token_id:  # some tokenizers end every text, but here the answer follows
         bare = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         ids = ids[:-1] if not bare or bare[-1] != ids[-1] or len(ids) > len(bare) + 1 else ids
     surplus = len(ids) - room
@@ -116,20 +116,20 @@ def fit_prompt(data: TextData, k: int, room: int, tokenizer: Any, template: Temp
 
 
 def _shortened(ids: list[int], surplus: int, spare: list[int], front: list[int]) -> list[int]:
-    """Without the last `surplus` of the spare places; where these are too few, without the first of `front` too."""
+    """Drop the last `surplus` of the spare tokens; if these are too few, also the first of `front`."""
     gone = set(spare[-surplus:])
     gone |= set([place for place in front if place not in gone][: surplus - len(gone)])
     if len(gone) < surplus:
         raise DataError(
-            f"the parts never cut (the template, the system message, and what precedes the last prompt, without "
-            f"an answer) have {len(ids) - len(gone)} tokens, more than the {len(ids) - surplus} that are left "
-            f"beside the answer. Raise max_length."
+            f"the parts that are never cut (the template, the system message, and what precedes the last prompt, "
+            f"without an answer) have {len(ids) - len(gone)} tokens, more than the {len(ids) - surplus} left beside "
+            f"the answer. Raise max_length."
         )
     return [token for place, token in enumerate(ids) if place not in gone]
 
 
 def _places(text: str, tokenizer: Any, *spans: tuple[int, int], **options: Any) -> list[list[int]]:
-    """For each span of characters, the places of the tokens that lie in it as a whole."""
+    """For each span of characters, the indices of the tokens that lie entirely within it."""
     encoded = tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
     return [
         [place for place, (a, b) in enumerate(encoded["offset_mapping"]) if start <= a < b <= end]
@@ -138,7 +138,7 @@ def _places(text: str, tokenizer: Any, *spans: tuple[int, int], **options: Any) 
 
 
 def _without_first_exchange(messages: tuple[Message, ...]) -> tuple[Message, ...] | None:
-    """Without the first messages up to an answer, the system's kept; None where only the last exchange is left."""
+    """Drop the messages up to the first answer, keeping the system's; None if only the last exchange is left."""
     kept = messages[:1] if messages[0][0] == "system" else ()
     rest = messages[len(kept) :]
     answers = [k for k, (role, _) in enumerate(rest) if role == "assistant"]

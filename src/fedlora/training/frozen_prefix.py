@@ -1,8 +1,8 @@
-"""What lies before the first adapted layer of an encoder, computed once for each text instead of at every step.
+"""Computes an encoder's layers before the first adapted one once per text instead of at every step.
 
-The embeddings and the first layers of a model whose LoRA sits in later ones are the same function of a text in every
-step, round and client. `remember` replaces them by a table: text -> what the first adapted layer reads. Nothing
-that is trained or changed lies there, so that training is the same up to the rounding of padded batches.
+If LoRA is only in later layers, the embeddings and first layers of a model are the same function of a text in every
+step, round and client. `remember` replaces them by a table: text -> the first adapted layer's input. Nothing in them is
+trained or changed, so training is the same up to rounding in padded batches.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from fedlora.training.settings import Targets
 from fedlora.training.targets import adapted
 
 _BLOCK = re.compile(r"^(?P<stack>.*\.layer)\.(?P<number>\d+)\.")
-MOST = 2**30  # bytes that a process remembers: then the oldest tables go, and what does not fit is computed each time
-_SLAB = 2**26  # bytes that are asked for at once: so large that they go back to the system when they are let go of
+MOST = 2**30  # bytes remembered per process; beyond it the oldest tables go, and what does not fit is recomputed
+_SLAB = 2**26  # bytes per allocation, large enough to be returned to the system when freed
 
-# A text's token ids and segments, and in which precision it is computed: None, or that of autocast.
+# A text's token ids and segments, and the precision of its computation: None, or autocast's.
 Key = tuple[tuple[int, ...], torch.dtype | None]
 
 
 class Table:
-    """Text -> what the remembered layers give, (tokens, width), in slabs of memory."""
+    """Text -> output of the remembered layers, (tokens, width), in slabs of memory."""
 
     def __init__(self) -> None:
         self.known: dict[Key, Tensor] = {}
@@ -35,7 +35,7 @@ class Table:
         self._used = 0
 
     def add(self, key: Key, value: Tensor) -> None:
-        """Remember it, where there is room."""
+        """Remember the value, if there is room."""
         size = value.numel()
         if not self.slabs or self._used + size > self.slabs[-1].numel() or self.slabs[-1].dtype != value.dtype:
             if size * value.element_size() > _SLAB or not self._has_room():
@@ -47,7 +47,7 @@ class Table:
         self._used += size
 
     def _has_room(self) -> bool:
-        """For one more slab, when the oldest of the other tables are forgotten."""
+        """Whether there is room for one more slab, after dropping the oldest other tables."""
         while (sum(len(table.slabs) for table in tables.values()) + 1) * _SLAB > MOST:
             oldest = next((content for content, table in tables.items() if table is not self), None)
             if oldest is None:
@@ -56,14 +56,14 @@ class Table:
         return True
 
 
-tables: dict[str, Table] = {}  # by content of the layers: one process makes many runs on one model, with the same texts
+tables: dict[str, Table] = {}  # by the layers' content: a process may make many runs on one model, with the same texts
 
 
 class Remembered(nn.Module):
-    """Stands where the embeddings stood, and gives what the last remembered layer gives.
+    """Replaces the embeddings, and returns the output of the last remembered layer.
 
-    Texts are remembered by their token ids and segments, without their padding: 4 bytes x tokens x width of memory for
-    each text, as long as the process lives, up to `MOST` of all. The modules that compute it are no submodules: nothing
+    Texts are keyed by their token ids and segments, without padding; each takes 4 bytes x tokens x width of memory for
+    the life of the process, up to `MOST` in total. The modules that compute the output are not submodules, so nothing
     adapts, moves or stores them.
     """
 
@@ -73,7 +73,7 @@ class Remembered(nn.Module):
         self._pad = pad
         content = _content([embeddings, *layers])
         self._table = tables.pop(content) if content in tables else Table()
-        tables[content] = self._table  # at the end stands the one that was asked for last
+        tables[content] = self._table  # re-inserted at the end: the most recently used
 
     def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, **_: Any) -> Tensor:
         kind = input_ids.device.type
@@ -84,7 +84,7 @@ class Remembered(nn.Module):
         return nn.functional.pad(whole, (0, 0, 0, missing)) if missing else whole
 
     def _keys(self, input_ids: Tensor, segments: Tensor | None) -> list[tuple[int, ...]]:
-        """Of each row: its ids without the padding, and behind them its segments."""
+        """Each row's ids without padding, followed by its segments."""
         ids = input_ids.tolist()
         kinds = [[0] * len(row) for row in ids] if segments is None else segments.tolist()
         lengths = [len(row) - next((k for k, i in enumerate(reversed(row)) if i != self._pad), 0) for row in ids]
@@ -92,7 +92,7 @@ class Remembered(nn.Module):
 
     @torch.no_grad()
     def _of(self, key: Key) -> Tensor:
-        """Each text is computed by itself, so that its bits are the same whoever asks, and when."""
+        """Each text is computed alone, so its bits do not depend on who asks or when."""
         found = self._table.known.get(key)
         if found is not None:
             return found
@@ -101,7 +101,7 @@ class Remembered(nn.Module):
         return hidden
 
     def compute(self, ids_and_segments: tuple[int, ...]) -> Tensor:
-        """Of one text, (tokens, width)."""
+        """One text's output, (tokens, width)."""
         embeddings, layers = self._compute
         device = next(embeddings.parameters()).device
         ids, kinds = torch.tensor(ids_and_segments, device=device).view(2, 1, -1)
@@ -113,14 +113,14 @@ class Remembered(nn.Module):
 
 
 class PassedOver(nn.Module):
-    """Stands where a remembered layer stood."""
+    """Replaces a remembered layer."""
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
 
 
 def _content(parts: list[nn.Module]) -> str:
-    """What tells two prefixes apart: the bits of their weights, and where these are."""
+    """Identifies a prefix: the bits of its weights, and their device."""
     digest = hashlib.sha256()
     for part in parts:
         for name, tensor in part.state_dict().items():
@@ -130,7 +130,7 @@ def _content(parts: list[nn.Module]) -> str:
 
 
 def remember(network: Any, targets: Targets, pad: int | None) -> int:
-    """Replace embeddings and all layers before the first adapted one by what they give. Returns how many layers.
+    """Replace the embeddings and all layers before the first adapted one by their output. Returns how many layers.
 
     Args:
         network: a transformers model without adapters.
@@ -138,8 +138,8 @@ def remember(network: Any, targets: Targets, pad: int | None) -> int:
         pad: the id of the padding token.
 
     Raises:
-        ConfigError: no encoder with `embeddings` and `encoder.layer`, dropout there, LoRA before its second layer, or a
-            model whose layers need more than what the layer before gives.
+        ConfigError: the network is no encoder with `embeddings` and `encoder.layer`, has dropout there, has LoRA before
+            its second layer, or its layers need more than the previous layer's output.
     """
     backbone: Any = getattr(network, getattr(network, "base_model_prefix", ""), None)
     layers: Any = getattr(getattr(backbone, "encoder", None), "layer", None)
@@ -153,14 +153,14 @@ def remember(network: Any, targets: Targets, pad: int | None) -> int:
     first = min(numbers, default=0) if len(numbers) == len(paths) else 0
     if first == 0 or pad is None:
         raise ConfigError(
-            "model.remember_prefix has nothing to remember: LoRA is in the first layer, or outside of the layers. Put "
-            "it into later ones (lora.targets), or leave remember_prefix out."
+            "model.remember_prefix has nothing to remember: LoRA is in the first layer, or outside the layers. Put it "
+            "into later ones (lora.targets), or leave remember_prefix out."
         )
     prefix = [backbone.embeddings, *layers[:first]]
     rate = max((m.p for part in prefix for m in part.modules() if isinstance(m, nn.Dropout)), default=0.0)
     if rate:
         raise ConfigError(
-            f"model.remember_prefix remembers a layer's output, and dropout {rate:g} changes it each time. Set "
+            f"model.remember_prefix stores a layer's output, but dropout {rate:g} changes it each time. Set "
             f"model.dropout = 0."
         )
     remembered = Remembered(backbone.embeddings, list(layers[:first]), pad)
@@ -173,7 +173,7 @@ def remember(network: Any, targets: Targets, pad: int | None) -> int:
 
 @torch.no_grad()
 def _check_same(network: Any, layer: nn.Module, remembered: Remembered, pad: int) -> None:
-    """Raises `ConfigError` where `layer` would read something else than in the whole model: of a short padded text."""
+    """Raise `ConfigError` if `layer` would get another input than in the whole model, tested on a short padded text."""
     ids = [k for k in range(1, 8) if k != pad]
     batch = torch.tensor([[*ids, pad, pad]], device=next(layer.parameters()).device)
     read: list[Tensor] = []
@@ -187,18 +187,18 @@ def _check_same(network: Any, layer: nn.Module, remembered: Remembered, pad: int
             network(input_ids=batch, attention_mask=(batch != pad).long())
         whole, ours = read[0][0, : len(ids)].double(), remembered.compute((*ids, *(0 for _ in ids))).double()
         if ours.shape != whole.shape:
-            raise TypeError("a layer gives more than one tensor")
+            raise TypeError("a layer returns more than one tensor")
         apart = float((whole - ours).norm() / whole.norm())
-    except Exception as error:  # whatever layers of another kind need
+    except Exception as error:  # other kinds of layers may fail in any way
         apart, why = 1.0, f"{type(error).__name__}: {error}"
     else:
-        why = f"inputs of the first adapted layer differ by {apart:.1e}"
+        why = f"inputs to the first adapted layer differ by {apart:.1e}"
     finally:
         hook.remove()
-    if not apart < 1e-2:  # of bfloat16
+    if not apart < 1e-2:  # bfloat16's precision
         raise ConfigError(
-            f"model.remember_prefix computes the layers of a {type(network).__name__} one by one, and they need more "
-            f"than the layer before gives ({why}). Leave it out."
+            f"model.remember_prefix computes a {type(network).__name__}'s layers one by one, but they need more than "
+            f"the previous layer's output ({why}). Leave it out."
         )
 
 

@@ -1,7 +1,7 @@
-"""Answers of a language model to prompts.
+"""A language model's answers to prompts.
 
-Two ways to get an answer, which are not the same measure: `greedy` generates; `teacher_forced` takes the most likely
-token at each place of the wanted response, given the wanted tokens before it, as the FlexLoRA code does.
+There are two ways to get an answer, and they measure different things: `greedy` generates; `teacher_forced` takes the
+most likely token at each position of the wanted response, given the wanted tokens before it, like the FlexLoRA code.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def greedy(
 ) -> list[str]:
     """The most likely continuation of each prompt, token by token up to an end token, as text.
 
-    ends: the tokens that end an answer, as `prompting.end_tokens` finds them; by default the tokenizer's own.
+    ends: the tokens that end an answer, from `prompting.end_tokens`; by default the tokenizer's own.
 
-    Prompts are padded on the left, so that every continuation starts right behind its prompt; prompts of alike length
+    Prompts are padded on the left, so that every continuation directly follows its prompt; prompts of similar length
     share a batch.
     """
     network, tokenizer, device = model.network, model.tokenizer, model.device
@@ -58,7 +58,7 @@ def greedy(
 
 @torch.no_grad()
 def teacher_forced(model: AdaptedModel, examples: Sequence[Example], *, batch_size: int) -> list[str]:
-    """The most likely token at each place of the response, as text."""
+    """The most likely token at each position of the response, as text."""
     network, tokenizer = model.network, model.tokenizer
     network.eval()
     answers = [""] * len(examples)

@@ -1,4 +1,4 @@
-"""Models that are named by a hub id: is it in the cache, is the hub there? Asked once, and answered within seconds."""
+"""Models given as a hub id: whether they are cached, and whether the hub is reachable. Asks once, within seconds."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from typing import Any
 from fedlora.data.demo import HUB_NAMES
 from fedlora.errors import ConfigError
 
-SECONDS = 5.0  # for the one question; transformers alone would try each file for half a minute
+SECONDS = 5.0  # for the one request; transformers alone would try each file for half a minute
 _OUT = (
     'Give a directory that holds the model, name a packaged one ("demo", "smollm2"), or fetch it where there is a '
     "network (`hf download {model}`) and set HF_HUB_OFFLINE=1 here."
 )
 
 
-_SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]{40}/?")  # of the hub's cache
+_SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]{40}/?")  # in the hub's cache
 
 
 def hub_name(model: str) -> str | None:
-    """What the hub calls a packaged model, or one that lies in the hub's cache; None for any other."""
+    """The hub's name for a packaged model or one in the hub's cache; None for any other."""
     found = _SNAPSHOT.fullmatch(model)
     return HUB_NAMES.get(model) or (f"{found[1]}/{found[2]}" if found else None)
 
 
 def source(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The arguments with which `from_pretrained` finds a model: none for a directory; for a hub id it reads the cache
-    alone where the hub cannot be asked.
+    """The arguments with which `from_pretrained` finds a model: none for a directory; for a hub id, cache only if the
+    hub cannot be reached.
 
     Raises:
-        ConfigError: a hub id that is not in the cache while the hub cannot be reached, or that the hub does not have.
+        ConfigError: the hub cannot be reached and the id is not cached, or the hub has no such model.
     """
     return {} if Path(path).exists() else {"local_files_only": not _on_hub(os.fspath(path))}
 
 
 @lru_cache(maxsize=32)
 def _on_hub(model: str) -> bool:
-    """Whether the hub has it; False where it cannot be asked, and the cache has it."""
+    """Whether the hub has it; False if the hub cannot be reached but the cache has it."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-    nowhere = f"there is no directory {model!r} beside the config file, where relative paths start"
+    nowhere = f"there is no directory {model!r} beside the config file, which relative paths refer to"
     try:
         cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
         if not constants.HF_HUB_OFFLINE:
@@ -57,7 +57,7 @@ def _on_hub(model: str) -> bool:
             f"the model {model!r} cannot be loaded: {nowhere}, and the hub has no such model, or denies you access "
             f"(`hf auth login`)."
         ) from error
-    except Exception as error:  # whatever its transport raises, which is another one from version to version
+    except Exception as error:  # the transport's exceptions change from version to version
         reason = f"the hub cannot be reached ({(str(error) or type(error).__name__).splitlines()[0]})"
     if cached:
         return False

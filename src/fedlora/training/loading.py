@@ -1,4 +1,4 @@
-"""A base model and its tokenizer, from a directory, a GGUF file or a hub id. Weights are read from safetensors only."""
+"""Loads a base model and its tokenizer from a directory, a GGUF file or a hub id. Reads safetensors weights only."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def load_base(
     dropout: float | None,
     four_bit: bool,
 ) -> tuple[Any, Any]:
-    """The model, on its device, and its tokenizer; all as `AdaptedModel.load` has it. Raises `ConfigError`."""
-    if task == "classification" and len(labels) < 2:  # of one, transformers would make a regression without a word
+    """The model, on its device, and its tokenizer; arguments as in `AdaptedModel.load`. Raises `ConfigError`."""
+    if task == "classification" and len(labels) < 2:  # for one class, transformers would silently build a regression
         raise ConfigError(
-            f"a classification needs the names of at least two classes, as labels; got {list(labels)}. Data of one "
-            f"class leave nothing to tell apart."
+            f"a classification needs the names of at least two classes, as labels; got {list(labels)}. With one class "
+            f"there is nothing to learn."
         )
     place = Path(path)
     if place.suffix == ".gguf" and place.is_file():
@@ -54,9 +54,9 @@ def load_base(
     if network.config.get_text_config().pad_token_id is None:
         network.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     try:
-        if not four_bit:  # bitsandbytes has put it there
+        if not four_bit:  # bitsandbytes has already placed it
             network.to(device)
-        torch.zeros((), device=device).item()  # "meta" takes weights, and holds no numbers
+        torch.zeros((), device=device).item()  # fails on "meta", which accepts weights but holds no numbers
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
@@ -71,8 +71,8 @@ def _read(
     dropout: float | None,
     more: dict[str, Any],
 ) -> tuple[Any, Any, list[tuple[str, tuple[int, ...], tuple[int, ...]]]]:
-    """The model, its tokenizer, and which tensors have another shape in the files than the model: name, the files'
-    shape, the model's."""
+    """The model, its tokenizer, and the tensors whose shapes differ between files and model: name, the files' shape,
+    the model's."""
     from transformers import (
         AutoConfig,
         AutoModelForCausalLM,
@@ -102,7 +102,7 @@ def _read(
             f"the model {os.fspath(path)!r} cannot be loaded: {str(error).splitlines()[0]} "
             f"Give a directory with config.json, tokenizer and model.safetensors, or a hub id."
         ) from error
-    if task == "causal-lm":  # greedy is greedy, whatever the model's own generation settings are
+    if task == "causal-lm":  # greedy must stay greedy, whatever the model's own generation settings
         network.generation_config = GenerationConfig()
     else:
         network.config.id2label = dict(enumerate(labels))
@@ -113,7 +113,7 @@ def _read(
 def _other_head(
     path: str | os.PathLike[str], labels: Sequence[str], odd: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
 ) -> str:
-    """What is said of a model whose weights are of other shapes than a classifier of these labels has."""
+    """The message for weights that do not have the shapes of a classifier with these labels."""
     from transformers import AutoConfig
 
     model, listed = os.fspath(path), ", ".join(map(repr, labels[:5])) + ", ..." * (len(labels) > 5)
@@ -135,14 +135,14 @@ def _other_head(
     return (
         f"the model {model!r} cannot be loaded for the data's {len(labels)} classes ({listed}): it was fine-tuned "
         f"before, and its own head {name!r} has {rows} rows{named}. {theirs}For a new head use a model without one: "
-        f"the pre-trained one that it was made from, or its layers alone, which in Python "
-        f"transformers.AutoModel.from_pretrained({model!r}).save_pretrained('DIR') writes, and "
+        f"the pre-trained model it was made from, or its layers alone. In Python, "
+        f"transformers.AutoModel.from_pretrained({model!r}).save_pretrained('DIR') writes these, and "
         f"transformers.AutoTokenizer.from_pretrained({model!r}).save_pretrained('DIR') its tokenizer beside them."
     )
 
 
 def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:
-    """What `from_pretrained` needs for a base in 4 bits. Raises `ConfigError` without a GPU or bitsandbytes."""
+    """Arguments for `from_pretrained` to load a base in 4 bits. Raises `ConfigError` without a GPU or bitsandbytes."""
     if not four_bit:
         return {}
     from importlib.util import find_spec
@@ -159,7 +159,7 @@ def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:
 
 
 def dequantised(file: Path) -> Path:
-    """A GGUF language model as a float32 model directory, made once and kept in the cache ($FEDLORA_CACHE)."""
+    """A GGUF language model as a float32 model directory, created once and kept in the cache ($FEDLORA_CACHE)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     cache = Path(os.environ.get("FEDLORA_CACHE", Path.home() / ".cache" / "fedlora"))
@@ -179,7 +179,7 @@ def dequantised(file: Path) -> Path:
             model.save_pretrained(building)
             tokenizer.save_pretrained(building)
     except ConfigError as error:
-        if not target.is_dir():  # else somebody was faster
+        if not target.is_dir():  # otherwise another process was faster
             raise ConfigError(
                 f"the dequantised model {error} Free some space, or name another folder in FEDLORA_CACHE."
             ) from error
@@ -187,8 +187,8 @@ def dequantised(file: Path) -> Path:
 
 
 def longest_input(network: nn.Module, positions: int | None) -> int | None:
-    """The most tokens that a network can read, by its tables of positions and what its configuration says; None where
-    it has no such table."""
+    """The most tokens a network can read, from its position tables and its configuration; None if it has no such
+    table."""
     tables = [
         module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
         for name, module in network.named_modules()
@@ -198,13 +198,13 @@ def longest_input(network: nn.Module, positions: int | None) -> int | None:
 
 
 def positions_of(config: Any) -> int | None:
-    """The longest sequence that a model has positions for, by its configuration; None where it does not say."""
+    """The longest sequence by a model's configuration; None if it does not say."""
     found = getattr(config.get_text_config(), "max_position_embeddings", None) if config is not None else None
     return found if isinstance(found, int) else None
 
 
 def longest_of_files(model: Path) -> int | None:
-    """`longest_input` of a model that is not loaded: its layers are made without their numbers."""
+    """`longest_input` for a model that is not loaded: builds its layers without numbers."""
     from transformers import AutoConfig, AutoModel
 
     config = AutoConfig.from_pretrained(model)

@@ -1,7 +1,7 @@
-"""Local training: what one client does in its round, on torch, transformers and peft.
+"""Local training: what one client does in a round, with torch, transformers and peft.
 
-A client's work is a function of (what it received, its own data, the run's seed, the round, how far it has read its
-data), so running one client alone reproduces its round, and nothing else has to be stored to resume.
+A client's work is a function of its download, its own data, the run's seed, the round, and its position in the data.
+So running one client alone reproduces its round, and resuming needs nothing else stored.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fedlora.training.settings import TrainSettings
 
 
 class RoundTrainer(ABC):
-    """What is alike for all that train one shared model: the data stream, the seeds, the steps, what may move.
+    """The part common to all trainers on one shared model: data stream, seeds, steps, trainable parameters.
 
-    A subclass says which examples a client has and what the loss is.
+    A subclass provides a client's examples and the loss.
     """
 
     def __init__(self, model: AdaptedModel, settings: TrainSettings, *, seed: int) -> None:
@@ -41,18 +41,18 @@ class RoundTrainer(ABC):
 
     @abstractmethod
     def examples(self, client: str) -> Sequence[Any]:
-        """A client's examples. Raises `ConfigError` where it has none."""
+        """A client's examples. Raises `ConfigError` if it has none."""
 
     @abstractmethod
     def losses(self, client: str, picked: list[Any]) -> Iterator[Tensor]:
-        """The mean loss over the examples `picked`, in parts that add up to it: one for each micro-batch."""
+        """The mean loss over `picked`, as one summand for each micro-batch."""
 
     def ready(self) -> nn.Module:
-        """The network, ready to be trained: called once a round, after its adapter is in place."""
+        """The network, ready for training; called once a round, after its adapter is in place."""
         return self._model.network.train()
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
-        """Train `adapter` from where the client's data stream stands at `position` examples.
+        """Train `adapter`, starting at example `position` of the client's data stream.
 
         Returns the complete adapter, its mean training loss per example (NaN where it diverged), and the new position.
 
@@ -89,31 +89,31 @@ class RoundTrainer(ABC):
         return Trained(self._model.read(), len(data), total / seen, position + seen)
 
     def _batches(self, client: str) -> tuple[int, int]:
-        """(examples a step, steps a round) of a client."""
+        """A client's (examples per step, steps per round)."""
         size, s = len(self.examples(client)), self._settings
         batch = min(s.batch_size, size)
         return batch, s.steps or math.ceil(s.epochs * size / batch)
 
     def examples_a_round(self, client: str) -> int:
-        """How far a round moves a client's position in its data."""
+        """How far one round moves a client's position in its data."""
         return math.prod(self._batches(client))
 
     def order(self, client: str, position: int) -> Iterator[int]:
-        """Indices of a client's examples from `position` on, without end."""
+        """Endless indices of a client's examples, from `position` on."""
         return _stream(len(self.examples(client)), position, self._seed, client)
 
 
 def own_start(adapter: Adapter, seed: int, client: str) -> Adapter:
-    """A fresh adapter with an A of the client's own, drawn as peft draws it (uniform in +-1/sqrt(d_in)).
+    """A fresh adapter with the client's own A, drawn as in peft (uniform in +-1/sqrt(d_in)).
 
     Raises:
-        ConfigError: the adapter is trained already (B != 0).
+        ConfigError: the adapter is already trained (B != 0).
     """
     modules = {}
     for name, lora in adapter.modules.items():
         B, A = lora.factors
         if bool(B.any()):
-            raise ConfigError(f"own starts are for fresh adapters, and {name} has B != 0 in round 0.")
+            raise ConfigError(f"own starts are for fresh adapters, but {name} has B != 0 in round 0.")
         drawn = torch.empty_like(A, device="cpu")
         bound = A.shape[1] ** -0.5
         drawn.uniform_(-bound, bound, generator=torch.Generator().manual_seed(derive_seed(seed, "start", client, name)))
@@ -122,11 +122,11 @@ def own_start(adapter: Adapter, seed: int, client: str) -> Adapter:
 
 
 def without_data(client: str, data: Mapping[str, Any]) -> str:
-    """What is to be said of a client without examples: it has an empty list of them, or none is of its name."""
+    """The message for a client without examples: its list is empty, or its name is unknown."""
     if client in data:
         return f"client {client!r} has no training data: its list of examples is empty. Give it some, or leave it out."
     names = sorted(data)
-    return f"client {client!r} has no training data; the data are of {names[:5]}" + (
+    return f"client {client!r} has no training data; there are data for {names[:5]}" + (
         f" and {len(names) - 5} more." if len(names) > 5 else "."
     )
 
@@ -167,7 +167,7 @@ class LocalTrainer(RoundTrainer):
         return {client: cut_of(data) for client, data in self._data.items()}
 
     def examples(self, client: str) -> Encoded:
-        """A client's encoded examples. Raises `ConfigError` where it has none."""
+        """A client's encoded examples. Raises `ConfigError` if it has none."""
         data = self._data.get(client)
         if not data:
             raise ConfigError(without_data(client, self._data))
@@ -189,7 +189,7 @@ class LocalTrainer(RoundTrainer):
 
 
 def _mean_loss(network: nn.Module, inputs: dict[str, Tensor], weights: Sequence[float] | None) -> Tensor:
-    """The batch's mean cross entropy; with class weights the weighted mean, as torch's CrossEntropyLoss(weight)."""
+    """The batch's mean cross entropy; with class weights the weighted mean, as in torch's CrossEntropyLoss(weight)."""
     if weights is None:
         loss: Tensor = network(**inputs).loss
         return loss
@@ -199,7 +199,7 @@ def _mean_loss(network: nn.Module, inputs: dict[str, Tensor], weights: Sequence[
 
 
 def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:
-    """Indices of a client's examples from `position` on: a new permutation each epoch, going on across rounds."""
+    """Indices of a client's examples from `position` on: a new permutation each epoch, continuing across rounds."""
     epoch, offset = divmod(position, size)
     while True:
         generator = torch.Generator().manual_seed(derive_seed(seed, "order", client, epoch))
@@ -215,12 +215,12 @@ def micro_batch(size: int, accumulation: int | Literal["auto"], device: torch.de
 
 
 def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) -> torch.optim.Optimizer:
-    """A new optimiser, at the learning rate of `round`."""
+    """A new optimiser, at the learning rate for `round`."""
     share = round / s.rounds
     if s.schedule != "constant" and share >= 1:
         raise ConfigError(
             f"the learning rate follows a {s.schedule!r} schedule over rounds = {s.rounds}, and this is round "
-            f"{round + 1}: the schedule has ended. Give the number of rounds as TrainSettings(rounds=...)."
+            f"{round + 1}: the schedule has ended. Set the number of rounds in TrainSettings(rounds=...)."
         )
     scale = {"constant": 1.0, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[s.schedule]
     kinds: dict[str, type[torch.optim.Optimizer]] = {

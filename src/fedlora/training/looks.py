@@ -1,4 +1,4 @@
-"""What there is to measure of a state, for `AdaptedModel.activate`: the server's model, and each client's own."""
+"""The models that can be measured in a state, for `AdaptedModel.activate`: the server's, and each client's own."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fedlora.server.state import ServerState
 
 
 def server_model(server: Server, state: ServerState, *, quantised: bool = False) -> Adapter:
-    """W0 + the server's whole update, with its heads: the update added to the base, and an adapter of nothing.
+    """W0 + the server's whole update, with its heads: the base includes the update, and the adapter is zero.
 
-    quantised: nothing can be added to the base, so the whole update is the adapter.
+    quantised: the base cannot be changed, so the whole update is the adapter.
 
     Raises:
-        NoGlobalModel: the method keeps none.
+        NoGlobalModel: the method has none.
     """
     update = server.global_update(state)
     if quantised:
-        rank = 1 << max(max(lora.rank for lora in update.values()) - 1, 0).bit_length()  # few different ones
+        rank = 1 << max(max(lora.rank for lora in update.values()) - 1, 0).bit_length()  # a power of two: few variants
         return Adapter({name: pad_rank(lora, rank) for name, lora in update.items()}, state.heads)
     nothing = {
         name: LoRA(*(f[:, :1] * 0 if k == 0 else f[:1] * 0 for k, f in enumerate(lora.factors)))
@@ -30,5 +30,5 @@ def server_model(server: Server, state: ServerState, *, quantised: bool = False)
 
 
 def client_model(server: Server, state: ServerState, client: Client, memory: ClientMemory) -> Adapter:
-    """What `client` would start its next round with: its readout, completed by what it kept."""
+    """The model `client` would start its next round with: its readout, completed by what it kept."""
     return receive(server.download(state, as_pruned(client, memory)), memory.kept)

@@ -1,7 +1,7 @@
 """One base model in memory, with adapters of any rank swapped in and out.
 
-Knows transformers and peft; knows nothing of federation, data or optimisers. The base weights change in one place only,
-`AdaptedModel.activate`, which always starts from the pre-trained ones (`adapters.io.load_into_model`).
+It knows transformers and peft, but nothing about federation, data or optimisers. Only `AdaptedModel.activate` changes
+the base weights, always starting from the pre-trained ones (`adapters.io.load_into_model`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from fedlora.training.loading import load_base, longest_input, positions_of
 from fedlora.training.settings import LoRASettings, Task
 
 _SEED = "seed"
-_USUAL_RANK = 512  # ranks above this are compared with the matrices before anything is made of them
+_USUAL_RANK = 512  # ranks above this are checked against the matrices before anything is allocated
 
 
 class AdaptedModel:
     """A transformers model whose LoRA adapter can be replaced at once, whatever its ranks.
 
-    One peft adapter is made for each distinct set of ranks that is asked for, and reused: fifty clients of three ranks
+    It creates one peft adapter for each distinct set of ranks and reuses it: fifty clients with three different ranks
     cost three small adapters beside the one base model.
 
     Example:
@@ -70,9 +70,10 @@ class AdaptedModel:
     ) -> AdaptedModel:
         """A model and its tokenizer from a local directory or a hub id; safetensors only.
 
-        A new classification head is drawn from `seed`, so that it is the same everywhere. dropout: replaces every
-        dropout rate of the model's own configuration where given. four_bit: the base in NF4 (QLoRA), on a GPU with
-        bitsandbytes. checkpointing: trade time for memory. remember_prefix: as `frozen_prefix.remember`.
+        A new classification head is drawn from `seed`, so that it is the same everywhere. dropout: if given, replaces
+        every dropout rate in the model's configuration. four_bit: the base in NF4 (QLoRA), on a GPU with bitsandbytes.
+        checkpointing: gradient checkpointing, which trades time for memory. remember_prefix: as in
+        `frozen_prefix.remember`.
 
         Raises:
             ConfigError: the model cannot be loaded.
@@ -94,31 +95,31 @@ class AdaptedModel:
         return next(self._base.parameters()).device
 
     def check_classes(self, names: Sequence[str]) -> None:
-        """Raises `ConfigError` for data whose k-th class is not the model's k-th: the head would learn and be measured
-        on other classes than are meant, and no number would tell."""
+        """Raise `ConfigError` if the data's k-th class is not the model's k-th: the head would silently learn and be
+        scored on the wrong classes."""
         config: Any = getattr(self._base, "config", None)
         own = list((getattr(config, "id2label", None) or {}).values()) if self.task == "classification" else []
-        nameless = own == [f"LABEL_{k}" for k in range(len(own))]  # a model that was not loaded by `load`
+        nameless = own == [f"LABEL_{k}" for k in range(len(own))]  # a model not created by `load`
         if own and names and list(names) != own and not nameless:
             raise ConfigError(
-                f"the model was loaded for the classes {own[:20]}, and data have {list(names[:20])}: class k is the "
-                f"k-th name of both. Read every file with the same label_names, and load the model with "
+                f"the model was loaded for the classes {own[:20]}, but data have {list(names[:20])}: class k is the "
+                f"k-th name in both. Read every file with the same label_names, and load the model with "
                 f"labels=data.label_names."
             )
 
     @property
     def positions(self) -> int | None:
-        """The longest sequence that the model has positions for; None where it does not say."""
+        """The longest sequence by the model's configuration; None if it does not say."""
         return positions_of(getattr(self._base, "config", None))
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that the model can read: the rows of its table of positions. None where it has none."""
+        """The most tokens the model can read: the rows of its position table. None if it has none."""
         return longest_input(self.network, self.positions)
 
     @property
     def quantised(self) -> bool:
-        """Whether an adapted weight is no floating-point number, so that nothing can be added to it."""
+        """Whether an adapted weight is not floating-point, so that nothing can be added to it."""
         adapted: list[Any] = [m for m in self.network.modules() if hasattr(m, "base_layer") and hasattr(m, "lora_A")]
         return any(not module.base_layer.weight.is_floating_point() for module in adapted)
 
@@ -129,7 +130,7 @@ class AdaptedModel:
 
     def seed_adapter(self, rank: int | Mapping[str, int], *, seed: int) -> tuple[Adapter, AdapterSpec]:
         """A fresh adapter of `rank` as peft starts it (B = 0, A drawn from `seed`), the model's heads, and the spec."""
-        name = self._adapter_for(rank)  # which also makes the peft model, where there is none yet
+        name = self._adapter_for(rank)  # also creates the peft model, if there is none yet
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "adapter"))
             self._model.add_adapter(_SEED, self._config(rank))
@@ -140,7 +141,7 @@ class AdaptedModel:
         return replace(adapter.map(lambda t: t.cpu()), base=None), spec
 
     def activate(self, adapter: Adapter) -> None:
-        """Make the model W0 + scaling * adapter.base, adapted by `adapter`: whatever was active before is gone."""
+        """Set the model to W0 + scaling * adapter.base, adapted by `adapter`, replacing whatever was active."""
         ranks = adapter.ranks
         distinct = set(ranks.values())
         name = self._adapter_for(distinct.pop() if len(distinct) == 1 else ranks)
@@ -150,12 +151,12 @@ class AdaptedModel:
         load_into_model(self._model, adapter, name, scaling=self.settings.unit)
 
     def read(self) -> Adapter:
-        """The active adapter, as copies on the CPU. Its `base` is that of the one that was activated."""
+        """The active adapter, as copies on the CPU. Its `base` is that of the activated adapter."""
         adapter, _ = read_model(self._model, self._active, scaling=self.settings.unit)
         return adapter.map(lambda t: t.cpu())
 
     def trainable(self, *, B: bool = True, A: bool = True, heads: bool = True) -> list[nn.Parameter]:
-        """The active adapter's parameters that may train; the others are switched off."""
+        """The active adapter's parameters that may train; all others are frozen."""
         chosen = []
         for path, parameter in self._model.named_parameters():
             mine = path.endswith(f".{self._active}.weight") or f".modules_to_save.{self._active}." in path
@@ -166,8 +167,8 @@ class AdaptedModel:
         return chosen
 
     def tail_penalty(self, penalty: TailPenalty) -> Tensor:
-        """The declared penalty on the active adapter as it travels, as a term of the loss. `client.tail_size` is the
-        same sum."""
+        """The declared penalty on the active adapter in travelling units, as a loss term. `client.tail_size` computes
+        the same sum."""
         parts = []
         for module in self._model.modules():
             if isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and self._active in module.lora_A:
@@ -187,11 +188,11 @@ class AdaptedModel:
             self._check_rank(largest)
         name = f"ranks{len(self._names)}"
         try:
-            with torch.random.fork_rng(devices=[]):  # peft draws weights that nobody will see
+            with torch.random.fork_rng(devices=[]):  # peft draws weights that are never used
                 if self._model is None:
                     self._model = get_peft_model(self._base, self._config(rank), adapter_name=name)
                     self._active = name
-                    if self._checkpointing:  # after peft, which would put a hook there that does not pickle
+                    if self._checkpointing:  # after peft, which would add a hook that does not pickle
                         _checkpoint(self._base)
                 else:
                     self._model.add_adapter(name, self._config(rank))
@@ -202,8 +203,8 @@ class AdaptedModel:
         return name
 
     def _check_rank(self, rank: int) -> None:
-        """Raises `ConfigError` for a rank above both sides of every adapted matrix, before anything is made of it."""
-        name = self._adapter_for(1)  # which makes the peft model
+        """Raise `ConfigError` if a rank exceeds both sides of every adapted matrix, before allocating anything."""
+        name = self._adapter_for(1)  # creates the peft model
         adapter, _ = read_model(self._model, name, scaling=self.settings.unit)
         sides = [max(len(B), A.shape[1]) for B, A in (lora.factors for lora in adapter.modules.values())]
         if rank > max(sides, default=rank):
@@ -231,7 +232,7 @@ class AdaptedModel:
         )
 
     def frozen(self) -> list[nn.Parameter]:
-        """The base weights, that no client trains: what processes can share."""
+        """The base weights, which no client trains, so that processes can share them."""
         return [
             parameter
             for path, parameter in self.network.named_parameters()
@@ -239,14 +240,14 @@ class AdaptedModel:
         ]
 
     def to(self, device: str) -> None:
-        """Move to a device. Nothing may have been added to the base weights."""
+        """Move to a device. The base weights must be unchanged."""
         self.network.to(device)
 
 
 def _checkpoint(base: Any) -> None:
-    """Keep few activations; the gradient reaches the adapters although no base weight has one."""
+    """Keep few activations; let the gradient reach the adapters although no base weight has one."""
     base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    base.disable_input_require_grads()  # transformers' own hook, which it may have put there: it does not pickle
+    base.disable_input_require_grads()  # transformers may have added its own hook, which does not pickle
     base.get_input_embeddings().register_forward_hook(_with_gradient)
 
 
@@ -255,5 +256,5 @@ def _with_gradient(module: nn.Module, inputs: Any, output: Tensor) -> None:
 
 
 def _size(t: Tensor) -> Tensor:
-    """||t||, as sqrt(x^2 + tiny): the norm of a zero B, where training starts, has no gradient."""
+    """||t|| as sqrt(x^2 + tiny): training starts at B = 0, where the plain norm has no gradient."""
     return (t.float().square().sum() + 1e-24).sqrt()

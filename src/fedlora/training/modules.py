@@ -5,7 +5,7 @@
     evaluator = ModuleEvaluator(model, measure, clients)
     seed_adapter, spec = model.seed_adapter(16, seed=0)
 
-All three go to `simulation.simulate`. The network is any; the loop, the data stream and the seeds are those of
+`simulation.simulate` takes all three. Any network will do; the loop, data stream and seeds are those of
 `local.RoundTrainer`, so a run resumes to the bit.
 """
 
@@ -35,9 +35,9 @@ from fedlora.training.targets import adapted, is_all_linear
 
 log = logging.getLogger(__name__)
 
-Loss = Callable[[nn.Module, Any], Tensor]  # the network and a batch -> the mean loss over the batch, a scalar
-Measure = Callable[[nn.Module], Mapping[str, float]]  # the network -> metric name -> value
-_OF_TEXT = ("max_length", "loss_on", "class_weights", "template")  # settings that a loss of one's own does not look at
+Loss = Callable[[nn.Module, Any], Tensor]  # network and batch -> the batch's mean loss, a scalar
+Measure = Callable[[nn.Module], Mapping[str, float]]  # network -> metric name -> value
+_OF_TEXT = ("max_length", "loss_on", "class_weights", "template")  # settings that your own loss does not use
 
 
 class Examples(Protocol):
@@ -49,18 +49,18 @@ class Examples(Protocol):
 
 
 class LoRAModule(AdaptedModel):
-    """Any network with LoRA on linear layers of it. It takes the network over: peft wraps its layers in place.
+    """Any network with LoRA on some of its linear layers. It takes the network over: peft wraps its layers in place.
 
     Args:
         network: its parameters are the base, which no client trains.
-        targets: names of `nn.Linear` modules, each a whole path or the end of one; or one regular expression that whole
-            paths match; or "all-linear", all but the heads. LoRA on W (d_out, d_in) is W + scaling * B @ A with
+        targets: names of `nn.Linear` modules, each a whole path or its end; or one regular expression that matches
+            whole paths; or "all-linear", all except the heads. LoRA on W (d_out, d_in) is W + scaling * B @ A with
             B (d_out, r) and A (r, d_in).
-        heads: names of modules that are trained in full and averaged, a classifier for one.
+        heads: names of modules to train in full and average, such as a classifier.
         scaling: alpha / r, the same for all ranks. dropout: on LoRA's input.
 
     Raises:
-        ConfigError: a name that is not there, a target that LoRA cannot be put on, a head that cannot be averaged.
+        ConfigError: an unknown name, a target that cannot take LoRA, a head that cannot be averaged.
 
     Example:
         >>> model = LoRAModule(network, targets=["first"], heads=["head"])
@@ -87,24 +87,24 @@ class LoRAModule(AdaptedModel):
             settings = settings.model_copy(update={"targets": list(self.targets)})
         super().__init__(network, None, None, settings)
         for module in network.modules():
-            if isinstance(module, nn.TransformerEncoderLayer):  # with a hook it calls its layers, not torch's fused
-                module.register_forward_pre_hook(_nothing)  # kernel, which reads the base weights past the adapter
+            if isinstance(module, nn.TransformerEncoderLayer):  # a hook makes it call its layers: torch's fused kernel
+                module.register_forward_pre_hook(_nothing)  # would read the base weights and bypass the adapter
 
 
 class ModuleTrainer(RoundTrainer):
-    """Trains any client on one `LoRAModule` by a loss of one's own. Implements `core.trainer.Trainer`.
+    """Trains any client on one `LoRAModule` with your own loss. Implements `core.trainer.Trainer`.
 
     Args:
         data: client -> its examples. loss: of the network and a batch, the mean over the batch; it calls the network.
-        settings: steps or epochs, optimiser, batch size; accumulation="auto" leaves a batch whole. seed: of the data
-            order, dropout and what else torch draws.
-        collate: a list of examples -> a batch; torch's `default_collate` unless given. What it makes is moved to the
+        settings: steps or epochs, optimiser, batch size; accumulation="auto" keeps batches whole. seed: for data order,
+            dropout and torch's other randomness.
+        collate: a list of examples -> a batch; default: torch's `default_collate`. The trainer moves the batch to the
             network's device.
 
-    Layers of the base with running statistics (batch norm) run in evaluation mode: no client may change the base.
+    Base layers with running statistics (batch norm) run in evaluation mode: no client may change the base.
 
     Raises:
-        ConfigError: a client without data, a setting that only text has, or a loss that cannot be trained on.
+        ConfigError: a client without data, a setting that applies only to text, or a loss that cannot be trained on.
 
     Example:
         >>> def loss(network, batch):
@@ -132,20 +132,20 @@ class ModuleTrainer(RoundTrainer):
         for name in _OF_TEXT:
             if getattr(settings, name) != TrainSettings.model_fields[name].default:
                 raise ConfigError(
-                    f"TrainSettings.{name} is for text, and nothing here would use it: do in `loss` or `collate` "
-                    f"what it asks for, and leave it out."
+                    f"TrainSettings.{name} is for text and has no effect here: do what it asks for in `loss` or "
+                    f"`collate`, and leave it out."
                 )
         self._data = dict(data)
         self._loss = loss
         self._collate = collate
-        self._unreached: set[str] = set()  # told once
+        self._unreached: set[str] = set()  # warned once
 
     def examples(self, client: str) -> Sequence[Any]:
-        """A client's examples, as they were given."""
+        """A client's examples, as given."""
         data = self._data.get(client)
         if data is None or len(data) == 0:
             raise ConfigError(without_data(client, self._data))
-        return data  # type: ignore[return-value] # a length and places are all that is asked of it
+        return data  # type: ignore[return-value] # only its length and items are used
 
     def ready(self) -> nn.Module:
         network = super().ready()
@@ -155,7 +155,7 @@ class ModuleTrainer(RoundTrainer):
         return network
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
-        """As `RoundTrainer.train`; and nothing but the adapter may have changed."""
+        """As `RoundTrainer.train`, but raises if anything other than the adapter changed."""
         before = self._buffers()
         trained = super().train(download, adapter, position)
         changed = [name for name, mark in self._buffers().items() if before.get(name, mark) != mark]
@@ -179,7 +179,7 @@ class ModuleTrainer(RoundTrainer):
         self._tell_unreached()
 
     def _tell_unreached(self) -> None:
-        """Says so once where an adapted layer had no part in the loss: its LoRA would stay as it is for ever."""
+        """Warn once if an adapted layer has no part in the loss: its LoRA would never change."""
         for name, parameter in self._model.network.named_parameters():
             if parameter.requires_grad and parameter.grad is None and ".lora_" in name:
                 path = name.removeprefix("base_model.model.").split(".lora_")[0]
@@ -192,7 +192,7 @@ class ModuleTrainer(RoundTrainer):
                 self._unreached.add(path)
 
     def _buffers(self) -> dict[str, tuple[int, int]]:
-        """Name -> which tensor a buffer of the base is, and how often it was written to."""
+        """Name -> identity of a base buffer, and how often it was written."""
         found = self._model.network.named_buffers()
         return {
             name.removeprefix("base_model.model."): (id(b), b._version)
@@ -202,14 +202,14 @@ class ModuleTrainer(RoundTrainer):
 
 
 class ModuleEvaluator:
-    """Measures a state's models by a function of one's own. Implements `simulation.Evaluator`.
+    """Measures a state's models with your own function. Implements `simulation.Evaluator`.
 
     Args:
         measure: the network, in evaluation mode and without gradients -> metric name -> value.
-        clients: whose models target="clients" measures.
-        target: "server": the server's model. "clients": each client's own, before its next round: the mean of each
-            metric, and each client's as "client/ID/metric".
-        own: client -> its own measure, where it has one; target="clients" only.
+        clients: those whose models target="clients" measures.
+        target: "server": the server's model. "clients": each client's own, before its next round: each metric's mean,
+            and each client's as "client/ID/metric".
+        own: client -> its own measure, if it has one; target="clients" only.
 
     Example:
         >>> def measure(network):
@@ -230,14 +230,14 @@ class ModuleEvaluator:
         own: Mapping[str, Measure] | None = None,
     ) -> None:
         if target not in ("server", "clients"):
-            raise ConfigError(f"target is 'server' or 'clients'; got {target!r}.")
+            raise ConfigError(f"target must be 'server' or 'clients'; got {target!r}.")
         if target == "clients" and not clients:
             raise ConfigError("target='clients' measures each client's model: hand in the clients.")
         if own and target == "server":
-            raise ConfigError("own measures are for clients, and target='server' uses none; set target='clients'.")
+            raise ConfigError("own measures are for clients, but target='server' uses none; set target='clients'.")
         strangers = sorted(set(own or {}) - {client.id for client in clients})
         if strangers:
-            raise ConfigError(f"own has a measure of {strangers[0]!r} ({len(strangers)} such), who is not a client.")
+            raise ConfigError(f"own has a measure for {strangers[0]!r} ({len(strangers)} such), who is not a client.")
         self._model = model
         self._measure = measure
         self._clients = tuple(clients)
@@ -245,7 +245,7 @@ class ModuleEvaluator:
         self._own = dict(own or {})
 
     def evaluate(self, server: Server, state: RunState) -> dict[str, float]:
-        """The scores of a state. Raises `NoGlobalModel` where there is no server's model to measure."""
+        """A state's scores. Raises `NoGlobalModel` if there is no server's model to measure."""
         if self._target == "server":
             return self.measured(server_model(server, state.server), self._measure)
         scores = {}
@@ -257,20 +257,20 @@ class ModuleEvaluator:
         odd = [client for client, score in scores.items() if set(score) != set(names)]
         if odd:
             raise ConfigError(
-                f"the metrics of {odd[0]!r} are {sorted(scores[odd[0]])}, and those of {next(iter(scores))!r} are "
-                f"{sorted(names)}: they have no mean. Use the same metrics for all."
+                f"the metrics of {odd[0]!r} are {sorted(scores[odd[0]])}, but those of {next(iter(scores))!r} are "
+                f"{sorted(names)}, so they have no mean. Use the same metrics for all."
             )
         means = {name: math.fsum(score[name] for score in scores.values()) / len(scores) for name in names}
         return means | {f"client/{c}/{name}": x for c, score in scores.items() for name, x in score.items()}
 
     @torch.no_grad()
     def measured(self, model: Adapter, measure: Measure) -> dict[str, float]:
-        """What `measure` says of one model, as plain numbers."""
+        """The result of `measure` for one model, as plain numbers."""
         self._model.activate(model)
         found = measure(self._model.network.eval())
         if not isinstance(found, Mapping) or not found:
             raise ConfigError(
-                f"a measure returns metrics by name, as {{'accuracy': 0.9}}; got {found!r:.80} of type "
+                f"a measure must return metrics by name, as {{'accuracy': 0.9}}; got {found!r:.80} of type "
                 f"{type(found).__name__}."
             )
         try:
@@ -280,7 +280,7 @@ class ModuleEvaluator:
 
 
 def _targeted(network: nn.Module, targets: Targets, saved: Sequence[str]) -> list[str]:
-    """The paths of the layers that LoRA goes on, in the network's order; of "all-linear" all but what cannot."""
+    """The paths of the layers that get LoRA, in network order; "all-linear" skips those that cannot."""
     layers = dict(network.named_modules())
     every = is_all_linear(targets)
     chosen = []
@@ -302,11 +302,11 @@ def _targeted(network: nn.Module, targets: Targets, saved: Sequence[str]) -> lis
 
 
 def _checked_head(network: nn.Module, head: str) -> list[str]:
-    """The paths that a head's name means."""
+    """The paths that a head's name refers to."""
     found = [(path, module) for path, module in network.named_modules() if f".{path}".endswith(f".{head}")]
     if not found:
         names = [path for path, _ in network.named_children()]
-        raise ConfigError(f"no module of the network is called {head!r}; at its top are {names[:8]}.")
+        raise ConfigError(f"no module of the network is called {head!r}; its top-level modules are {names[:8]}.")
     for path, module in found:
         for name, tensor in module.state_dict().items():
             if not tensor.is_floating_point():
@@ -318,16 +318,16 @@ def _checked_head(network: nn.Module, head: str) -> list[str]:
 
 
 def _checked_loss(loss: Any) -> Tensor:
-    """The loss. Raises `ConfigError` where it is nothing that can be trained on."""
+    """The loss. Raises `ConfigError` if it cannot be trained on."""
     if not isinstance(loss, Tensor) or loss.dim() != 0 or not loss.is_floating_point():
         got = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}" if isinstance(loss, Tensor) else f"{loss!r:.60}"
         raise ConfigError(
-            f"loss(network, batch) returns the mean loss over the batch as a tensor of one number; got {got}."
+            f"loss(network, batch) must return the batch's mean loss as a tensor of one number; got {got}."
         )
     if not loss.requires_grad:
         raise ConfigError(
             "loss(network, batch) has no gradient: it does not depend on the network, or was detached (.item(), "
-            "no_grad). Call the network that is handed in, not another copy of it."
+            "no_grad). Call the network passed to it, not another copy."
         )
     return loss
 

@@ -1,9 +1,8 @@
-"""What stands around a prompt: the model's own chat template, a text of the user's, or nothing.
+"""What surrounds a prompt: the model's own chat template, a text of the user's, or nothing.
 
-A conversation is rendered as text by the template, and the assistant's turns are found in it without the template's
-help (few mark them): what the template makes of the first messages, with the opening of an answer behind them, must be
-a beginning of what it makes of all of them; the turn is what comes next. A template that rewrites what was said before
-is refused.
+The template renders a conversation as text, and we find the assistant's turns in it without the template's help (few
+mark them): the rendering of the first messages, plus the opening of an answer, must be a prefix of the whole rendering;
+the turn follows it. A template that rewrites earlier messages is refused.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from typing import Any, Literal
 from fedlora.data.text import Message
 from fedlora.errors import ConfigError, DataError
 
-RAW = "none"  # data.template: prompt and response as they stand, one behind the other
+RAW = "none"  # data.template: prompt and response as they are, one after the other
 CHAT = "chat"  # data.template: the tokenizer's own
-_TODAY = datetime(2024, 7, 26)  # for templates that ask for the date (Llama 3): every site and every day the same
+_TODAY = datetime(2024, 7, 26)  # for templates that ask for the date (Llama 3): the same at every site, every day
 _DAY = "%d %b %Y"
-# A macro of the name of the function that transformers gives to templates: the same for every code of a date.
+# A macro that replaces transformers' template function of the same name, with fixed values for all date codes.
 _CLOCK = (
     "{%- macro strftime_now(format) -%}{{ format"
     + "".join(f"|replace('%{code}', {_TODAY.strftime('%' + code)!r})" for code in "aAbBdHIjmMpSyYcxXZ")
@@ -33,10 +32,10 @@ _CLOCK = (
 
 @dataclass(frozen=True)
 class Template:
-    """What makes of a prompt what a model reads.
+    """Turns a prompt into what the model reads.
 
-    kind: "raw", prompt and response one behind the other; "text", `text` with the prompt in place of {prompt}, and the
-    response behind it; "chat", the Jinja chat template `text`.
+    kind: "raw", prompt followed by response; "text", `text` with the prompt in place of {prompt}, followed by the
+    response; "chat", the Jinja chat template `text`.
     """
 
     kind: Literal["raw", "text", "chat"]
@@ -44,13 +43,13 @@ class Template:
 
     @property
     def name(self) -> str:
-        """What a manifest says of it: "raw", the text itself, or a digest of the chat template."""
+        """Its name in a manifest: "raw", the text itself, or a digest of the chat template."""
         if self.kind == "chat":
             return f"chat, sha256 {hashlib.sha256(self.text.encode()).hexdigest()[:16]}"
         return self.text or "raw"
 
     def around(self, prompt: str) -> tuple[str, int]:
-        """The prompt with what stands around it, and where in it the prompt begins. Not of a chat template."""
+        """The prompt with its surroundings, and the prompt's start in it. Not for chat templates."""
         if self.kind == "raw":
             return prompt, 0
         head, _, tail = self.text.partition("{prompt}")
@@ -58,7 +57,7 @@ class Template:
 
 
 def check_template(wanted: str | None) -> None:
-    """Raises `ConfigError` for a `data.template` that can never work, whatever the model."""
+    """Raise `ConfigError` for a `data.template` that cannot work with any model."""
     if wanted in (None, RAW, CHAT):
         return
     assert wanted is not None
@@ -66,7 +65,7 @@ def check_template(wanted: str | None) -> None:
         if "messages" not in wanted:
             raise ConfigError(
                 f"data.template has {{{{ or {{%, so it is a Jinja chat template, which needs `messages`: "
-                f"{wanted[:60]!r}. For the prompt in a text write {{prompt}}."
+                f"{wanted[:60]!r}. For a text around the prompt write {{prompt}}."
             )
         return
     if wanted.count("{prompt}") != 1 or "{response}" in wanted:
@@ -78,10 +77,10 @@ def check_template(wanted: str | None) -> None:
 
 
 def find_template(wanted: str | None, tokenizer: Any) -> Template:
-    """The template that `data.template` means for this tokenizer; None: its own chat template.
+    """The template for this tokenizer given by `data.template`; None: the tokenizer's own chat template.
 
     Raises:
-        ConfigError: the tokenizer has none and nothing else was said, or the text is no template.
+        ConfigError: the tokenizer has none and nothing else was given, or the text is not a template.
     """
     check_template(wanted)
     if wanted == RAW:
@@ -92,20 +91,20 @@ def find_template(wanted: str | None, tokenizer: Any) -> Template:
         raise ConfigError(
             "the model's tokenizer has no chat template, so fedlora cannot separate a prompt from its "
             "answer. Set data.template (--template): a text such as "
-            "'### Question:\\n{prompt}\\n\\n### Answer:\\n', a Jinja chat template, or 'none' for the prompt as it "
-            "stands with the response right behind it."
+            "'### Question:\\n{prompt}\\n\\n### Answer:\\n', a Jinja chat template, or 'none' for the bare prompt "
+            "directly followed by the response."
         )
     try:
         return Template("chat", tokenizer.get_chat_template())
-    except ValueError as error:  # several by name, and none is the default
+    except ValueError as error:  # there are several named templates, none of them the default
         raise ConfigError(f"the tokenizer's chat template cannot be chosen: {str(error).splitlines()[0]}") from error
 
 
 def render(template: Template, tokenizer: Any, messages: Sequence[Message], *, ask: bool) -> str:
-    """The messages as text; ask: with the opening of the assistant's next turn behind them.
+    """The messages as text; ask: followed by the opening of the assistant's next turn.
 
     Raises:
-        DataError: the template refuses these messages.
+        DataError: the template rejects these messages.
     """
     from jinja2 import TemplateError
 
@@ -125,18 +124,18 @@ def render(template: Template, tokenizer: Any, messages: Sequence[Message], *, a
 
 @dataclass(frozen=True)
 class Conversation:
-    """A conversation as text. turns: where each of the assistant's turns begins and ends in it, in characters: from
-    behind its opening, which asks for it, to where the next message begins."""
+    """A conversation as text. turns: (start, end) of each assistant turn in characters, from after its opening to the
+    start of the next message."""
 
     text: str
     turns: tuple[tuple[int, int], ...]
 
 
 def converse(template: Template, tokenizer: Any, messages: Sequence[Message]) -> Conversation:
-    """The conversation as a chat template makes it, with the assistant's turns found.
+    """Render a conversation with a chat template, and find the assistant's turns.
 
     Raises:
-        DataError: the template refuses the messages, or what it makes of the first few is no beginning of the whole.
+        DataError: the template rejects the messages, or its rendering of the first few is not a prefix of the whole.
     """
     _refuse_signs(tokenizer, messages)
     text = render(template, tokenizer, messages, ask=False)
@@ -155,8 +154,8 @@ def converse(template: Template, tokenizer: Any, messages: Sequence[Message]) ->
         header = _unopened(template, tokenizer, messages[:k], opened)
         if header:
             raise DataError(
-                f"the chat template puts {header[:40]!r} before an answer and does not open it where "
-                f"add_generation_prompt is on, so the model would have to say it itself. Give it that part, as "
+                f"the chat template puts {header[:40]!r} before an answer but does not add it with "
+                f"add_generation_prompt, so the model would have to generate it itself. Add that part, as "
                 f"{{% if add_generation_prompt %}}...{{% endif %}}, in a data.template."
             )
         turns.append((len(opened), len(closed)))
@@ -164,7 +163,7 @@ def converse(template: Template, tokenizer: Any, messages: Sequence[Message]) ->
 
 
 def _unopened(template: Template, tokenizer: Any, asked: Sequence[Message], opened: str) -> str:
-    """What the template puts before any answer, where it does not open answers when it is asked to."""
+    """What the template puts before any answer, if it does not open answers on request."""
     if opened != render(template, tokenizer, asked, ask=False):
         return ""
     two = [render(template, tokenizer, (*asked, ("assistant", word)), ask=False) for word in ("alpha", "omega")]
@@ -173,30 +172,30 @@ def _unopened(template: Template, tokenizer: Any, asked: Sequence[Message], open
 
 
 def _refuse_signs(tokenizer: Any, messages: Sequence[Message]) -> None:
-    """Raises `DataError` where a message holds a sign that ends or opens turns: it would be read as one."""
+    """Raise `DataError` if a message contains a token that opens or ends turns: the model would read it as one."""
     signs = [tokenizer.convert_ids_to_tokens(k) for k in sorted(_markers(tokenizer))]
     found = re.compile("|".join(map(re.escape, sorted(signs, key=len, reverse=True))))
     for role, content in messages if signs else ():
         if sign := found.search(content):
             raise DataError(
                 f"the {role}'s text has {sign[0]!r} at character {sign.start()}, a special token of the tokenizer "
-                f"and not text: the model would take it for the end or the beginning of a turn. Remove it from the "
-                f"text, or leave the example out."
+                f"and not text: the model would take it for the start or end of a turn. Remove it from the text, or "
+                f"leave the example out."
             )
 
 
 def end_tokens(template: Template, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end an answer: the tokenizer's own, and that of the chat template's turns.
+    """The tokens that end an answer: the tokenizer's own, and the one that ends the chat template's turns.
 
     Raises:
-        DataError, ConfigError: as `converse` and `last_marker`.
+        DataError, ConfigError: as in `converse` and `last_marker`.
     """
     ends = {tokenizer.eos_token_id}
     if template.kind == "chat":
         short: tuple[Message, ...] = (("user", "a"), ("assistant", "b"))
         try:
             talk = converse(template, tokenizer, short)
-        except DataError:  # some templates want a system message
+        except DataError:  # some templates require a system message
             talk = converse(template, tokenizer, (("system", "s"), *short))
         (start, end), *_ = talk.turns
         ids = tokenizer(talk.text[start:end], add_special_tokens=False)["input_ids"]
@@ -205,7 +204,7 @@ def end_tokens(template: Template, tokenizer: Any) -> tuple[int, ...]:
 
 
 def last_marker(ids: Sequence[int], tokenizer: Any) -> int:
-    """The place of the last token in `ids` that is no text, which ends a turn.
+    """The index of the last token in `ids` that is not text, which ends a turn.
 
     Raises:
         ConfigError: there is none.
@@ -215,18 +214,18 @@ def last_marker(ids: Sequence[int], tokenizer: Any) -> int:
         if ids[place] in markers:
             return place
     raise ConfigError(
-        "the chat template ends the assistant's turns with no special token of the tokenizer, so a model that learns "
-        "it could not stop. Give a data.template whose turns end with eos_token, or a text with {prompt}, behind whose "
-        "response the end token follows by itself."
+        "the chat template ends the assistant's turns with no special token of the tokenizer, so a model trained on "
+        "it could not stop. Give a data.template whose turns end with eos_token, or a text with {prompt}, where the "
+        "end token follows the response automatically."
     )
 
 
 def _markers(tokenizer: Any) -> set[int]:
-    """Tokens that were added to the vocabulary as signs: not text, and not a name for white space."""
+    """Tokens added to the vocabulary as markers: neither text nor names for white space."""
     added = {k for k, token in tokenizer.added_tokens_decoder.items() if str(token).strip()}
     return (added | set(tokenizer.all_special_ids)) - {tokenizer.unk_token_id}
 
 
 def is_jinja(text: str) -> bool:
-    """Whether a template is one for conversations, in Jinja."""
+    """Whether a template is a Jinja template for conversations."""
     return "{%" in text or "{{" in text

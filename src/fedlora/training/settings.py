@@ -1,6 +1,6 @@
-"""What a client's training is told: the tables [lora] and [train] of a run's file, and the same from Python.
+"""Settings for a client's training: the tables [lora] and [train] in a run's file, and their Python equivalents.
 
-A key is a field below, with its default; whoever trains, runs or agrees on a federation uses these models.
+Each key is a field below, with its default. Training, runs and federation agreements all use these models.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ ClassWeights = Literal["balanced"] | Annotated[dict[str, Annotated[float, Field(
 
 @dataclass(frozen=True)
 class Key:
-    """What a key is beside its type and its limits: metadata of its field, `Annotated[int, Key(...)]`.
+    """A key's properties besides type and limits, as field metadata: `Annotated[int, Key(...)]`.
 
-    elsewhere: of a key that belongs to one machine, so that no federation has it, what takes its place there. lasting:
-    whether a run may go on with another value: "always" the same; "ahead", of rounds still to be played; of the
-    "end", for a finished run gets what it lacks; "never", for no round depends on it. counts: whether it is in the
-    configuration's digest, by which results are known. former: its default when the first results were stored, where
-    that has changed since: digests are told against it.
+    elsewhere: for a key that belongs to one machine, and so is not in a federation: what replaces it there. lasting:
+    when a run may continue with another value. "always": never, it must stay; "ahead": it affects only rounds still to
+    be played; "end": it affects only the end, and a finished run gets what it lacks; "never": no round depends on it.
+    counts: whether it enters the configuration's digest, which identifies results. former: its default when the first
+    results were stored, if changed since: digests are computed relative to it.
     """
 
     elsewhere: str = ""
@@ -43,14 +43,14 @@ class Key:
 
 
 class Section(BaseModel):
-    """A table of settings. What is written is what is meant: true and "3" are no numbers, 1 and "yes" no truth values.
-    3 is a number, and 3.0 a whole one. What is wrong is a `ConfigError` where Python makes one, and pydantic's own
-    error inside of a larger table, whose reader words it."""
+    """A table of settings. Values are taken literally: true and "3" are not numbers, 1 and "yes" not booleans. 3 is a
+    valid float, and 3.0 a valid integer. An error is a `ConfigError` if Python constructs the table, and pydantic's own
+    error inside a larger table, whose reader words it."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
-    of_each: ClassVar[Key] = Key()  # of keys whose fields have none
-    gone: ClassVar[Mapping[str, tuple[object, str]]] = {}  # key -> its last default, and what to do in its place
+    of_each: ClassVar[Key] = Key()  # for keys whose fields have no Key
+    gone: ClassVar[Mapping[str, tuple[object, str]]] = {}  # removed key -> its last default, and what to do instead
 
     if not TYPE_CHECKING:  # the fields are the arguments
 
@@ -61,12 +61,12 @@ class Section(BaseModel):
                 wrong = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}; got {e['input']!r}" for e in error.errors()]
                 raise ConfigError(f"{type(self).__name__}: {'; '.join(wrong)}.") from error
 
-        __init__.__pydantic_base_init__ = True  # a table inside of another is not made by this
+        __init__.__pydantic_base_init__ = True  # pydantic builds nested tables without this
 
     @model_validator(mode="before")
     @classmethod
     def _without_what_is_gone(cls, raw: Any) -> Any:
-        """A key that went counts for nothing at the default that it had: stored results name it."""
+        """Ignore a removed key that has its last default: stored results still name it."""
         old = {key for key in cls.gone if key in raw} if isinstance(raw, dict) else set()
         for key in old:
             default, instead = cls.gone[key]
@@ -76,14 +76,14 @@ class Section(BaseModel):
 
     @classmethod
     def keys(cls) -> dict[str, Key]:
-        """What each key is."""
+        """Key -> its properties."""
         own = {name: [m for m in field.metadata if isinstance(m, Key)] for name, field in cls.model_fields.items()}
         return {name: found[0] if found else cls.of_each for name, found in own.items()}
 
     @field_validator("*", mode="before")
     @classmethod
     def _as_of_toml(cls, value: object, of: ValidationInfo) -> object:
-        """In the types that TOML has: Python's callers may give tuples, other mappings and numpy's whole numbers."""
+        """Convert to TOML's types: Python callers may pass tuples, other mappings and numpy integers."""
         kinds = _scalars(cls.model_fields[str(of.field_name)].annotation)
         return _plain(value, whole=int in kinds and float not in kinds)
 
@@ -103,7 +103,7 @@ def _plain(value: object, *, whole: bool) -> object:
 
 
 def _scalars(annotation: Any) -> set[Any]:
-    """The types that a key's values, or those in its lists, may have."""
+    """The possible types of a key's values, or of those in its lists."""
     if get_origin(annotation) is Annotated:
         return _scalars(get_args(annotation)[0])
     inside = get_args(annotation)
@@ -111,12 +111,12 @@ def _scalars(annotation: Any) -> set[Any]:
 
 
 class LoRASettings(Section):
-    """What all clients' LoRA share. A client of rank r trains W0 + s B A.
+    """The LoRA settings that all clients share. A client of rank r trains W0 + s B A.
 
     scaling: s for every rank, so alpha = scaling * r. alpha: in its place, one alpha for all ranks: s = alpha / r.
     rslora: with alpha, s = alpha / sqrt(r). targets: names or ends of module paths; a string is one regular expression
-    that matches whole paths; "all-linear". dropout: before A, in training. saved: modules that are trained whole and
-    travel beside the factors, such as a classifier of another name than the model's own.
+    that matches whole paths; "all-linear". dropout: before A, in training. saved: modules that are trained in full and
+    travel beside the factors, such as a classifier with another name than the model's own.
 
     Example:
         >>> LoRASettings(targets=["query", "value"], alpha=16.0).scale(4)
@@ -132,11 +132,11 @@ class LoRASettings(Section):
 
     @property
     def unit(self) -> float:
-        """What adapters travel in: Delta W = unit * B A for everybody. With a fixed alpha B A is Delta W itself."""
+        """The unit in which adapters travel: Delta W = unit * B A for everybody. With a fixed alpha, B A is Delta W."""
         return 1.0 if self.scaling is None else self.scaling
 
     def scale(self, r: int) -> float:
-        """What a client of rank r multiplies its B A by in training: alpha / r, or alpha / sqrt(r)."""
+        """The factor of B A when a client of rank r trains: alpha / r, or alpha / sqrt(r)."""
         if self.alpha is None:
             return self.unit
         return self.alpha / math.sqrt(r) if self.rslora else self.alpha / r
@@ -149,7 +149,7 @@ class LoRASettings(Section):
                 re.compile(targets)
             except re.error as error:
                 raise ValueError(
-                    f"the string {targets!r} must be a regular expression for whole module paths, and it is not: "
+                    f"the string {targets!r} must be a regular expression for whole module paths, but it is not: "
                     f'{error}. Write names as a list: ["query", "value"]'
                 ) from error
         if not targets or not all(targets):
@@ -161,7 +161,7 @@ class LoRASettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _alpha_instead(cls, raw: Any) -> Any:
-        """A given alpha takes the place of the scaling that is the default."""
+        """A given alpha replaces the default scaling."""
         alone = isinstance(raw, dict) and raw.get("alpha") is not None and "scaling" not in raw
         return {**raw, "scaling": None} if alone else raw
 
@@ -182,16 +182,16 @@ class LoRASettings(Section):
 class TrainSection(Section):
     """One client's round. The optimiser is new each round, as in all reference codes.
 
-    lr: learning rate. optimizer: which one. weight_decay: of that optimiser. steps: optimiser steps of a round; 0:
-    train `epochs` instead. epochs: over the client's data, where steps = 0. batch_size: examples a step. accumulation:
-    micro-batches a step, each of examples of alike length: the same gradient, up to rounding, from less padding;
-    "auto": four of them, but of no fewer than four examples, on a CPU; one on a GPU, which many small ones leave idle.
-    clip: largest norm of the gradient; 0 for none. schedule: of the learning rate over all rounds; it is constant
-    within one. class_weights: what an example counts in the training loss, by its class: "balanced" (by each client's
-    own counts), or a table {name = weight}, where a class that is not named has 1.
+    lr: learning rate. optimizer: its name. weight_decay: the optimiser's. steps: optimiser steps per round; 0: train
+    `epochs` instead. epochs: over the client's data, if steps = 0. batch_size: examples per step. accumulation:
+    micro-batches per step, each of examples of similar length: the same gradient, up to rounding, with less padding;
+    "auto": on a CPU four, of at least four examples each; on a GPU one, since many small ones leave it idle. clip: the
+    largest gradient norm; 0 for none. schedule: the learning rate's over all rounds; it is constant within a round.
+    class_weights: an example's weight in the training loss, by class: "balanced" (from each client's own counts), or a
+    table {name = weight}, in which unnamed classes have 1.
     """
 
-    gone = {"together": (1, "Clients are trained one after the other; run.workers = 2 trains two at the same time.")}
+    gone = {"together": (1, "Clients train one after the other; run.workers = 2 trains two at the same time.")}
 
     lr: Annotated[float, Field(gt=0), Key(former=1e-3)] = 3e-3
     optimizer: Optimizer = "adam"
@@ -206,11 +206,11 @@ class TrainSection(Section):
 
 
 class TrainSettings(TrainSection):
-    """`TrainSection`, with what other tables of a run say of one client's round.
+    """`TrainSection`, plus what other tables of a run say about one client's round.
 
-    rounds: of the whole run, for the schedule. max_length: tokens of an example. loss_on: of an instruction, the
-    response or all of it. bf16: compute in bfloat16. template: of a language model's prompts, as `encoding.encode`
-    takes it. own_starts: a client that receives a fresh adapter (B = 0, in round 0) draws its A itself.
+    rounds: in the whole run, for the schedule. max_length: tokens per example. loss_on: an instruction's response, or
+    all of it. bf16: compute in bfloat16. template: for a language model's prompts, as in `encoding.encode`. own_starts:
+    a client that receives a fresh adapter (B = 0, in round 0) draws its own A.
 
     Example:
         >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer

@@ -1,8 +1,8 @@
-"""Which modules LoRA goes on, checked before anything heavy. peft is the judge of what a target means.
+"""Which modules get LoRA, checked before any heavy work. peft decides what a target means.
 
-peft's rules: a list holds module paths or ends of them; a string is one regular expression that matches whole paths;
-"all-linear" is every linear layer but the head. It passes over a target that matches nothing beside one that does: that
-is refused here.
+peft's rules: a list holds module paths or their ends; a string is one regular expression that matches whole paths;
+"all-linear" is every linear layer except the head. peft ignores a target that matches nothing if another matches; we
+refuse it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ def is_all_linear(targets: Targets) -> bool:
 
 
 def linear_layers(network: nn.Module) -> list[str]:
-    """The paths of all layers that LoRA goes on here."""
+    """The paths of all layers that can get LoRA."""
     from transformers.pytorch_utils import Conv1D
 
     return [name for name, module in network.named_modules() if name and isinstance(module, nn.Linear | Conv1D)]
 
 
 def adapted(network: nn.Module, targets: Targets) -> list[str]:
-    """The paths of the layers that peft adapts, in the network's order; of "all-linear" every linear layer.
+    """The paths of the layers that peft adapts, in network order; for "all-linear" every linear layer.
 
     Raises:
-        ConfigError: a target is of no module of the network, or of one that is no linear layer.
+        ConfigError: a target matches no module of the network, or one that is not a linear layer.
     """
     from peft import LoraConfig
     from peft.tuners.tuners_utils import check_target_module_exists
@@ -64,10 +64,10 @@ def adapted(network: nn.Module, targets: Targets) -> list[str]:
 
 
 def check_targets(path: str | os.PathLike[str], task: str, targets: Targets) -> None:
-    """`adapted` of the model at `path` before its weights are read: its configuration says which modules it has.
+    """`adapted` for the model at `path` before its weights are read: its configuration gives its modules.
 
     Raises:
-        ConfigError: a target that does not fit, or a model that cannot be found.
+        ConfigError: a target does not fit, or the model cannot be found.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -81,7 +81,7 @@ def check_targets(path: str | os.PathLike[str], task: str, targets: Targets) -> 
         with torch.device("meta"):
             skeleton = kind.from_config(config)
     except (OSError, ValueError, RuntimeError):
-        return  # `loading.load_base` says what is wrong with such a model
+        return  # `loading.load_base` will explain what is wrong with the model
     adapted(skeleton, targets)
 
 

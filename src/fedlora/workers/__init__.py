@@ -1,6 +1,6 @@
-"""Several processes that do a round's local work: all cores of a machine, or all its GPUs.
+"""Runs a round's local work in several processes, on all cores of a machine or all its GPUs.
 
-processes.py  processes that each hold a copy of one object, and do work on it      pool.py  a trainer in them
+processes.py  processes that each hold a copy of one object, and work on it      pool.py  a trainer in such processes
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,8 @@
-"""An executor whose processes end with the one that started them, however that ends, and hear of no Ctrl-C: it is for
-the one who asked for their work.
+"""An executor whose processes end with their owner, however it ends, and ignore Ctrl-C, which is for the owner.
 
-Each process reads from a pipe into which nothing is ever written; when its other end is closed, or the process that has
-it is gone, the reader is gone at once, whatever it does. (The kernel's own signal, `core.parent`, would be of no use
-here: these processes are forked by multiprocessing's server process, and hold that one open.)
+Each process reads from a pipe into which nothing is ever written. When the pipe's other end is closed, or its owner is
+gone, the reader ends at once, whatever it is doing. (The kernel's own signal, `core.parent`, would not help here: these
+processes are forked by multiprocessing's server process, and keep it alive.)
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ T = TypeVar("T")
 
 
 class Executor:
-    """A `ProcessPoolExecutor` of so many processes, which start with the first work.
+    """A `ProcessPoolExecutor` of `size` processes, which start with the first work.
 
     Args:
-        preload: modules that take long to import: they are imported once, by the process that the others are forked
-            from (where these are the first). Forked from a clean process, others start fast, and the code is in memory
-            once; a fork of this process itself would copy its threads' locks.
-        begin: called first in each process, with `given`; what it raises kills.
+        preload: modules that are slow to import: the process from which the others are forked imports them once (if it
+            is not running yet). Forked from a clean process, the others start fast and share the code in memory; a fork
+            of this process would copy its threads' locks.
+        begin: called first in each process, with `given`; an exception in it kills the process.
     """
 
     def __init__(self, size: int, preload: Sequence[str], begin: Callable[..., None], *given: object) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*preload])
-        forkserver.ensure_running()  # not in `submit`: all that others fork from it would hear of no Ctrl-C, too
+        forkserver.ensure_running()  # not in `submit`: everything others fork from it would ignore Ctrl-C too
         reader, self._lifeline = context.Pipe(duplex=False)
         self._inner = ProcessPoolExecutor(size, context, initializer=_begun, initargs=(reader, begin, given))
 
     def submit(self, work: Callable[..., T], *given: object) -> Future[T]:
-        """As `ProcessPoolExecutor.submit`."""
+        """Like `ProcessPoolExecutor.submit`."""
         with _interrupts_held():
             return self._inner.submit(work, *given)
 
     def end(self, *, at_once: bool) -> None:
-        """End the processes, at once or when their work is done. It may be called again where an interrupt came."""
+        """End the processes, at once or when their work is done. May be called again after an interrupt."""
         if at_once:
             self._lifeline.close()
         self._inner.shutdown(wait=True, cancel_futures=True)
@@ -56,7 +55,7 @@ class Executor:
 
 @contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Ctrl-C waits until this is over. What processes are started with, they keep: none of them ever hears of it."""
+    """Delay Ctrl-C until this block ends. Processes inherit the mask, so those started inside never receive it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -78,9 +77,9 @@ def _end_with(lifeline: Connection) -> None:
 
 
 def _end_by_signal(lifeline: Connection) -> None:
-    """The kernel ends this process with the pipe (SIGIO's usual effect), even while a long call keeps every thread
-    from running. Where it cannot, there is the thread."""
+    """Let the kernel end this process with the pipe (SIGIO's default effect), even while a long call blocks every
+    thread. If that is impossible, the thread does it."""
     with contextlib.suppress(OSError):
-        mine = os.open(f"/proc/self/fd/{lifeline.fileno()}", os.O_RDONLY | os.O_NONBLOCK)  # a description of its own
+        mine = os.open(f"/proc/self/fd/{lifeline.fileno()}", os.O_RDONLY | os.O_NONBLOCK)  # its own file description
         fcntl.fcntl(mine, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(mine, fcntl.F_SETFL, fcntl.fcntl(mine, fcntl.F_GETFL) | os.O_ASYNC)

@@ -1,7 +1,7 @@
 """A trainer in several processes: `Workers` that train clients of a round at the same time.
 
-The results are the bits of one worker at one thread, whatever the number of processes: a client's work is a function of
-what it received and of its own data, and nothing is added up across clients before the server.
+The results have the same bits as one worker at one thread, for any number of processes: a client's work is a function
+of its download and its own data, and nothing is added up across clients before the server.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Pool(Workers):
     `with`.
 
     Args:
-        trainer: a trainer, or workers. It must pickle. A copy's own changes to itself stay in its process, and are lost
-            with it: `train` is a function of its arguments.
-        size: how many processes. shared, begin: as of `Processes`; begin is given the workers.
+        trainer: a trainer, or workers. It must pickle. A copy's changes to itself stay in its process, and are lost
+            with it: `train` must be a function of its arguments.
+        size: number of processes. shared, begin: as in `Processes`; begin is given the workers.
 
     Raises:
-        HyperparameterError: as `Processes`.
+        HyperparameterError: as in `Processes`.
 
     Example:
         >>> with Pool(trainer, 2) as workers:
@@ -63,7 +63,7 @@ class Pool(Workers):
 def train_in(
     processes: Processes[Any], work: Callable[[Any, Job], Trained | Exception], jobs: Iterable[Job]
 ) -> Iterator[tuple[Job, Trained | Failed]]:
-    """Each job with its result, in their order, trained by `work` in one of the processes."""
+    """Each job with its result, in order, trained by `work` in one of the processes."""
     drawn: list[Job] = []
 
     def watched() -> Iterator[Job]:
@@ -79,6 +79,6 @@ def train_in(
 
 
 def train_by(workers: Workers, job: Job) -> Trained | Exception:
-    """The job's result by these workers, in this process."""
+    """The job's result from these workers, in this process."""
     ((_, result),) = workers.train_all([job])
     return portable(result.error) if isinstance(result, Failed) else result

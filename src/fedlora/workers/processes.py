@@ -1,9 +1,7 @@
-"""Processes that each hold a copy of one object, the resident, and do pieces of work on it; their tensors, if it says
-so, lie in memory once.
+"""Processes that each hold a copy of one object, the resident, and work on it; selected tensors are in memory once.
 
-The pool itself is `lifeline.Executor`, which leaves nothing running when this process ends, however it ends. What
-stands here is what it leaves open: how big tensors are shared, and what becomes of work whose process died. It knows
-nothing of federation.
+`lifeline.Executor` is the pool itself and leaves nothing running when this process ends, however it ends. This module
+adds what it lacks: sharing big tensors, and recovering work whose process died. It knows nothing about federation.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from traceback import format_exception
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.multiprocessing  # its reductions put a tensor that is handed to a process into shared memory
+import torch.multiprocessing  # its reductions put tensors passed to a process into shared memory
 from torch import Tensor
 
 from fedlora.errors import FedLoRAError, HyperparameterError
@@ -38,12 +36,12 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 _SHARED_MEMORY = Path("/dev/shm")
-_ALIGNED = 64  # numbers: as far apart as torch's own allocator puts tensors, so that kernels see them alike
-_PATIENCE = 2  # how often work may be in the hands of processes that die, before it is tried alone, and there
+_ALIGNED = 64  # numbers: torch's own alignment, so that kernels behave the same
+_PATIENCE = 2  # how often work may be under way when processes die before it is tried alone, and then alone
 
 
 def available(device: str = "cpu") -> int:
-    """How many workers use the machine well: its GPUs for a device "cuda", else the cores this process may use."""
+    """The number of workers that uses the machine well: GPUs for a "cuda" device, else cores this process may use."""
     if device.startswith("cuda"):
         return max(1, torch.cuda.device_count())
     return len(os.sched_getaffinity(0))
@@ -51,7 +49,7 @@ def available(device: str = "cpu") -> int:
 
 @dataclass(frozen=True)
 class Died:
-    """Work that has no result: the process that did it died, again and again, at last with no other at work."""
+    """Work without a result: its process died again and again, at last while it was the only work."""
 
     reason: str
 
@@ -60,18 +58,18 @@ class Processes(Generic[R]):
     """`size` processes, each with a copy of `resident`. They start with the first work; close them, or use `with`.
 
     Args:
-        resident: what the work is done on. It must pickle. Each process has its own copy, so that work may change it.
-        size: how many processes.
-        shared: tensors of `resident` that are in memory once for all processes, this one included: contiguous, on the
-            CPU. Nobody may write to them.
-        threads: of torch, in each process.
+        resident: the object to work on. It must pickle. Each process has its own copy, so work may change it.
+        size: number of processes.
+        shared: tensors of `resident` that all processes, including this one, share in memory: contiguous, on the CPU.
+            Do not write to them.
+        threads: torch's, in each process.
         begin: called in each process with its copy and its number, 0 to size - 1, before any work.
-        preload: modules that take long to import: they are imported once, by the process that the others are forked
-            from (where these are the first).
+        preload: modules that are slow to import: the process from which the others are forked imports them once (if it
+            is not running yet).
 
     Raises:
-        HyperparameterError: a size or threads below 1, a script that does its work as a worker imports it, a resident
-            that does not pickle, too little shared memory, or processes that die as they start.
+        HyperparameterError: size or threads below 1, a script that repeats its work when a worker imports it, a
+            resident that does not pickle, too little shared memory, or processes that die at their start.
 
     Example:
         >>> import operator
@@ -92,10 +90,10 @@ class Processes(Generic[R]):
     ) -> None:
         for name, value in (("size", size), ("threads", threads)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise HyperparameterError(f"Processes: {name} is a whole number >= 1; got {value!r}.")
-        if getattr(multiprocessing.current_process(), "_inheriting", False):  # as multiprocessing itself asks
+                raise HyperparameterError(f"Processes: {name} must be a whole number >= 1; got {value!r}.")
+        if getattr(multiprocessing.current_process(), "_inheriting", False):  # multiprocessing's own check
             raise HyperparameterError(
-                "a worker process imports the script that started it, and the script does its work again. Put its work "
+                "a worker process imports the script that started it, so the script does its work again. Put its work "
                 "below `if __name__ == '__main__':`."
             )
         self.size = size
@@ -105,7 +103,7 @@ class Processes(Generic[R]):
         self._threads = threads
         self._preload = [*preload, __name__]
         self._executor: Executor | None = None
-        self._proved = False  # some work came back
+        self._proved = False  # whether any work has come back
 
     def __enter__(self) -> Processes[R]:
         return self
@@ -114,10 +112,10 @@ class Processes(Generic[R]):
         self.close(at_once=kind is not None)
 
     def map(self, work: Callable[[R, T], U], items: Iterable[T]) -> Iterator[U | Died]:
-        """What `work(resident, item)` gives for each item, in their order; it must be a function of its arguments.
+        """The results of `work(resident, item)` for each item, in order; it must be a function of its arguments.
 
-        A few items more than there are processes are drawn ahead. What the work raises is raised here. Where a process
-        dies, all are started anew and the unfinished work is done again; what kills its process every time is `Died`.
+        Draws a few items more than there are processes ahead. Exceptions in the work are raised here. If a process
+        dies, all are restarted and the unfinished work is repeated; work that kills its process every time is `Died`.
         """
         rest = iter(items)
         tasks: deque[_Task] = deque()
@@ -144,14 +142,14 @@ class Processes(Generic[R]):
             yield outcome
 
     def close(self, *, at_once: bool = False) -> None:
-        """End the processes, when their work is done or at once. They start again with the next work."""
+        """End the processes, when their work is done or at once. New work starts them again."""
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.end(at_once=at_once)
 
     def _draw(self, rest: Iterator[T], work: Callable[[R, T], U], tasks: deque[_Task]) -> None:
-        """Keep every process busy, and a little ahead; but while some work is suspected to kill, `map` goes on with one
-        thing at a time."""
+        """Keep every process busy, with a little work queued; but while some work is suspected of killing, leave `map`
+        to run one task at a time."""
         while len(tasks) < 2 * self.size:
             for item in rest:
                 tasks.append(_Task(pickle.dumps((work, item), protocol=5)))
@@ -160,7 +158,7 @@ class Processes(Generic[R]):
                 break
         if any(task.breaks >= _PATIENCE for task in tasks):
             return
-        with contextlib.suppress(BrokenProcessPool):  # meanwhile: `map` finds out at the first of them
+        with contextlib.suppress(BrokenProcessPool):  # `map` notices it at the first task
             for task in tasks:
                 if task.future is None:
                     self._submit(task)
@@ -170,7 +168,7 @@ class Processes(Generic[R]):
             self._executor = self._started()
         try:
             task.future = self._executor.submit(_do, task.packed)
-        except BrokenPipeError as error:  # a process ended before it had heard what to do
+        except BrokenPipeError as error:  # a process ended before receiving its work
             if not self._proved:
                 raise self._dead_at_start(error) from error
             raise BrokenProcessPool("a process ended as it started") from error
@@ -179,18 +177,18 @@ class Processes(Generic[R]):
         try:
             number = multiprocessing.get_context("forkserver").Value("i", 0)
             return Executor(self.size, self._preload, _begin, self._packed, self._shared, self._threads, number)
-        except OSError as error:  # semaphores lie in shared memory, too
+        except OSError as error:  # semaphores use shared memory too
             free = f", of which {_SHARED_MEMORY} has {shutil.disk_usage(_SHARED_MEMORY).free / 1e6:.3g} MB left"
             raise HyperparameterError(
                 f"{self.size} worker processes cannot be started: {error}. They need shared memory"
-                f"{free if _SHARED_MEMORY.is_dir() else ''}, and open files. Raise them, or use one worker."
+                f"{free if _SHARED_MEMORY.is_dir() else ''}, and open files. Raise these limits, or use one worker."
             ) from error
 
     def _recover(self, tasks: deque[_Task], broken: BrokenProcessPool) -> Died | None:
-        """Start afresh after a death, and have the unfinished work done again. Returns what the first work is, if it
-        has killed its process alone."""
+        """Restart after a death, and requeue the unfinished work. Returns `Died` for the first task if it has killed
+        its process alone."""
         first = tasks[0]
-        alone = any(task.breaks >= _PATIENCE for task in tasks)  # then `_draw` hands out nothing, and this was the one
+        alone = any(task.breaks >= _PATIENCE for task in tasks)  # then `_draw` submits nothing: this was the only one
         first.alone += alone
         self.close(at_once=True)
         if first.alone >= _PATIENCE and not self._proved:
@@ -212,13 +210,13 @@ class Processes(Generic[R]):
         return HyperparameterError(
             f"the {self.size} worker processes die at their start; their output is above, if there is any. A script "
             f"that uses them must do its work below `if __name__ == '__main__':`, since they import it, and what they "
-            f"hold must be importable by its name. Is there memory for {self.size} of them? {why}"
+            f"hold must be importable by name. Is there memory for {self.size} of them? {why}"
         )
 
 
 @dataclass(eq=False)
 class _Task:
-    """Work that was handed out. breaks: how often processes died while it was under way; alone: while no other was."""
+    """Submitted work. breaks: how often processes died while it was under way; alone: while it was the only work."""
 
     packed: bytes
     future: Future[bytes] | None = None
@@ -228,16 +226,16 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Raised:
-    """What work raised, on its way back."""
+    """An exception raised by work, on its way back."""
 
     error: Exception
 
 
-# ------------------------------------------------------------------------------------------- what travels, and how
+# -------------------------------------------------------------------------------------------------------- pickling
 
 
 class _Pickler(pickle.Pickler):
-    """Shared tensors travel as their number."""
+    """Pickles shared tensors as their numbers."""
 
     def __init__(self, file: io.BytesIO, shared: Sequence[Tensor]) -> None:
         super().__init__(file, protocol=5)
@@ -258,7 +256,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _place(tensor: Tensor) -> tuple[Any, ...]:
-    """Where a tensor lies: two objects that show the same numbers in the same memory agree."""
+    """A tensor's memory: equal for two objects that view the same numbers in the same memory."""
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return (id(tensor),)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
@@ -268,16 +266,16 @@ def _pickled(value: Any, shared: Sequence[Tensor]) -> bytes:
     file = io.BytesIO()
     try:
         _Pickler(file, shared).dump(value)
-    except Exception as error:  # pickle raises whatever the object's own code does
+    except Exception as error:  # the object's own code may raise anything
         raise HyperparameterError(
             f"a {type(value[0]).__name__} cannot travel to worker processes: it does not pickle: {error} The usual "
-            f"cause is a function or class that is made inside another function: put it at the top of a module."
+            f"cause is a function or class defined inside another function: move it to the top of a module."
         ) from error
     return file.getvalue()
 
 
 def _share(tensors: Sequence[Tensor]) -> None:
-    """Move tensors into shared memory, in place: one piece for each dtype, for every piece costs an open file."""
+    """Move tensors into shared memory, in place: one block per dtype, since every block costs an open file."""
     for tensor in tensors:
         if not tensor.is_contiguous() or tensor.device.type != "cpu":
             raise HyperparameterError(
@@ -288,8 +286,8 @@ def _share(tensors: Sequence[Tensor]) -> None:
     for ((first, *_), tensor), ((second, *_), _) in pairwise(by_place):
         if first + tensor.numel() * tensor.element_size() > second:
             raise HyperparameterError(
-                "two tensors to share overlap in memory, as views of one, and would come apart. Leave both out of "
-                "`shared`; each process then has its own copy."
+                "two tensors to share overlap in memory, like views of one tensor, and would come apart. Leave both "
+                "out of `shared`; each process then has its own copy."
             )
     moving: dict[torch.dtype, dict[tuple[Any, ...], list[Tensor]]] = {}
     for tensor in tensors:
@@ -308,11 +306,11 @@ def _share(tensors: Sequence[Tensor]) -> None:
 
 
 def _check_room(needed: int) -> None:
-    """Raises `HyperparameterError`: writing beyond the end of shared memory would end a process without a word."""
+    """Raise `HyperparameterError` if shared memory is too small: writing beyond its end kills a process silently."""
     free = shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else needed
     if needed > free:
         raise HyperparameterError(
-            f"the model's weights take {needed / 1e6:.3g} MB of shared memory, and {_SHARED_MEMORY} has "
+            f"the model's weights take {needed / 1e6:.3g} MB of shared memory, but {_SHARED_MEMORY} has "
             f"{free / 1e6:.3g} MB left. In a container raise it (docker run --shm-size=...), or use one worker."
         )
 
@@ -324,7 +322,7 @@ _failed: Exception | None = None
 
 
 def _begin(packed: bytes, shared: list[Tensor], threads: int, number: Any) -> None:
-    """A process's start. What goes wrong is told with the first work: an initialiser that raises would only kill."""
+    """A process's start. Errors are reported with the first work, since an initialiser that raises would only kill."""
     global _resident, _failed
     with number.get_lock():
         mine, number.value = number.value, number.value + 1
@@ -348,7 +346,7 @@ def _do(packed: bytes) -> bytes:
 
 
 def portable(error: Exception) -> Exception:
-    """The error as it can travel between processes, with where it was raised as a note."""
+    """The error in a form that can travel between processes, with its traceback as a note."""
     where = "".join(format_exception(error))
     try:
         error = pickle.loads(pickle.dumps(error))

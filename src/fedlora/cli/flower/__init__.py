@@ -1,4 +1,4 @@
-"""`fedlora flower`: a federation on Flower. Each command is in a file of its own, and imported when it is called."""
+"""`fedlora flower`: a federation on Flower. Each command has its own file, imported when the command is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several commands on Flower share."""
+"""What several Flower commands share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Folder = Annotated[Path, typer.Argument(help="the folder that `fedlora flower in
 
 
 def needed() -> None:
-    """Raises `ConfigError` where Flower is not installed."""
+    """Raises `ConfigError` if Flower is not installed."""
     try:
         version("flwr")
     except PackageNotFoundError as error:
@@ -29,8 +29,8 @@ def needed() -> None:
 
 @contextmanager
 def ending_for_systemd() -> Iterator[None]:
-    """What may be gone when it is started again ends with code 1: processes, memory, disks. Code 2 is left to what is
-    wrong with the folder itself, after which systemd does not start it again."""
+    """Exit with code 1 for problems that a restart may solve: processes, memory, disks. Code 2 is for errors in the
+    folder itself; after it systemd does not restart the unit."""
     try:
         yield
     except typer.Exit:
@@ -40,11 +40,11 @@ def ending_for_systemd() -> Iterator[None]:
 
 
 def say(line: str) -> None:
-    """A line on stderr at once, with the time unless systemd's journal adds it."""
+    """Print a line to stderr at once, with the time unless systemd's journal adds it."""
     at = "" if "JOURNAL_STREAM" in os.environ else time.strftime("%H:%M:%S ")
     notes.print(f"{at}{line}")
 
 
 def typed(path: str | Path) -> str:
-    """A path as it stands in a command that is shown to be typed: quoted where a shell would part it."""
+    """A path as typed in a command: quoted if a shell would split it."""
     return shlex.quote(str(path))

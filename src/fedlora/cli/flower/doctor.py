@@ -1,4 +1,4 @@
-"""`fedlora doctor`: is this machine, and a federation's folder on it, fit for Flower?"""
+"""`fedlora doctor`: check whether this machine, and a federation's folder on it, can run Flower."""
 
 from __future__ import annotations
 

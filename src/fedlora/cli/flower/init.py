@@ -1,4 +1,4 @@
-"""`fedlora flower init`: the folder of a federation, at its server; or a trial on one machine, with its sites."""
+"""`fedlora flower init`: make a federation's folder, on its server or as a trial on one machine with its sites."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def init(
 
 
 def _next_steps(folder: Path, made: Federation) -> list[str]:
-    """What to do with a new federation's folder."""
+    """The next steps with a new federation's folder."""
     here, fed, clients = folder.resolve(), typed(folder), made.clients
     lines = [
         f"{folder}: ready, for {counted(len(clients), 'site')} ({', '.join(clients)}). Next:",
@@ -116,7 +116,7 @@ def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: i
         "evaluate.every=1", "evaluate.clients_at_end=false",
     ]  # fmt: skip
     private = config is None and any(key.startswith("privacy.") for key in sets)
-    if private:  # a private round has no quorum, and the demo's file has one
+    if private:  # a private round has no quorum, but the demo's file sets one
         raw = read_toml(demo, "the config")
         raw.get("server", {}).pop("quorum", None)
         for key in [*(key for key in three if not key.startswith("server.quorum")), *sets]:

@@ -1,4 +1,4 @@
-"""`fedlora flower install`: systemd's units of a federation's server or of a site."""
+"""`fedlora flower install`: the systemd units of a federation's server or of a site."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def install(
     """At the server, and at a site: install and start the systemd units of FOLDER.
 
     They are root's own files in /etc/systemd/system. Call it as the user who owns FOLDER. It shows the units and the
-    commands, and then runs them by sudo, which asks for the password. Call it again after
-    an upgrade, after fedlora moved, or for other options: it replaces the old units. A running unit keeps running as it
-    is until you restart it.
+    commands, and then runs them with sudo, which asks for the password. Call it again after
+    an upgrade, after fedlora moved, or for other options: it replaces the old units. A running unit is unchanged until
+    you restart it.
     """
     needed()
     from fedlora.flower.setup.installing import carry_out, steps

@@ -1,4 +1,4 @@
-"""`fedlora flower node`: a site takes part."""
+"""`fedlora flower node`: take part as a site."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fedlora flower renew`: certificates and all derived files of a federation's folder anew."""
+"""`fedlora flower renew`: make a federation's certificates and all derived files again."""
 
 from __future__ import annotations
 

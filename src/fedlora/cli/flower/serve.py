@@ -67,7 +67,7 @@ def status(
 
 
 class Stop(threading.Event):
-    """Set when the end is asked for. interrupted: by Ctrl-C, and not by who started the service."""
+    """Set when the user requests the end. interrupted: by Ctrl-C, not by the service manager."""
 
     interrupted = False
 
@@ -89,9 +89,9 @@ def stopping() -> Iterator[Stop]:
 
 
 def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None:
-    """The table of the rounds, and what to do next. command: that was called, and goes on.
+    """Print the table of rounds and the next step. command: the command that was called, which can continue.
 
-    Exit code 130 where Ctrl-C ended it before its last round.
+    Raises `typer.Exit` with code 130 if Ctrl-C ended it before its last round.
     """
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.rounds.events import read_events
@@ -116,7 +116,7 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
 
 
 def _tell_rule(progress: Any, ranks: Mapping[str, Any]) -> None:
-    """What the robust rule did in the last round, and a note on each client that it always held back."""
+    """Print what the robust rule did in the last round, and a note on each client that it always held back."""
     from fedlora.server.judged import of_run, remarks, told
 
     last = progress.lines.get(progress.round, {}).get("defence") or {}
@@ -128,7 +128,7 @@ def _tell_rule(progress: Any, ranks: Mapping[str, Any]) -> None:
 
 @contextmanager
 def _metrics(place: Any, address: str | None) -> Iterator[Any]:
-    """What is to be called with each look: nothing, or what Prometheus is told."""
+    """The function to call with each look at the run: it does nothing, or updates Prometheus."""
     if address is None:
         yield lambda progress, nodes, standing: None
         return
@@ -171,7 +171,7 @@ def _show(found: Any, rounds: int) -> None:
 
 
 def _show_private(found: Any, rounds: int) -> None:
-    """Members and their ranks are public, and what was spent; who was there is not told."""
+    """Print members and ranks, which are public, and the privacy spent; never who was present."""
     table = Table("site", "rank")
     for site in found.sites:
         table.add_row(cell(site.name), cell(site.rank))

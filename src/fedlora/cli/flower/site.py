@@ -1,4 +1,4 @@
-"""`fedlora flower site`: a site's folder."""
+"""`fedlora flower site`: make a site's folder."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _rotate(folder: Path) -> None:
 
 
 def _take(folder: Path, join: Path) -> None:
-    """The server's new join file for a folder that is there."""
+    """Take the server's new join file into an existing folder."""
     from fedlora.flower.places import SiteFolder
     from fedlora.flower.site.join_site import take_join
     from fedlora.flower.site.site_checks import app_row
@@ -115,7 +115,7 @@ def _take(folder: Path, join: Path) -> None:
 
 
 def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
-    """settings: what was typed for site.toml."""
+    """settings: the options typed for site.toml."""
     from fedlora.flower.places import SiteFolder
     from fedlora.flower.site.join_site import make_site, refuse_existing
     from fedlora.flower.site.site_checks import app_row, checked_server, checked_work
@@ -127,15 +127,15 @@ def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
     here, said = SiteFolder(folder.resolve()), JoinFile.read(join)
     found = checked(Site, {"name": said.site, **settings}).located(Path.cwd())
     notes.print("reading the data and the base model ...")
-    with TemporaryDirectory() as place:  # the weights are read once, and remembered in the folder once it is there
-        cache = Path(place) / "base.json"
-        rows, facts = checked_work(said, found, cache)
+    with TemporaryDirectory() as place:  # read the weights once; their cache moves into the folder once it exists
+        meanwhile = SiteFolder(Path(place))
+        rows, facts = checked_work(said, found, meanwhile)
         if wrong := [text for _, text, sound in rows if sound is False]:
             raise ConfigError(f"{' '.join(wrong)} {folder} was not made, and nothing was sent.")
         rows.append(app_row(said, said.app))
         request = make_site(folder, join, found, facts.table())
-        if cache.is_file():
-            files.write(here.base_cache, cache.read_bytes())
+        if meanwhile.base_cache.is_file():
+            files.write(here.base_cache, meanwhile.base_cache.read_bytes())
     server = [row for row in checked_server(said, here) if row[0] == "clock" or not row[2]]
     table = Table("", "found", "")
     for what, text, sound in [*rows, *server]:

@@ -1,4 +1,4 @@
-"""`fedlora flower admit | remove`: who may take part."""
+"""`fedlora flower admit | remove`: decide who may take part."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fedlora flower up`: a federation's folder played on this machine."""
+"""`fedlora flower up`: play a federation's folder on this machine."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What travels, as Flower's records, checked before it is used."""
+"""Messages as Flower's records, checked before use."""

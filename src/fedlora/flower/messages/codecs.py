@@ -1,6 +1,6 @@
-"""Two kinds of clients on Flower, and how each is spoken to: fedlora's own, and stock PEFT ones.
+"""The messages for two kinds of clients on Flower: fedlora's own, and stock PEFT ones.
 
-A codec turns a download into a message and a reply into an upload. The strategy has no branch for either.
+A codec turns a download into a message and a reply into an upload. The strategy does not distinguish the two.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fedlora.server.state import ServerState
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """What a client sent, and what the server knows of it now. loss: None where it says none. held: what it need not be
-    sent again; None: nothing. ranks: where its own pruning changed them."""
+    """A client's reply, and what the server now knows about it. loss: None if it reports none. held: what need not be
+    sent again; None: nothing. ranks: the client's, if its own pruning changed them."""
 
     upload: Upload
     loss: float | None
@@ -36,31 +36,31 @@ class Reply:
 
 
 class Codec(Protocol):
-    """How one kind of clients is spoken to."""
+    """The messages for one kind of clients."""
 
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
         """Raises `ConfigError` for a method or a policy that such clients cannot serve."""
 
     def question(self, download: Download, held: Held | None, run: str) -> RecordDict:
-        """The message to one client. held: what it holds already; run: the federation's name."""
+        """The message to one client. held: what it already holds; run: the federation's name."""
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
-        """What came back. Raises `RecordError`; values are the server's to check."""
+        """The reply, read. Raises `RecordError`; the server checks values."""
 
     def result(self, server: Server, state: ServerState) -> ArrayRecord:
         """The server's model as such clients read it; empty for methods without one."""
 
     def with_config(self, config: ConfigRecord) -> Codec:
-        """The codec whose messages carry Flower's train_config, too. Raises `ConfigError` where clients read none."""
+        """The codec, with Flower's train_config in its messages. Raises `ConfigError` if clients read none."""
 
 
 @dataclass(frozen=True)
 class OwnClients:
-    """fedlora's own ClientApp: parcels there, uploads back.
+    """fedlora's own ClientApp: parcels to it, uploads back.
 
-    form: in which these come. settings: what holds, as `FederationSettings.travelling`; it goes with every message.
-    facts: what the server agreed on; sites compare theirs before they train, and the server theirs with their replies.
-    known: what has become known since, looked up for every message: a site is admitted while rounds are played.
+    form: the uploads' form. settings: the current ones, as `FederationSettings.travelling`, sent with every message.
+    facts: the server's; sites compare theirs before they train, and the server compares theirs in replies. known:
+    returns facts that became known since, for every message, because sites can be admitted between rounds.
     """
 
     form: Form = "factors"
@@ -70,14 +70,14 @@ class OwnClients:
 
     @property
     def envelope(self) -> Envelope:
-        """What every message says beside its work."""
+        """What every message says besides its work."""
         return Envelope(self.settings, self._agreed().text())
 
     def _agreed(self) -> Facts:
         return self.facts.filled(self.known())
 
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
-        """Any method will do."""
+        """Accepts any method."""
 
     def question(self, download: Download, held: Held | None, run: str) -> RecordDict:
         return parcel_record(pack(download, held), run, self.envelope)
@@ -102,9 +102,9 @@ class OwnClients:
 
 @dataclass(frozen=True)
 class StockClients:
-    """Clients that send get_peft_model_state_dict, all of one rank r and alpha.
+    """Clients that send get_peft_model_state_dict, all with one rank r and alpha.
 
-    scaling: the server's own alpha / r. config: what they read beside "server-round".
+    scaling: the server's own alpha / r. config: settings that they read besides "server-round".
     """
 
     r: int
@@ -114,7 +114,7 @@ class StockClients:
 
     @property
     def factor(self) -> float:
-        """What a client's B is multiplied by to be the server's."""
+        """The factor that converts a client's B to the server's scale."""
         return self.alpha / self.r / self.scaling
 
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
@@ -137,7 +137,7 @@ class StockClients:
         return self._peft(server.download(state, Client("whoever asks", self.r)).adapter)
 
     def _peft(self, adapter: Adapter) -> ArrayRecord:
-        """What `set_peft_model_state_dict` reads."""
+        """The record that `set_peft_model_state_dict` reads."""
         arrays = {}
         for module, lora in adapter.modules.items():
             B, A = (t.detach().float() for t in lora.factors)
@@ -154,6 +154,6 @@ class StockClients:
 
 
 def _shapes(client: Client, state: ServerState) -> dict[str, tuple[int, int]]:
-    """Module -> (d_out, d_in), of the modules that the client holds."""
+    """Module -> (d_out, d_in), for the modules that the client holds."""
     factors = {name: state.start.modules[name].factors for name in client.ranks(state.start.modules)}
     return {name: (B.shape[0], A.shape[1]) for name, (B, A) in factors.items()}

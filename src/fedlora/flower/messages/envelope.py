@@ -1,6 +1,6 @@
-"""What every message says beside its work: the protocol, the settings that hold, and what its sender agreed on.
+"""What every message says besides its work: the protocol, the current settings, and its sender's facts.
 
-No torch here: a node's ClientApp process reads it before anything else.
+No torch here, because a node's ClientApp process reads this before anything else.
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from fedlora.errors import FedLoRAError
 from fedlora.flower.messages.salt import with_salt
 from fedlora.flower.terms.agreement import PROTOCOL
 
-TOLD = "told"  # of a message's config: why the site's last work did not count
+TOLD = "told"  # in a message's config: why the site's last work did not count
 _SHOWN = re.compile(r"\bfedlora/(\d{1,6})\b")
 
 
 class RecordError(FedLoRAError, ValueError):
-    """A record that is not what this round's messages are made of."""
+    """A record that does not belong to this round's messages."""
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """settings: `FederationSettings.travelling`, "" in a reply. facts: `Facts.text` of the sender, "" where it knows
-    nothing."""
+    """settings: `FederationSettings.travelling`, "" in a reply. facts: the sender's `Facts.text`, "" if it has none."""
 
     settings: str = ""
     facts: str = ""
 
 
 def enclose(record: RecordDict, envelope: Envelope) -> RecordDict:
-    """The record, which says these things too, and whose pieces have names that nobody can foresee."""
+    """The record with the envelope, and with unpredictable names for its pieces."""
     config = record.config_records["config"]
     config["protocol"] = PROTOCOL
     config["settings"], config["agreement"] = envelope.settings, envelope.facts
@@ -41,13 +40,13 @@ def enclose(record: RecordDict, envelope: Envelope) -> RecordDict:
 
 
 def opened(record: RecordDict, sender: str, reader: str) -> Envelope:
-    """What a message says beside its work.
+    """What a message says besides its work.
 
     Args:
-        sender, reader: what error messages call the two, "the server" and "this site".
+        sender, reader: the names of the two in error messages, "the server" and "this site".
 
     Raises:
-        RecordError: it is of another protocol, and both are named; or no message of fedlora at all.
+        RecordError: the message has another protocol (the text names both), or is not a message of fedlora.
     """
     config = record.config_records.get("config")
     theirs = config.get("protocol") if config is not None else None
@@ -61,7 +60,7 @@ def opened(record: RecordDict, sender: str, reader: str) -> Envelope:
 
 
 def with_versions(reason: str) -> str:
-    """An error that names another protocol, with ours beside it."""
+    """An error about another protocol, with our versions."""
     found = {f"fedlora/{number}" for number in _SHOWN.findall(reason)} - {PROTOCOL}
     if not found or PROTOCOL in reason:
         return reason
@@ -74,7 +73,7 @@ def _named(theirs: object) -> str:
 
 
 def _who(theirs: object, at: str = "it") -> str:
-    """Which of two protocols is the older one, and what to do."""
+    """Which of two protocols is older, and what to do."""
     found = _SHOWN.fullmatch(theirs) if isinstance(theirs, str) else None
     if found is None:
         return ": is it a fedlora of a much older version, or another program?"

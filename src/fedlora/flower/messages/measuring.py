@@ -1,14 +1,15 @@
-"""A site measures its own readout on what it holds out: the question, the answer, and what the server believes of it.
+"""A site measures its own readout on its held-out data: the question, the answer, and the server's checks.
 
-The question carries a whole download, so that nothing that is stored at the site is needed or changed. The answer is a
-few numbers: scores by name and how many examples they are of. Nothing of the text travels, and no name of a class.
+The question is the one that asks for the next round's training, and the site stores what it carries: that round's
+message then leaves it out. The answer is a few numbers: scores by name and how many examples they are of. Nothing of
+the text travels, and no name of a class.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,37 +20,39 @@ from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.errors import ConfigError
-from fedlora.flower.messages.records import PROTOCOL, RecordError
+from fedlora.flower.messages.records import PROTOCOL, RecordError, kept_names
 from fedlora.flower.messages.salt import IN_SALT, with_salt
 from fedlora.training.evaluation import ModelEvaluator
 from fedlora.training.metrics import METRICS, score_name
 
 HeldOut = Literal["validation", "test"]
 HELD_OUT: tuple[HeldOut, ...] = ("validation", "test")
-Evaluators = Mapping[str, ModelEvaluator | None]  # of a site, by what is held out
+Evaluators = Mapping[str, ModelEvaluator | None]  # a site's, by held-out part
 
-_UNBOUNDED = {"loss": 0.0, "perplexity": 1.0}  # the smallest that they can be; they have no largest
-_LEAST = {"matthews": -1.0}  # all others lie between this, or 0, and 1
+_UNBOUNDED = {"loss": 0.0, "perplexity": 1.0}  # their smallest values; they have no largest
+_LEAST = {"matthews": -1.0}  # all others are between this, or 0, and 1
 _ROOM = 1e-6  # for rounding
 _MOST_EXAMPLES = 1e12
 
 
 @dataclass(frozen=True)
 class SiteScores:
-    """What a site measured. scores: by name, finite. examples: how many they are of."""
+    """What a site measured. scores: by name, finite. examples: how many they are of. kept: names of what it keeps of
+    its own."""
 
     scores: Mapping[str, float]
     examples: int
+    kept: tuple[str, ...] = ()
 
 
 def as_question(record: RecordDict, part: HeldOut) -> RecordDict:
-    """A message as it goes out for training, whole, as the question what its readout scores on what is held out."""
+    """A message as it goes out for training as the question what its readout scores on what is held out."""
     record.config_records["config"]["measure"] = part
     return record
 
 
 def asked_part(record: RecordDict) -> HeldOut:
-    """What a question asks to be measured on. Raises `RecordError`."""
+    """The part that a question asks about. Raises `RecordError`."""
     said = record.config_records["config"].get("measure") if "config" in record.config_records else None
     if said not in HELD_OUT:
         raise RecordError(f"a message to measure names one of {', '.join(HELD_OUT)}; this one says {quoted(said, 40)}.")
@@ -59,12 +62,12 @@ def asked_part(record: RecordDict) -> HeldOut:
 def measured_record(
     download: Download, kept: Adapter | None, run: str, part: HeldOut, evaluators: Evaluators
 ) -> RecordDict:
-    """A site's answer: the readout that came, completed by what the site kept, on its own held-out examples.
+    """A site's answer: the received readout, completed by the site's kept parts, measured on its held-out examples.
 
-    A score that is no number (of a model that diverged) is left out.
+    A score that is not a number (from a model that diverged) is left out.
 
     Raises:
-        ConfigError: nothing is held out here.
+        ConfigError: this site holds out nothing.
     """
     evaluator = evaluators.get(part)
     client = download.client.id
@@ -73,20 +76,23 @@ def measured_record(
     scores = evaluator.measure_adapter(receive(download, kept), client)
     named = {f"score-{name}": float(v) for name, v in scores.items() if "/" not in name and math.isfinite(v)}
     said = {"run": run, "round": download.round, "measure": part}
+    names = [*kept.modules, *kept.heads] if kept is not None else []
     return with_salt(RecordDict({
         "metrics": MetricRecord({"num-examples": evaluator.count(client), **named}),
-        "config": ConfigRecord({"protocol": PROTOCOL, "measured": json.dumps(said, sort_keys=True)}),
+        "config": ConfigRecord({"protocol": PROTOCOL, "measured": json.dumps(said, sort_keys=True), "kept": names}),
     }))  # fmt: skip
 
 
-def record_measured(record: RecordDict, *, run: str, round: int, part: HeldOut, metric: str) -> SiteScores:
+def record_measured(
+    record: RecordDict, *, run: str, round: int, part: HeldOut, metric: str, local: Collection[str] = ()
+) -> SiteScores:
     """The answer to a question, checked: of this run, round and part, with known scores that can be.
 
     Args:
-        metric: the score's name that must be there.
+        metric: the score's name that must be there. local: names of what a site can keep.
 
     Raises:
-        RecordError: what is wrong with it.
+        RecordError: the answer fails a check.
     """
     config = record.config_records.get("config")
     if config is None or config.get("protocol") != PROTOCOL:
@@ -109,11 +115,11 @@ def record_measured(record: RecordDict, *, run: str, round: int, part: HeldOut, 
         scores[name] = _possible(name, value)
     if metric not in scores:
         raise RecordError(f"it has no {metric}: it is no number there. Did the model diverge?")
-    return SiteScores(scores, examples)
+    return SiteScores(scores, examples, tuple(kept_names(config.get("kept"), local)))
 
 
 def _possible(name: str, value: object) -> float:
-    """The score, if it can be one."""
+    """The score, if its value is possible."""
     least = _UNBOUNDED.get(name, _LEAST.get(name, 0.0))
     most = math.inf if name in _UNBOUNDED else 1.0
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

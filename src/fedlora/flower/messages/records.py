@@ -1,10 +1,10 @@
 """Tensors, parcels and uploads as Flower's records: lossless for every float type, and checked before use.
 
-A tensor travels as its little-endian bytes (stype "fedlora.salted"), so that bfloat16 needs no detour and nothing has
-a header that could be forged. They are salted (`salt`): no site can tell what Flower will call another's tensors.
-Stock PEFT clients send numpy arrays (stype "numpy.ndarray"): their header alone is read, under a size limit, and must
-say what was expected. Declared type and shape are held against the expected ones and against the bytes that are there
-before a tensor is made.
+A tensor travels as its little-endian bytes (stype "fedlora.salted"), so that bfloat16 needs no conversion and there is
+no header to forge. The bytes are salted (`salt`): no site can predict Flower's names for another's tensors. Stock PEFT
+clients send numpy arrays (stype "numpy.ndarray"): only their header is read, under a size limit, and must match what
+was expected. Declared type and shape are compared with the expected ones and with the actual bytes before a tensor is
+made.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fedlora.flower.terms.agreement import Disagreement, Facts, check
 SALTED, NUMPY = "fedlora.salted", "numpy.ndarray"
 _TYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NUMPY_TYPES = {"<f8": "float64", "<f4": "float32", "<f2": "float16"}
-_HEADER = 4096  # bytes of a numpy header that are read at most; real ones have 128
+_HEADER = 4096  # the most bytes of a numpy header to read; real ones have 128
 
 
 def to_array(tensor: Tensor) -> Array:
@@ -48,10 +48,10 @@ def to_array(tensor: Tensor) -> Array:
 
 
 def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
-    """The tensor that travelled, if it is what was expected. A None in `shape`: that size is the sender's to choose.
+    """The tensor that travelled, if it was expected. A None in `shape`: the sender chooses that size.
 
     Raises:
-        RecordError: another shape or type, or other bytes than these need.
+        RecordError: another shape or type, or the wrong number of bytes for them.
     """
     declared, expected = tuple(array.shape), tuple(shape)
     if len(declared) != len(expected) or any(e not in (None, d) for d, e in zip(declared, expected, strict=True)):
@@ -60,7 +60,7 @@ def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
         raise RecordError(f"{what} is declared as {array.dtype[:20]!r}; it must be one of {', '.join(_TYPES)}.")
     dtype = _TYPES[array.dtype]
     needed = math.prod(declared) * dtype.itemsize
-    begin = _numpy_data(array, declared, what) if array.stype == NUMPY else SALT
+    begin, by_columns = _numpy_data(array, declared, what) if array.stype == NUMPY else (SALT, False)
     if array.stype not in (NUMPY, SALTED):
         raise RecordError(f"{what} is packed as {array.stype[:40]!r}, which is not read.")
     if any(d < 0 for d in declared) or len(array.data) - begin != needed:
@@ -69,22 +69,26 @@ def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
     data = memoryview(array.data)[begin:] if array.stype == NUMPY else unsalted(array.data)
     if not needed:
         return torch.empty(declared, dtype=dtype)
-    return torch.frombuffer(bytearray(data), dtype=dtype).reshape(declared)
+    values = torch.frombuffer(bytearray(data), dtype=dtype)
+    if by_columns:
+        return values.reshape(declared[::-1]).permute(*reversed(range(len(declared)))).contiguous()
+    return values.reshape(declared)
 
 
-def _numpy_data(array: Array, declared: tuple[int, ...], what: str) -> int:
-    """Where the data of a .npy begin, once its header says what the record says. Nothing is allocated by its word."""
+def _numpy_data(array: Array, declared: tuple[int, ...], what: str) -> tuple[int, bool]:
+    """The offset of a .npy's data, and whether they are in Fortran order (as a transposed array's are), after its
+    header matched the record. Nothing is allocated because of the header."""
     file = io.BytesIO(array.data[: _HEADER + 12])
     try:
         version = npy.read_magic(file)
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
         shape, fortran, dtype = read(file, max_header_size=_HEADER)
-    except Exception as error:  # whatever a forged header brings about is its sender's
+    except Exception as error:  # a forged header can raise anything, and its sender is to blame
         raise RecordError(f"{what} has a numpy header that is not read: {shown(error, 200)}.") from error
-    said = (_NUMPY_TYPES.get(dtype.str, dtype.str), shape, fortran)
-    if said != (array.dtype, declared, False):
+    said = (_NUMPY_TYPES.get(dtype.str, dtype.str), shape)
+    if said != (array.dtype, declared):
         raise RecordError(f"{what} is declared as {array.dtype} {declared}, and its header says {said[0]} {said[1]}.")
-    return file.tell()
+    return file.tell(), bool(fortran)
 
 
 def _shown(shape: Sequence[int | None]) -> str:
@@ -95,8 +99,8 @@ def _shown(shape: Sequence[int | None]) -> str:
 
 
 def parcel_record(parcel: Parcel, run: str, envelope: Envelope = Envelope()) -> RecordDict:  # noqa: B008 - immutable
-    """What a client receives, for one message. `run`: the federation's name, so that state of another is not used.
-    envelope: the settings that hold, and what the server agreed on."""
+    """A client's message with a parcel. `run`: the federation's name, so that no other federation's state is used.
+    envelope: the current settings, and the server's facts."""
     p = parcel
     said = {
         "run": run,
@@ -115,7 +119,7 @@ def parcel_record(parcel: Parcel, run: str, envelope: Envelope = Envelope()) -> 
 
 
 def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
-    """The parcel that came, and the federation's name. Raises `RecordError`."""
+    """The received parcel, and the federation's name. Raises `RecordError`."""
     opened(record, "the server", "this site")
     said = _said(record, "parcel")
     groups: dict[str, dict[str, dict[str, Tensor]]] = {}
@@ -177,7 +181,7 @@ def upload_record(
     kept: Sequence[str],
     facts: Facts = Facts(),  # noqa: B008 - immutable
 ) -> RecordDict:
-    """A client's reply. kept: names of what it keeps of its own. `round` is that of the download. facts: the site's."""
+    """A client's reply. kept: the names of its own kept parts. `round` is the download's. facts: the site's."""
     named = {
         f"{factor}/{module}": tensor
         for module, lora in upload.adapter.modules.items()
@@ -206,15 +210,15 @@ def record_upload(
     form: Form = "factors",
     facts: Facts = Facts(),  # noqa: B008 - immutable
 ) -> tuple[Upload, float, list[str]]:
-    """(upload, mean loss, names of what the client keeps), checked against what this round asked of this client.
+    """(upload, mean loss, names of the client's kept parts), checked against this round's request to this client.
 
     Args:
         shapes: module -> (d_out, d_in) of the modules that the client holds. heads: the server's, by name and shape.
-        facts: what the server agreed on; the site must have the same.
+        facts: the server's; the site must have the same.
 
     Raises:
-        RecordError: a reply of another protocol, of a site that has not agreed, of another run or round, keys, shapes
-            or types that were not asked for, or bytes that are not what is declared. Values are the server's to check.
+        RecordError: another protocol, a site without agreement, another run or round, keys, shapes or types that were
+            not requested, or bytes that do not match their declaration. The server checks values.
     """
     try:
         theirs = opened(record, "it", "this server").facts
@@ -230,7 +234,7 @@ def record_upload(
     if said.get("form") != form:
         raise RecordError(f"it has the form {str(said.get('form'))[:20]!r}; {form!r} was asked for.")
     declared = client.ranks(shapes)
-    smaller = roles.penalty is not None or form == "subspace"  # ranks may be, and nothing else may
+    smaller = roles.penalty is not None or form == "subspace"  # ranks may be smaller, but nothing else
     expected = _expected(shapes, dict.fromkeys(declared) if smaller else declared, roles, heads)
     arrays = record.array_records.get("arrays") or ArrayRecord()
     lacks, extra = sorted(set(expected) - set(arrays)), sorted(set(arrays) - set(expected))
@@ -247,13 +251,13 @@ def record_upload(
         client = Client(client.id, {**declared, **adapter.ranks})
     upload = Upload(client, _number(record, "num-examples"), adapter, form)
     local = {*shapes, *heads} if "local" in (roles.B, roles.A, roles.heads) else set[str]()
-    return upload, _number(record, "loss"), _kept(said.get("kept"), local)
+    return upload, _number(record, "loss"), kept_names(said.get("kept"), local)
 
 
 def _expected(
     shapes: Mapping[str, tuple[int, int]], ranks: Mapping[str, int | None], roles: Roles, heads: Mapping[str, Tensor]
 ) -> dict[str, tuple[int | None, ...]]:
-    """Name -> shape of the tensors that such clients send."""
+    """Name -> shape, for the tensors that such clients send."""
     expected: dict[str, tuple[int | None, ...]] = {}
     for module, (d_out, d_in) in shapes.items():
         if roles.B == "shared":
@@ -265,7 +269,7 @@ def _expected(
     return expected
 
 
-def _kept(said: Any, local: Collection[str]) -> list[str]:
+def kept_names(said: Any, local: Collection[str]) -> list[str]:
     """What a client says that it keeps: some of the local parts, each once."""
     if not isinstance(said, list) or not all(isinstance(name, str) and name in local for name in said):
         raise RecordError("what it keeps is no list of names of this round's local parts.")
@@ -275,13 +279,13 @@ def _kept(said: Any, local: Collection[str]) -> list[str]:
 
 
 def stock_key(key: str) -> tuple[str, str] | None:
-    """(module, "B" or "A") of a key of get_peft_model_state_dict; None where it is no LoRA factor of a linear layer."""
+    """(module, "B" or "A") from a key of get_peft_model_state_dict; None if it is not a linear layer's LoRA factor."""
     found = re.fullmatch(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight", key)
     return (found[1], found[2]) if found is not None else None
 
 
 def stock_upload(record: RecordDict, client: Client, shapes: Mapping[str, tuple[int, int]], scale: float) -> Upload:
-    """An upload of a stock PEFT client: get_peft_model_state_dict in an ArrayRecord, num-examples in a MetricRecord.
+    """A stock PEFT client's upload: get_peft_model_state_dict in an ArrayRecord, num-examples in a MetricRecord.
 
     Args:
         scale: the client's alpha / r relative to the server's scaling, folded into B.
@@ -330,6 +334,6 @@ def _said(record: RecordDict, what: str) -> dict[str, Any]:
 
 
 __all__ = [
-    "NUMPY", "PROTOCOL", "SALTED", "RecordError", "parcel_record", "record_parcel", "record_upload", "stock_key",
-    "stock_upload", "to_array", "to_tensor", "upload_record",
+    "NUMPY", "PROTOCOL", "SALTED", "RecordError", "kept_names", "parcel_record", "record_parcel", "record_upload",
+    "stock_key", "stock_upload", "to_array", "to_tensor", "upload_record",
 ]  # fmt: skip

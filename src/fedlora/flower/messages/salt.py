@@ -1,9 +1,9 @@
-"""Messages whose pieces have names that nobody can foresee.
+"""Unpredictable names for the pieces of messages.
 
-Flower stores a message as objects, and an object's name is the hash of its content. A site that can tell what another
-is about to send, or to be sent (a matrix that is frozen, the settings, a readout that both get), can register those
-names first, with other pieces below them: the honest message is then refused, and nothing says by whom. So each leaf of
-a message holds random bytes. Secrecy is not the purpose: the salt travels with what it salts.
+Flower stores a message as objects, and an object's name is the hash of its content. If a site can predict what another
+will send or receive (a frozen matrix, the settings, a readout that both get), it can register those names first, with
+other pieces below them: then the honest message is refused, and nothing says who caused it. So each leaf of a message
+holds random bytes. The purpose is not secrecy: the salt travels with the salted bytes.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import os
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from flwr.app import RecordDict
 
-SALT = 48  # bytes in front of salted ones: a key of 32 and a nonce of 16
-IN_SALT = "salt"  # the key of salt among settings and numbers
+SALT = 48  # bytes before salted ones: a key of 32 and a nonce of 16
+IN_SALT = "salt"  # the salt's key among settings and numbers
 
 
 def salted(data: bytes) -> bytes:
-    """The bytes under a keystream (ChaCha20), behind its key: in every piece that Flower cuts them into, however
-    small, nothing is as it would be in another message."""
+    """The bytes under a keystream (ChaCha20), after its key: every piece that Flower cuts from them, however small,
+    differs from other messages'."""
     salt = os.urandom(SALT)
     return salt + _stream(salt, data)
 
 
 def unsalted(data: bytes) -> bytes:
-    """What `salted` was given. data: at least `SALT` bytes."""
+    """The original of `salted`. data: at least `SALT` bytes."""
     return _stream(data[:SALT], memoryview(data)[SALT:])
 
 
 def with_salt(record: RecordDict) -> RecordDict:
-    """The record, in whose settings and numbers there is salt too. Its readers do not look at it."""
+    """The record with salt in its settings and numbers too, which its readers ignore."""
     for config in record.config_records.values():
         config[IN_SALT] = os.urandom(16).hex()
     for metrics in record.metric_records.values():

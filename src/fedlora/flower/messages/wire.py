@@ -9,12 +9,12 @@ from typing import Any
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 
-_MOST = 1 << 36  # bytes of one message
+_MOST = 1 << 36  # bytes in one message
 _LENGTH = struct.Struct("<QQ")
 
 
 def send_message(connection: socket.socket, said: dict[str, Any], record: RecordDict | None = None) -> None:
-    """One message: a small JSON object, and records."""
+    """Send one message: a small JSON object, and records."""
     arrays: list[bytes] = []
     records: dict[str, Any] = {}
     for name, part in (record or {}).items():
@@ -33,7 +33,7 @@ def send_message(connection: socket.socket, said: dict[str, Any], record: Record
 
 
 def receive_message(connection: socket.socket) -> tuple[dict[str, Any], RecordDict | None]:
-    """What the other side sent. Raises `ConnectionError` where it broke off."""
+    """The other side's message. Raises `ConnectionError` if the connection broke."""
     header_size, data_size = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     if header_size + data_size > _MOST:
         raise ConnectionError(f"a message of {header_size + data_size:,} bytes is no message of ours.")

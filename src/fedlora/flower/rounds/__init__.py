@@ -1,19 +1,19 @@
-"""The rounds at the server: who is asked, what becomes of each answer, what is measured and kept.
+"""The rounds at the server: whom it asks, each answer's fate, measurements and records.
 
-An upload's way, from Flower's reply to the new state; what each file looks at, no other looks at again:
+The path of an upload, from Flower's reply to the new state; each check is made in only one of these files:
 
 rounds/strategy.py         asks, waits until the deadline, writes down and stores
-rounds/collecting.py       whose answer it is: the message answered, its node, its round's group; one of each
-rounds/bounded_pull.py     how large it is, before it is in memory
-rounds/attempt.py          the fate of who was asked; the loss
+rounds/collecting.py       its sender: the answered message, its node, its round's group; one answer each
+rounds/bounded_pull.py     its size, before it is in memory
+rounds/attempt.py          each asked client's fate; the loss
 messages/codecs.py         fedlora's own clients, or stock PEFT ones
-messages/records.py        what it says it is (protocol, facts, run, round, form), and the shapes and types of its bytes
-../server/intake.py        who counts: one upload of each client, examples, quorum
+messages/records.py        its header (protocol, facts, run, round, form), and the shapes and types of its bytes
+../server/intake.py        what counts: one upload of each client, examples, quorum
 ../server/checks.py        the adapter: modules, factors, ranks, heads, finite numbers
 ../server/kept_uploads.py  the close: cancelling terms, the robust rule, weights and caps
 ../core/method.py          the method's next state, module by module
-rounds/round_lines.py      the round's line, before the checkpoint; rounds/events.py what is told
-rounds/recording.py        the stored round: the server's scores, the best state, trackers, whether it is enough
+rounds/round_lines.py      the round's line, before the checkpoint; rounds/events.py its events
+rounds/recording.py        the stored round: the server's scores, the best state, trackers, early stopping
 
-Names and shapes alone are seen by two: `records` needs them to read bytes, and `checks` serves Python users, too.
+Only names and shapes are checked twice: `records` needs them to read bytes, and `checks` also serves Python users.
 """

@@ -1,4 +1,4 @@
-"""Replies as they come in: what one may take, what came of it, and the inbox of any grid."""
+"""Replies as they come in: a reply's limits, its result, and the inbox of any grid."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from flwr.serverapp import Grid
 
 @dataclass(frozen=True)
 class Limit:
-    """What one reply may take: bytes in all, as they come and as they are unpacked; objects, into which Flower cuts it;
-    bytes of what is no array's data (names, numbers, text)."""
+    """The most that one reply may take: bytes in total, both packed and unpacked; objects, into which Flower cuts it;
+    bytes other than arrays' data (names, numbers, text)."""
 
     bytes: int
     objects: int
@@ -22,7 +22,7 @@ class Limit:
 
 @dataclass(frozen=True, eq=False)
 class Arrival:
-    """A reply that came, or why it was not let in. reply_to: the id of the message that it answers."""
+    """A reply that came, or why it was not accepted. reply_to: the id of the message that it answers."""
 
     reply_to: str
     message: Message | None
@@ -31,19 +31,19 @@ class Arrival:
 
 
 class Inbox(Protocol):
-    """How replies come in from one kind of grid. pause: seconds between two looks."""
+    """The incoming replies of one kind of grid. pause: seconds between two checks."""
 
     pause: float
 
     def look(self, wanted: Mapping[str, Limit | None]) -> Iterator[Arrival]:
-        """What has come of the messages of these ids since the last look."""
+        """The replies to the messages with these ids since the last check."""
 
     def half(self, message_id: str) -> str:
-        """What is known of a reply that has not come whole; "" where nothing is."""
+        """What is known about a reply that is incomplete; "" if nothing is."""
 
 
 class PlainInbox:
-    """Any grid: replies are measured when they are there already."""
+    """The inbox of any grid: it measures replies after they have arrived."""
 
     pause = 0.1
 
@@ -71,7 +71,7 @@ def reply_bytes(message: Message) -> int:
 
 
 def too_large(size: int, most: int) -> str:
-    """Why a reply is not let in."""
+    """Why a reply is refused."""
     return (
         f"its reply has {size:,} bytes or more, and {most:,} are allowed (twice what its upload can have, or the "
         f"policy's max_upload_mb)"

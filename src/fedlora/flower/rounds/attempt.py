@@ -1,8 +1,8 @@
-"""One attempt at a round: the questions, what is made of each answer as it comes, and what comes of all of them.
+"""One attempt at a round: its questions, each answer's result as it comes, and the outcome.
 
-The round's intake is open from the first question on. It checks each upload once, as it comes; the attempt names the
-fates. Nothing here sends, waits or writes. What comes of a round does not depend on the order in which answers come
-(where `Server.memory` is too small for all uploads: up to rounding).
+The round's intake is open from the first question on and checks each upload once, as it comes; the attempt names the
+fates. Nothing here sends, waits or writes. The outcome does not depend on the order of answers (if `Server.memory` is
+too small for all uploads: up to rounding).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from flwr.app import Message, MessageType
 
 from fedlora.core.echo import shown
-from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
+from fedlora.core.messages import Client, ClientMemory, Download, Held, as_pruned
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import round_loss
 from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
@@ -37,13 +38,13 @@ from fedlora.server.terms import ranks_of
 
 log = logging.getLogger(__name__)
 _MB = 2**20
-_MOST_LOSS = 1e6  # nats: chance among a million words is 14 of them, and a head gone wild some thousands
+_MOST_LOSS = 1e6  # nats: chance among a million words is 14, and a diverged head has some thousands
 
 
 @dataclass(frozen=True)
 class Closed:
-    """What comes of a round. overturned: fates that the aggregation changed, by a defence. trained: how many did.
-    loss: the round's (`core.trainer.round_loss`), NaN where none says one."""
+    """The outcome of a round. overturned: fates that the aggregation changed, by a defence. trained: how many trained.
+    loss: the round's (`core.trainer.round_loss`), NaN if no client reports one."""
 
     memory: FlowerState
     line: Mapping[str, Any]
@@ -54,8 +55,8 @@ class Closed:
 
 @dataclass(frozen=True)
 class _Trained:
-    """What is known of an upload that the intake has. examples: as claimed. count: as it counts. memory: what the
-    server knows of the client from now on, if the round counts."""
+    """Facts about an accepted upload. examples: as claimed. count: as counted. memory: what the server will know about
+    the client if the round counts."""
 
     examples: float
     count: float
@@ -64,10 +65,10 @@ class _Trained:
 
 
 class Attempt:
-    """One attempt. Mutable, used up by `close`.
+    """One attempt. Mutable; `close` ends it.
 
-    number: of the round, from 1. attempt: from 1. online: name -> node id. group: of its messages. intake: of the
-    round, open. told: client -> what became of its last work, where that did not count.
+    number: of the round, from 1. attempt: from 1. online: name -> node id. group: its messages' group. intake: the
+    round's, open. told: client -> the fate of its last work, if that did not count.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class Attempt:
         self.number, self.attempt, self.deadline = memory.state.round + 1, attempt, deadline
         self.group = f"{memory.run}-{self.number}-{attempt - 1}"
         self._online, self._told = online, told
-        self._sent: dict[str, Download] = {}
+        self._sent: dict[str, Client] = {}  # what was sent is made again when it is looked at: it may be large
         self._taken: dict[str, _Trained] = {}
         self._fates: dict[str, Fated] = {}
         self._refusals = dict(memory.refusals)
@@ -96,36 +97,39 @@ class Attempt:
         self._intake = intake
 
     def questions(self) -> Iterator[Question]:
-        """A message for each one who is asked, at its own rank, made when it is drawn."""
+        """A message for each client to ask, at its own rank, made on demand."""
         state = self.memory.state
         for name in self.drawn.asked:
             memory = state.clients.get(name, ClientMemory())
             client = as_pruned(self.policy.client(name), memory)
-            try:
-                download = self.server.download(state.server, client)
+            try:  # the deadline is also the message's, or a straggler would work through stale rounds
+                question = self._question(client, memory.held, self.deadline)
             except (RankMismatch, HyperparameterError) as error:
                 self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
                 continue
-            self._sent[name] = download
-            record = self.codec.question(download, memory.held, self.memory.run)
-            if name in self._told:
-                record.config_records["config"][TOLD] = self._told[name]
-            yield Question(
-                name,
-                Message(
-                    record,
-                    self._online[name],
-                    MessageType.TRAIN,
-                    ttl=self.deadline,  # or a straggler would work through stale rounds
-                    group_id=self.group,
-                ),
-                reply_limit(client, state.server, self.policy),
-            )
+            self._sent[name] = client
+            yield question
+            del question
+
+    def _question(self, client: Client, held: Held | None, ttl: float) -> Question:
+        name, download = client.id, self._download(client)
+        record = self.codec.question(download, held, self.memory.run)
+        if name in self._told:
+            record.config_records["config"][TOLD] = self._told[name]
+        return Question(
+            name,
+            Message(record, self._online[name], MessageType.TRAIN, ttl=ttl, group_id=self.group),
+            reply_limit(client, self.memory.state.server, self.policy),
+            partial(self._question, client, None) if held is not None else None,
+        )
+
+    def _download(self, client: Client) -> Download:
+        return self.server.download(self.memory.state.server, client)
 
     def take(self, answer: Answer) -> Fated:
-        """What becomes of one who was asked: at once, and for good unless the aggregation has another word.
+        """The fate of an asked client, at once; final, unless the aggregation changes it.
 
-        Whatever a reply holds, it raises nothing.
+        It never raises, whatever a reply holds.
         """
         name, came = answer.client, {"seconds": round(answer.seconds, 3), "bytes": answer.bytes or None}
         if answer.message is None:
@@ -133,13 +137,14 @@ class Attempt:
             if fate == "refused":
                 return self._refuse(name, answer.why, **came)
             return self._settle(name, fate, answer.why, **came)
+        sent = self._download(self._sent[name])
         try:
-            found = self._read(name, answer.message)
+            found = self._read(name, answer.message, sent)
         except RecordError as error:
             return self._refuse(name, shown(error, 500), **came)
         upload = found.upload
         count = upload.num_examples
-        if math.isfinite(count):  # else it is for the intake to refuse, and no cap may mend it
+        if math.isfinite(count):  # otherwise the intake must refuse it, and no cap may repair it
             count = min(count, self.policy.max_examples)
         try:
             self._intake.add(replace(upload, num_examples=count))
@@ -155,13 +160,13 @@ class Attempt:
             "" if upload.num_examples else "it abstained, with 0 examples",
             loss=found.loss,
             examples=float(upload.num_examples),
-            norm=update_norm(upload, self._sent[name]),
+            norm=update_norm(upload, sent),
             **came,
         )
 
     @property
     def fates(self) -> dict[str, Fated]:
-        """Everyone of the policy, in its order, as far as it is known."""
+        """The known fates of the policy's clients, in its order."""
         known = {
             name: Fated(self.number, self.attempt, name, fate, why)
             for name, (fate, why) in self.drawn.not_asked.items()
@@ -170,34 +175,36 @@ class Attempt:
 
     @property
     def asked(self) -> frozenset[str]:
-        """Who had a message made."""
+        """The clients for which a message was made."""
         return frozenset(self._sent)
 
     @property
     def refusals(self) -> Mapping[str, int]:
-        """client -> how many uploads in a row were refused, this attempt's included; in the policy's order."""
+        """client -> its number of refused uploads in a row, including this attempt's; in the policy's order."""
         order = {name: k for k, name in enumerate(self.policy.clients)}
         return ReadOnly(
             dict(sorted(self._refusals.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
         )
 
     def close(self) -> Closed:
-        """Aggregate what was taken.
+        """Aggregate the accepted uploads.
 
         Raises:
             QuorumNotMet: too few usable uploads, or some that do not fit together. The state is unchanged.
         """
         state = self.memory.state
-        taken = {name: self._taken[name] for name in self.policy.clients if name in self._taken}  # not as they came
+        taken = {
+            name: self._taken[name] for name in self.policy.clients if name in self._taken
+        }  # in the policy's order
         claimed = {name: reply.examples for name, reply in taken.items()}
         for name, why in self._in_quarantine().items():
             self._intake.refuse(UploadRefused(name, why))
         try:
             after = self._intake.close()
-        except RankMismatch as error:  # some upload's rank, which only the method can see
+        except RankMismatch as error:  # from an upload's rank, which only the method can check
             raise QuorumNotMet(f"round {self.number} cannot be aggregated: {error}") from error
         tally = after.tally or Tally({})
-        for name, reason in tally.refused.items():  # refused at the close, beside the others
+        for name, reason in tally.refused.items():  # refused only when all uploads were in
             self._overturn(name, reason)
         trained = [name for name in taken if self._fates[name].fate == "trained"]
         memories = dict(state.clients)
@@ -207,8 +214,8 @@ class Attempt:
                 memories[name] = taken[name].memory
                 self._refusals.pop(name, None)
             elif name in memories:
-                memories[name] = replace(before, held=None)  # what it holds now is not known
-        if self.private and not self._sent:  # the sum was there: who trained for it before the kill is not known
+                memories[name] = replace(before, held=None)  # its current content is unknown
+        if self.private and not self._sent:  # the sum existed: nobody knows who trained for it before the kill
             memories = {name: replace(memory, held=None) for name, memory in memories.items()}
         known = {**self.memory.examples, **{name: claimed[name] for name in trained}}
         memory = FlowerState(
@@ -227,19 +234,19 @@ class Attempt:
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _in_quarantine(self) -> dict[str, str]:
-        """client -> why it counts as refused though nobody asked it, unless others were drawn in its place."""
+        """client -> why it counts as refused without being asked, unless others were drawn in its place."""
         others = {name: fate for name, (fate, _) in self.drawn.not_asked.items()}
         if "not drawn" in others.values():
             return {}
         return {name: "it is in quarantine" for name, fate in others.items() if fate == "quarantined"}
 
-    def _read(self, name: str, message: Message) -> Reply:
+    def _read(self, name: str, message: Message, sent: Download) -> Reply:
         """What a client sent, as an upload; its values are the intake's to check. Raises `RecordError`."""
         try:
-            reply = self.codec.reply(message.content, self._sent[name], self.memory.state.server, self.memory.run)
+            reply = self.codec.reply(message.content, sent, self.memory.state.server, self.memory.run)
         except RecordError:
             raise
-        except Exception as error:  # whatever else a forged record brings about is its sender's
+        except Exception as error:  # a forged record can raise anything else, and its sender is to blame
             log.exception("the reply of %s cannot be read", name)
             raise RecordError(f"its reply cannot be read: {type(error).__name__}") from error
         if reply.loss is None or 0 <= reply.loss <= _MOST_LOSS:
@@ -279,7 +286,7 @@ class Attempt:
         }
 
     def _refuse(self, name: str, why: str, **came: Any) -> Fated:
-        """No upload came of its answer; a robust rule counts it with the liars."""
+        """Record an answer that could not become an upload; a robust rule counts it as a liar's."""
         self._intake.refuse(UploadRefused(name, why))
         self._count_refusal(name)
         return self._settle(name, "refused", why, **came)
@@ -299,7 +306,7 @@ class Attempt:
 
 
 def reply_limit(client: Client, state: ServerState, policy: Policy) -> Limit:
-    """What this client's reply may take: twice what its own upload can have and 1 MB, or the policy's word."""
+    """The limit of this client's reply: twice its largest upload and 1 MB, or the policy's limit."""
     total = tensors = 0
     for name, rank in ranks_of(client, state).items():
         B, A = state.start.modules[name].factors

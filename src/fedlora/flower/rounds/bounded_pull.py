@@ -1,10 +1,10 @@
-"""Replies from a real SuperLink, measured before they are in memory. The only file that knows flwr's inside.
+"""Replies from a real SuperLink, measured before they are in memory. The only file that uses flwr's internals.
 
-Flower cuts a message into objects: a tree of their ids comes first, then each is pulled by its id. `HttpGrid` pulls all
-of a reply, whatever its size, waits up to two hours for objects that were announced and never sent, and ends the run
-where one of them cannot be read. Equal pieces are stored once and multiply when they are put together, so that a few
-megabytes become as many gigabytes as their sender likes. Here a reply is counted while it is pulled and before it is
-put together; what is too large, or cannot be read, costs its sender the round.
+Flower cuts a message into objects: first comes a tree of their ids, then each is pulled by its id. `HttpGrid` pulls all
+of a reply, whatever its size, waits up to two hours for objects that were announced but never sent, and ends the run if
+one of them cannot be read. Equal pieces are stored once and multiplied on assembly, so a few megabytes become as many
+gigabytes as their sender likes. Here a reply is counted while it is pulled and before it is assembled; if it is too
+large, or cannot be read, only its sender loses the round.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fedlora.flower.rounds.arrivals import Arrival, Limit, too_large
 
 log = logging.getLogger(__name__)
 TESTED = ("1.41.", "1.42.")
-_TREE = 32 * 2**20  # bytes of the list of one message's objects
+_TREE = 32 * 2**20  # bytes in the list of one message's objects
 _NO_LIMIT = Limit(2**62, 2**62, 2**62)
 
 
 class TooLarge(Exception):
-    """An answer of the SuperLink is larger than what may still come. Carries `size`."""
+    """An answer of the SuperLink exceeds the limit. Carries `size`."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"{size:,} bytes")
@@ -41,8 +41,8 @@ class TooLarge(Exception):
 
 @dataclass(eq=False)
 class _Coming:
-    """A reply whose objects are being pulled. missing: their ids, in the order in which they are. told: the reply as
-    the SuperLink knows it, without content."""
+    """A reply whose objects are being pulled. missing: their ids, in order. told: the SuperLink's metadata of it,
+    without content."""
 
     told: Any
     missing: list[str]
@@ -56,7 +56,7 @@ def is_http(grid: Grid) -> bool:
     """Whether this grid talks to a SuperLink.
 
     Raises:
-        ConfigError: another flwr than this was written for, whose inside is not what it was.
+        ConfigError: flwr is another version than this was written for, with other internals.
     """
     from flwr.superlink.grid import http_grid
 
@@ -67,7 +67,7 @@ def is_http(grid: Grid) -> bool:
 
 
 def require_tested() -> None:
-    """Raises `ConfigError` where flwr is another one than this file was written for."""
+    """Raises `ConfigError` if flwr is another version than this file was written for."""
     found = version("flwr")
     if not found.startswith(TESTED):
         raise ConfigError(
@@ -77,7 +77,7 @@ def require_tested() -> None:
 
 
 class HttpInbox:
-    """The replies that a SuperLink holds, for a ServerApp. A reply comes once all its objects are there."""
+    """The replies that a SuperLink holds for a ServerApp. A reply comes once all its objects are there."""
 
     pause = 1.0
 
@@ -87,10 +87,10 @@ class HttpInbox:
         self._trouble: dict[str, str] = {}
 
     def look(self, wanted: Mapping[str, Limit | None]) -> Iterator[Arrival]:
-        """One reply at a time: the one before it is its taker's when the next is pulled.
+        """One reply at a time; the caller must be done with one before the next is pulled.
 
-        A SuperLink that answers with an error is asked again at the next look: it may be at its limits because of one
-        node, and nobody else shall lose the round for it.
+        If the SuperLink answers with an error, it is asked again at the next check: one node may have brought it to its
+        limits, and no other node shall lose the round for that.
         """
         for message_id, limit in wanted.items():
             try:
@@ -108,7 +108,7 @@ class HttpInbox:
                 del found
 
     def half(self, message_id: str) -> str:
-        """How much of a reply came."""
+        """How much of a reply has come."""
         coming, trouble = self._coming.pop(message_id, None), self._trouble.pop(message_id, "")
         if coming is None or trouble:
             return trouble
@@ -137,7 +137,7 @@ class HttpInbox:
         self._confirm(coming)
         from flwr.common.serde_utils import metadata_from_proto
 
-        message.__dict__["_metadata"] = metadata_from_proto(coming.told.metadata)  # the SuperLink's, not its sender's
+        message.__dict__["_metadata"] = metadata_from_proto(coming.told.metadata)  # from the SuperLink, not the sender
         return Arrival(message_id, message, coming.size)
 
     def _announced(self, message_id: str, limit: Limit) -> _Coming | None:
@@ -158,7 +158,7 @@ class HttpInbox:
         return None
 
     def _pull(self, coming: _Coming, limit: Limit) -> bool:
-        """Pull what is there. Whether that is all."""
+        """Pull what is there. Returns whether that is all."""
         from flwr.proto.message_pb2 import PullObjectRequest
 
         client, run_id = self._grid._runtime_client, self._grid.run.run_id
@@ -188,7 +188,7 @@ class HttpInbox:
         return True
 
     def _confirm(self, coming: _Coming) -> None:
-        """Let the SuperLink forget the reply, taken or refused."""
+        """Let the SuperLink delete the reply, accepted or refused."""
         from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
 
         coming.contents = {}
@@ -200,19 +200,19 @@ class HttpInbox:
                     message_object_id=coming.told.metadata.message_id,
                 )
             )
-        except Exception as error:  # it forgets it at the run's end
+        except Exception as error:  # it deletes it at the run's end
             log.warning("the SuperLink keeps a reply longer than it need: %s", shown(error))
 
 
 class _Unreadable(Exception):
-    """A reply's objects are not what flwr makes."""
+    """A reply's objects are not in flwr's format."""
 
 
 def put_together(message_id: str, contents: dict[str, bytes], limit: Limit) -> Message:
-    """The message of its objects, once it is known how large it will be.
+    """Assemble a message from its objects, after checking its size.
 
     Raises:
-        TooLarge: its arrays. _Unreadable: no message of flwr's.
+        TooLarge: its arrays. _Unreadable: it is not a message of flwr.
     """
     from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
 
@@ -221,7 +221,7 @@ def put_together(message_id: str, contents: dict[str, bytes], limit: Limit) -> M
         raise TooLarge(total)
     try:
         message = inflate_object_from_contents(message_id, contents)
-    except Exception as error:  # whatever a forged object brings about is its sender's
+    except Exception as error:  # a forged object can raise anything, and its sender is to blame
         raise _Unreadable(f"its reply cannot be put together: {shown(f'{type(error).__name__}: {error}')}") from error
     if not isinstance(message, Message):
         raise _Unreadable(f"its reply is no message, but a {type(message).__name__}")
@@ -230,7 +230,7 @@ def put_together(message_id: str, contents: dict[str, bytes], limit: Limit) -> M
 
 
 def unpacked_bytes(contents: Mapping[str, bytes]) -> int:
-    """Bytes of all arrays of a reply when they are put together: their list of pieces may name one many times."""
+    """Bytes of all arrays of an assembled reply: its list of pieces may name one piece many times."""
     total = 0
     for content in contents.values():
         kind, children, begin = _head(content)
@@ -245,7 +245,7 @@ def unpacked_bytes(contents: Mapping[str, bytes]) -> int:
 
 
 def _head(content: bytes) -> tuple[str, list[str], int]:
-    """(kind, ids of its children, where its body begins) of an object."""
+    """(kind, ids of its children, offset of its body) of an object."""
     end = content.find(b"\0")
     try:
         kind, children, _ = content[: max(end, 0)].decode().split(" ")
@@ -255,7 +255,7 @@ def _head(content: bytes) -> tuple[str, list[str], int]:
 
 
 def _ids(tree: Any) -> Iterator[str]:
-    """The ids of a tree's objects, without a call within a call: its depth is a stranger's."""
+    """The ids of a tree's objects, without recursion, because a stranger chooses its depth."""
     waiting = [tree]
     while waiting:
         node = waiting.pop()
@@ -269,9 +269,9 @@ def _of(error: httpx.HTTPError) -> str:
 
 @contextmanager
 def heartbeats_outlive_errors(grid: Grid) -> Iterator[None]:
-    """A heartbeat that is answered 500 is sent again, as one that is answered 503 is.
+    """Repeat a heartbeat that is answered with 500, like one that is answered with 503.
 
-    flwr's own sender ends at the first 500, in silence, and a minute later its SuperLink takes the ServerApp for dead.
+    flwr's own sender ends silently at the first 500, and a minute later its SuperLink considers the ServerApp dead.
     """
     if not is_http(grid):
         yield
@@ -292,7 +292,7 @@ def heartbeats_outlive_errors(grid: Grid) -> Iterator[None]:
 
 @contextmanager
 def answers_at_most(client: Any, most: int) -> Iterator[None]:
-    """An answer of more than `most` bytes is refused by its head, before its body is read: `TooLarge`."""
+    """Refuse an answer of more than `most` bytes by its head, before its body is read: `TooLarge`."""
     http = client._client
     before = http.event_hooks
 

@@ -1,8 +1,9 @@
-"""A round's messages go out, and each answer is handed on as it comes, under the name of who was asked.
+"""Sends a round's messages, and passes on each answer as it comes, under its client's name.
 
 Flower's own `send_and_receive` polls every three seconds, gives all replies at the end, and leaves it to its caller to
 find out whose they are and who is missing. Here everyone who was asked has one `Answer`, at the deadline at the latest.
 Who answers is told by the message that is answered: errors that the SuperLink makes itself come from no node.
+A site that lacks what its message left out says so, and is sent everything at once.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
 
 import httpx
@@ -18,6 +19,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedlora.core.echo import quoted, shown
+from fedlora.errors import KeptStateError
 from fedlora.flower.messages.envelope import with_versions
 from fedlora.flower.rounds.arrivals import Arrival, Inbox, Limit, PlainInbox
 from fedlora.flower.rounds.bounded_pull import HttpInbox, is_http
@@ -26,13 +28,13 @@ from fedlora.flower.rounds.events import Fate
 log = logging.getLogger(__name__)
 _UNAVAILABLE = {3: "its message is gone", 4: "its reply is gone", 5: "its node is not there any more"}  # flwr's codes
 _OFFLINE = 5
-LONG = 60.0  # seconds without an answer, after which it is told who is waited for
-_PATIENCE = 120.0  # seconds in which the SuperLink may fail, before what needs it does
+LONG = 60.0  # seconds without an answer until the log says who is awaited
+_PATIENCE = 120.0  # seconds for which the SuperLink may fail before its users do
 T = TypeVar("T")
 
 
 class Clock(Protocol):
-    """What tells the time and lets it pass: the module `time`, or a test's."""
+    """A clock with a sleep: the module `time`, or a test's."""
 
     def monotonic(self) -> float: ...
 
@@ -41,17 +43,19 @@ class Clock(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A message to a client. limit: of its reply; None: there is none."""
+    """A message to a client. limit: of its reply; None: there is none. whole: the same question with `ttl` seconds to
+    live, which leaves out nothing; None: this one does not either."""
 
     client: str
     message: Message
     limit: Limit | None = None
+    whole: Callable[[float], Question] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What became of a question. message: the reply, to be judged, and `fate` is None; else there is none, and `fate`
-    and `why` say so. seconds: since it was asked. bytes: of what came."""
+    """The result of a question. message: the reply, to be judged, and `fate` is None; otherwise `fate` and `why`
+    explain its absence. seconds: since the question. bytes: of the reply."""
 
     client: str
     seconds: float
@@ -62,7 +66,7 @@ class Answer:
 
 
 Awaiting = Callable[[list[str], float, float], object]
-Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, of the nodes that are online
+Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, for nodes that are online
 
 
 def collect(
@@ -77,12 +81,13 @@ def collect(
     """One answer for each question, in the order in which they come.
 
     Args:
-        questions: made one by one, and each is let go of once it is sent. deadline: seconds from each one's sending.
+        questions: made one by one, and each is let go of once it is sent. deadline: seconds from each one's sending,
+            those that are asked again, whole, included.
         awaiting: told once who has not answered for `LONG` seconds, for how long, and how many are left. Flower hands a
             message out once: one that a broken line swallowed is never answered, and nothing else says so.
     """
     inbox = inbox or inbox_of(grid)
-    asked: dict[str, _Asked] = {}  # by the id of the message
+    asked: dict[str, _Asked] = {}  # by message id
     patience = clock.monotonic() + min(_PATIENCE, deadline)
     for question in questions:
         sent = _send(grid, question, patience, clock)
@@ -101,7 +106,17 @@ def collect(
             else:
                 one = asked.pop(arrival.reply_to)
                 answered[one.id] = one.client
-                yield _answer(one, arrival, clock.monotonic() - one.began, deadline)
+                seconds = clock.monotonic() - one.began
+                found: Answer | _Asked = _answer(one, arrival, seconds, deadline)
+                if one.whole is not None and _lacks_something(arrival):
+                    log.warning("%s lacks what it was thought to hold, and is sent everything", one.client)
+                    found = _send(grid, one.whole(deadline - seconds), patience, clock)
+                del arrival  # a reply may be large, and the next one comes before this name has another value
+                if isinstance(found, Answer):
+                    yield found
+                else:
+                    asked[found.id] = replace(found, began=one.began)
+                del found
         now = clock.monotonic()
         for one in [one for one in asked.values() if now - one.began >= deadline]:
             del asked[one.id]
@@ -119,18 +134,19 @@ def collect(
 
 @dataclass(frozen=True)
 class _Asked:
-    """A question that was sent: all that is kept of it. began: when it was sent."""
+    """A question that was sent: all that is kept of it. began: when it was sent, the first time."""
 
     id: str
     client: str
     node: int
     group: str
     limit: Limit | None
+    whole: Callable[[float], Question] | None
     began: float
 
 
 def _send(grid: Grid, question: Question, patience: float, clock: Clock) -> _Asked | Answer:
-    """patience: a time of the clock, until which the SuperLink may fail."""
+    """patience: the clock's time until which the SuperLink may fail."""
     began, client, about = clock.monotonic(), question.client, question.message.metadata
     try:
         ids = list(patiently(lambda: grid.push_messages([question.message]), until=patience, clock=clock))
@@ -140,14 +156,14 @@ def _send(grid: Grid, question: Question, patience: float, clock: Clock) -> _Ask
     if not ids or not ids[0]:
         why = f"the SuperLink takes no message for node {about.dst_node_id}"
         return Answer(client, 0.0, fate="offline", why=why)
-    return _Asked(ids[0], client, about.dst_node_id, about.group_id, question.limit, began)
+    return _Asked(ids[0], client, about.dst_node_id, about.group_id, question.limit, question.whole, began)
 
 
 def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) -> Answer:
     client, message = asked.client, arrival.message
     if message is None:
         return Answer(client, seconds, fate="refused", why=arrival.why, bytes=arrival.bytes)
-    if message.has_error():  # before all else: the SuperLink's own errors have neither group nor node
+    if message.has_error():  # first of all, because the SuperLink's own errors have neither group nor node
         code, reason = message.error.code, shown(with_versions(message.error.reason or "it gave no reason"), 800)
         if code == _OFFLINE:
             return Answer(client, seconds, fate="offline", why=f"{_UNAVAILABLE[code]}, since {seconds:.0f} s or less")
@@ -165,8 +181,15 @@ def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) ->
     return Answer(client, seconds, message, bytes=arrival.bytes)
 
 
+def _lacks_something(arrival: Arrival) -> bool:
+    """Whether a site says that what it stores is not what the server thought."""
+    if arrival.message is None or not arrival.message.has_error():
+        return False
+    return (arrival.message.error.reason or "").startswith(f"{KeptStateError.__name__}:")
+
+
 def _stray(arrival: Arrival, asked: Iterable[_Asked], strays: dict[str, str]) -> None:
-    """A reply to a message that nobody waits for: told, and no more."""
+    """Log a reply to a message that nobody awaits; it has no other effect."""
     node = arrival.message.metadata.src_node_id if arrival.message is not None else 0
     who = next((one.client for one in asked if one.node == node), f"node {node}")
     log.warning("%s: a reply to a message that is not waited for, late or replayed; it does not count", who)
@@ -174,24 +197,24 @@ def _stray(arrival: Arrival, asked: Iterable[_Asked], strays: dict[str, str]) ->
 
 
 def inbox_of(grid: Grid) -> Inbox:
-    """The inbox for this kind of grid: bounded as it pulls for a real SuperLink."""
+    """The inbox for this kind of grid: for a real SuperLink one with limits while pulling."""
     return HttpInbox(grid) if is_http(grid) else PlainInbox(grid)
 
 
 def registered_names(grid: Grid) -> dict[str, int]:
-    """The names under which the SuperLink knows its nodes (`flwr supernode register --name`), by authentication, and
-    never by what they claim."""
+    """The names under which the SuperLink knows its nodes (`flwr supernode register --name`), by authentication, never
+    by their claims."""
     return {node.name: node.node_id for node in grid.get_nodes() if node.name}
 
 
 def who_is_online(identify: Identify, grid: Grid, deadline: float, clock: Clock) -> dict[str, int]:
-    """By `identify`, asked again for as long as a round may take where the SuperLink fails."""
+    """The online clients by `identify`, asked again for as long as a round may take if the SuperLink fails."""
     return dict(patiently(lambda: identify(grid), until=clock.monotonic() + deadline, clock=clock))
 
 
 def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:
-    """What the SuperLink answers, asked again while it answers with errors. until: a time of the clock; then its error
-    is raised."""
+    """The SuperLink's answer, asked again while it answers with errors. until: the clock's time at which its error is
+    raised."""
     told = False
     while True:
         try:
@@ -206,7 +229,7 @@ def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:
 
 
 def _brief(error: BaseException) -> str:
-    """An error in a line. Of one that HTTP has, its first line: behind it httpx explains what a status code is."""
+    """An error in one line. For an HTTP error its first line, because httpx then explains status codes."""
     words = str(error).partition("\nFor more information check")[0]
     return shown(f"{type(error).__name__}: {words}", 200)
 

@@ -1,8 +1,8 @@
-"""What happens in a federation, as it happens: FED/server/events.jsonl, one JSON object a line.
+"""A federation's events as they happen: FED/server/events.jsonl, one JSON object per line.
 
-The ServerApp writes, others follow: `fedlora flower serve`, `status`, and its metrics. A line that a crash tore is
-skipped by every reader, and the next writer begins below it. Numbers that are not finite are written as null, and text
-is on one line, printable and bounded, whoever it came from.
+The ServerApp writes, others read: `fedlora flower serve`, `status`, and the metrics. Every reader skips a line that a
+crash tore, and the next writer starts below it. Numbers that are not finite are written as null, and text is on one
+line, printable and bounded, whoever sent it.
 
     {"at": "2026-01-31T12:00:00.000+00:00", "event": "began", "round": 3, "attempt": 1, "asked": ["acme", "berlin"],
      "not_asked": {"cork": {"fate": "offline", "why": "it is not online"}}, "deadline": 600.0}
@@ -37,8 +37,8 @@ from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 
 Fate = Literal["trained", "refused", "failed", "late", "offline", "quarantined", "not drawn"]
-REFUSED = "it would fail again: "  # begins what a run says of the folder's own files, for `serve` (exit code 2)
-_MOST = 1000  # letters of a text
+REFUSED = "it would fail again: "  # begins a run's words about the folder's own files, for `serve` (exit code 2)
+_MOST = 1000  # letters in a text
 
 
 def _frozen(value: Any) -> Any:
@@ -75,8 +75,8 @@ class Began:
 
 @dataclass(frozen=True)
 class Fated:
-    """What became of one who was asked. seconds: since it was asked. norm: of its update, as `norms` has it. bytes: of
-    its reply. A later one of the same round and client stands in place of an earlier one."""
+    """An asked client's fate. seconds: since the question. norm: of its update, as in `norms`. bytes: of its reply. A
+    later event for the same round and client replaces an earlier one."""
 
     NAME: ClassVar[str] = "fate"
 
@@ -95,8 +95,8 @@ class Fated:
 
 @dataclass(frozen=True)
 class Awaited:
-    """Somebody lets the others wait. doing: "training" or "measuring". clients: who has not answered for `seconds`.
-    left: seconds until the deadline, at which the round goes on without them."""
+    """The others wait for some clients. doing: "training" or "measuring". clients: those without an answer for
+    `seconds`. left: seconds until the deadline, at which the round continues without them."""
 
     NAME: ClassVar[str] = "awaited"
 
@@ -133,8 +133,8 @@ class Again:
 
 @dataclass(frozen=True)
 class PolicyChanged:
-    """policy.toml was read anew before this round. added: name -> rank. changed: name -> (old rank, new rank). why: of
-    a file that was not taken; the policy before it stays."""
+    """policy.toml was read again before this round. added: name -> rank. changed: name -> (old rank, new rank). why:
+    the error in a file that was rejected; the previous policy stays."""
 
     NAME: ClassVar[str] = "policy"
 
@@ -148,7 +148,7 @@ class PolicyChanged:
 
 @dataclass(frozen=True)
 class Ended:
-    """No more rounds in this process. round: how many are done. why: "complete", "stopped early", "quorum", ..."""
+    """No more rounds in this process. round: the number of finished ones. why: "complete", "stopped early", ..."""
 
     NAME: ClassVar[str] = "ended"
 
@@ -162,7 +162,7 @@ _KINDS: Mapping[str, type[Event]] = {kind.NAME: kind for kind in get_args(Event)
 
 
 class EventWriter:
-    """Appends to the file of events. None: to nowhere.
+    """Appends to the events file; with None, writes nothing.
 
     Example:
         >>> events = EventWriter(folder / "events.jsonl")
@@ -175,7 +175,7 @@ class EventWriter:
         self._path = path
 
     def write(self, event: Event) -> None:
-        """One more line, handed to the system as a whole. Raises `OSError`: the disk refuses; nothing was added."""
+        """Write one line at once. Raises `OSError` if the disk refuses; then nothing was added."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,16 +196,16 @@ class EventWriter:
 
 
 class EventReader:
-    """The events of a file, in any number of reads: each gives what has come since the one before.
+    """The events of a file, in any number of reads: each gives the events since the one before.
 
-    A file that is not there yet is empty. One that is shorter than it was is another one, and read from its begin.
+    A missing file is empty. A file that became shorter is a new one, and read from its beginning.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._position = path, 0
 
     def new(self) -> list[Event]:
-        """What has come since the last read. A last line that is not finished waits for the next."""
+        """The events since the last read. An unfinished last line waits for the next read."""
         try:
             with opened(self._path) as file:
                 if os.fstat(file.fileno()).st_size < self._position:
@@ -219,12 +219,12 @@ class EventReader:
 
 
 def read_events(path: Path) -> list[Event]:
-    """All events of a file; none where there is none."""
+    """All events of a file; none if there is no file."""
     return EventReader(path).new()
 
 
 def as_line(event: Event) -> str:
-    """The event as its line, with the time of now unless it has one."""
+    """The event as its line, with the current time unless it has one."""
     at = event.at or datetime.now(UTC).isoformat(timespec="milliseconds")
     if isinstance(event, Done):
         said = {**event.line, "round": event.round}
@@ -234,7 +234,7 @@ def as_line(event: Event) -> str:
 
 
 def as_event(line: bytes) -> Event | None:
-    """The event of a line; None for a torn one, or one of a kind that is not known here."""
+    """The event of a line; None for a torn line, or an unknown kind."""
     try:
         said = parse_json(line, nan_as_none=True)
         kind, at = _KINDS[said.pop("event")], said.pop("at")

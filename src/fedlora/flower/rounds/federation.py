@@ -1,6 +1,6 @@
-"""What the rounds of a federation's folder begin with, read and checked in one place, before a site is asked.
+"""The start of a federation's rounds, read from its folder and checked in one place, before a site is asked.
 
-No base model is needed at the server for any of it; where [at_server] names one, the server measures too.
+The server needs no base model for any of it; if [at_server] names one, the server also measures.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedlora.flower.rounds.private_federation import planned
 from fedlora.flower.rounds.results import check_readouts
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
-from fedlora.flower.rounds.settings_history import History, held_out_digest
+from fedlora.flower.rounds.settings_history import History
 from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
@@ -40,10 +40,10 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Begun:
-    """What the rounds begin with, checked: nothing of it is refused.
+    """The checked start of the rounds: nothing in it is refused later.
 
-    server: without releases, where it is private; then `plan` is there too. seed_adapter, spec: of the common start.
-    state: before the first round. rounds: how many are stored.
+    server: without releases, if it is private; then `plan` is set too. seed_adapter, spec: of the common start.
+    state: before the first round. rounds: the number of stored ones.
     """
 
     home: FederationFolder
@@ -62,17 +62,17 @@ class Begun:
 
 
 def begun(folder: Path, *, measure: bool = True) -> Begun:
-    """All that a ServerApp refuses before it asks a site, in one place: `fedlora doctor` calls it too. Nothing is
-    written. measure: load what the server measures with, where it has a model.
+    """Make all checks of a ServerApp before it asks a site; `fedlora doctor` calls it too. It writes nothing. measure:
+    load the server's model for measuring, if it has one.
 
     Raises:
         ConfigError, AdapterFormatError, Disagreement: files that are missing or do not fit; settings that may not
-            change between rounds, and did; rounds that would be taken back.
+            change between rounds, but did; rounds that would be taken back.
     """
     home = FederationFolder(folder.resolve())
     settings = FederationSettings.load(home.settings)
     check(settings)
-    if threads := settings.run.torch_threads():  # as at the sites: results are bit for bit at one number of threads
+    if threads := settings.run.torch_threads():  # as at the sites: bit-for-bit results need one number of threads
         torch.set_num_threads(threads)
     policy = Policy.read(home.policy)
     server = settings.server.build(settings.method.build(), settings.run.seed, settings.defence.build())
@@ -105,14 +105,14 @@ def begun(folder: Path, *, measure: bool = True) -> Begun:
         )
     history = History.read(home.server / "settings.json")
     examples = at_server.examples if choosing is not None and choosing.by == "server" else None
-    held_out = held_out_digest(settings, examples) if measure else history.held_out
-    history = history.with_(settings, rounds, held_out)
+    held_out = f"server:{examples[:16]}" if examples is not None else "sites"
+    history = history.with_(settings, rounds, held_out if measure else history.held_out)
     return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, agreement, at_server, choosing,
                  rounds, history)  # fmt: skip
 
 
 def _check_base(settings: FederationSettings, agreement: Agreement, home: FederationFolder) -> None:
-    """Raises `Disagreement` where the server would measure with another base model than the sites train."""
+    """Raises `Disagreement` if the server would measure with another base model than the sites train."""
     mine = model_facts(str(settings.at_server.model), settings, home.base_cache)
     for line in check_facts(server_facts(settings, agreement), mine, "the server's own model", whole=False):
         log.info("%s", line)

@@ -1,4 +1,4 @@
-"""What is done once, when the rounds of a federation are over: the last measurements, adapters, trackers, summary."""
+"""The work after a federation's last round: the last measurements, adapters, trackers, summary."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class _Ended:
-    """All that the summary is made of. best: the best round's line. tested: "adapter", the last state, and "best" ->
-    what each scores on the server's test file; of a method without a model at the server, nothing."""
+    """The summary's input. best: the best round's line. tested: "adapter" (the last state) and "best" -> its scores on
+    the server's test file; empty for a method without a model at the server."""
 
     begun: Begun
     strategy: FedLoRA
@@ -49,7 +49,7 @@ class _Ended:
 def finish(
     grid: Grid, begun: Begun, strategy: FedLoRA, recorder: Recorder, private: PrivateRun | None
 ) -> dict[str, Any]:
-    """Adapters, what they score, and the summary. The summary comes last: where it is, all is there."""
+    """Write adapters, their scores, and the summary. The summary comes last: if it exists, everything does."""
     settings, home, server, state = begun.settings, begun.home, strategy.server, strategy.memory.state
     lines = recorder.lines(state.round)
     best = recorder.best(lines)
@@ -67,7 +67,7 @@ def finish(
     tested = _tested(begun, strategy, chosen)
     for name, measured in tested.items():
         scores, by = measured.scores, "server"
-        if not scores and chosen[name].round == state.round:  # which is what the sites have measured
+        if not scores and chosen[name].round == state.round:  # the sites measured this state
             scores, by = {k: v for k, v in at_sites.mean().items() if k != "examples"}, "the sites"
         results.write_model(home.server / name, chosen[name], scores, by if scores else "server")
     if settings.run.readouts:
@@ -81,7 +81,7 @@ def finish(
 
 
 def _tested(begun: Begun, strategy: FedLoRA, chosen: Mapping[str, RunState]) -> dict[str, Measured]:
-    """What the server's model scores in each state on the server's test file, where there is one."""
+    """The scores of the server's model in each state on the server's test file, if there is one."""
     server, test = strategy.server, begun.at_server.test
     tested: dict[str, Measured] = {}
     for name, one in chosen.items():
@@ -95,7 +95,7 @@ def _tested(begun: Begun, strategy: FedLoRA, chosen: Mapping[str, RunState]) -> 
 
 
 def _summary(e: _Ended, stopped: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Of any federation: of a private one `public_summary` lets out what may leave."""
+    """Any federation's summary; `public_summary` removes what a private one may not release."""
     settings, strategy, choosing, state = e.begun.settings, e.strategy, e.begun.choosing, e.strategy.memory.state
     key = "metrics" if choosing is None or choosing.by == "server" else "site_mean"
     scored = [line for line in e.lines if line.get(key)]
@@ -140,7 +140,7 @@ def _confusion(e: _Ended) -> dict[str, Any] | None:
 
 
 def _examples(home: FederationFolder) -> dict[str, float]:
-    """Client -> how many examples it last said it trained on."""
+    """Client -> the number of examples that it last reported for training."""
     told = (event for event in read_events(home.events) if isinstance(event, Fated) and event.fate == "trained")
     return {event.client: event.examples for event in told if event.examples is not None}
 

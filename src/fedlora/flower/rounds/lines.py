@@ -1,6 +1,6 @@
-"""A federation's events in words: what `serve` and `up` print, and what a ServerApp logs.
+"""A federation's events in words, for `serve`, `up` and a ServerApp's log.
 
-A line a round, 80 columns wide, and a line for each site that did not train.
+One line per round, 80 columns wide, and one line for each site that did not train.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from fedlora.flower.rounds.progress import fates_of, spent_of
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.server.judged import told
 
-WIDTH = 71  # columns: with the time before a line, 80
-_QUIET = ("trained", "offline", "not drawn", "quarantined")  # told with the round, and not by a line each
+WIDTH = 71  # columns: 80 with the time at the beginning
+_QUIET = ("trained", "offline", "not drawn", "quarantined")  # reported with the round, without their own lines
 
 
 def lines_of(event: Event, rounds: int | None = None) -> list[str]:
-    """What to print of an event; nothing for most. rounds: how many are asked for."""
+    """The lines to print for an event; none for most. rounds: the requested number."""
     if isinstance(event, Done):
         return [*_overstated(event.line, event.round), round_line(event.line, event.round, rounds), *_beside(event)]
     if isinstance(event, Fated) and event.fate not in _QUIET:
@@ -44,9 +44,9 @@ def lines_of(event: Event, rounds: int | None = None) -> list[str]:
 
 
 def round_line(line: Mapping[str, Any], number: int, rounds: int | None) -> str:
-    """A finished round on one line: everyone who was asked, and each one's fate.
+    """A finished round on one line: everyone who was asked, with each fate.
 
-    With more sites than fit, those who trained are counted, and those who did not are named; with more of these than
+    If there are more sites than fit, those that trained are counted and the others are named; if even these do not
     fit, they are counted too.
     """
     loss, seconds = line.get("loss"), line.get("seconds")
@@ -76,7 +76,7 @@ def round_line(line: Mapping[str, Any], number: int, rounds: int | None) -> str:
 
 
 def _score(line: Mapping[str, Any]) -> str:
-    """A round's first score: the server's, or else the mean of the sites'. `loss` before it is that of training."""
+    """A round's first score: the server's, or otherwise the sites' mean. `loss` before it is the training loss."""
     for key, where in (("metrics", ""), ("site_mean", " at sites")):
         scores = {k: v for k, v in (line.get(key) or {}).items() if k not in ("loss", "examples") and _is_number(v)}
         if scores:
@@ -86,8 +86,8 @@ def _score(line: Mapping[str, Any]) -> str:
 
 
 def nodes_line(online: Sequence[str], expected: Sequence[str], needs: str, heard: float | None = None) -> str:
-    """Who is there and who is missing. needs: what a round needs, in words. heard: seconds since the heartbeat of who
-    was heard of longest ago: a node that died since is still counted."""
+    """Who is online and who is missing. needs: a round's requirement, in words. heard: seconds since the oldest
+    heartbeat: a node that died since then still counts as online."""
     missing = [name for name in expected if name not in online]
     there = f"online: {', '.join(online) if online else 'nobody'}"
     if online and heard is not None:
@@ -98,7 +98,7 @@ def nodes_line(online: Sequence[str], expected: Sequence[str], needs: str, heard
 
 
 def size_of(count: float) -> str:
-    """Bytes for people.
+    """Bytes in a readable unit.
 
     Example:
         >>> size_of(0), size_of(81_920), size_of(3.2e9)
@@ -111,7 +111,7 @@ def size_of(count: float) -> str:
 
 
 def time_of(seconds: float) -> str:
-    """A span of time for people.
+    """A time span in a readable unit.
 
     Example:
         >>> time_of(4), time_of(200), time_of(8000), time_of(400_000)
@@ -124,7 +124,7 @@ def time_of(seconds: float) -> str:
 
 
 def _overstated(line: Mapping[str, Any], number: int) -> list[str]:
-    """Who says that it measured on more examples than it trains on."""
+    """The sites that claim to have measured on more examples than they train on."""
     counts, said = line.get("site_counts") or {}, line.get("site_metrics") or {}
     return [
         f"round {number}: {shown(name)} says it measured {_number(claim, 0)} examples; {_number(counts[name], 0)} count"
@@ -134,8 +134,8 @@ def _overstated(line: Mapping[str, Any], number: int) -> list[str]:
 
 
 def _beside(event: Done) -> list[str]:
-    """What else is worth a line of a round: what a robust rule did, whose share was cut, whose update is far larger
-    than the others', and who could not be measured though it trained."""
+    """Further notes on a round: a robust rule's effect, capped shares, updates far larger than the others', and sites
+    that could not be measured though they trained."""
     found = [
         f"round {event.round}: {name}: counts for {100 * share['counted']:.0f}% of the mean; by its examples it would "
         f"be {100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
@@ -167,7 +167,7 @@ def _changes(event: PolicyChanged) -> list[str]:
 
 
 def _number(value: float, digits: int) -> str:
-    """A few columns, whatever the number is.
+    """The number in a few columns, whatever its size.
 
     Example:
         >>> _number(0.66412, 3), _number(431.5, 3), _number(-1e300, 3)

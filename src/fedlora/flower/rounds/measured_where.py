@@ -1,7 +1,7 @@
-"""Who measures a federation's rounds, and on what: the settings' word, checked before the first round.
+"""Who measures a federation's rounds, and on what data, by its settings; checked before the first round.
 
-At the server, on its own file, where [at_server] names one and evaluate.target is not "clients"; at each site, on the
-share that it holds out, unless evaluate.target is "server". Both may be on; rounds are then compared by the server's.
+The server measures on its own file, if [at_server] names one and evaluate.target is not "clients"; each site measures
+on its held-out share, unless evaluate.target is "server". With both, rounds are compared by the server's scores.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def check(settings: FederationSettings) -> None:
-    """Raises `ConfigError` for what is asked of evaluation and cannot be, naming what contradicts it."""
+    """Raises `ConfigError` for evaluation settings that cannot work; the message names the contradiction."""
     evaluate, here = settings.evaluate, settings.at_server
     files_here, at_sites = bool(here.validation or here.test), settings.data.validation or settings.data.test
     if evaluate.target == "server" and not files_here:
@@ -46,7 +46,7 @@ def check(settings: FederationSettings) -> None:
 
 
 def choosing_of(settings: FederationSettings, at_server: AtServer, global_model: bool) -> Choosing | None:
-    """By whose scores rounds are compared. Raises `ConfigError` where patience has none to look at."""
+    """Whose scores compare rounds. Raises `ConfigError` if patience has no scores."""
     evaluate, metric = settings.evaluate, score_name(settings.evaluate.metric)
     if at_server.validation is not None and not global_model and evaluate.target == "server":
         raise ConfigError(

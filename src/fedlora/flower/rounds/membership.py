@@ -1,6 +1,6 @@
-"""Who may take part: the policy as it is now, whom a round asks, and what becomes of everyone else.
+"""Who may take part: the current policy, the clients that a round asks, and everyone else's fate.
 
-The policy's file is read anew at each round's begin: who is added, removed or of another rank takes effect there.
+The policy's file is read again before each round: added and removed clients and new ranks take effect then.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Drawn:
-    """asked: in the policy's order. not_asked: everyone else of the policy -> (fate, why)."""
+    """asked: in the policy's order. not_asked: all other clients of the policy -> (fate, why)."""
 
     asked: tuple[str, ...]
     not_asked: Mapping[str, tuple[Fate, str]]
@@ -40,9 +40,10 @@ def draw(
     seed: int,
     round: int,
 ) -> Drawn:
-    """The clients of a round: a share of those who are not in quarantine, of which those that are online are asked.
+    """The clients of a round: a share of those that are not in quarantine; the ones among them that are online are
+    asked.
 
-    Where some are in quarantine as many are drawn as before, of those that are left. Pure.
+    Quarantine does not change the number drawn, only the clients to draw from. Pure.
     """
     free = [name for name in policy.clients if not is_quarantined(policy, refusals, name)]
     share = participation
@@ -61,7 +62,7 @@ def draw(
 
 
 def is_quarantined(policy: Policy, refusals: Mapping[str, int], name: str) -> bool:
-    """Whether a client had so many uploads refused that it is not asked any more."""
+    """Whether a client had so many uploads refused that it is no longer asked."""
     return bool(policy.quarantine) and refusals.get(name, 0) >= policy.quarantine
 
 
@@ -73,8 +74,8 @@ class PolicyWatch:
     check: Callable[[Policy], None]
 
     def read(self, now: Policy, round: int) -> tuple[Policy, PolicyChanged | None]:
-        """(the policy from now on, what changed about its clients). A file that cannot be used changes nothing, and
-        `why` says what is wrong with it."""
+        """(the new policy, the changes to its clients). A file that cannot be used changes nothing, and `why` describes
+        its error."""
         try:
             found = Policy.read(self.path)
             self.check(found)
@@ -109,10 +110,10 @@ def check_playable(policy: Policy, server: Server, state: ServerState, codec: Co
 
 
 def capped(server: Server, policy: Policy) -> Server:
-    """The server, with the policy's largest share. A private one has none: its clients are bounded by clipping.
+    """The server with the policy's largest share. A private one has none, because clipping bounds its clients.
 
     Raises:
-        ConfigError: it cannot keep that.
+        ConfigError: the server cannot enforce it.
     """
     if server.privacy is not None or (server.memory is not None and server.weighs_by == "uniform"):
         return server

@@ -13,8 +13,8 @@ from fedlora.server.state import RunState
 
 @dataclass(frozen=True, eq=False)
 class FlowerState:
-    """A run's state; how often each client's uploads were refused since one was taken; and how many examples each said
-    that it trains on, with the last upload that was taken."""
+    """A run's state; the number of each client's refused uploads since the last accepted one; and the number of
+    training examples that each reported with its last accepted upload."""
 
     TAG: ClassVar[str] = "flower/1"
 
@@ -24,7 +24,7 @@ class FlowerState:
     examples: Mapping[str, float] = field(default_factory=dict)
 
     def after(self, change: PolicyChanged) -> FlowerState:
-        """Who was removed, or has another rank, begins as if it had never been here."""
+        """The state after a policy change: a client that was removed, or has another rank, starts afresh."""
         gone = {*change.removed, *change.changed}
         clients = {
             name: replace(memory, ranks=None) if name in gone else memory for name, memory in self.state.clients.items()

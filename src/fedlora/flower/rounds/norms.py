@@ -1,6 +1,6 @@
-"""How far each client's update moves from what it was sent, and who moves much further than the others.
+"""How far each client's update moves from its readout, and which clients move much further than the others.
 
-A number to look at, which the log tells; what weighs changes is a robust rule (`fedlora.server.robust_rules`).
+The log reports it for people; a robust rule (`fedlora.server.robust_rules`) is what weighs changes.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FAR = 10.0  # times the median
 def update_norm(upload: Upload, download: Download) -> float:
     """sqrt of the sum over modules of ||B A - B_0 A_0||_F^2: how far the client moved from its readout (B_0, A_0).
 
-    Heads do not count. A frozen factor is the download's. Where a factor stays at the client it is the norm of the
-    other one's own change, which depends on coordinates, but is alike for all clients of the round.
+    Heads do not count. A frozen factor is the download's. If a factor stays at the client, it is the norm of only the
+    other one's change, which depends on coordinates, but equally for all clients of the round.
     """
     begun = download.adapter.modules
     return math.hypot(*(_moved(lora, begun.get(name)) for name, lora in upload.adapter.modules.items()))
@@ -39,9 +39,9 @@ def _moved(lora: LoRA, begun: LoRA | None) -> float:
 
 
 def far_ones(norms: Mapping[str, float], times: float = FAR) -> dict[str, float]:
-    """client -> how many medians its norm is, of those who are over `times`; infinite over a median of zero.
+    """client -> its norm in medians, for clients above `times`; infinite if the median is zero.
 
-    The lower one of two medians: of two clients, the smaller norm.
+    Of an even number of norms it takes the lower median: with two clients, the smaller norm.
 
     Example:
         >>> far_ones({"a": 1.0, "b": 1.2, "c": 90.0})

@@ -1,4 +1,4 @@
-"""All rounds of a federation that are still to do: what a ServerApp's main is."""
+"""Play all of a federation's remaining rounds: the main function of a ServerApp."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ log = logging.getLogger(__name__)
 
 
 def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clock: Clock = time) -> dict[str, Any]:
-    """All rounds that are still to do, then adapters and a summary. What a ServerApp's main is.
+    """Play all remaining rounds, then write adapters and a summary. The main function of a ServerApp.
 
-    One that is finished plays nothing and gives its summary again; raising run.rounds in federation.toml extends it:
-    what was raised while it played is played by the next call, and then there is no summary yet.
+    A finished federation plays nothing and returns its summary again; raising run.rounds in federation.toml extends it.
+    If it is raised during play, the next call plays the additional rounds, and there is no summary before.
     """
     home = FederationFolder(folder.resolve())
     with played_by_one(home.server):
@@ -53,14 +53,16 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
             log.info("%s", told(summary))
             return summary
         b.history.write(home.server / "settings.json")
+        for line in b.history.told():
+            log.info("settings: %s", line)
         home.summary.unlink(missing_ok=True)
         recorder.track(strategy.round)
         if stopped is None:
             try:
                 strategy.start(grid, num_rounds=settings.run.rounds)
-            except (BudgetSpent, LedgerError) as error:  # it would come again
+            except (BudgetSpent, LedgerError) as error:  # it would fail again
                 raise ConfigError(str(error)) from error
-        asked = FederationSettings.load(home.settings).run.rounds  # it may have been raised since
+        asked = FederationSettings.load(home.settings).run.rounds  # it may have been raised meanwhile
         if asked > settings.run.rounds and recorder.stopped(recorder.lines(strategy.round)) is None:
             log.info("%d rounds are asked for by now: it goes on, with the settings of now", asked)
             return {"rounds": strategy.round, "of": asked, "finished": False}
@@ -68,7 +70,7 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
 
 
 def told(summary: Mapping[str, Any]) -> str:
-    """That a federation is over, and what to do to go on, in a sentence or two."""
+    """A sentence or two: the federation is over, and how to continue."""
     if not summary.get("finished", True):
         return f"{summary['rounds']} of {summary['of']} rounds are played, and the rest follow."
     early = summary.get("stopped_early")
@@ -96,10 +98,10 @@ def told(summary: Mapping[str, Any]) -> str:
 
 @contextmanager
 def played_by_one(server: Path) -> Iterator[None]:
-    """One ServerApp at a time plays the rounds in FED/server: two would write one checkpoint folder by turns.
+    """Let only one ServerApp play the rounds in FED/server, because two would write to one checkpoint folder.
 
     Raises:
-        ConfigError: another process has it, and which. OSError: it cannot be made.
+        ConfigError: another process does; the message has its id. OSError: the lock cannot be made.
     """
     server.mkdir(parents=True, exist_ok=True)
     with locked(server / ".lock", lambda who: (
@@ -112,7 +114,7 @@ def played_by_one(server: Path) -> Iterator[None]:
 def _strategy(
     b: Begun, private: PrivateRun | None, recorder: Recorder, identify: Identify, clock: Clock
 ) -> FedLoRA:  # fmt: skip
-    """At its last checkpoint. Each round that is stored is the recorder's, which may say that it was the last one."""
+    """The strategy at its last checkpoint. The recorder sees each stored round, and may end the federation."""
     settings = b.settings
 
     def after_round(line: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,7 +154,7 @@ def _strategy(
 
 
 def _summary(b: Begun, done: int) -> dict[str, Any] | None:
-    """The summary that is there, if it is of these settings and so many rounds."""
+    """The existing summary, if it fits these settings and this number of rounds."""
     try:
         found = parse_json(read_given(b.home.summary, RECORDS), nan_as_none=True)
         rounds, settings = found["rounds"], found["settings"]

@@ -1,7 +1,7 @@
-"""A private federation on its folder and its ledger: what is planned, what releases, and what was spent.
+"""A private federation's folder and ledger: its plan, its releases, and its spending.
 
 FED/server/private/    for the server alone (mode 700), as RUN/private of `fedlora run`
-    run.json    its id in the ledger         journal/    the noised sums         log    what became of single sites
+    run.json    its id in the ledger         journal/    the noised sums         log    single sites' fates
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from fedlora.server.server import Server
 
 
 def planned(settings: FederationSettings, server: Server, start: Adapter) -> tuple[Server, PrivacyPlan]:
-    """The server as [privacy] says, and what its rounds cost: from public constants alone. It releases nothing yet.
+    """The server with [privacy], and the cost of its rounds, from public constants alone. It releases nothing yet.
 
     Args:
-        server: of these settings, without privacy. start: the common one, of the largest rank.
+        server: from these settings, without privacy. start: the common one, of the largest rank.
 
     Raises:
         ConfigError: no [privacy], or a method, server or start that cannot be private: which, and why.
@@ -47,10 +47,10 @@ def planned(settings: FederationSettings, server: Server, start: Adapter) -> tup
 
 
 def check_affordable(settings: FederationSettings, private: Server, plan: PrivacyPlan) -> None:
-    """Before anything is released.
+    """Check the cost before anything is released.
 
     Raises:
-        ConfigError: the noise would leave nothing, or all rounds would pass the population's budget; nothing is
+        ConfigError: the noise would leave nothing, or all rounds would exceed the population's budget; nothing is
             charged.
     """
     try:
@@ -62,10 +62,10 @@ def check_affordable(settings: FederationSettings, private: Server, plan: Privac
 def opened_private(
     home: FederationFolder, settings: FederationSettings, private: Server, plan: PrivacyPlan, done: int
 ) -> PrivateRun:
-    """The federation as it goes on after `done` rounds. The first time its id is written.
+    """The federation after `done` rounds, ready to continue. The first call writes its id.
 
     Raises:
-        ConfigError: as `check_affordable`; a ledger that lacks rounds that were released. CheckpointError.
+        ConfigError: as `check_affordable`; a ledger without rounds that were released. CheckpointError.
     """
     folder = private_folder(home)
     path = folder / "run.json"
@@ -76,7 +76,7 @@ def opened_private(
                 f"Restore {folder} from a backup."
             )
         check_affordable(settings, private, plan)
-        for secret in (folder, home.checkpoints):  # these say who took part
+        for secret in (folder, home.checkpoints):  # they show who took part
             secret.mkdir(parents=True, exist_ok=True)
             secret.chmod(0o700)
         files.write(path, json.dumps({"run": secrets.token_hex(8)}))

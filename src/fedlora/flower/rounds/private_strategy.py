@@ -1,9 +1,9 @@
-"""PrivateFedLoRA: rounds of one clipped and noised sum on a network. docs/how-to/privacy.md says what it promises.
+"""PrivateFedLoRA: rounds of one clipped and noised sum on a network. docs/how-to/privacy.md states its guarantee.
 
-All members are asked in every round, once. Who is refused, offline, late, fails or abstains counts as zero, and the
-round takes place: there is no quorum, no second attempt, no second draw. The noised sum is written down and charged
-before anything of the round is told or stored; after a kill the same sum is used again, and nobody is asked for it.
-What is told of a round is what the list of releases lets out; what became of single sites stands in private/log.
+Each round asks all members once. A member that is refused, offline, late, fails or abstains counts as zero, and the
+round takes place: there is no quorum, no second attempt, no second draw. The noised sum is stored and charged before
+anything about the round is told or stored; after a kill the same sum is used again, and nobody is asked for it.
+A round's reports hold only what the list of releases allows; single sites' fates are in private/log.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from fedlora.server.private_options import Privacy
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
-_OURS = (ConfigError, CheckpointError, LedgerError, BudgetSpent)  # whose words are of the server's own files
+_OURS = (ConfigError, CheckpointError, LedgerError, BudgetSpent)  # their texts are about the server's own files
+_REMIND = 300.0  # seconds until the same line is repeated
 
 
 class PrivateFedLoRA(FedLoRA):
@@ -39,10 +40,10 @@ class PrivateFedLoRA(FedLoRA):
 
     Args:
         policy: who is asked; with quarantine = 0, retries = 0 and no share cap. private: its server, which releases,
-            and its plan. terms: [privacy] of the federation. more: as `FedLoRA`; sites are never asked to measure.
+            and its plan. terms: the federation's [privacy]. more: as `FedLoRA`; sites are never asked to measure.
 
     Raises:
-        ConfigError: a policy that breaks what is promised.
+        ConfigError: a policy that breaks the guarantee.
     """
 
     PRIVATE = True
@@ -57,11 +58,11 @@ class PrivateFedLoRA(FedLoRA):
         super().__init__(private.server, policy, state, **more)
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
-        """As `FedLoRA.start`. A round for which the population's budget has no room ends the rounds.
+        """As `FedLoRA.start`. A round that the population's budget cannot pay ends the rounds.
 
         Raises:
-            BudgetSpent: there is no room for the first one. ConfigError, CheckpointError, LedgerError: of the server's
-                files. FedLoRAError: anything else; the reason is told to private/log alone.
+            BudgetSpent: it cannot pay the first one. ConfigError, CheckpointError, LedgerError: about the server's
+                files. FedLoRAError: anything else; only private/log has the reason.
         """
         listen()
         with logs_kept_secret(self._note):
@@ -86,12 +87,12 @@ class PrivateFedLoRA(FedLoRA):
             intake = self.server.open(self.memory.state.server)
             asked = bool(intake.asked)
             if asked:
-                self._require_room(number)  # before anybody trains for it
-                self._wait_for_members(grid, deadline)
+                self._require_room(number)  # before any client trains for it
+                self._wait_for_members(grid, number, deadline)
             trial = self._attempt(grid, intake, 1, deadline)
             if asked:
                 self._tell_lost(number, trial)
-            closed = trial.close()  # written down and charged in there
+            closed = trial.close()  # stores and charges the sum
         except BudgetSpent as spent:
             if not self.round:
                 raise
@@ -106,7 +107,7 @@ class PrivateFedLoRA(FedLoRA):
         return replace(closed, trained=0, loss=math.nan, overturned=())
 
     def _draw(self, intake: Intake) -> Drawn:
-        """All members; nobody, where the round's noised sum is there already."""
+        """All members; nobody, if the round's noised sum already exists."""
         fates = dict[str, tuple[Fate, str]]()
         for name in self.policy.clients:
             if name not in (intake.asked or ()):
@@ -116,7 +117,7 @@ class PrivateFedLoRA(FedLoRA):
         return Drawn(tuple(name for name in self.policy.clients if name not in fates), fates)
 
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> None:
-        """What comes after a round that is stored: nobody else measures than the server, on public examples."""
+        """The work after a stored round: only the server measures, on public examples."""
         more = self._after_round(line) if self._after_round is not None else None
         line = public_line({"metrics": {}, **line, **(more or {})}, line["privacy"])
         self.lines.put(line)
@@ -136,16 +137,25 @@ class PrivateFedLoRA(FedLoRA):
         super()._check(policy)
 
     def _require_room(self, number: int) -> None:
-        """Raises `BudgetSpent` where this round would pass the population's budget."""
+        """Raises `BudgetSpent` if this round would exceed the population's budget."""
         releases, plan = self.private.releases, self.private.plan
         event = releases.event(number, self._privacy.mechanism(plan.size), plan.size, 1.0)
         releases.ledger.check(event, releases.budget, 1)
 
-    def _wait_for_members(self, grid: Grid, seconds: float) -> None:
-        """Until all members are online, or so long: then the round goes on with those who are."""
-        until = self._clock.monotonic() + seconds
-        while set(self.policy.clients) - set(self._online(grid)) and self._clock.monotonic() < until:
+    def _wait_for_members(self, grid: Grid, number: int, seconds: float) -> None:
+        """Wait until all members are online. Round 1 waits as long as needed for all members in the policy; a later
+        one continues after `seconds` with those that are online."""
+        began = told = self._clock.monotonic()
+        while missing := set(self.policy.clients) - set(self._online(grid)):
+            now = self._clock.monotonic()
+            if self.round and now - began >= seconds:
+                return
+            if not self.round and now >= told:
+                told = now + _REMIND
+                self._note(f"round 1 waits for {', '.join(sorted(missing))}")
+                log.warning("round 1 waits until all %d members are online", len(self.policy.clients), extra=RELEASED)
             self._clock.sleep(1.0)
+            self._read_policy(number)
 
     def _out_of_budget(self, number: int, spent: BudgetSpent) -> None:
         why = (
@@ -171,7 +181,7 @@ class PrivateFedLoRA(FedLoRA):
             self._note(event.why)
 
     def _tell_lost(self, number: int, trial: Attempt) -> None:
-        """Of those who sent nothing that could be looked at. Whom the round itself refuses it notes itself."""
+        """Note the members whose answers never reached the intake; the round notes its own refusals."""
         for name, fated in trial.fates.items():
             if fated.fate not in ("trained", "refused"):  # the intake noted these
                 self._privacy.note(number, name, f"{fated.fate}: {fated.why}")

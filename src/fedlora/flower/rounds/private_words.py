@@ -1,5 +1,5 @@
-"""What a private federation's server tells, and whom: what `fedlora.privacy.released` lets out goes into files that may
-be handed out and onto screens, and all else into FED/server/private/log, for the operator alone.
+"""The output of a private federation's server: what `fedlora.privacy.released` allows goes into files that may be
+published and onto screens, everything else into FED/server/private/log, for the operator alone.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Began, Ended, Event, PolicyChanged
 from fedlora.privacy.released import fate_of, filtered, items
 
-RELEASED = {"released": True}  # of a log record that may be seen: `extra=RELEASED`
+RELEASED = {"released": True}  # marks a log record that may be shown: `extra=RELEASED`
 _WORDS = ("complete", "stopped early", "budget", "interrupted")
 
 
 def public_line(line: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of rounds.jsonl. Where its readers expect a table it stays, empty, whatever there was."""
+    """A line of rounds.jsonl. Tables that readers expect stay, but empty, whatever they held."""
     return filtered("rounds.jsonl", {**line, "privacy": privacy}, public=True, blank=True)
 
 
 def public_event(event: Event, members: Sequence[str]) -> Event | None:
-    """As events.jsonl may have it; None for one that tells of single sites. All members are asked, so `asked` names all
-    of them, online or not. The line of a `Done` is public before it comes here."""
+    """The event for events.jsonl; None for one about single sites. All members are asked, so `asked` names all of them,
+    online or not. The line of a `Done` is already public."""
     if fate_of("events.jsonl", event.NAME) == "released":
         return event
     if isinstance(event, Began):
@@ -44,8 +44,8 @@ def public_event(event: Event, members: Sequence[str]) -> Event | None:
 
 
 def public_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:
-    """A federation's summary.json. withheld: the names that no private one tells, by file: what is null or empty under
-    one of them was withheld, whatever there was."""
+    """A federation's summary.json. withheld: the names that no private federation reports, by file: a null or empty
+    value under one of them was withheld, whatever it was."""
     withheld = {
         place: [item.name for item in items(place) if item.fate == "dropped"]
         for place in ("rounds.jsonl", "federation summary.json")
@@ -55,7 +55,7 @@ def public_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> di
 
 
 def public_numbers(numbers: Mapping[str, float], line: Mapping[str, Any]) -> dict[str, float]:
-    """What trackers are told of a round."""
+    """A round's numbers for trackers."""
     privacy = line.get("privacy") or {}
     spent = {f"privacy/{name}": float(privacy[name]) for name in ("epsilon", "epsilon_planned") if name in privacy}
     return filtered("tracker", {**numbers, **spent}, public=True)
@@ -72,7 +72,7 @@ def has_released(home: FederationFolder) -> bool:
 
 
 def append_secret(folder: Path, line: str) -> None:
-    """A line of FOLDER/log. Where it cannot be written the federation goes on: that it ended would tell."""
+    """Append a line to FOLDER/log. If that fails, the federation continues, because stopping would reveal something."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)
@@ -85,7 +85,7 @@ def append_secret(folder: Path, line: str) -> None:
 
 @contextmanager
 def logs_kept_secret(note: Callable[[str], None]) -> Iterator[None]:
-    """What fedlora logs meanwhile goes to `note`, but for records that are marked `RELEASED`."""
+    """Send fedlora's log to `note` meanwhile, except for records marked `RELEASED`."""
     package = logging.getLogger("fedlora")
     handlers, propagate = package.handlers[:], package.propagate
     package.handlers, package.propagate = [_Parted(note, handlers, propagate)], False
@@ -96,7 +96,7 @@ def logs_kept_secret(note: Callable[[str], None]) -> Iterator[None]:
 
 
 class _Parted(logging.Handler):
-    """Hands released records to those who had them before, and others to `note`."""
+    """Passes released records to the previous handlers, and others to `note`."""
 
     def __init__(self, note: Callable[[str], None], before: Sequence[logging.Handler], propagate: bool) -> None:
         super().__init__()

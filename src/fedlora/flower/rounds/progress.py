@@ -1,4 +1,4 @@
-"""How far a federation is: what its events add up to. Pure; `serve`, `status` and the metrics all read it."""
+"""A federation's progress, from its events. Pure; `serve`, `status` and the metrics all read it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _KEPT = 100  # finished rounds whose lines are kept
 class Progress:
     """The rounds until now.
 
-    round: how many are done. lines: round -> its line of rounds.jsonl, of the last hundred. playing: the attempt that
-    is going on, with `fates` of those who have answered. ended: why no more rounds are played, "" while they are.
-    rounds_of: client -> how many rounds it trained in. fate_counts: (client, fate) -> how often. uploaded: client ->
-    bytes. began, heard: when the first and the last event was written.
+    round: the number of finished ones. lines: round -> its line of rounds.jsonl, for the last hundred. playing: the
+    current attempt, with `fates` of those who have answered. ended: why no more rounds are played, otherwise "".
+    rounds_of: client -> the number of rounds in which it trained. fate_counts: (client, fate) -> how often. uploaded:
+    client -> bytes. began, heard: when the first and the last event were written.
     """
 
     round: int = 0
@@ -35,7 +35,7 @@ class Progress:
 
 
 def after(progress: Progress, event: Event) -> Progress:
-    """The progress with one more event. A round that is played again after a crash counts once."""
+    """The progress after one more event. A round that is played again after a crash counts once."""
     progress = replace(progress, began=progress.began or event.at, heard=event.at)
     if isinstance(event, Began):
         return replace(progress, playing=event, fates={}, ended="", round=min(progress.round, event.round - 1))
@@ -60,7 +60,7 @@ def after(progress: Progress, event: Event) -> Progress:
 
 
 def progress_of(events: Iterable[Event], since: Progress | None = None) -> Progress:
-    """What a federation's events add up to.
+    """The progress after all of a federation's events.
 
     Example:
         >>> progress_of([Done(1, {"losses": {"acme": 0.5}}), Done(2, {"losses": {"acme": 0.4}}), Ended(2, "complete")])
@@ -73,14 +73,14 @@ def progress_of(events: Iterable[Event], since: Progress | None = None) -> Progr
 
 
 def fates_of(line: Mapping[str, Any]) -> dict[str, str]:
-    """client -> fate, of a line of rounds.jsonl."""
+    """client -> fate, from a line of rounds.jsonl."""
     said = line.get("fates") or {}
     found = {str(client): str(one.get("fate", "")) for client, one in said.items() if isinstance(one, Mapping)}
     return found or {str(client): "trained" for client in line.get("losses") or {}}
 
 
 def spent_of(line: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Epsilon of a private round and those before it, and of all that are planned; None of a round that is not."""
+    """Epsilon of a private round and those before it, and of all planned ones; None for other rounds."""
     privacy = line.get("privacy")
     if not isinstance(privacy, Mapping):
         return None
@@ -90,7 +90,7 @@ def spent_of(line: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def numbers_of_round(line: Mapping[str, Any]) -> dict[str, float]:
-    """What of a round a tracker takes (run.track): the numbers of its line by name; what is no number is left out.
+    """A round's numbers for a tracker (run.track): the finite numbers of its line by name.
 
     metrics/NAME of the server, sites/NAME the sites' weighted mean, site/SITE/NAME, loss the round's,
     loss/CLIENT, norm/CLIENT, weight/CLIENT, clients and seconds; with a robust rule weight_after/CLIENT.

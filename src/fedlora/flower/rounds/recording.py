@@ -1,6 +1,5 @@
-"""What is looked at after each round whose state is stored: the server's own scores, the best state, trackers, and
-whether it is enough. It is read from the lines of rounds.jsonl alone, so that a federation that was killed goes on as
-if it had not been.
+"""The work after each stored round: the server's own scores, the best state, trackers, and whether to stop. It reads
+only the lines of rounds.jsonl, so that a federation that was killed continues as if it had not been.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ Line = Mapping[str, Any]
 
 
 class Recorder:
-    """One federation's. server: as it plays, private or not. `see` each round; `close` when all are over."""
+    """One federation's recorder. server: private or not. Call `see` for each round; `close` when all are over."""
 
     def __init__(self, begun: Begun, server: Server) -> None:
         self._begun, self._server = begun, server
         self._trackers: list[Tracker] = []
 
     def lines(self, done: int) -> list[Line]:
-        """The finished rounds up to `done`, as rounds.jsonl has them."""
+        """The finished rounds up to `done`, from rounds.jsonl."""
         return [line for line in RoundLines(self._begun.home.rounds, upto=done).all() if "metrics" in line]
 
     def best(self, lines: Sequence[Line]) -> Line | None:
@@ -45,14 +44,14 @@ class Recorder:
         return None if choosing is None else choosing.best(self._comparable(lines))
 
     def stopped(self, lines: Sequence[Line]) -> dict[str, Any] | None:
-        """Whether it ends early after these rounds, and why."""
+        """Whether the federation ends early after these rounds, and why."""
         choosing, settings = self._begun.choosing, self._begun.settings
         if choosing is None:
             return None
         return choosing.stop(self._comparable(lines), settings.run.rounds, settings.evaluate.stopping())
 
     def best_state(self, line: Line | None) -> RunState | None:
-        """The state of that round, the best one, as it was stored then; None, and said, where it is lost."""
+        """The stored state of that round, the best one; None, with a log line, if it is lost."""
         if line is None:
             return None
         round, why = line["round"], "it is not there any more"
@@ -67,7 +66,7 @@ class Recorder:
         return None
 
     def track(self, done: int) -> None:
-        """Begin with trackers that know all rounds before: after a restart they are told them again."""
+        """Start trackers with all rounds before: after a restart they get them again."""
         lines, settings = self.lines(done), self._begun.settings
         facts = {"federation": settings.id, **json.loads(settings.travelling())}
         for name in settings.run.track:
@@ -77,7 +76,7 @@ class Recorder:
             self._tell_trackers(line)
 
     def see(self, line: Line, state: RunState) -> tuple[dict[str, Any], bool]:
-        """(what is added to a round's line, whether it was the last one). state: after it, stored."""
+        """(additions to a round's line, whether it was the last one). state: after the round, stored."""
         scores = self._measured(state)
         facts = {"metrics": plain(dict(scores))}
         whole = {**plain(dict(line)), **facts}
@@ -88,11 +87,11 @@ class Recorder:
         self._tell_trackers(whole)
         stopped = self.stopped([*before, whole])
         if stopped is not None:
-            log.info("round %d: %s", line["round"], stopped["why"], extra=RELEASED)  # by public examples, if private
+            log.info("round %d: %s", line["round"], stopped["why"], extra=RELEASED)  # from public examples, if private
         return facts, stopped is not None
 
     def close(self, tests: Mapping[str, tuple[int, Mapping[str, float]]]) -> None:
-        """tests: of each state that is left, "adapter" or "best", its round and what it scores on the test set."""
+        """tests: for each remaining state, "adapter" or "best", its round and its scores on the test set."""
         for tracker in self._trackers:
             for name, (round, scores) in tests.items():
                 tracker.log(round, numbers_of_test(scores, best=name == "best"))
@@ -105,14 +104,14 @@ class Recorder:
         return self._begun.home.checkpoints / "best"
 
     def _measured(self, state: RunState) -> Mapping[str, float]:
-        """At the server, where it measures rounds and this one is due."""
+        """The server's scores, if it measures rounds and this one is due."""
         settings, evaluator = self._begun.settings, self._begun.at_server.validation
         if evaluator is None or settings.evaluate.target == "clients" or not due(settings, state.round):
             return {}
         return evaluator.evaluate(self._server, state) if self._server.has_global_model(state.server) else {}
 
     def _tell_trackers(self, line: Line) -> None:
-        """Of a private round what may leave."""
+        """Report a round to trackers; of a private one only what may be released."""
         found = numbers_of_round(line) if self._trackers else {}
         told = found if self._server.privacy is None else public_numbers(found, line)
         for tracker in self._trackers:

@@ -1,7 +1,7 @@
-"""What a federation leaves at its server: adapter folders like those of `fedlora run`, and a summary. No path in them.
+"""A federation's results at its server: adapter folders like those of `fedlora run`, and a summary. They hold no path.
 
 server/adapter/      the last round's model          server/best/      the best round's
-server/clients/NAME/ each client's readout, on request (run.readouts)
+server/clients/NAME/ each client's readout, if run.readouts is set
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Line = Mapping[str, Any]
 class Results:
     """Writes adapters of a federation's states.
 
-    spec: of the common start. base_digest: of the base model's weights, as agreed on, "" where it is not known.
-    examples: client -> how many it said it trained on; of those that left, too. judged: what a robust rule did in all
-    rounds (`server.judged.of_run`). spent: of a private federation what the card says of it.
+    spec: of the common start. base_digest: of the base model's weights, as agreed, "" if unknown. examples: client ->
+    its reported training examples, including clients that left. judged: a robust rule's effect in all rounds
+    (`server.judged.of_run`). spent: a private federation's spending, for the card.
     """
 
     settings: FederationSettings
@@ -57,11 +57,11 @@ class Results:
     spent: Mapping[str, Any] | None = None
 
     def write_model(self, place: Path, state: RunState, scores: Mapping[str, float], by: str = "server") -> None:
-        """The server's model, as one adapter with everything that belongs to it. by: who measured the scores."""
+        """The server's model, as one complete adapter. by: who measured the scores."""
         self._export(place, global_adapter(self.server, state), state.round, scores, by=by)
 
     def write_readouts(self, place: Path, state: RunState, scores: Mapping[str, Mapping[str, float]]) -> None:
-        """Each client's readout in a folder of its name. scores: of those that were measured at their sites."""
+        """Each client's readout in a folder with its name. scores: of clients that measured at their sites."""
         for name in self.policy.clients:
             memory = state.clients.get(name, ClientMemory())
             download = self.server.download(state.server, as_pruned(self.policy.client(name), memory))
@@ -97,7 +97,7 @@ class Results:
         return config.model_copy(update={"defence": self.settings.defence})
 
     def _base(self) -> BaseName:
-        """What the base model is called: its public name, or else the name of its directory, and a digest."""
+        """The base model's name: its public name, or otherwise its directory's name, and a digest."""
         model = self.settings.at_server.model
         if model is not None and (found := base_name(model, self.at_server.digests)).name is not None:
             return found
@@ -116,7 +116,7 @@ class Results:
         )
 
     def _named(self, base: BaseName) -> AdapterSpec:
-        """The start's spec, with no path of a machine in it."""
+        """The start's spec, without any path of a machine."""
         name = base.name
         if name is None:
             given = self.settings.at_server.model or self.spec.base_model
@@ -124,9 +124,9 @@ class Results:
         return replace(self.spec, config=ReadOnly({**self.spec.config, "base_model_name_or_path": name}))
 
     def _facts(self, target: str) -> dict[str, Any]:
-        """As a run's manifest, for the card."""
+        """The card's facts, in the form of a run's manifest."""
         settings, clients = self.settings, self.policy.clients
-        left = {name: "left" for name in self.examples if name not in clients}  # what they taught stays
+        left = {name: "left" for name in self.examples if name not in clients}  # their training remains in the model
         shown = left | {
             n: r if isinstance(r, int) else "/".join(map(str, dict.fromkeys(r.values()))) for n, r in clients.items()
         }
@@ -147,7 +147,7 @@ class Results:
 
 
 def check_readouts(settings: FederationSettings, server: Server, state: RunState) -> None:
-    """Raises `ConfigError` where readouts are asked for that no server can complete."""
+    """Raises `ConfigError` if run.readouts is set, but the server cannot complete readouts."""
     roles = server.roles(state.server)
     if settings.run.readouts and "local" in (roles.B, roles.A, roles.heads):
         raise ConfigError(
@@ -157,7 +157,7 @@ def check_readouts(settings: FederationSettings, server: Server, state: RunState
 
 
 def taken_part(policy: Policy, lines: Sequence[Line]) -> dict[str, dict[str, Any]]:
-    """Site -> its rank, in how many rounds it counted, and how many had which other fate; of those that left, too."""
+    """Site -> its rank, the number of rounds in which it counted, and of each other fate; including sites that left."""
     names = dict.fromkeys([*policy.clients, *(n for line in lines for n in {**line["weights"], **line["fates"]})])
     fates = {name: Counter(line["fates"][name]["fate"] for line in lines if name in line["fates"]) for name in names}
     return {

@@ -1,8 +1,8 @@
 """FED/server/rounds.jsonl: one JSON object for each finished round, in order, each round once.
 
-The file is written anew as a whole each time, so that it is valid JSON at every moment, however a process ends. A
-round's line is there before its checkpoint is: what a crash leaves too much is cut off when the run goes on, and none
-is ever missing.
+Each write replaces the whole file, so that it is valid JSON at every moment, however a process ends. A round's line is
+written before its checkpoint: a surplus line after a crash is cut off when the run continues, and no line is ever
+missing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from fedlora.given_files import RECORDS, parse_json, read_given
 
 
 class RoundLines:
-    """The lines of a federation's rounds. path: None keeps them in memory only."""
+    """The lines of a federation's rounds. path: None keeps them only in memory."""
 
     def __init__(self, path: Path | None, upto: int = 0) -> None:
-        """What the file holds of rounds 1 to `upto`; what it holds of later ones is cut off.
+        """Read the file's lines of rounds 1 to `upto`; later ones are cut off.
 
-        Lines that are no JSON, torn by a crash, are left out.
+        Lines torn by a crash, which are not JSON, are left out.
 
         Raises:
             CheckpointError: the disk refuses.
@@ -35,7 +35,7 @@ class RoundLines:
             self._write()
 
     def put(self, line: Mapping[str, Any]) -> None:
-        """The line of its round, in place of one that is there. Raises `CheckpointError`: the file is as it was."""
+        """Add a round's line, or replace it. Raises `CheckpointError`; the file is then unchanged."""
         before = dict(self._lines)
         self._lines[line["round"]] = dict(line)
         try:
@@ -45,7 +45,7 @@ class RoundLines:
             raise
 
     def get(self, round: int) -> Mapping[str, Any] | None:
-        """The line of a round; None where there is none."""
+        """The line of a round; None if there is none."""
         return self._lines.get(round)
 
     def all(self) -> list[Mapping[str, Any]]:
@@ -64,7 +64,7 @@ class RoundLines:
 
 
 def rounds_done(path: Path) -> int:
-    """How many rounds are stored, by rounds.jsonl."""
+    """The number of stored rounds, from rounds.jsonl."""
     try:
         return max(_parsed(read_given(path, RECORDS).decode(errors="replace")), default=0)
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def rounds_done(path: Path) -> int:
 
 
 def _parsed(text: str) -> dict[int, dict[str, Any]]:
-    """Round -> its line; what a crash tore is left out."""
+    """Round -> its line; torn lines are left out."""
     lines = {}
     for line in text.split("\n"):
         try:

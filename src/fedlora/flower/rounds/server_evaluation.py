@@ -1,6 +1,6 @@
-"""What the server measures by itself: its model on held-out files of its own, where it has a base model.
+"""The server's own measurements: its model on its held-out files, if it has a base model.
 
-The evaluator is that of `fedlora run`, made as its preparation makes it.
+The evaluator is that of `fedlora run`, made as in its preparation.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from fedlora.training.prompting import end_tokens, find_template
 
 @dataclass(frozen=True, eq=False)
 class AtServer:
-    """What the server has in memory beside the adapters; nothing where it has no base model.
+    """The server's memory besides the adapters; empty if it has no base model.
 
-    validation, test: evaluators of its files, None where there are none. examples: a digest of those to validate on.
+    validation, test: evaluators of its files, None if there are none. examples: a digest of the validation examples.
     digests: SHA-256 of the model's files.
-    labels: the classes. ends: tokens at which an answer ends.
+    labels: the classes. ends: tokens that end an answer.
     """
 
     validation: ModelEvaluator | None = None
@@ -43,7 +43,7 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
         config: `FederationSettings.for_server`: data.validation and data.test are files of the server's, or 0.
 
     Raises:
-        ConfigError, DataError: what cannot be read; a model that the start does not fit.
+        ConfigError, DataError: a file cannot be read; the start does not fit the model.
     """
     files = {part: path for part in ("validation", "test") if isinstance(path := getattr(config.data, part), str)}
     text = read_files(config, list(dict.fromkeys(files.values()))) if files else {}
@@ -74,7 +74,7 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
 
 
 def _check_fits(config: RunConfig, start: Adapter, mine: Adapter) -> None:
-    """Raises `ConfigError` unless the common start is of this model: the same modules and heads, of the same sizes."""
+    """Raises `ConfigError` unless the common start fits this model: the same modules and heads, of the same sizes."""
 
     def sizes(adapter: Adapter) -> dict[str, tuple[int, ...]]:
         found = {name: (lora.factors[0].shape[0], lora.factors[1].shape[1]) for name, lora in adapter.modules.items()}

@@ -1,13 +1,12 @@
-"""FED/server/settings.json: the settings of all rounds so far, and whether a federation may go on with others.
+"""FED/server/settings.json: the settings of all rounds so far, and whether a federation may continue with others.
 
-A list, the newest last: {"at", "rounds": how many were done by then, "settings": as they travel, "held_out": what the
-rounds are measured on, "changed": {key: [before, after]}}. No path of the server is in it.
+A list, the newest last: {"at", "rounds": the number finished by then, "settings": as they travel, "held_out": the data
+that rounds are measured on, "changed": {key: [before, after]}}. It contains no path of the server.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,8 +18,6 @@ from fedlora.errors import CheckpointError, ConfigError
 from fedlora.flower.terms.settings import FederationSettings, changed
 from fedlora.given_files import RECORDS, parse_json, read_given
 
-log = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class History:
@@ -30,7 +27,7 @@ class History:
 
     @classmethod
     def read(cls, path: Path) -> History:
-        """None where there is no file. Raises `CheckpointError` for a damaged one."""
+        """The history; empty if there is no file. Raises `CheckpointError` for a damaged one."""
         try:
             found = parse_json(read_given(path, RECORDS), nan_as_none=True)
             if not all(isinstance(entry["settings"], dict) and isinstance(entry["rounds"], int) for entry in found):
@@ -45,28 +42,28 @@ class History:
         return cls(tuple(found))
 
     def before(self) -> FederationSettings | None:
-        """The settings of the rounds before."""
+        """The settings of the previous rounds."""
         if not self.entries:
             return None
         return FederationSettings.from_travelling(json.dumps(self.entries[-1]["settings"]))
 
     @property
     def held_out(self) -> str:
-        """What the last rounds were measured on."""
+        """The data on which the last rounds were measured."""
         return str(self.entries[-1]["held_out"]) if self.entries else ""
 
     def comparable_since(self) -> int:
-        """After which round all rounds were measured on the same examples."""
+        """The round after which all rounds were measured on the same examples."""
         for k in range(len(self.entries) - 1, 0, -1):
             if self.entries[k]["held_out"] != self.entries[k - 1]["held_out"]:
                 return int(self.entries[k]["rounds"])
         return 0
 
     def with_(self, settings: FederationSettings, rounds: int, held_out: str) -> History:
-        """The history with these settings, from that round on; itself where nothing is new.
+        """The history with these settings from that round on; itself if nothing is new.
 
         Raises:
-            ConfigError: something that may not change between rounds did: each key with both values.
+            ConfigError: a setting that may not change between rounds did: each key with both values.
         """
         before = self.before()
         changes = changed(before, FederationSettings.from_travelling(settings.travelling())) if before else ()
@@ -76,21 +73,12 @@ class History:
                 named = "; ".join(f"{c.key} was {_shown(c.before)} and is {_shown(c.after)} now" for c in wrong)
                 raise ConfigError(
                     f"{rounds} rounds are played, and federation.toml says something else than it did for them: "
-                    f"{named}. Sites and server would hold parts that do not belong together. Set it back, or make "
-                    f"another federation (fedlora flower init)."
+                    f"{named}. Sites and server would hold parts that do not belong together, or sites would be "
+                    f"measured on what they trained on. Set it back, or make another federation (fedlora flower init)."
                 )
             _check_schedule(before, settings, rounds)
             _check_promise(before, settings, rounds)
-        for change in changes:
-            log.info(
-                "settings: %s was %s and is %s from round %d on",
-                change.key, _shown(change.before), _shown(change.after), rounds + 1,
-            )  # fmt: skip
         last = self.entries[-1] if self.entries else None
-        if last is not None and rounds and last["held_out"] != held_out:
-            log.info(
-                "what is measured on is another one from round %d on; rounds before it are not compared", rounds + 1
-            )
         if last is not None and not changes and last["held_out"] == held_out:
             return self
         entry = {
@@ -103,20 +91,36 @@ class History:
         kept = [old for old in self.entries if old["rounds"] < rounds] if rounds else []
         return History((*kept, entry))
 
+    def told(self) -> tuple[str, ...]:
+        """The last changes, and the round from which they hold; nothing before the first one."""
+        if len(self.entries) < 2 or not (done := self.entries[-1]["rounds"]):
+            return ()
+        old, last = self.entries[-2:]
+        found = [f"{key} is {_shown(new)} in place of {_shown(was)}" for key, (was, new) in last["changed"].items()]
+        if old["held_out"] != last["held_out"]:
+            found.append("other examples are measured on, and rounds before it are not compared")
+        return tuple(f"from round {done + 1} on: {one}" for one in found)
+
+    def waiting(self, settings: FederationSettings, rounds: int) -> str:
+        """How federation.toml differs from the settings of the current rounds; "" if it does not."""
+        before = self.before()
+        changes = changed(before, FederationSettings.from_travelling(settings.travelling())) if before else ()
+        if not changes:
+            return ""
+        try:
+            self.with_(settings, rounds, self.held_out)
+        except ConfigError as error:
+            return str(error)
+        named = "; ".join(f"{one.key} = {_shown(one.after)} (it was {_shown(one.before)})" for one in changes)
+        return f"federation.toml has {named}. Rounds that are being played go on as they began; the next start takes it"
+
     def write(self, path: Path) -> None:
-        """All or nothing."""
+        """Write the file, completely or not at all."""
         files.write(path, json.dumps(list(self.entries), indent=2, sort_keys=True) + "\n")
 
 
-def held_out_digest(settings: FederationSettings, server_examples: str | None) -> str:
-    """What rounds are measured on. server_examples: a digest of the server's validation examples, if it has some."""
-    if server_examples is not None:
-        return f"server:{server_examples[:16]}"
-    return f"sites:{settings.data.validation:g}"
-
-
 def _check_schedule(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
-    """Raises `ConfigError` where more rounds would have had other learning rates from the first on."""
+    """Raises `ConfigError` if more rounds would have had other learning rates from the first on."""
     was, now = before.run.rounds, settings.run.rounds
     if was != now and settings.train.schedule != "constant":
         raise ConfigError(
@@ -127,7 +131,7 @@ def _check_schedule(before: FederationSettings, settings: FederationSettings, ro
 
 
 def _check_promise(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
-    """Raises `ConfigError` where epsilon was promised for another number of rounds."""
+    """Raises `ConfigError` if epsilon was promised for another number of rounds."""
     was, now = before.run.rounds, settings.run.rounds
     if was != now and settings.privacy is not None:
         raise ConfigError(
@@ -140,4 +144,4 @@ def _shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else json.dumps(value)
 
 
-__all__ = ["History", "held_out_digest"]
+__all__ = ["History"]

@@ -1,21 +1,25 @@
-"""All sites are asked to measure their own readouts of a state: who is asked, what they said, and their mean."""
+"""Ask all sites to measure their own readouts of a state: who is asked, their answers, and the mean."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from flwr.app import Message, MessageType
 
 from fedlora.core.echo import shown
-from fedlora.core.messages import ClientMemory, Download, as_pruned
+from fedlora.core.messages import ClientMemory, Held, as_pruned
+from fedlora.core.parcels import held_after
+from fedlora.core.read_only import ReadOnly
 from fedlora.flower.messages.codecs import Codec
 from fedlora.flower.messages.measuring import HeldOut, SiteScores, as_question, record_measured
 from fedlora.flower.messages.records import RecordError
-from fedlora.flower.rounds.collecting import Answer
+from fedlora.flower.rounds.arrivals import Limit
+from fedlora.flower.rounds.collecting import Answer, Question
 from fedlora.flower.rounds.membership import is_quarantined
 from fedlora.flower.terms.policy import Policy, shares_lost
 from fedlora.server.closing import held_to_share
@@ -23,15 +27,16 @@ from fedlora.server.server import Server
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
+_NUMBERS = Limit(2**20, 64, 2**20)  # a reply that is numbers, and names of what a site keeps
 
 
 @dataclass(frozen=True)
 class SiteRound:
-    """What the sites measured of one state.
+    """The sites' measurements of one state.
 
-    measured: site -> its scores, of as many examples as it says. unmeasured: site -> why there are none. counts: site
-    -> of how many examples its scores are believed to be. share: the most that one site's scores are of a mean.
-    seconds: how long it took; None where nobody was asked.
+    measured: site -> its scores, with the number of examples that it claims. unmeasured: site -> why there are none.
+    counts: site -> the number of examples that its scores count for. share: the largest share of one site in a mean.
+    seconds: the duration; None if nobody was asked.
     """
 
     measured: Mapping[str, SiteScores] = field(default_factory=dict)
@@ -41,11 +46,11 @@ class SiteRound:
     seconds: float | None = None
 
     def weights(self) -> dict[str, float]:
-        """What each one's scores weigh, in no unit."""
+        """Each site's weight, in no unit."""
         return held_to_share({name: self.counts.get(name, 0.0) for name in self.measured}, self.share)
 
     def mean(self) -> dict[str, float]:
-        """The means of the scores that all who count have, weighted; and how many examples they are of."""
+        """The weighted means of the scores that all counted sites have, and their number of examples."""
         weights = {name: weight for name, weight in self.weights().items() if weight > 0}
         each = [(self.measured[name].scores, weight) for name, weight in weights.items()]
         names = [name for name in (each[0][0] if each else ()) if all(name in scores for scores, _ in each)]
@@ -54,11 +59,11 @@ class SiteRound:
         return {**means, "examples": sum(self.counts[name] for name in weights)} if each else {}
 
     def capped(self) -> dict[str, dict[str, float]]:
-        """Whose scores weigh less than it claimed: the share that it claimed, and the one that counted."""
+        """Sites whose scores weigh less than claimed: the claimed share, and the one that counted."""
         return shares_lost({name: float(one.examples) for name, one in self.measured.items()}, self.weights())
 
     def facts(self) -> dict[str, Any]:
-        """As a line of rounds.jsonl has it."""
+        """The facts as in a line of rounds.jsonl."""
         return {
             "site_metrics": {name: {**one.scores, "examples": one.examples} for name, one in self.measured.items()},
             "site_mean": self.mean(),
@@ -78,25 +83,17 @@ class Asking:
     due: Callable[[int], bool]
 
 
-@dataclass(frozen=True, eq=False)
 class SiteEvaluation:
-    """One measurement of a state at all sites.
+    """One measurement of a state at all sites: every client of the policy is asked, drawn or not, but who is not
+    online, and whose uploads are refused. Mutable: it notes what each message carried.
 
-    round: of the state. asked: node -> what it is sent. not_asked: site -> why not. most: site -> of how many examples
-    it is believed to measure, at most. share: the most that one site's scores are of a mean.
+    Args:
+        refusals: client -> how many of its uploads were refused since one was taken. examples: client -> how many it
+            trains on, by the last upload that was taken: its scores count for no more. online: name -> node id.
     """
 
-    part: HeldOut
-    run: str
-    round: int
-    asked: Mapping[int, Download]
-    not_asked: Mapping[str, str]
-    most: Mapping[str, float] = field(default_factory=dict)
-    share: float = 1.0
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         server: Server,
         state: RunState,
         policy: Policy,
@@ -105,74 +102,92 @@ class SiteEvaluation:
         part: HeldOut,
         run: str,
         online: Mapping[str, int],
-    ) -> SiteEvaluation:
-        """Every client of the policy is asked, drawn or not, but who is not online, and whose uploads are refused.
-
-        Args:
-            refusals: client -> how many of its uploads were refused since one was taken. examples: client -> how many
-                it trains on, by the last upload that was taken: its scores count for no more.
-        """
-        asked, not_asked = {}, {}
+    ) -> None:
+        self._server, self._state, self._policy, self._part, self._run = server, state, policy, part, run
+        self._online, self._not_asked = online, dict[str, str]()
         for name in policy.clients:
             if is_quarantined(policy, refusals, name):
-                not_asked[name] = f"it is in quarantine after {refusals[name]} refused uploads"
+                self._not_asked[name] = f"it is in quarantine after {refusals[name]} refused uploads"
             elif refusals.get(name):
-                not_asked[name] = "its last upload was refused, and until one is taken it does not count"
+                self._not_asked[name] = "its last upload was refused, and until one is taken it does not count"
             elif name not in online:
-                not_asked[name] = "it is not online"
-            else:
-                memory = state.clients.get(name, ClientMemory())
-                asked[online[name]] = server.download(state.server, as_pruned(policy.client(name), memory))
-        most = {name: min(examples.get(name, 0.0), policy.max_examples) for name in policy.clients}
-        return cls(part, run, state.round, asked, not_asked, most, policy.share)
+                self._not_asked[name] = "it is not online"
+        self._most = {name: min(examples.get(name, 0.0), policy.max_examples) for name in policy.clients}
+        self._carried: dict[str, Held] = {}  # client -> what it holds if it stored its message
+        self._local: dict[str, frozenset[str]] = {}  # client -> names of what it can keep of its own
 
-    def messages(self, codec: Codec, ttl: float) -> list[Message]:
-        """A question to each of those asked, which leaves out nothing, whatever the site holds."""
-        group = f"{self.run}-{self.round}-measure-{self.part}"
-        return [
-            Message(
-                as_question(codec.question(download, None, self.run), self.part), node, MessageType.EVALUATE,
-                ttl=ttl, group_id=group,
-            )
-            for node, download in self.asked.items()
-        ]  # fmt: skip
+    def questions(self, codec: Codec, ttl: float) -> Iterator[Question]:
+        """A question to each of those asked, made when it is drawn."""
+        for name in self._policy.clients:
+            if name not in self._not_asked:
+                yield self._question(name, codec, self._memory(name).held, ttl)
+
+    def _question(self, name: str, codec: Codec, held: Held | None, ttl: float) -> Question:
+        download = self._server.download(self._state.server, as_pruned(self._policy.client(name), self._memory(name)))
+        self._carried[name] = held_after(download, untrained=True)
+        self._local[name] = frozenset({*download.start.modules, *download.start.heads})
+        message = Message(
+            as_question(codec.question(download, held, self._run), self._part), self._online[name],
+            MessageType.EVALUATE, ttl=ttl, group_id=f"{self._run}-{self._state.round}-measure-{self._part}",
+        )  # fmt: skip
+        whole = partial(self._question, name, codec, None) if held is not None else None
+        return Question(name, message, _NUMBERS, whole)
+
+    def _memory(self, name: str) -> ClientMemory:
+        return self._state.clients.get(name, ClientMemory())
 
     def read(self, answers: Iterable[Answer], metric: str) -> SiteRound:
-        """What came back, in the policy's order. Never raises: a reply is a stranger's."""
+        """The answers, in the policy's order. It never raises, because a reply is a stranger's."""
         found = {answer.client: answer for answer in answers}
-        measured, unmeasured = {}, dict(self.not_asked)
-        for download in self.asked.values():
-            name = download.client.id
-            said = self._read(found.get(name), metric)
+        measured, unmeasured = {}, dict(self._not_asked)
+        for name in self._carried:
+            said = self._read(name, found.get(name), metric)
             if isinstance(said, SiteScores):
                 measured[name] = said
             else:
                 unmeasured[name] = said
         for name, why in unmeasured.items():
-            log.warning("round %d: %s was not measured at its site: %s", self.round, name, why)
-        counts = {name: min(float(one.examples), self.most.get(name, 0.0)) for name, one in measured.items()}
-        result = SiteRound(measured, unmeasured, counts, self.share)
+            log.warning("round %d: %s was not measured at its site: %s", self._state.round, name, why)
+        counts = {name: min(float(one.examples), self._most.get(name, 0.0)) for name, one in measured.items()}
+        result = SiteRound(measured, unmeasured, counts, self._policy.share)
         for name, shares in result.capped().items():
             log.warning(
                 "round %d: what %s measured counts %.0f %% instead of %.0f %%: it says that it is of %s examples, it "
                 "is known to have %.6g, and one site counts %.0f %% at most (max_weight_share)",
-                self.round, name, 100 * shares["counted"], 100 * shares["claimed"], shown(measured[name].examples, 20),
-                self.most.get(name, 0.0), 100 * self.share,
+                self._state.round, name, 100 * shares["counted"], 100 * shares["claimed"],
+                shown(measured[name].examples, 20), self._most.get(name, 0.0), 100 * self._policy.share,
             )  # fmt: skip
         return result
 
-    def _read(self, answer: Answer | None, metric: str) -> SiteScores | str:
+    @property
+    def asked(self) -> bool:
+        """Whether anybody was."""
+        return bool(self._carried)
+
+    def memories(self, found: SiteRound) -> Mapping[str, ClientMemory]:
+        """What the server knows of its clients now: who measured holds all that training will start from. Of who did
+        not it knows what it knew."""
+        held = {
+            name: replace(self._memory(name), held=replace(self._carried[name], local=one.kept))
+            for name, one in found.measured.items()
+        }
+        return ReadOnly({**self._state.clients, **held})
+
+    def _read(self, name: str, answer: Answer | None, metric: str) -> SiteScores | str:
         if answer is None or answer.message is None:
             return answer.why if answer is not None and answer.why else "it did not answer in time"
         reply = answer.message
         if reply.has_error():
             return f"it failed: {shown(reply.error.reason, 300)}"
         try:
-            return record_measured(reply.content, run=self.run, round=self.round, part=self.part, metric=metric)
+            return record_measured(
+                reply.content, run=self._run, round=self._state.round, part=self._part, metric=metric,
+                local=self._local[name],
+            )  # fmt: skip
         except RecordError as error:
             return str(error)
         except Exception as error:  # whatever else a forged record brings about is its sender's
-            log.exception("the measurement of %s cannot be read", answer.client)
+            log.exception("the measurement of %s cannot be read", name)
             return f"its measurement cannot be read: {type(error).__name__}"
 
 

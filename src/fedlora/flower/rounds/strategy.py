@@ -3,12 +3,12 @@
     strategy = FedLoRA(server, policy, start(server, seed_adapter), run="trial", folder=Path("runs/trial"))
     strategy.start(grid, num_rounds=10)
 
-What Flower's own loop lacks is in `start`: a message for each node at its own rank, a deadline that is also the life of
-the messages, a named fate for everyone of the policy, a round that is played again when too few answer, a checkpoint
-inside the round, an error instead of a "successful" run without training, and going on from where a checkpoint stands.
+`start` adds what Flower's own loop lacks: a message for each node at its own rank, a deadline that also ends the
+messages, a named fate for every client of the policy, a repeated round if too few answer, a checkpoint inside the
+round, an error instead of a "successful" run without training, and continuing from a checkpoint.
 
 membership.py   who is asked                      collecting.py   messages out, answers in, late ones by name
-attempt.py      what is made of the answers       events.py, lines.py, round_lines.py   what others get to know
+attempt.py      what the answers give             events.py, lines.py, round_lines.py   reports for others
 """
 
 from __future__ import annotations
@@ -30,13 +30,11 @@ from fedlora.core.echo import shown
 from fedlora.errors import ConfigError, QuorumNotMet
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
-from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.attempt import Attempt, Closed
 from fedlora.flower.rounds.collecting import (
     Awaiting,
     Clock,
     Identify,
-    Question,
     collect,
     registered_names,
     who_is_online,
@@ -54,24 +52,23 @@ from fedlora.server.server import Server
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
-_NUMBERS = Limit(2**20, 64, 2**20)  # a reply that is numbers
 
 
 class FedLoRA(Strategy):
     """Federated LoRA on Flower, by any method of fedlora.
 
     Args:
-        server: with its method, quorum, weighting. policy: who may take part, and how. policy_file: where it is read
-            anew at each round's begin; None: it stays. state: where to begin, as `server.start` makes it; a checkpoint
-            in `folder` wins over it where `resume` is on.
-        run: the federation's name: clients keep their state by it. folder: where checkpoints go; None keeps none.
-            record: where events.jsonl and rounds.jsonl go; None: nowhere.
-        participation, seed: of the sampling of clients, as `simulate`. codec: what kind of clients these are.
-        identify: how nodes are told apart; by default the names under which they are registered, never what they claim.
-        after_round: called with each finished round's line, once its checkpoint is stored; what it returns is added to
-            the line. After a crash it is called again for a round that it had not finished. It may call `stop`.
-        asking: when the sites are asked to measure, and for what; None: never.
-        clock: what tells the time, and waits.
+        server: with its method, quorum, weighting. policy: who may take part, and how. policy_file: read again before
+            each round; None: the policy stays. state: the start, from `server.start`; with `resume`, a checkpoint in
+            `folder` takes precedence.
+        run: the federation's name, by which clients keep their state. folder: for checkpoints; None keeps none.
+            record: for events.jsonl and rounds.jsonl; None: nowhere.
+        participation, seed: of the sampling of clients, as in `simulate`. codec: the kind of clients.
+        identify: how to identify nodes; by default by their registered names, never by their claims.
+        after_round: called with each finished round's line, once its checkpoint is stored; its result is added to the
+            line. After a crash it is called again for a round that it had not finished. It may call `stop`.
+        asking: when the sites are asked to measure, and for which score; None: never.
+        clock: the clock, which also waits.
 
     Raises:
         ConfigError: a method that these clients cannot run, or a server that needs a second exchange of messages; a
@@ -118,27 +115,27 @@ class FedLoRA(Strategy):
             )
         self._check(policy)
         self.fates: Mapping[str, Fated] = {}  # of the last attempt
-        self._uncounted: dict[str, str] = {}  # client -> why its last work did not count: told with its next message
-        self.online: Mapping[str, int] = {}  # as it was when it was last looked at
+        self._uncounted: dict[str, str] = {}  # client -> why its last work did not count: sent with its next message
+        self.online: Mapping[str, int] = {}  # at the last check
         self._asking = asking
         self._stopped: str | None = None
-        self._of: int | None = None  # how many rounds are asked for
+        self._of: int | None = None  # the requested number of rounds
         self._policy_told = ""
 
     # ------------------------------------------------------------------------------------------------------ the rounds
 
     @property
     def round(self) -> int:
-        """How many rounds are done."""
+        """The number of finished rounds."""
         return self.memory.state.round
 
     @property
     def refused(self) -> dict[str, str]:
-        """Client -> why it did not count in the last attempt, of all who were drawn or are in quarantine."""
+        """Client -> why it did not count in the last attempt, for all who were drawn or are in quarantine."""
         return {name: fated.why for name, fated in self.fates.items() if fated.fate not in ("trained", "not drawn")}
 
     def stop(self, why: str) -> None:
-        """Play no further round. For `after_round`."""
+        """Play no further round; for use in `after_round`."""
         self._stopped = why
 
     def start(
@@ -154,14 +151,14 @@ class FedLoRA(Strategy):
         """Play rounds until `num_rounds` are done, counting those of a resumed run.
 
         Args:
-            initial_arrays: not used; the strategy has its own state. timeout: in place of the policy's deadline.
-            train_config: what stock clients read in their config, beside "server-round". evaluate_fn: as Flower calls
-                it, with the server's model as `Codec.result` has it, before the first round and after each.
+            initial_arrays: not used, because the strategy has its own state. timeout: replaces the policy's deadline.
+            train_config: additions to stock clients' config, besides "server-round". evaluate_fn: called as by Flower,
+                with the server's model from `Codec.result`, before the first round and after each.
 
         Raises:
             ConfigError: a train_config for fedlora's own clients, which read the federation's settings, or an
-                evaluate_config: this strategy asks for no evaluation by Flower's messages.
-            QuorumNotMet: a round had too few usable replies, in each of its attempts; the state before it is stored.
+                evaluate_config, because this strategy does not evaluate by Flower's messages.
+            QuorumNotMet: a round had too few usable replies in each of its attempts; the state before it is stored.
         """
         if evaluate_config is not None:
             raise ConfigError("FedLoRA sends no evaluate_config. Measure at the server with evaluate_fn.")
@@ -204,7 +201,7 @@ class FedLoRA(Strategy):
         return result
 
     def _play(self, grid: Grid, timeout: float | None) -> Closed | None:
-        """One round, in as many attempts as the policy has. None: none was played, and `stop` was called."""
+        """Play one round, in as many attempts as the policy allows. None: `stop` was called, and none was played."""
         number, attempt = self.round + 1, 0
         while True:
             attempt += 1
@@ -229,14 +226,14 @@ class FedLoRA(Strategy):
             judged = closed.memory.state.server.tally.judged if closed.memory.state.server.tally else None
             self._count(trial, judged.left_out if judged is not None else {})
             line = {**closed.line, "seconds": round(self._clock.monotonic() - began, 3)}
-            self.lines.put(line)  # before the checkpoint: a line too many is cut off again, a missing one is not made
+            self.lines.put(line)  # before the checkpoint: a surplus line can be cut off, a missing one cannot be made
             self.memory = closed.memory
             self._save()
             self._finish(grid, line)
             return closed
 
     def _attempt(self, grid: Grid, intake: Intake, attempt: int, deadline: float) -> Attempt:
-        """Ask, and take what comes until the deadline."""
+        """Ask the clients, and take their answers until the deadline."""
         number, self.online = self.round + 1, self._online(grid)
         drawn = self._draw(intake)
         trial = Attempt(
@@ -258,7 +255,7 @@ class FedLoRA(Strategy):
         return trial
 
     def _count(self, trial: Attempt, others: Mapping[str, str]) -> None:
-        """Keep, for each one who was asked, why its work did not count. others: of those who trained, and did not."""
+        """Keep, for each asked client, why its work did not count. others: clients that did not train."""
         for name in trial.asked:
             fated = trial.fates[name]
             why = others.get(name, "") if fated.fate == "trained" else f"{fated.fate}: {fated.why}"
@@ -268,14 +265,14 @@ class FedLoRA(Strategy):
                 self._uncounted[name] = said
 
     def _draw(self, intake: Intake) -> Drawn:
-        """Who is asked now, in a round whose intake does not say so itself."""
+        """Draw the clients to ask, for a round whose intake does not choose them itself."""
         return draw(
             self.policy, self.memory.refusals, self.online,
             participation=self._participation, seed=self._seed, round=self.round,
         )  # fmt: skip
 
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> None:
-        """What comes after a round that is stored: evaluation, and its line as it will stay."""
+        """The work after a stored round: evaluation, and the final version of its line."""
         due = self._asking is not None and self._asking.due(self.round)
         line = {**line, **(self.measure(grid, "validation") if due else SiteRound()).facts()}
         more = self._after_round(line) if self._after_round is not None else None
@@ -284,25 +281,23 @@ class FedLoRA(Strategy):
         self._event(Done(line["round"], line))
 
     def measure(self, grid: Grid, part: HeldOut) -> SiteRound:
-        """Let the sites measure what they hold out; nobody, where they are never asked."""
+        """Let the sites measure on their held-out data; no site, if sites are never asked."""
         if self._asking is None:
             return SiteRound()
         began, self.online = self._clock.monotonic(), self._online(grid)
-        evaluation = SiteEvaluation.of(
+        evaluation = SiteEvaluation(
             self.server, self.memory.state, self.policy, self.memory.refusals, self.memory.examples, part, self.run,
             self.online,
         )  # fmt: skip
-        names = {node: name for name, node in self.online.items()}
-        questions = [
-            Question(names[message.metadata.dst_node_id], message, _NUMBERS)
-            for message in evaluation.messages(self._codec, self.policy.deadline)
-        ]
         answers = collect(
-            grid, questions, deadline=self.policy.deadline, clock=self._clock,
-            awaiting=self._awaiting(self.round, "measuring"),
+            grid, evaluation.questions(self._codec, self.policy.deadline), deadline=self.policy.deadline,
+            clock=self._clock, awaiting=self._awaiting(self.round, "measuring"),
         )  # fmt: skip
         found = evaluation.read(answers, self._asking.metric)
-        return replace(found, seconds=round(self._clock.monotonic() - began, 3)) if questions else found
+        self.memory = replace(
+            self.memory, state=replace(self.memory.state, clients=evaluation.memories(found))
+        )  # stored with the next round: who holds something else by then says so, and is sent everything
+        return replace(found, seconds=round(self._clock.monotonic() - began, 3)) if evaluation.asked else found
 
     def _awaiting(self, number: int, doing: str) -> Awaiting:
         def told(clients: list[str], seconds: float, left: float) -> None:
@@ -316,7 +311,7 @@ class FedLoRA(Strategy):
         log.info("FedLoRA: %s, %d clients, round %d", self.server.method.name, len(self.policy.clients), self.round)
 
     def _not_used(self, *_: Any, **__: Any) -> NoReturn:
-        """Messages are made one by one in `start`, and every answer has a name there."""
+        """Raises an error: `start` makes messages one by one, and names every answer."""
         raise NotImplementedError("FedLoRA plays its rounds in `start`; no other loop can.")
 
     configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _not_used
@@ -328,7 +323,7 @@ class FedLoRA(Strategy):
         check_playable(policy, self.server, self.memory.state.server, self._codec, self._participation)
 
     def _read_policy(self, number: int) -> None:
-        """The policy's file anew."""
+        """Read the policy's file again."""
         if self._watch is None:
             return
         self.policy, change = self._watch.read(self.policy, number)
@@ -340,7 +335,7 @@ class FedLoRA(Strategy):
         self.memory = self.memory.after(change)
 
     def _wait_for_nodes(self, grid: Grid, seconds: float = 30.0) -> None:
-        """Before a round is tried again: until enough clients are online, or no longer than this."""
+        """Wait before a round is repeated, until enough clients are online, but no longer than this."""
         needed, until = self.server.quorum or 1, self._clock.monotonic() + min(seconds, self.policy.deadline)
         while self._clock.monotonic() < until and len(set(self._online(grid)) & set(self.policy.clients)) < needed:
             self._clock.sleep(1.0)
@@ -349,10 +344,10 @@ class FedLoRA(Strategy):
         return who_is_online(self._identify, grid, self.policy.deadline, self._clock)
 
     def _event(self, event: Event) -> None:
-        """Write it down, and log what it says."""
+        """Write the event, and log its words."""
         try:
             self._events.write(event)
-        except OSError as error:  # a round is worth more than its report
+        except OSError as error:  # losing a report is better than losing a round
             log.warning("an event could not be written: %s", error)
         level = logging.INFO if isinstance(event, Done | Ended) else logging.WARNING
         for line in lines_of(event, self._of):
@@ -364,7 +359,7 @@ class FedLoRA(Strategy):
 
 
 def listen() -> None:
-    """Print what fedlora logs, where nobody else does: Flower gives a ServerApp a handler for its own logger only."""
+    """Print fedlora's log if nobody else does, because Flower gives a ServerApp a handler only for its own logger."""
     package = logging.getLogger("fedlora")
     if package.hasHandlers():
         return

@@ -1,1 +1,1 @@
-"""The server's processes: SuperLink and rounds kept going, and how they are."""
+"""The server's processes: they keep SuperLink and rounds running, and report on them."""

@@ -1,4 +1,4 @@
-"""How the SuperLink of a federation's folder is started and reached, and who may speak to it."""
+"""How to start and reach the SuperLink of a federation's folder, and who may speak to it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ LOOPBACK = "127.0.0.1"
 
 
 def connection(folder: FederationFolder) -> str:
-    """The SuperLink's address, on loopback. Raises `ConfigError`: no folder of a federation."""
+    """The SuperLink's address, on loopback. Raises `ConfigError` if this is not a federation's folder."""
     return f"{LOOPBACK}:{FederationSettings.load(folder.settings).network.superlink_port}"
 
 
 def check_ports(folder: FederationFolder) -> None:
-    """Refuse a folder whose files name other ports than its federation.toml, which would be ignored without a word.
+    """Refuse a folder whose files name other ports than its federation.toml, which would be ignored silently.
 
     Raises:
-        ConfigError: they differ; says which file, both ports and what to do. Or: settings that cannot be read.
+        ConfigError: they differ (the message has the file, both ports and what to do), or settings cannot be read.
     """
     network, names = FederationSettings.load(folder.settings).network, sorted(Policy.read(folder.policy).clients)
     joins, key, wanted = [folder.join(name) for name in names], "network.port", network.port
     renew = f"`fedlora flower renew {folder.path}` writes all files that follow from it"
     todo = f"{renew}; hand every site its new join file then. Or set it back."
-    if network.name is None:  # a trial: what its sites dial
+    if network.name is None:  # a trial: its sites dial this port
         joins += [folder.site(name).join for name in names]
         key, wanted = "network.superlink_port", network.superlink_port
         todo = (
@@ -51,7 +51,7 @@ def check_ports(folder: FederationFolder) -> None:
 
 
 def _port_of(join: Path) -> int | None:
-    """What a join file dials; None where there is none or none that can be read, which who needs it will say."""
+    """The port in a join file; None if the file is missing or unreadable, which its readers will report."""
     try:
         return JoinFile.read(join).port
     except ConfigError:
@@ -59,7 +59,7 @@ def _port_of(join: Path) -> int | None:
 
 
 def superlink_command(folder: FederationFolder, address: str) -> list[str]:
-    """What starts the SuperLink: on loopback, with its database, TLS and node authentication."""
+    """The command that starts the SuperLink: on loopback, with its database, TLS and node authentication."""
     host, _, port = address.rpartition(":")
     certs = folder.certificates
     return [

@@ -1,6 +1,6 @@
-"""The SuperLink's database. Flower keeps all payloads in it, deletes those of runs that are over, and never shrinks it.
+"""The SuperLink's database. Flower keeps all payloads in it, deletes those of finished runs, and never shrinks it.
 
-Everything here is done while no SuperLink runs; one row is an exception, and says why.
+All of this is done while no SuperLink runs, except for one row, which is explained there.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
-_WORTH = 64_000_000  # bytes that nobody needs: less is not worth the time
+_WORTH = 64_000_000  # bytes that can be freed: less is not worth the time
 
 
 def private(path: Path) -> None:
-    """The database and what SQLite writes beside it are for this user only: payloads and tokens are in them."""
+    """Make the database and SQLite's files beside it private to this user: they hold payloads and tokens."""
     for place in (path, *(path.with_name(path.name + end) for end in ("-wal", "-shm", "-journal"))):
         with contextlib.suppress(FileNotFoundError):
             if place.stat().st_mode & 0o077:
@@ -24,20 +24,20 @@ def private(path: Path) -> None:
 
 
 def size(path: Path) -> int:
-    """Bytes of the database and its log; 0 where there is none."""
+    """Bytes of the database and its log; 0 if there is none."""
     places = (path, path.with_name(path.name + "-wal"))
     return sum(place.stat().st_size for place in places if place.is_file())
 
 
 def shrink(path: Path) -> int:
-    """Give the room of what has been deleted back to the disk. Returns bytes; 0 where it is little, or does not fit.
+    """Return the space of deleted rows to the disk. Returns bytes; 0 if there is little, or no room to do it.
 
-    SQLite writes the rest anew beside the old file, so that much room is needed for it. No SuperLink may run.
+    SQLite writes the rest again beside the old file, so it needs that much room. No SuperLink may run.
     """
     if not path.is_file():
         return 0
     before = size(path)
-    with contextlib.suppress(sqlite3.Error), _open(path) as database:  # damaged or locked: the SuperLink will say so
+    with contextlib.suppress(sqlite3.Error), _open(path) as database:  # damaged or locked: the SuperLink will report it
         database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         page, pages, empty = (
             int(database.execute(f"PRAGMA {name}").fetchone()[0])
@@ -52,9 +52,9 @@ def shrink(path: Path) -> int:
 
 
 def forget_unregistered(path: Path, public_key: bytes) -> None:
-    """Let a key be registered again: Flower keeps the row of a node that was unregistered, and each key but once.
+    """Let a key be registered again: Flower keeps the row of an unregistered node, and accepts each key only once.
 
-    Safe beside a running SuperLink: it is one row in one transaction, of a node that it lets do nothing any more.
+    Safe beside a running SuperLink: it is one row in one transaction, for a node that can no longer do anything.
     """
     with _open(path) as database:
         database.execute("DELETE FROM node WHERE public_key = ? AND status = 'unregistered'", (public_key,))

@@ -1,31 +1,31 @@
-"""A federation's numbers for Prometheus, from its events and from who is online.
+"""A federation's numbers for Prometheus, from its events and the online nodes.
 
-    fedlora_round                             rounds that are done
-    fedlora_rounds                            rounds that are asked for
-    fedlora_round_seconds                     how long the last round took
+    fedlora_round                             finished rounds
+    fedlora_rounds                            requested rounds
+    fedlora_round_seconds                     duration of the last round
     fedlora_loss                              mean training loss of the last round, by examples
     fedlora_client_loss{client}               training loss of a client's last round
     fedlora_client_norm{client}               norm of its update in that round
     fedlora_client_weight{client}             p_i of that round
-    fedlora_client_weight_after{client}       what its change counted for after a robust rule; absent without one
-    fedlora_client_left_out{client}           1 where the rule left it out of the last round that it was weighed in
+    fedlora_client_weight_after{client}       its change's weight after a robust rule; absent without one
+    fedlora_client_left_out{client}           1 if the rule left it out of the last round in which it was weighed
     fedlora_client_fate_total{client,fate}    how often it trained, was late, was refused, ...
     fedlora_upload_bytes_total{client}        bytes of its replies
-    fedlora_metric{name}                      what the server measured after the last round that it measured
-    fedlora_nodes_online                      nodes that are online
-    fedlora_node_online{client}               1 or 0, of each that may take part
-    fedlora_database_bytes                    of the SuperLink's database
-    fedlora_disk_free_bytes                   where the federation's folder is
-    fedlora_last_event_timestamp_seconds      when something happened last
-    fedlora_ended                             1 once no more rounds are to be played
-    fedlora_privacy_epsilon                   of a private federation: epsilon of the rounds that are done
+    fedlora_metric{name}                      the server's scores in the last round that it measured
+    fedlora_nodes_online                      online nodes
+    fedlora_node_online{client}               1 or 0, for each client that may take part
+    fedlora_database_bytes                    size of the SuperLink's database
+    fedlora_disk_free_bytes                   free space at the federation's folder
+    fedlora_last_event_timestamp_seconds      time of the last event
+    fedlora_ended                             1 once no more rounds will be played
+    fedlora_privacy_epsilon                   in a private federation: epsilon of the finished rounds
     fedlora_privacy_epsilon_planned           of all its rounds
-    fedlora_privacy_population_epsilon        of all runs on these clients, as their ledger has it
-    fedlora_privacy_delta                     at which all of these are
+    fedlora_privacy_population_epsilon        of all runs on these clients, from their ledger
+    fedlora_privacy_delta                     the delta of all of these
 
-Of a private federation only what may leave is told (`fedlora.privacy.federation_list`): no loss, no fate, no name.
+A private federation shows only what may be released (`fedlora.privacy.federation_list`): no loss, no fate, no name.
 
-All are gauges of what the folder says, also those that only grow: after a restart they go on where they were.
+All are gauges read from the folder, even those that only grow: after a restart they continue from there.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from fedlora.privacy.released import fate_of
 
 
 class Exposed(Collector):
-    """What was seen last, as Prometheus asks for it. `see` and `collect` may be called from different threads."""
+    """The last known numbers, for Prometheus. `see` and `collect` may be called from different threads."""
 
     def __init__(self, folder: FederationFolder) -> None:
         self._folder, self._lock = folder, threading.Lock()
         self._last: tuple[Progress, tuple[NodeFacts, ...], Standing | None] = (Progress(), (), None)
 
     def see(self, progress: Progress, nodes: Sequence[NodeFacts], standing: Standing) -> None:
-        """What `collect` tells from now on."""
+        """Set the facts that `collect` reports from now on."""
         with self._lock:
             self._last = progress, tuple(nodes), standing
 
     def collect(self) -> Iterator[Metric]:
-        """All that is known; of a private federation, what the list of releases lets out."""
+        """All known numbers; in a private federation, those that the list of releases allows."""
         with self._lock:
             progress, nodes, standing = self._last
         for metric in self._known(progress, nodes, standing):
@@ -124,10 +124,10 @@ class Exposed(Collector):
 
 @contextmanager
 def exposing(exposed: Exposed, address: str) -> Iterator[int]:
-    """Answer Prometheus at `address`, HOST:PORT, while the block runs. Gives the port; 0 takes a free one.
+    """Answer Prometheus at `address`, HOST:PORT, while the block runs. Yields the port; 0 takes a free one.
 
     Raises:
-        ConfigError: no such address, or it is in use.
+        ConfigError: the address does not exist, or is in use.
     """
     host, _, port = address.rpartition(":")
     registry = CollectorRegistry()
@@ -151,7 +151,7 @@ def _leaves(name: str) -> bool:
 
 
 def _latest(progress: Progress, part: str) -> dict[str, float]:
-    """client -> its number in the last round that has one."""
+    """client -> its number in the last round with one."""
     found: dict[str, float] = {}
     for number in sorted(progress.lines):
         said = progress.lines[number].get(part) or {}
@@ -160,7 +160,7 @@ def _latest(progress: Progress, part: str) -> dict[str, float]:
 
 
 def _weighed(progress: Progress) -> dict[str, float]:
-    """client -> its weight after the robust rule, in the last round that it was weighed in."""
+    """client -> its weight after the robust rule, in the last round in which it was weighed."""
     found: dict[str, float] = {}
     for number in sorted(progress.lines):
         judged = (progress.lines[number].get("defence") or {}).get("clients") or {}

@@ -1,4 +1,4 @@
-"""Where a federation stands, from its folder alone: what is asked for, what is done, and whether there is room."""
+"""A federation's standing, from its folder alone: requested and finished rounds, and whether there is room."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.round_lines import rounds_done
+from fedlora.flower.rounds.settings_history import History
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.flower.terms.settings import FederationSettings
@@ -24,10 +25,11 @@ _LEAST_ROOM = 16_000_000  # bytes
 
 @dataclass(frozen=True)
 class Standing:
-    """name: the federation's. rounds: asked for. done: played. quorum: usable answers that a round needs; of a private
-    federation, sites that must be online before it begins, and 0 after that. ranks: of those who may take part. why:
-    "complete" or "stopped early" where nothing is left to do, else "". privacy: the table, where the rounds are
-    private: then nothing is said of single sites."""
+    """name: the federation's. rounds: the requested number. done: the finished number. quorum: the usable answers that
+    a round needs; for a private federation, the sites that must be online before it begins, and 0 after that. ranks: of
+    the clients that may take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
+    the table, if rounds are private: then nothing is said about single sites. settings: changes to federation.toml, in
+    sentences: those in force since a round, and those that wait for the next start."""
 
     name: str
     rounds: int
@@ -36,15 +38,16 @@ class Standing:
     ranks: Mapping[str, Any]
     why: str = ""
     privacy: FederationPrivacy | None = None
+    settings: tuple[str, ...] = ()
 
     @property
     def clients(self) -> tuple[str, ...]:
-        """Who may take part."""
+        """The clients that may take part."""
         return tuple(self.ranks)
 
     @property
     def needs(self) -> str:
-        """What a round needs of the sites, in words. Private rounds have no quorum: they wait once, before the first.
+        """What a round needs from the sites, in words. Private rounds have no quorum: they wait once, before the first.
 
         Example:
             >>> Standing("demo", rounds=3, done=0, quorum=2, ranks={"acme": 4, "berlin": 4, "cork": 8}).needs
@@ -62,10 +65,10 @@ class Standing:
 
 
 def standing(folder: FederationFolder) -> Standing:
-    """Read anew each time: rounds may be added and sites admitted while it is served.
+    """Read the standing; call it again for news: rounds may be added and sites admitted while `serve` runs.
 
     Raises:
-        ConfigError: settings or policy that cannot be read.
+        ConfigError: settings or policy cannot be read.
     """
     settings = _settings(folder.settings)
     rounds = settings.run.rounds
@@ -75,11 +78,22 @@ def standing(folder: FederationFolder) -> Standing:
     if summary is not None and summary.get("rounds") == done and summary.get("settings") == _travelling(settings):
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
     if why == "stopped early" and settings.privacy is not None and _charged_since(settings.privacy, folder):
-        why = ""  # it ended for want of budget, and the ledger may say another one by now: it is asked again
+        why = ""  # it ended for lack of budget, but the ledger may have changed since: ask it again
     quorum = settings.server.quorum or 1
-    if settings.privacy is not None:  # it begins once all were there, and waits for nobody later
+    if settings.privacy is not None:  # it begins when all were there, and later waits for nobody
         quorum = 0 if done or has_released(folder) else len(ranks)
-    return Standing(settings.id, rounds, done, quorum, ranks, why, settings.privacy)
+    told = _told(folder, settings, done)
+    return Standing(settings.id, rounds, done, quorum, ranks, why, settings.privacy, told)
+
+
+def _told(folder: FederationFolder, settings: FederationSettings, done: int) -> tuple[str, ...]:
+    """The changes to federation.toml, and those that wait. The ServerApp reports a damaged history."""
+    try:
+        history = History.read(folder.server / "settings.json")
+        waiting = history.waiting(settings, done)
+    except FedLoRAError:
+        return ()
+    return (*history.told(), *([waiting] if waiting else []))
 
 
 def _charged_since(privacy: FederationPrivacy, folder: FederationFolder) -> bool:
@@ -90,29 +104,29 @@ def _charged_since(privacy: FederationPrivacy, folder: FederationFolder) -> bool
 
 
 def keys_of(folder: FederationFolder) -> dict[str, Path]:
-    """The public keys that are admitted, by the site's name."""
+    """Site -> its admitted public key."""
     return {path.stem: path for path in sorted((folder.path / "keys").glob("*.pub"))}
 
 
 def room_of(folder: FederationFolder) -> int:
-    """Bytes that are free where the folder is."""
+    """The free bytes where the folder is."""
     return shutil.disk_usage(folder.path).free
 
 
 def needed_room(folder: FederationFolder) -> int:
-    """Bytes without which no round is begun: two of the newest checkpoint, and a little."""
+    """The bytes that a round needs to begin: two of the newest checkpoint, and a little."""
     sizes = []
     for path in folder.checkpoints.glob("round-*"):
         try:
             facts = path.stat()
-        except FileNotFoundError:  # an old one goes while this looks
+        except FileNotFoundError:  # an old one was removed meanwhile
             continue
         sizes.append((facts.st_mtime, facts.st_size))
     return _LEAST_ROOM + 2 * (max(sizes)[1] if sizes else 0)
 
 
 def _settings(path: Path) -> FederationSettings:
-    """federation.toml, read again where it has changed."""
+    """federation.toml, read again after a change."""
     try:
         facts = path.stat()
     except OSError as error:
@@ -123,7 +137,7 @@ def _settings(path: Path) -> FederationSettings:
 
 
 def _travelling(settings: FederationSettings) -> Any:
-    """As a summary has them: with other settings it is not finished, and the ServerApp sees what there is to do."""
+    """The settings as in a summary: with other settings the federation is not finished, and the ServerApp decides."""
     return json.loads(settings.travelling())
 
 

@@ -1,4 +1,4 @@
-"""`fedlora flower status`: how a federation is, from its files; and who is online, where the SuperLink answers."""
+"""`fedlora flower status`: a federation's state, from its files, and its online nodes, if the SuperLink answers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from fedlora.privacy.released import filtered
 
 @dataclass(frozen=True)
 class SiteStatus:
-    """One site. node: "online", "offline", "registered" (admitted, never seen), "no key" (it was not admitted),
-    "unknown" (no SuperLink answers). seen: when its node was heard of last, seconds since 1970. fate, loss, norm: of
-    the last round. rounds: how many it trained in. uploaded: bytes."""
+    """One site. node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted), "unknown" (no
+    SuperLink answers). seen: the last contact with its node, seconds since 1970. fate, loss, norm: of the last round.
+    rounds: the number in which it trained. uploaded: bytes."""
 
     name: str
     rank: Any
@@ -40,7 +40,7 @@ class SiteStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """served_by: the process that serves it, None where none does. answers: whether the SuperLink does."""
+    """served_by: the process that serves it, None if there is none. answers: whether the SuperLink answers."""
 
     standing: Standing
     progress: Progress
@@ -52,18 +52,18 @@ class Status:
 
     @property
     def private(self) -> bool:
-        """Whether nothing may be told of single sites."""
+        """Whether nothing may be reported about single sites."""
         return self.standing.privacy is not None
 
     def privacy(self) -> dict[str, Any]:
-        """What a private federation promises, and what its last round says that was spent."""
+        """A private federation's guarantee, and the spending that its last round reports."""
         terms, line = self.standing.privacy, self.progress.lines.get(self.progress.round, {})
         if terms is None:
             return {}
         return {"promise": promise(terms, self.standing.rounds), **(line.get("privacy") or {})}
 
     def as_json(self, rounds: int = 10) -> dict[str, Any]:
-        """For programs: all of it, with the last `rounds` rounds; of a private federation what may leave."""
+        """Everything for programs, with the last `rounds` rounds; of a private federation what may be released."""
         if not self.private:
             return self._whole(rounds)
         told = {**self._whole(rounds), "privacy": self.privacy()}
@@ -123,7 +123,7 @@ class Status:
         }
 
     def headline(self) -> str:
-        """Two lines for people."""
+        """Two lines for people, and one for each change of the settings."""
         now, progress = self.standing, self.progress
         served = f"served by process {self.served_by}" if self.served_by is not None else "not served at the moment"
         if now.finished:
@@ -136,11 +136,12 @@ class Status:
         else:
             state = f"{now.done} of {counted(now.rounds, 'round')} done"
         began = f", begun {progress.began[:16].replace('T', ' ')} UTC" if progress.began else ""
-        return f"{now.name}: {state}{began}\n{served}; the SuperLink {'answers' if self.answers else 'does not answer'}"
+        answers = "answers" if self.answers else "does not answer"
+        return "\n".join([f"{now.name}: {state}{began}", f"{served}; the SuperLink {answers}", *now.settings])
 
 
 def status_of(folder: FederationFolder) -> Status:
-    """How it is now. Raises `ConfigError`: no folder of `fedlora flower init`."""
+    """The current status. Raises `ConfigError` if this is not a folder of `fedlora flower init`."""
     now, progress = standing(folder), progress_of(read_events(folder.events))
     nodes, answers = _nodes(folder)
     keys = keys_of(folder)
@@ -165,12 +166,12 @@ def status_of(folder: FederationFolder) -> Status:
 
 
 def time_at(seconds: float) -> str:
-    """A time as the events have theirs: ISO 8601, UTC, milliseconds."""
+    """A time in the format of the events: ISO 8601, UTC, milliseconds."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
 def seen_ago(seen: float | None) -> str:
-    """How long ago a node was heard of."""
+    """How long ago a node was last seen."""
     return "never" if seen is None else f"{time_of(max(0.0, time.time() - seen))} ago"
 
 

@@ -1,15 +1,15 @@
-"""A federation's SuperLink: started on loopback, asked and told things. The only file that knows Flower's control API.
+"""A federation's SuperLink on loopback: start, query and control it. The only file that uses Flower's control API.
 
     link = SuperLink(home)
     link.start()                            flower-superlink, until it answers
-    link.register("acme", key_path)         and `unregister`; `keep_keys` makes its list that of FED/keys
-    link.nodes()                            who is registered, who is online, since when
+    link.register("acme", key_path)         and `unregister`; `keep_keys` makes its list equal to FED/keys
+    link.nodes()                            registered nodes: which are online, since when
     run = link.run()                        the federation's Flower app, from its last checkpoint
     link.look(run).status                   "pending", "running", "finished:completed", ...
-    link.stop()                             with all that it started
+    link.stop()                             with all processes that it started
 
-The API is spoken to in this process: a `flwr` command takes two seconds of a processor to start, and this is asked
-every few seconds for weeks. Flower's version is pinned.
+The API is called in this process, because a `flwr` command takes two seconds of a processor to start, and this is
+called every few seconds for weeks. Flower's version is pinned.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class SuperLinkError(FedLoRAError, RuntimeError):
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """A registered node. status: "registered" (never seen), "online" or "offline". key: its public key, as PEM has it.
-    seen: when it was heard of last, seconds since 1970; None where it never was."""
+    """A registered node. status: "registered" (never seen), "online" or "offline". key: its public key as PEM. seen:
+    the last contact, seconds since 1970; None if there was none."""
 
     name: str
     id: int
@@ -55,7 +55,7 @@ class NodeFacts:
 @dataclass(frozen=True)
 class RunFacts:
     """A run of the Flower app. status: "pending", "starting", "running", "finished:completed", "finished:failed",
-    "finished:stopped". details: what Flower says of it."""
+    "finished:stopped". details: Flower's words about it."""
 
     id: int
     status: str
@@ -67,7 +67,7 @@ class RunFacts:
 
 
 class SuperLink:
-    """The SuperLink of a federation's folder. Several of these may talk to one that runs.
+    """The SuperLink of a federation's folder. Several of these objects may talk to one running SuperLink.
 
     Raises:
         ConfigError: the folder is not one of `fedlora flower init`.
@@ -85,7 +85,7 @@ class SuperLink:
     # ------------------------------------------------------------------------------------------------- as a process
 
     def start(self, seconds: float = _LONG, *, give_up: Callable[[], bool] = lambda: False) -> None:
-        """Start it, and wait until it answers, or until `give_up` says so.
+        """Start it, and wait until it answers, or until `give_up` returns True.
 
         Raises:
             SuperLinkError: its port is in use, it ended, or it does not answer.
@@ -110,11 +110,11 @@ class SuperLink:
             time.sleep(0.3)
 
     def ended(self) -> int | None:
-        """The code with which the process that was started here ended; None while it lives."""
+        """The exit code of the process that was started here; None while it lives."""
         return None if self.process is None else self.process.poll()
 
     def stop(self) -> None:
-        """End it, and all that it started, also what an earlier process of this folder has left."""
+        """End it and all that it started, including what an earlier process of this folder left."""
         self.close()
         if self.process is not None:
             children.end(self.process)
@@ -122,19 +122,19 @@ class SuperLink:
         children.end_all(self.left())
 
     def close(self) -> None:
-        """Let go of the connection. The next question makes another."""
+        """Close the connection. The next query opens another."""
         if self._client is not None:
             self._client.close()
             self._client = None
 
     def left(self) -> list[psutil.Process]:
-        """The processes of this folder's SuperLink, also of an earlier one that was killed."""
+        """The processes of this folder's SuperLink, including those of an earlier one that was killed."""
         return children.started_for(self.folder.flower_home)
 
     # -------------------------------------------------------------------------------------------------- what it says
 
     def answers(self) -> bool:
-        """Whether it can be spoken to."""
+        """Whether it answers."""
         try:
             self._ask("ListRuns", "ListRunsRequest", limit=1)
         except SuperLinkError:
@@ -142,7 +142,7 @@ class SuperLink:
         return True
 
     def nodes(self) -> list[NodeFacts]:
-        """All nodes that are registered, by name."""
+        """All registered nodes, by name."""
         found = []
         for node in self._ask("ListNodes", "ListNodesRequest").nodes_info:
             if node.status != "unregistered":
@@ -151,7 +151,7 @@ class SuperLink:
         return sorted(found, key=lambda node: (node.name, node.id))
 
     def runs(self) -> list[RunFacts]:
-        """All runs, the newest first."""
+        """All runs, newest first."""
         found = self._ask("ListRuns", "ListRunsRequest").run_dict.values()
         return [_run(run) for run in sorted(found, key=lambda run: str(run.pending_at), reverse=True)]
 
@@ -162,10 +162,10 @@ class SuperLink:
     # ------------------------------------------------------------------------------------------------ what it is told
 
     def register(self, name: str, key_path: Path) -> None:
-        """Admit the node `name` with the public key in `key_path`. Another key of that name is unregistered.
+        """Admit the node `name` with the public key in `key_path`. A previous key of that name is unregistered.
 
         Raises:
-            SuperLinkError: it refuses. ConfigError: no public key of the kind that Flower takes.
+            SuperLinkError: it refuses. ConfigError: not a public key of the kind that Flower accepts.
         """
         key = public_key(key_path)
         for node in self.nodes():
@@ -176,25 +176,25 @@ class SuperLink:
         database.forget_unregistered(self.folder.database, key)
         try:
             self._ask("RegisterNode", "RegisterNodeRequest", public_key=key, name=name)
-        except SuperLinkError:  # `admit` and `serve` may do it at the same moment: who comes second finds it done
+        except SuperLinkError:  # `admit` and `serve` may do it at the same moment: the second finds it done
             if not any(node.name == name and node.key == key for node in self.nodes()):
                 raise
 
     def unregister(self, name: str) -> bool:
-        """The node `name` may take part no longer. Returns whether there was one."""
+        """Exclude the node `name`. Returns whether there was one."""
         found = [node for node in self.nodes() if node.name == name]
         for node in found:
             self._ask("UnregisterNode", "UnregisterNodeRequest", node_id=node.id)
         return bool(found)
 
     def keep_keys(self, keys: Mapping[str, Path]) -> list[str]:
-        """Make its list of nodes that of `keys` (name -> public key). Returns what was done, a line each."""
+        """Make its list of nodes equal to `keys` (name -> public key). Returns the changes, a line each."""
         wanted = {name: public_key(path) for name, path in keys.items()}
         there, gone = set[str](), set[str]()
         for node in self.nodes():
             if wanted.get(node.name) == node.key:
                 there.add(node.name)
-            else:  # also an older key of a name that has another one by now
+            else:  # also an older key of a name with another current key
                 self._ask("UnregisterNode", "UnregisterNodeRequest", node_id=node.id)
                 gone.add(node.name)
         for name in wanted.keys() - there:
@@ -207,7 +207,7 @@ class SuperLink:
         return [done[name] for name in sorted(done)]
 
     def run(self, app: bytes | None = None) -> int:
-        """Start a run of the federation's Flower app, which goes on after the last checkpoint; returns its id.
+        """Start a run of the federation's Flower app, which continues after the last checkpoint; returns its id.
 
         Args:
             app: packed; None: `bundle`, the one that sites approve.
@@ -251,7 +251,7 @@ class SuperLink:
 
 
 def _seen(node: Any) -> float | None:
-    """When a node was heard of last: of one that is online by its heartbeat, of another when it was given up."""
+    """The last contact with a node: for an online one its heartbeat, for others when the SuperLink gave it up."""
     from flwr.common.constant import HEARTBEAT_PATIENCE
 
     if not node.online_until:
@@ -268,7 +268,7 @@ def _run(run: Any) -> RunFacts:
 
 @contextlib.contextmanager
 def _no_proxy(env: Mapping[str, str]) -> Iterator[None]:
-    """Loopback is not asked through a proxy, whatever the environment names for the world outside."""
+    """Reach loopback without a proxy, whatever the environment names for other addresses."""
     before = {name: os.environ.get(name) for name in ("NO_PROXY", "no_proxy")}
     os.environ.update({name: env[name] for name in before})
     try:
@@ -283,7 +283,7 @@ def _no_proxy(env: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Flower's errors as one of ours, in its own words."""
+    """Turn Flower's errors into ours, with its own words."""
     import httpx
 
     try:

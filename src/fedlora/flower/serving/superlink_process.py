@@ -1,9 +1,9 @@
-"""Flower's SuperLink as a process that takes an answer only under the name of the key that signed it.
+"""Flower's SuperLink as a process that accepts an answer only in the name of the key that signed it.
 
-Flower knows who sends (each request is signed with the node's key), and believes what the message in it says of its
-sender: a site that has learned the id of another one's message could answer it in that one's name, and the real answer
-would be dropped without a word. Here both must be the same node. Who tries is refused with HTTP 409, which its own log
-shows, and `serve` says who it was; nothing was stored, so that the real answer still counts.
+Flower knows the sender (each request is signed with the node's key), but believes what the message says about its
+sender: a site that has learned the id of another's message could answer it in that site's name, and the real answer
+would be dropped silently. Here both must be the same node. A forged answer is refused with HTTP 409, which the sender's
+log shows, and `serve` names the sender; nothing was stored, so the real answer still counts.
 
     python -m fedlora.flower.serving.superlink_process ARGUMENTS OF flower-superlink
 """
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def under_own_name(push: Callable[..., Any]) -> Callable[..., Any]:
-    """Flower's handler of answers, for those whose sender is the node that signed the request."""
+    """Flower's handler of answers, restricted to answers whose sender is the node that signed the request."""
 
     def pushed(request: Any, state: Any) -> Any:
         signer = request.node.node_id

@@ -1,9 +1,9 @@
-"""`fedlora flower serve`: the SuperLink and the rounds, started, followed and ended together.
+"""`fedlora flower serve`: start, follow and end the SuperLink and the rounds together.
 
-It waits, for as long as it takes, for sites and for room on the disk, and plays a round's run again where too few
-answered. Whatever else goes wrong ends all of it: `Lost`, which is exit code 1, and the unit of systemd (or compose)
-starts it again, which goes on after the last checkpoint; or `ConfigError`, exit code 2, where the app itself says that
-it would fail the same way again.
+It waits as long as needed for sites and for room on the disk, and runs a round again if too few answered. Any other
+failure ends everything: with `Lost`, exit code 1, after which the systemd unit (or compose) restarts it, and it
+continues after the last checkpoint; or with `ConfigError`, exit code 2, if the app itself says that it would fail the
+same way again.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from fedlora.flower.terms.privacy import promise
 
 
 class Stopped(FedLoRAError):
-    """Asked to stop. Nothing is wrong."""
+    """The user asked to stop. Nothing is wrong."""
 
 
 class Lost(FedLoRAError, RuntimeError):
-    """A process that the rounds need has ended, or does not answer. Started again it goes on."""
+    """A process that the rounds need has ended, or does not answer. A restart continues."""
 
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds. events: between two looks for events. look: at the run and the processes. nodes: at who is online.
-    remind: until the same is said again. pending: for a run to begin. thin: until a round in which too few answered is
-    tried again. unanswered: looks without an answer until the SuperLink is given up."""
+    """Seconds. events: between two checks for events. look: between checks of the run and the processes. nodes: between
+    checks for online nodes. remind: until the same line is repeated. pending: for a run to begin. thin: until a round
+    in which too few answered is tried again. unanswered: checks without an answer until the SuperLink is given up."""
 
     events: float = 0.5
     look: float = 3.0
@@ -55,13 +55,13 @@ class Pace:
 
 
 class Supervisor:
-    """One federation's folder, served.
+    """Serves one federation's folder.
 
     Args:
         say: gets each line. stop: set it, from a signal's handler or another thread, and `serve` ends in order.
-        seen: called with progress, nodes and standing whenever they were looked at, for metrics.
-        on_up: called when the SuperLink is up. also: about once a second; what it raises ends all. A trial starts its
-            nodes and looks after them by these.
+        seen: called with progress, nodes and standing after each check, for metrics.
+        on_up: called when the SuperLink is up. also: called about once a second; an exception from it ends everything.
+            A trial uses both to start and watch its nodes.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Supervisor:
         self._keys_at, self._read = 0, link.log.stat().st_size if link.log.is_file() else 0
 
     def serve(self) -> Standing:
-        """Play the rounds to their end. Returns where the federation stands then, or when it was asked to stop.
+        """Play the rounds to their end. Returns the standing then, or when it was asked to stop.
 
         Raises:
             ConfigError: the folder cannot be served as it is, or another process serves it. Lost, SuperLinkError,
-                OSError: what may be gone when it is started again.
+                OSError: problems that a restart may solve.
         """
         with serving(self.folder.lock):
             if standing(self.folder).finished:
@@ -136,12 +136,12 @@ class Supervisor:
             self._sleep(self._pace.look)
 
     def _bring_up(self) -> None:
-        """The SuperLink, its list of keys, and no run of an earlier one."""
+        """Start the SuperLink, set its list of keys, and end runs of an earlier one."""
         self.link.start(give_up=self.stop.is_set)
         if self.stop.is_set():
             raise Stopped
         held = size_of(database.size(self.folder.database))
-        private = self.telling.standing().privacy is not None  # how much there is tells who sent
+        private = self.telling.standing().privacy is not None  # sizes would reveal who sent
         self._say(
             f"SuperLink at {self.link.address} (TLS, node authentication)"
             + ("" if private else f"; its database holds {held}")
@@ -154,7 +154,7 @@ class Supervisor:
         self._on_up()
 
     def _keep_keys(self, *, always: bool = False) -> None:
-        """Register what is in keys/, and nothing else: also keys that come or go there while this runs."""
+        """Register exactly the keys in keys/, including those that come or go while this runs."""
         keys = keys_of(self.folder)
         places = [place for place in (self.folder.path / "keys", *keys.values()) if place.exists()]
         newest = max((place.stat().st_mtime_ns for place in places), default=0)
@@ -164,7 +164,7 @@ class Supervisor:
             self._keys_at = newest
 
     def _wait_for_nodes(self) -> None:
-        """Until as many sites are online as a round needs."""
+        """Wait until as many sites are online as a round needs."""
         while True:
             self._require_superlink()
             self.telling.look(self.link.nodes())
@@ -174,7 +174,7 @@ class Supervisor:
             self._keep_keys()
             there = nodes_line(self.telling.online, now.clients, now.needs)
             if now.privacy is None:
-                self.telling.again(f"waiting for sites; {there}", key=there)  # said when it changed, too
+                self.telling.again(f"waiting for sites; {there}", key=there)  # repeated early if it changed
             else:
                 self.telling.again(
                     f"waiting until all {len(now.clients)} sites are online: a private federation begins then, and "
@@ -186,15 +186,15 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------ the rounds
 
     def _play(self) -> RunFacts:
-        """A run of the Flower app, followed to its end. Raises `Lost` where what it needs is gone; `Stopped`."""
+        """Follow a run of the Flower app to its end. Raises `Lost` if something that it needs is gone; `Stopped`."""
         run = self.link.run()
         began = asked = time.monotonic()
-        looked, unanswered, seen = 0.0, 0, False  # seen: running, at some look
+        looked, unanswered, seen = 0.0, 0, False  # seen: some check found it running
         while True:
             self.telling.events()
             now = time.monotonic()
             if self.stop.is_set():
-                with suppress(SuperLinkError):  # it is over, or the SuperLink is
+                with suppress(SuperLinkError):  # the run is over, or the SuperLink is gone
                     self.link.stop_run(run)
                 raise Stopped
             self._require_superlink()
@@ -217,10 +217,10 @@ class Supervisor:
             self._sleep(self._pace.events, raising=False)
 
     def _after(self, facts: RunFacts, new: bool) -> None:
-        """What the end of a run means. new: whether it has played a round.
+        """Act on the end of a run. new: whether it has played a round.
 
         Raises:
-            Lost: a failure. ConfigError: one that would come again, as the app itself says.
+            Lost: a failure. ConfigError: one that the app itself says would come again.
         """
         now = self.telling.standing()
         done = f"{now.done} of {counted(now.rounds, 'round')} done"
@@ -242,11 +242,11 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------------------- looking
 
     def _tell_refused(self) -> None:
-        """What the SuperLink refused since the last look: it says so in its log."""
+        """Report what the SuperLink has refused since the last check, from its log."""
         children.trim(self.link.log)
         with suppress(FileNotFoundError), self.link.log.open("rb") as file:
             if os.fstat(file.fileno()).st_size < self._read:
-                self._read = 0  # it was trimmed
+                self._read = 0  # the log was trimmed
             file.seek(self._read)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -265,9 +265,9 @@ class Supervisor:
         try:
             self._keep_keys()
             self.telling.look(self.link.nodes())
-        except (SuperLinkError, ConfigError) as error:  # a key that was copied there and is none, or is another's
+        except (SuperLinkError, ConfigError) as error:  # a copied file that is not a key, or is another site's
             if (self.link.ended() is None and "refuses" in str(error)) or isinstance(error, ConfigError):
-                self.telling.again(str(error))  # where it does not answer at all, the look at the run counts that
+                self.telling.again(str(error))  # if it does not answer at all, the check of the run counts that
 
     def _require_superlink(self) -> None:
         if (code := self.link.ended()) is not None:

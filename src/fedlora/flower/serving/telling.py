@@ -1,4 +1,4 @@
-"""What `serve` says: each new event as lines, who comes and goes, and what is waited for, again only after a while."""
+"""The output of `serve`: new events as lines, nodes that come and go, and reminders of what it waits for."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Seen = Callable[[Progress, Sequence[NodeFacts], Standing], None]
 
 
 class Telling:
-    """Follows a federation's folder and its nodes, and says what changes.
+    """Follows a federation's folder and its nodes, and reports changes.
 
-    remind: seconds until what is waited for is said again. seen: called at each look, for metrics.
+    remind: seconds until a line about waiting is repeated. seen: called at each check, for metrics.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class Telling:
         self.folder, self._events = folder, EventReader(folder.events)
         self.progress, self.nodes = Progress(), tuple[NodeFacts, ...]()
         self._standing = standing(folder)
-        self._there = ""
+        self._there, self._settings = "", self._standing.settings
         self._said_at: dict[str, float] = {}
 
     def standing(self) -> Standing:
-        """Where the federation stands. A file that is broken meanwhile is told, and the last good one holds."""
+        """The federation's standing. A file that is broken meanwhile is reported, and the last good one stays."""
         try:
             self._standing = standing(self.folder)
         except ConfigError as error:
@@ -48,15 +48,20 @@ class Telling:
         return self._standing
 
     def events(self, *, quietly: bool = False) -> None:
-        """What the ServerApp has written since the last look."""
+        """Report the ServerApp's events since the last check."""
         for event in self._events.new():
             self.progress = after(self.progress, event)
             for line in [] if quietly else lines_of(event, self.standing().rounds):
                 self.say(line)
-        self._seen(self.progress, self.nodes, self.standing())
+        now = self.standing()
+        for line in now.settings:
+            if line not in self._settings:
+                self.say(line)
+        self._settings = now.settings
+        self._seen(self.progress, self.nodes, now)
 
     def look(self, nodes: Sequence[NodeFacts]) -> None:
-        """Who is there, and who is missing, where that has changed."""
+        """Report who is online and who is missing, if that has changed."""
         self.nodes = tuple(nodes)
         now = self.standing()
         line = nodes_line(self.online, now.clients, now.needs)
@@ -68,7 +73,7 @@ class Telling:
             self.say_of_sites(nodes_line(self.online, now.clients, now.needs, heard))
 
     def say_of_sites(self, line: str) -> None:
-        """What names single sites: of a private federation it goes to the log that is secret."""
+        """Print a line about single sites; in a private federation, write it to the secret log instead."""
         if self._standing.privacy is None:
             self.say(line)
         else:
@@ -79,7 +84,7 @@ class Telling:
         return [node.name for node in self.nodes if node.status == "online"]
 
     def again(self, line: str, key: str = "") -> None:
-        """Say it, but no sooner than `remind` seconds after it was said. key: by which it is the same as before."""
+        """Print a line, but not within `remind` seconds of the last time. key: identifies equal lines."""
         now, key = time.monotonic(), key or line
         if now - self._said_at.get(key, -self._remind) >= self._remind:
             self._said_at[key] = now

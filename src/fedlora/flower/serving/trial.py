@@ -1,8 +1,8 @@
-"""A trial: the folder of a federation with its sites beside it, all of it played on this machine, on loopback.
+"""A trial: a federation's folder with its sites in it, played on this machine, on loopback.
 
-    now = Trial(folder, say).play()         SuperLink, a node for each site, all rounds, and everything taken down
+    now = Trial(folder, say).play()         SuperLink, a node for each site, all rounds; then everything ends
 
-The server's side is `serve`'s, and each site's is `fedlora flower node`'s: only the proxy is left out.
+The server's side is that of `serve`, each site's that of `fedlora flower node`; only the proxy is missing.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from fedlora.flower.serving.telling import Say
 
 
 class TrialFailed(FedLoRAError, RuntimeError):
-    """One of the trial's nodes has ended; its last words are in the message."""
+    """One of the trial's nodes has ended; the message has its last words."""
 
 
 class Trial:
-    """The processes of a trial. stop: set it, and all ends in order.
+    """The processes of a trial. stop: set it, and all end in order.
 
     Raises:
-        ConfigError: the folder has no sites: it is a federation of several machines, or none. Its files name other
-            ports than federation.toml.
+        ConfigError: the folder has no sites, because it is a federation of several machines, or not a federation; or
+            its files name other ports than federation.toml.
     """
 
     def __init__(self, folder: Path, say: Say = lambda line: None, *, stop: threading.Event | None = None) -> None:
@@ -49,21 +49,21 @@ class Trial:
         )
 
     def play(self) -> Standing:
-        """All rounds that are not done yet. Returns where the trial stands then.
+        """Play all remaining rounds. Returns the trial's standing then.
 
         Raises:
-            TrialFailed. Others: as `Supervisor.serve`.
+            TrialFailed. Others: as in `Supervisor.serve`.
         """
         try:
             return self._supervisor.serve()
         finally:
-            for process in self.nodes.values():  # all at once, so that they end at once
+            for process in self.nodes.values():  # signal all first, so that they end in parallel
                 process.terminate()
             for process in self.nodes.values():
                 children.end(process)
 
     def start_nodes(self) -> None:
-        """A node for each site."""
+        """Start a node for each site."""
         homes = {name: self.folder.site(name).state / "flwr" for name in self.names}
         if left := [one for home in homes.values() for one in children.started_for(home)]:
             self._say(f"{len(left)} processes of an earlier trial's nodes were still there: ended")
@@ -79,7 +79,7 @@ class Trial:
         self._say(f"nodes started: {', '.join(self.names)} (their lines are in {self.folder.logs}/node-NAME.log)")
 
     def _look_after_nodes(self) -> None:
-        """All ends together: a trial that goes on without one of its sites would be another one."""
+        """If one node ends, everything ends: a trial without one of its sites would be a different trial."""
         for name, process in self.nodes.items():
             if process.poll() is not None:
                 words = children.last_words(children.tail(self._log(name)))

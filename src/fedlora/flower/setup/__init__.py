@@ -1,1 +1,1 @@
-"""A federation's folder made, changed and checked: settings, keys, proxy, units, members."""
+"""Make, change and check a federation's folder: settings, keys, proxy, units, members."""

@@ -1,4 +1,4 @@
-"""Is a federation's folder sound, and is this machine closed but for what sites need? For `fedlora doctor FED`."""
+"""Checks for `fedlora doctor FED`: the federation's folder is sound, and this machine is open only to sites."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from fedlora.runs.defence import check_rule
 from fedlora.server.sampling import sample_clients
 
 Row = tuple[str, str, bool | None]
-_CHUNK = 5 * 2**20  # bytes: Flower sends arrays in such pieces
+_CHUNK = 5 * 2**20  # bytes: the size of Flower's pieces of arrays
 
 
 def checked_folder(folder: Path) -> list[Row]:
-    """What is checked, what was found, whether it is sound; None: not yet there, and no fault."""
+    """(check, finding, whether it is sound); None means not there yet, which is not a fault."""
     there = FederationFolder(folder.resolve())
     try:
         settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
@@ -65,14 +65,14 @@ def checked_folder(folder: Path) -> list[Row]:
 
 
 def _place(there: FederationFolder) -> list[Row]:
-    """Absolute paths are in the proxy's file: a folder that was moved is found out."""
+    """The proxy's file contains absolute paths; this detects a folder that was moved."""
     if there.proxy.is_file() and f"{there.public}/server.crt" not in there.proxy.read_text(encoding="utf-8"):
         return [("place", f"{there.proxy} names another folder: fedlora flower renew {there.path}", False)]
     return [("place", str(there.path), True)]
 
 
 def _begins(there: FederationFolder) -> list[Row]:
-    """What `serve` and its ServerApp refuse when they start, by their own checks."""
+    """The checks that `serve` and its ServerApp make when they start."""
     check_ports(there)
     begun(there.path)
     return [("serve", "would begin: nothing in the settings is refused", True)]
@@ -91,11 +91,11 @@ def _start(there: FederationFolder, settings: FederationSettings, clients: Mappi
     ]
     if there.proxy.is_file():
         found = re.findall(r"client_max_body_size (\d+);", there.proxy.read_text(encoding="utf-8"))
-        limit = max(map(int, found), default=2**20)  # that of objects; without any, nginx's own
+        limit = max(map(int, found), default=2**20)  # for objects; without any, nginx's default
         chunk = int(os.environ.get("FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", _CHUNK))
         rows.append(("proxy's body limit", f"{limit / 2**20:.0f} MiB", limit >= 1.2 * chunk))
     rows.append(("rounds done", f"{rounds_done(there.rounds)} of {settings.run.rounds}", True))
-    needed = 2 * message * len(clients) * 4 + 8 * message  # the database keeps some rounds, the checkpoints two
+    needed = 2 * message * len(clients) * 4 + 8 * message  # the database keeps several rounds, the checkpoints two
     free = shutil.disk_usage(there.path).free
     rows.append(("disk", f"{size_of(free)} free, about {size_of(needed)} needed", free > needed))
     return rows
@@ -127,7 +127,7 @@ def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy
 
 
 def _rule(there: FederationFolder, settings: FederationSettings, policy: Policy) -> list[Row]:
-    """Whether a robust rule can be kept among so many sites, and in a round that the quorum lets count."""
+    """Whether a robust rule works with this many sites, and in a round that just reaches the quorum."""
     rule = settings.defence.build()
     if rule is None:
         return []
@@ -155,7 +155,7 @@ def _rule(there: FederationFolder, settings: FederationSettings, policy: Policy)
 
 
 def _wrong(there: FederationFolder, settings: FederationSettings, agreement: Agreement, name: str) -> list[str]:
-    """What is wrong with a site's files here."""
+    """The faults in a site's files here."""
     found: list[str] = []
     try:
         join = JoinFile.read(there.join(name)) if there.join(name).is_file() else None
@@ -188,7 +188,7 @@ def _certificates(there: FederationFolder, network: NetworkSection) -> list[Row]
 
 
 def _private(there: FederationFolder) -> list[Row]:
-    """What must be this user's alone."""
+    """Files that must be readable only by this user."""
     secret = [there.certificates / "server.key", there.public / "server.key", there.public / "ca.key", there.database]
     secret += sorted(there.state.glob("superlink.db-*"))
     rows: list[Row] = []
@@ -238,7 +238,7 @@ def _proxy(there: FederationFolder, network: NetworkSection, addresses: list[str
 
 
 def _nginx_says(there: FederationFolder, nginx: str) -> str:
-    """What nginx finds wrong with its configuration, as the folder's owner; "" for nothing."""
+    """The errors that nginx reports about its configuration, as the folder's owner; "" if there are none."""
     facts = there.path.stat()
     other = os.getuid() == 0 and facts.st_uid != 0
     with TemporaryDirectory() as place:  # it opens its logs and its pid file: not those that the unit may have replaced
@@ -254,7 +254,7 @@ def _nginx_says(there: FederationFolder, nginx: str) -> str:
             capture_output=True, text=True, check=False, user=facts.st_uid if other else None,
             group=facts.st_gid if other else None, extra_groups=[] if other else None,
         )  # fmt: skip
-    lines = [line for line in tried.stderr.strip().splitlines() if "bind() to" not in line]  # a port is the unit's
+    lines = [line for line in tried.stderr.strip().splitlines() if "bind() to" not in line]  # the unit holds the port
     failed = tried.returncode and not ("bind() to" in tried.stderr and all("[emerg]" not in line for line in lines))
     return (lines or ["nginx refuses it"])[0] if failed else ""
 

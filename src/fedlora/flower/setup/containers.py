@@ -1,9 +1,9 @@
 """A federation in containers: one image for server and sites (on a CPU), and nginx in front of it.
 
-The image holds no secret and no data: folders are mounted, each at the path that it has on its machine, so that the
-absolute paths in them stay true. The SuperLink listens on loopback in its container too; the proxy stands in the same
-network namespace, and its port is the only one that leaves. Kubernetes is left out: a federation is one server, and
-each site another organisation's machine.
+The image holds no secret and no data: folders are mounted, each at its path on its machine, so that absolute paths in
+them stay valid. The SuperLink listens on loopback in its container too; the proxy is in the same network namespace, and
+its port is the only published one. There is no Kubernetes: a federation has one server, and each site is another
+organisation's machine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HEAD = """\
 
 
 def write_containers(folder: Path, home: Path, settings: FederationSettings, sites: Sequence[str]) -> None:
-    """Dockerfile and compose.yaml of the federation in `home`. Raises `ConfigError`: see `compose`."""
+    """Write Dockerfile and compose.yaml of the federation in `home`. Raises `ConfigError`: see `compose`."""
     folder.mkdir()
     (folder / "wheels").mkdir()
     (folder / "wheels" / "README").write_text(
@@ -44,8 +44,8 @@ def write_containers(folder: Path, home: Path, settings: FederationSettings, sit
 
 
 def dockerfile(home: Path) -> str:
-    """The image of server and sites."""
-    torch = version("torch").partition("+")[0]  # what this federation's maker has, in its CPU build
+    """The image for server and sites."""
+    torch = version("torch").partition("+")[0]  # the version of this federation's maker, in its CPU build
     return filled("Dockerfile", image=_image(), folder=f"{home}/docker", version=version("fedlora"), torch=torch)
 
 
@@ -53,7 +53,7 @@ def compose(home: Path, settings: FederationSettings, sites: Sequence[str]) -> s
     """All services: server and proxy in one network namespace, a service for each site.
 
     Raises:
-        ConfigError: a path that a mount cannot name; a ledger beside what must not be written.
+        ConfigError: a path that a mount cannot name; a ledger beside files that must not be writable.
     """
     if not str(home).isprintable() or set(str(home)) & set(':$"\\'):
         raise ConfigError(f"{quoted(str(home))} cannot be mounted into a container: it has ':', '$' or a quote.")
@@ -86,7 +86,7 @@ _LIMITS: Mapping[str, Any] = {
 
 
 def _mounts(folder: Path, writable: Sequence[Path]) -> list[str]:
-    """Settings, keys and certificates are read-only: only what the processes write is not."""
+    """Mount settings, keys and certificates read-only, and only what the processes write writable."""
     return [f"{folder}:{folder}:ro", *(f"{place}:{place}" for place in writable)]
 
 
@@ -99,7 +99,7 @@ def _image() -> str:
 
 
 def _user(home: Path) -> str:
-    """The owner of the folder, or who is making it, by number: in a container nobody has a name."""
+    """The folder's owner, or its maker, by number, because containers have no user names."""
     if not home.exists():
         return f"{os.getuid()}:{os.getgid()}"
     facts = home.stat()

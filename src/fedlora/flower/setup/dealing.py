@@ -1,7 +1,7 @@
-"""A run's own data dealt out to the sites of a trial, by the run's own code: what each would have on its own machine.
+"""Deals a run's own data to the sites of a trial, by the run's own code, as each site would have it on its machine.
 
-One file for all (data.train, the demo's, a benchmark's) becomes a file for each site, and what was held out of it is
-the server's. With data.clients each site has the file that is named for it, and holds out its own share.
+One file for all (data.train, the demo's, a benchmark's) becomes a file for each site, and the server gets what was held
+out of it. With data.clients each site has the file named for it, and holds out its own share.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A federation on one machine. data: site -> its file, where it has one already, else the text to write. held: what
-    the server measures on, by name, to be written beside its settings."""
+    """A federation on one machine. data: site -> its existing file, or the text to write. held: the server's data for
+    measuring, by name, to be written beside its settings."""
 
     settings: FederationSettings
     data: Mapping[str, str | TextData]
@@ -36,10 +36,10 @@ class Trial:
 
 
 def dealt_out(config: RunConfig, prepared: Prepared, network: NetworkSection, folder: str = "held") -> Trial:
-    """A run's configuration as a trial. prepared: of the same. folder: where the server's files will lie, in FED.
+    """A run's configuration as a trial. prepared: from the same. folder: for the server's files, in FED.
 
     Raises:
-        ConfigError: data that cannot be written down as a site's file; keys that a federation does not have.
+        ConfigError: data that cannot be written as a site's file; keys that a federation does not have.
     """
     labels = list(next(iter(prepared.parts.values())).label_names) or None
     if config.data.clients:
@@ -65,7 +65,7 @@ def dealt_out(config: RunConfig, prepared: Prepared, network: NetworkSection, fo
 
 
 def write_rows(path: Path, data: TextData) -> None:
-    """Examples as JSONL, in their order, with the columns' usual names; classes by name."""
+    """Write examples as JSONL, in their order, with the columns' usual names; classes by name."""
     path.write_text("".join(json.dumps(row) + "\n" for row in _rows(data)), encoding="utf-8")
 
 

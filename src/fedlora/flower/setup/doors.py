@@ -1,5 +1,5 @@
-"""Which doors of this machine are open: the SuperLink must answer on loopback alone, and through the proxy nothing but
-the nodes' part may. Found by the sockets that listen, and by trying each address that this machine has."""
+"""Checks this machine's open ports: the SuperLink must answer only on loopback, and the proxy only the nodes' part. It
+looks at the listening sockets, and tries each address of this machine."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ CONTROL = "/v1/control/list-runs"
 
 
 def listening(port: int) -> list[str]:
-    """The addresses on which something listens at a port."""
+    """The addresses that listen on a port."""
     found = psutil.net_connections("tcp")
     return [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
 
 
 def own_addresses() -> list[str]:
-    """The addresses of this machine that are not loopback, nor of one cable alone (link-local IPv6)."""
+    """The addresses of this machine, except loopback and those of one cable alone (link-local IPv6)."""
     named = [a.address for each in psutil.net_if_addrs().values() for a in each if a.family.name.startswith("AF_INET")]
     found = [ipaddress.ip_address(name) for name in dict.fromkeys(named) if "%" not in name]
     return [str(a) for a in found if not a.is_loopback and not a.is_link_local]
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches it; the IPv4 within an IPv6 counts as what it is."""
+    """Whether only this machine reaches it; an IPv4 address within an IPv6 one counts as IPv4."""
     found = ipaddress.ip_address(address)
     mapped = getattr(found, "ipv4_mapped", None)
     return (mapped or found).is_loopback
 
 
 def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> int | None:
-    """The HTTP status that Flower's control part has behind an address, without looking at the certificate, with TLS
-    and else without; None where nothing speaks HTTP there."""
+    """The HTTP status of Flower's control part at an address, ignoring the certificate, with TLS and otherwise without;
+    None if nothing speaks HTTP there."""
     import httpx
 
     host = f"[{address}]" if ":" in address else address

@@ -1,4 +1,4 @@
-"""What a node would say to a certificate, found out without a network: both ends of a TLS handshake in memory."""
+"""A node's verdict on a certificate, without a network: both ends of a TLS handshake in memory."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 
 from cryptography import x509
 
-SOON = 30  # days before the end from which on it is told
+SOON = 30  # days before expiry from which it is reported
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """How a server's certificate stands. wrong: what a node would refuse it for; "" where it would not. days: left."""
+    """The state of a server's certificate. wrong: why a node would refuse it, otherwise "". days: until expiry."""
 
     days: int
     wrong: str
@@ -24,14 +24,14 @@ class Certificate:
         return not self.wrong
 
     def said(self) -> str:
-        """In words."""
+        """The state in words."""
         if self.wrong:
             return self.wrong
         return f"valid for {self.days} days" + (": renew it soon (fedlora flower renew)" if self.days < SOON else "")
 
 
 def looked_at(folder: Path, name: str) -> Certificate:
-    """server.crt, server.key and ca.crt of `folder`, as one who dials `name` would find them."""
+    """server.crt, server.key and ca.crt of `folder`, as a client that dials `name` would see them."""
     paths = {file: folder / file for file in ("ca.crt", "server.crt", "server.key")}
     lacks = [file for file, path in paths.items() if not path.is_file()]
     if lacks:
@@ -54,7 +54,7 @@ def _refused(paths: dict[str, Path], name: str) -> str:
     node = ssl.create_default_context(cafile=str(paths["ca.crt"]))
     here, there = ssl.MemoryBIO(), ssl.MemoryBIO()
     one, other = node.wrap_bio(here, there, server_hostname=name), server.wrap_bio(there, here, server_side=True)
-    for side in 8 * (one, other):  # each turn gives the other one something to read
+    for side in 8 * (one, other):  # each turn gives the other side something to read
         try:
             side.do_handshake()
         except ssl.SSLWantReadError:

@@ -1,4 +1,4 @@
-"""From what the command line says to a federation's folder: the settings read, the start made, the sites dealt out."""
+"""From the command line to a federation's folder: read the settings, make the start, deal data to the sites."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def federation(
     config: Path, overrides: Sequence[str], name: str, clients: Mapping[str, int], labels: Sequence[str] | None,
     start: Path | None, port: int, superlink_port: int,
 ) -> Federation:  # fmt: skip
-    """A federation whose sites are elsewhere: nothing is written yet, and no site's data are read.
+    """A federation with sites elsewhere: it writes nothing yet, and reads no site's data.
 
     Raises:
-        ConfigError, AdapterFormatError: what is wrong with the settings, the start or the model.
+        ConfigError, AdapterFormatError: the settings, the start or the model have an error.
     """
     if port == superlink_port:
         raise ConfigError(
@@ -63,9 +63,9 @@ def federation(
 
 
 def with_quorum(settings: FederationSettings, sites: int) -> FederationSettings:
-    """With a quorum: where none is asked for, more than half of those who take part in a round. One site that is early
-    would else play all rounds alone."""
-    if settings.server.quorum is not None or settings.privacy is not None:  # a private round has none
+    """The settings with a quorum; the default is more than half of a round's participants. Otherwise one early site
+    would play all rounds alone."""
+    if settings.server.quorum is not None or settings.privacy is not None:  # a private round has no quorum
         return settings
     asked = len(sample_clients([str(k) for k in range(sites)], settings.run.participation, seed=0, round=0))
     server = settings.server.model_copy(update={"quorum": asked // 2 + 1})
@@ -73,7 +73,7 @@ def with_quorum(settings: FederationSettings, sites: int) -> FederationSettings:
 
 
 def with_members(settings: FederationSettings, clients: Mapping[str, Rank]) -> FederationSettings:
-    """A private federation's settings with who is to take part, for good. Raises `ConfigError`: a site is no member."""
+    """A private federation's settings with its final members. Raises `ConfigError` for a site that is not a member."""
     if settings.privacy is None:
         return settings
     largest = max(rank if isinstance(rank, int) else max(rank.values()) for rank in clients.values())
@@ -81,15 +81,15 @@ def with_members(settings: FederationSettings, clients: Mapping[str, Rank]) -> F
 
 
 def check_private(settings: FederationSettings, start: Start) -> None:
-    """Raises `ConfigError` where [privacy] cannot be kept, would leave nothing but noise, or passes the budget of its
-    population: before anything is written."""
+    """Raises `ConfigError`, before anything is written, if [privacy] cannot hold, would leave only noise, or exceeds
+    its population's budget."""
     if settings.privacy is not None:
         server = settings.server.build(settings.method.build(), settings.run.seed)
         check_affordable(settings, *planned(settings, server, start.adapter))
 
 
 def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
-    """A federation on this machine, its sites in `folder`/sites, their keys admitted. Raises `ConfigError`."""
+    """Make a federation on this machine, with its sites in `folder`/sites and admitted. Raises `ConfigError`."""
     prepared = prepare(config, None)
     dealt = dealt_out(config, prepared, NetworkSection(port=superlink_port, superlink_port=superlink_port))
     clients: dict[str, Rank] = {c.id: c.rank if isinstance(c.rank, int) else dict(c.rank) for c in prepared.clients}
@@ -111,7 +111,7 @@ def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
 
 
 def write_site(there: FederationFolder, name: str, data: str | TextData, config: RunConfig, facts: Facts) -> None:
-    """A trial's site beside the server: a folder like a real one, and its key and request where `admit` puts them."""
+    """Make a trial's site beside the server: a folder like a real one, and its key and request as `admit` puts them."""
     site = there.site(name)
     for folder in (site.path.parent, site.path):
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -119,7 +119,7 @@ def write_site(there: FederationFolder, name: str, data: str | TextData, config:
     if isinstance(data, TextData):
         write_rows(site.path / where, data)
     device = None if config.model.device == "auto" else config.model.device
-    method = config.method.name if ":" in config.method.name else None  # who makes a trial is its sites' operator, too
+    method = config.method.name if ":" in config.method.name else None  # a trial's maker also operates its sites
     said = Site(name=name, data=where, model=config.model.path, device=device, method=method)
     fill_site(site.path, there.join(name).read_bytes(), said, facts.table())
     files.write(there.request(name), site.request.read_bytes())

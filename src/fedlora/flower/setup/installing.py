@@ -1,6 +1,6 @@
-"""`fedlora flower install`: units as files of root's. This process is the user's; the commands that root runs are
-`install`, `systemctl` and nothing of ours, and what they write comes through a pipe, never from a file that the user,
-or code that ran as the user, could have changed in between.
+"""`fedlora flower install`: units as root's files. This process is the user's; root runs only `install` and
+`systemctl`, none of our code, and their input comes through a pipe, never from a file that the user, or code running as
+the user, could have changed in between.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ UNITS = Path("/etc/systemd/system")
 
 @dataclass(frozen=True)
 class Step:
-    """A command, and what is piped to it."""
+    """A command, and the text piped to it."""
 
     words: tuple[str, ...]
     said: str = ""
 
     def shown(self) -> str:
-        """As a line of a shell."""
+        """The step as a line for a shell."""
         line = shlex.join(self.words)
         return f"{line} <<'END_OF_UNIT'\n{self.said}END_OF_UNIT" if self.said else line
 
@@ -44,10 +44,11 @@ class Step:
 def steps(
     folder: Path, *, user: str | None, memory: str | None, metrics: str | None, label: str = "", place: Path = UNITS
 ) -> list[Step]:
-    """What installs the units of a site's folder, or of a federation's at its server. place: of systemd's units.
+    """The steps that install the units of a site's folder, or of a federation's server. place: of systemd's units.
 
     Raises:
-        ConfigError: neither; what a unit cannot say; a unit of that name that is another folder's; root by sudo.
+        ConfigError: neither kind of folder; something that a unit cannot express; a unit of that name for another
+            folder; root by sudo.
     """
     if os.geteuid() == 0 and "SUDO_USER" in os.environ:
         raise ConfigError(
@@ -59,7 +60,7 @@ def steps(
     for name in texts:
         _check_free(place / name, home)
     root = () if os.geteuid() == 0 else ("sudo",)
-    made = _folders_of(home, user)
+    made = [place for place in _folders_of(home, user) if not place.is_dir()]
     as_user = ("runuser", "-u", user or owner(home), "--") if not root else ("sudo", "-u", user or owner(home))
     put = ("install", "-m", "0644", "-o", "root", "-g", "root", "/dev/stdin")
     return [
@@ -71,7 +72,7 @@ def steps(
 
 
 def carry_out(todo: list[Step]) -> None:
-    """Run them, in order, to the first that fails. Raises `ConfigError`."""
+    """Run them in order, until one fails. Raises `ConfigError`."""
     for step in todo:
         if shutil.which(step.words[0]) is None:
             raise ConfigError(f"{step.words[0]} is not here. `--print` shows what root is to run in its place.")
@@ -112,19 +113,22 @@ def _server(home: Path, user: str | None, memory: str | None, metrics: str | Non
 
 
 def _ledger(home: Path) -> Path | None:
-    """Of a private federation."""
+    """A private federation's ledger."""
     privacy = FederationSettings.load(FederationFolder(home).settings).privacy
     return Path(privacy.ledger) if privacy is not None else None
 
 
 def _folders_of(home: Path, user: str | None) -> list[Path]:
-    """What a private federation's unit writes and must be there when it starts."""
-    ledger = None if is_site(home) else _ledger(home)
-    return [] if ledger is None else [ledger.parent, _known(user or owner(home))]
+    """The folders that units write: a unit does not start if one is missing."""
+    if is_site(home):
+        return [SiteFolder(home).state]
+    there, ledger = FederationFolder(home), _ledger(home)
+    outside = [] if ledger is None else [ledger.parent, _known(user or owner(home))]
+    return [*there.written, there.proxy_state, *outside]
 
 
 def _known(user: str) -> Path:
-    """What that user's programs know of ledgers: where they look by hand, too. Raises `ConfigError`: no such user."""
+    """The user's own folder of known ledgers, which their programs use too. Raises `ConfigError`: no such user."""
     if os.environ.get("FEDLORA_STATE_DIR") or user == getpass.getuser():
         return state_folder()
     try:
@@ -134,7 +138,7 @@ def _known(user: str) -> Path:
 
 
 def _check_free(path: Path, home: Path) -> None:
-    """Raises `ConfigError` where a unit of that name is there for another folder."""
+    """Raises `ConfigError` if a unit of that name belongs to another folder."""
     try:
         found = re.search(r"^WorkingDirectory=(.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:

@@ -1,14 +1,14 @@
-"""Who takes part: sites admitted, given another key or rank, removed. While `fedlora flower serve` runs, too.
+"""Membership: admit sites, give them another key or rank, remove them; also while `fedlora flower serve` runs.
 
-    FED/policy.toml        name = rank: who is asked. The rounds read it anew each time, so it is written last when a
-                           site comes, and first when it goes
-    FED/keys/NAME.pub      what the SuperLink lets in by that name
-    FED/requests/NAME.toml what the site said of itself
-    FED/join/NAME.toml     what it was handed
-    FED/removed/           what was taken away, by name and time
+    FED/policy.toml        name = rank: the clients to ask. The rounds read it again each time, so it is written last
+                           when a site comes, and first when it goes
+    FED/keys/NAME.pub      the key that the SuperLink accepts for that name
+    FED/requests/NAME.toml the site's request
+    FED/join/NAME.toml     the join file for the site
+    FED/removed/           removed files, by name and time
 
-A change is whole or is not made: what was written before an error is put back, and a call that a crash cut short can
-be made again.
+A change is made completely or not at all: after an error the previous files are restored, and a call that a crash cut
+short can be repeated.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from fedlora.flower.terms.settings import FederationSettings
 
 @dataclass(frozen=True)
 class Admitted:
-    """What was done. rank: of the site now. before: its rank before, None for a new site. old_key: the fingerprint that
-    it had, where it has another one now. known: it was all there already. learned: facts that nobody had known. told:
-    differences that may be. online: whether the running SuperLink was told."""
+    """The change. rank: the site's current one. before: its previous rank, None for a new site. old_key: the
+    fingerprint of its previous key, if that changed. known: everything was there already. learned: facts that nobody
+    had known. told: permitted differences. online: whether the running SuperLink was told."""
 
     site: str
     fingerprint: str
@@ -57,15 +57,15 @@ class Admitted:
 
 
 def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = False) -> Admitted:
-    """A site by its request.
+    """Admit a site by its request.
 
     Args:
-        rank: of a site that the policy does not have, in place of its join file's; of one that it has, another rank.
-        rotate: its key may be another one than before.
+        rank: for a site that is not in the policy, instead of its join file's; for one that is, another rank.
+        rotate: its key may differ from the previous one.
 
     Raises:
-        ConfigError: a request of another federation or of nobody who was asked, another key. Disagreement: another base
-            model, other versions.
+        ConfigError: a request from another federation or from an uninvited site, another key. Disagreement: another
+            base model, other versions.
     """
     asked = Request.read(request)
     with changing(home) as there:
@@ -101,16 +101,16 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
 
 
 def _check_member(settings: FederationSettings, name: str) -> None:
-    """Raises `ConfigError` for a site that a private federation did not count."""
+    """Raises `ConfigError` for a site that is not among a private federation's members."""
     if settings.privacy is not None:
         settings.privacy.check_members([name])
 
 
 def invite(home: Path, name: str, rank: int | None) -> Path:
-    """The join file of a site: of a new one, or of one that the policy has, written anew. Returns where it is.
+    """Write the join file of a new site, or of one in the policy again. Returns its path.
 
     Raises:
-        ConfigError: an odd name, a new site without a rank, a rank that contradicts the policy's.
+        ConfigError: an invalid name, a new site without a rank, a rank that contradicts the policy's.
     """
     with changing(home) as there:
         settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
@@ -134,11 +134,10 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
 
 
 def remove(home: Path, name: str) -> bool:
-    """A site takes part no longer; its key, request and join file lie in removed/. Returns whether the running
-    SuperLink was told.
+    """Remove a site; its key, request and join file go to removed/. Returns whether the running SuperLink was told.
 
     Raises:
-        ConfigError: no such site; the rounds could not go on without it.
+        ConfigError: no such site; the rounds could not continue without it.
     """
     with changing(home) as there:
         settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
@@ -164,7 +163,7 @@ def remove(home: Path, name: str) -> bool:
 
 @contextmanager
 def changing(home: Path) -> Iterator[FederationFolder]:
-    """The folder of a federation, for one change at a time. Raises `ConfigError`."""
+    """A federation's folder, for one change at a time. Raises `ConfigError`."""
     there = FederationFolder(home.resolve())
     if not there.settings.is_file():
         raise ConfigError(f"{home} is no folder of `fedlora flower init`: it has no {there.settings.name}.")
@@ -199,7 +198,7 @@ def _check_ranks(there: FederationFolder, clients: Mapping[str, Rank]) -> None:
 
 
 def _old_key(there: FederationFolder, asked: Request, rotate: bool) -> str | None:
-    """The fingerprint of the key that this request takes the place of."""
+    """The fingerprint of the key that this request replaces."""
     new = asked.fingerprint
     for path in sorted(there.key(asked.site).parent.glob("*.pub")):
         if path != there.key(asked.site) and certificates.fingerprint(path.read_text()) == new:
@@ -227,7 +226,7 @@ def _old_key(there: FederationFolder, asked: Request, rotate: bool) -> str | Non
 
 
 def _write_all(contents: Mapping[Path, bytes]) -> None:
-    """All of these files, in this order, or none: what was there before an error is put back."""
+    """Write all of these files, in this order, or none: after an error the previous ones are restored."""
     before = {path: path.read_bytes() if path.is_file() else None for path in contents}
     done: list[Path] = []
     try:
@@ -243,7 +242,7 @@ def _write_all(contents: Mapping[Path, bytes]) -> None:
 
 
 def _retire(there: FederationFolder, name: str, why: str, paths: list[Path], *, copy: bool) -> None:
-    """Put files of a site away, with the time: as a copy, or out of their places."""
+    """Put a site's files away, with the time: as a copy, or by moving them."""
     at = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     place = there.path / "removed"
     for path in paths:
@@ -256,7 +255,7 @@ def _retire(there: FederationFolder, name: str, why: str, paths: list[Path], *, 
 
 
 def _tell(there: FederationFolder, name: str, key: Path | None) -> bool:
-    """The SuperLink, where one runs. Raises `ConfigError` where it refuses: `serve` will tell it at its next start."""
+    """Tell a running SuperLink. Raises `ConfigError` if it refuses: `serve` will tell it at its next start."""
     link = SuperLink(there.path)
     if not link.answers():
         return False
@@ -271,7 +270,7 @@ def _tell(there: FederationFolder, name: str, key: Path | None) -> bool:
 
 
 def _plain(name: str) -> bool:
-    """Whether it can be a site's, and no path."""
+    """Whether it can be a site's name, and is not a path."""
     with suppress(FedLoRAError):
         check_site(name)
         return True

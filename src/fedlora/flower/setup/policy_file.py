@@ -1,4 +1,4 @@
-"""policy.toml written: made once, then a site added, removed or given another rank, with its comments left in place."""
+"""Writes policy.toml: once as a whole, later adding, removing or changing a site, with its comments left in place."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ quarantine = 0      # and everybody is asked
 
 
 def policy_text(clients: Mapping[str, Rank], *, private: bool = False) -> str:
-    """A new policy with safe defaults. private: of a federation with [privacy]."""
+    """A new policy with safe defaults. private: for a federation with [privacy]."""
     return (_PRIVATE_HEAD if private else _HEAD) + tomlkit.dumps({name: _value(rank) for name, rank in clients.items()})
 
 
 def with_client(text: str, name: str, rank: Rank) -> str:
-    """The policy with one more site, the last, or with another rank for one that is there. Raises `ConfigError`."""
+    """The policy with one more site at the end, or with another rank for an existing one. Raises `ConfigError`."""
     found, clients = _parsed(text)
     clients[name] = _value(rank)
     return _checked(found, text, {**tomllib.loads(text)["clients"], name: rank})
@@ -61,7 +61,7 @@ def without_client(text: str, name: str) -> str:
 
 
 def read_policy_text(path: Path) -> str:
-    """Raises `ConfigError`."""
+    """The policy's text. Raises `ConfigError`."""
     try:
         return read_given(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -90,7 +90,7 @@ def _parsed(text: str) -> tuple[tomlkit.TOMLDocument, Any]:
 
 
 def _checked(found: tomlkit.TOMLDocument, before: str, clients: Mapping[str, Rank]) -> str:
-    """The file's text, if it says what it should and nothing else has changed."""
+    """The file's text, if it has the intended clients and nothing else has changed."""
     made = tomlkit.dumps(found)
     wanted = {
         **tomllib.loads(before),

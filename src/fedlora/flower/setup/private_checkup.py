@@ -1,4 +1,4 @@
-"""Can a private federation keep what it promises, and what of it is spent? Rows for `fedlora doctor FED`."""
+"""Whether a private federation can keep its guarantee, and what it has spent. Rows for `fedlora doctor FED`."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from fedlora.privacy.ledger import Ledger
 def privacy_rows(
     there: FederationFolder, settings: FederationSettings, policy: Policy
 ) -> list[tuple[str, str, bool | None]]:
-    """None for a federation that is not private.
+    """The rows; none for a federation that is not private.
 
     Raises:
-        ConfigError: what cannot be kept. LedgerError.
+        ConfigError: the guarantee cannot be kept. LedgerError.
     """
     terms = settings.privacy
     if terms is None:

@@ -1,6 +1,6 @@
-"""`fedlora flower init`: everything that a federation's server needs, in one folder. `places` says what lies where.
+"""`fedlora flower init`: everything that a federation's server needs, in one folder. `places` names its files.
 
-No site's data and no site's private key are in it, but for a trial on one machine, whose sites have folders here.
+It contains no site's data and no site's private key, except in a trial on one machine, whose sites have folders here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedlora.server.sampling import sample_clients
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """What a folder is made from. clients: site -> rank, in order. agreement: what is known of the base model."""
+    """The source of a folder. clients: site -> rank, in order. agreement: the known facts about the base model."""
 
     settings: FederationSettings
     clients: Mapping[str, Rank]
@@ -38,7 +38,7 @@ class Federation:
 
 
 def check_quorum(settings: FederationSettings, sites: int) -> None:
-    """Raises `ConfigError` for a quorum that so many sites cannot meet."""
+    """Raises `ConfigError` for a quorum that this number of sites cannot meet."""
     quorum, share = settings.server.quorum, settings.run.participation
     a_round = len(sample_clients([str(k) for k in range(sites)], share, seed=0, round=0))
     if quorum is not None and quorum > a_round:
@@ -48,7 +48,7 @@ def check_quorum(settings: FederationSettings, sites: int) -> None:
 
 
 def write_federation(building: Path, home: Path, made: Federation) -> None:
-    """All but a trial's sites, in the empty folder `building`, which will be `home`.
+    """Write all files except a trial's sites, into the empty folder `building`, which will be moved to `home`.
 
     Raises:
         ConfigError: a path that a container or the proxy's configuration cannot name.
@@ -70,10 +70,10 @@ def write_federation(building: Path, home: Path, made: Federation) -> None:
 
 
 def write_derived(building: Path, home: Path, made: Federation, authority: FederationFolder) -> None:
-    """The files that follow from the others: proxy, containers, join files.
+    """Write the files that follow from the others: proxy, containers, join files.
 
     Args:
-        building: an empty folder. home: where they will lie. authority: has the certificates that sites are to trust.
+        building: an empty folder. home: their later place. authority: the folder with the certificates for sites.
 
     Raises:
         ConfigError: a path that a container or the proxy's configuration cannot name.
@@ -97,7 +97,7 @@ def write_derived(building: Path, home: Path, made: Federation, authority: Feder
 
 
 def make_federation(folder: Path, made: Federation) -> None:
-    """The folder of a federation whose sites are elsewhere. Raises `ConfigError`; then nothing is left."""
+    """Make the folder of a federation with sites elsewhere. Raises `ConfigError`; then nothing is left."""
     check_quorum(made.settings, len(made.clients))
     with replacing_folder(folder) as building:
         write_federation(building, folder.resolve(), made)
@@ -106,7 +106,7 @@ def make_federation(folder: Path, made: Federation) -> None:
 def join_file(
     there: FederationFolder, settings: FederationSettings, name: str, rank: Rank, facts: Mapping[str, Any]
 ) -> JoinFile:
-    """What one site is handed: of a trial the SuperLink itself, on loopback, else the proxy by its name."""
+    """One site's join file: in a trial it names the SuperLink itself, on loopback, otherwise the proxy."""
     network = settings.network
     authority = there.certificates if network.name is None else there.public
     ca = (authority / "ca.crt").read_text(encoding="ascii")

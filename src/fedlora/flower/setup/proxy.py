@@ -1,13 +1,13 @@
-"""The only door of a federation: nginx in front of the SuperLink, with a configuration of its own.
+"""The only entrance to a federation: nginx in front of the SuperLink, with its own configuration.
 
 Flower's open-source SuperLink has no accounts: whoever reaches its port can run Python on the server. So it listens on
-loopback, and this proxy passes what SuperNodes ask for, and nothing else:
+loopback, and this proxy passes only the requests that SuperNodes make:
 
     a site --TLS, the server's name--> nginx --TLS, loopback--> SuperLink
-           POST /v1/fleet/NAME passes; every other request is answered 403 and goes nowhere
+           POST /v1/fleet/NAME passes; every other request gets 403 and goes nowhere
 
-A request passes by its raw first line. What nginx would make of a path (dots, escapes, double slashes, a full URL) is
-never asked, so there is no second reading of it that could reach another part of the SuperLink.
+A request passes by its raw first line. nginx's reading of a path (dots, escapes, double slashes, a full URL) plays no
+role, so no second reading of it can reach another part of the SuperLink.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _LISTED = 80
 
 
 def listed_limit(tensors: int) -> int:
-    """Bytes of the call that says what a reply of so many tensors is made of: one object for each and one for each 5 MB
-    of it, four to a tensor and 400 more in all."""
+    """Bytes of the call that lists the objects of a reply with this many tensors: one object per tensor and one per 5
+    MB of it, at most four per tensor and 400 more in total."""
     return _LISTED * (400 + 4 * tensors)
 
 
@@ -58,19 +58,19 @@ def nginx_configuration(
 ) -> str:
     """The text of FED/proxy/nginx.conf.
 
-    Works for root (workers are then nobody) and for any user. It writes below FED/proxy/state only, and no body
-    touches a disk. The certificate that sites see is FED/public/server.crt.
+    It works for root (workers then run as nobody) and for any user. It writes only below FED/proxy/state, and no body
+    touches a disk. Sites see the certificate FED/public/server.crt.
 
     Args:
         folder: FED. Its `proxy/state` must exist before nginx is started.
         name: the server's, as sites call it.
-        tensors: of the largest reply: two for each adapted module, and the heads.
-        port: that sites connect to.
-        superlink_port: of the SuperLink, on loopback.
-        listen: an address of this machine to listen on. All of them, where it is empty.
+        tensors: in the largest reply: two for each adapted module, and the heads.
+        port: where sites connect.
+        superlink_port: the SuperLink's, on loopback.
+        listen: an address of this machine to listen on; "" for all of them.
 
     Raises:
-        ConfigError: a path or name that cannot stand in an nginx configuration.
+        ConfigError: a path or name that an nginx configuration cannot contain.
     """
     home = folder.resolve()
     for word in (str(home), name, listen):
@@ -96,7 +96,7 @@ def _listens(address: str, port: int) -> str:
 
 
 def _has_ipv6() -> bool:
-    """Whether this machine does; nginx does not start on an address that is not there."""
+    """Whether this machine has IPv6, because nginx does not start on a missing address."""
     return Path("/proc/net/if_inet6").exists()
 
 

@@ -1,7 +1,7 @@
-"""`fedlora flower renew`: the next certificates, and all files that follow from federation.toml and policy.toml anew.
+"""`fedlora flower renew`: the next certificates, and all files that follow from federation.toml and policy.toml.
 
-For a certificate that ends, another name or port, a folder that was moved, a fedlora that was upgraded. Keys,
-settings, policy, start and what the rounds left are not touched.
+For an expiring certificate, another name or port, a folder that was moved, a fedlora that was upgraded. It leaves keys,
+settings, policy, start and results alone.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from fedlora.flower.terms.settings import FederationSettings
 
 @dataclass(frozen=True)
 class Renewed:
-    """What is new. loopback, public: certificates. handed: whether join files have changed. changed: files that are not
-    as they were."""
+    """The changes. loopback, public: new certificates. handed: whether join files have changed. changed: files with new
+    content."""
 
     loopback: bool
     public: bool
@@ -35,10 +35,10 @@ class Renewed:
 
 
 def renew(home: Path) -> Renewed:
-    """Renew what is in a federation's folder.
+    """Renew a federation's folder.
 
     Raises:
-        ConfigError: no such folder, or an authority that is not ours to sign with.
+        ConfigError: no such folder, or an authority whose key is not here.
     """
     with changing(home) as there:
         settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
@@ -58,7 +58,7 @@ def renew(home: Path) -> Renewed:
 
 
 def _certificates(there: FederationFolder, settings: FederationSettings) -> tuple[bool, bool]:
-    """The next ones: of loopback where it ends soon, for a running SuperLink has the old; of the name in any case."""
+    """Make the next ones: for loopback if it expires soon, as a running SuperLink has the old; for the name always."""
     network = settings.network
     found = handshake.looked_at(there.certificates, "127.0.0.1")
     loopback = not found.sound or found.days < handshake.SOON

@@ -1,7 +1,7 @@
-"""The common start of a federation, as a PEFT directory: made of a base model, or somebody's that is checked.
+"""The common start of a federation, as a PEFT directory: made from a base model, or given and checked.
 
-No site's data are needed for it. A given one needs no model either, here: that its modules are those of the sites'
-model is told at each site, before anything is trained.
+It needs no site's data. A given start needs no model here either: each site checks that its modules are those of its
+model, before anything is trained.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Rank = int | Mapping[str, int]
 
 @dataclass(frozen=True, eq=False)
 class Start:
-    """An adapter that everybody begins with, and what its files say besides."""
+    """An adapter with which everybody begins, and the other contents of its files."""
 
     adapter: Adapter
     spec: AdapterSpec
@@ -40,7 +40,7 @@ class Start:
 
 
 def made_start(settings: FederationSettings, model: str, rank: int) -> Start:
-    """A fresh one of a rank, as `fedlora run` draws it from run.seed. Loads the base model.
+    """A fresh start of this rank, drawn from run.seed as in `fedlora run`. Loads the base model.
 
     Raises:
         ConfigError: the model cannot be loaded, or has no such targets.
@@ -53,11 +53,11 @@ def made_start(settings: FederationSettings, model: str, rank: int) -> Start:
 
 
 def given_start(folder: Path, settings: FederationSettings) -> Start:
-    """Somebody's PEFT directory.
+    """A given PEFT directory as the start.
 
     Raises:
-        AdapterFormatError: no adapter that is W0 + s B A. ConfigError: its scaling, targets or classes are not those of
-            the settings.
+        AdapterFormatError: it is not an adapter with W0 + s B A. ConfigError: its scaling, targets or classes differ
+            from the settings.
     """
     unit = settings.lora.unit
     file = AdapterFile(folder, scaling=unit)
@@ -78,7 +78,7 @@ def given_start(folder: Path, settings: FederationSettings) -> Start:
 
 
 def check_ranks(shapes: Mapping[str, tuple[int, int]], clients: Mapping[str, Rank]) -> None:
-    """Raises `ConfigError` for a rank that no update of these shapes could use. shapes: module -> (d_out, d_in)."""
+    """Raises `ConfigError` for a rank that no update of these shapes can use. shapes: module -> (d_out, d_in)."""
     for name, rank in clients.items():
         of = {module: rank if isinstance(rank, int) else rank.get(module, 1) for module in shapes}
         over = {module: r for module, r in of.items() if r > max(shapes[module])}

@@ -1,21 +1,21 @@
-"""systemd's units: of the server, of the proxy in front of it, of a site. Absolute commands, nothing not needed.
+"""systemd's units: for the server, the proxy in front of it, and a site. Absolute commands, no unneeded rights.
 
-The server's app is code that travels, and a site runs it: the unit is what bounds it. So a unit is root's file, and all
-that is run or believed (programs, settings, keys, certificates) is read-only to it. What is forbidden, and why:
-* Everything is read-only but `writable` (ProtectSystem, ProtectHome, ReadWritePaths); /tmp and /dev/shm are its own.
-* /run is empty but for what finds names: the sockets there (the user's own systemd, D-Bus, containers, ssh and tmux in
-  /tmp) would start programs outside of the unit.
-* A user namespace (PrivateUsers): processes of the same user outside of the unit cannot be traced, nor their memory or
-  their view of the files (/proc/PID/root) be written. In one nginx could not open a port below 1024: there it has no
+The server's app is code that travels, and a site runs it: the unit limits it. So a unit is root's file, and everything
+executed or trusted (programs, settings, keys, certificates) is read-only to it. The restrictions and their reasons:
+* Everything is read-only except `writable` (ProtectSystem, ProtectHome, ReadWritePaths); /tmp and /dev/shm are its own.
+* /run is empty except for name resolution: the sockets there (the user's own systemd, D-Bus, containers, ssh and tmux
+  in /tmp) could start programs outside of the unit.
+* A user namespace (PrivateUsers): the unit cannot trace processes of the same user outside of it, nor write to their
+  memory or their view of the files (/proc/PID/root). In one, nginx could not open a port below 1024: there it has no
   /proc, and no calls that reach into other processes.
-* No /dev/pts: the terminals of people who are logged in as the same user could be read and written.
-* MemoryDenyWriteExecute stays off where torch runs: oneDNN and TorchScript make code as they go, and are refused memory
-  that is both written and run. nginx has it.
-* A site may have an accelerator: its devices are closed but for NVIDIA's and AMD's. The server has none.
-* /proc stays as it is but for other users' processes (ProcSubset=pid would hide the processors from torch).
-* Address families: IP, and UNIX sockets, by which a site's trainer is spoken to.
-Memory: a unit's limit ends the process that would otherwise take the machine; it is the last bound of an upload.
-Exit code 2 is a fault of the folder's own files, which starting again does not mend: it is not started again.
+* No /dev/pts: the unit could read and write the terminals of people who are logged in as the same user.
+* MemoryDenyWriteExecute is off where torch runs: oneDNN and TorchScript generate code at run time, and need memory that
+  is both writable and executable. nginx has it on.
+* A site may have an accelerator: only NVIDIA's and AMD's devices are open. The server has none.
+* /proc stays, except for other users' processes (ProcSubset=pid would hide the processors from torch).
+* Address families: IP, and UNIX sockets, which connect to a site's trainer.
+Memory: a unit's limit ends a process that would otherwise take the machine; it is the last limit for an upload.
+Exit code 2 means a fault in the folder's own files, which a restart does not solve: the unit is not restarted.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DeviceAllow=char-kfd rw
 
 
 def unit_name(kind: str, label: str = "") -> str:
-    """Of a "server", a "proxy" or a "site". label: tells several of one machine apart. Raises `ConfigError`.
+    """The unit's name for a "server", a "proxy" or a "site". label: for several on one machine. Raises `ConfigError`.
 
     Example:
         >>> unit_name("site"), unit_name("site", "study2")
@@ -72,16 +72,16 @@ def server_unit(
     folder: Path, *, user: str | None = None, memory: str = "8G", metrics: str | None = None,
     ledger: Path | None = None, known: Path | None = None, label: str = "", reads: Sequence[Path] = (),
 ) -> str:  # fmt: skip
-    """Of `fedlora flower serve FOLDER`: started again when it fails, and not when all rounds are played.
+    """The unit for `fedlora flower serve FOLDER`: restarted after a failure, but not after all rounds are played.
 
     Args:
-        folder: of the federation. user: as whom it runs; default: who owns the folder. memory: its limit. metrics:
-            HOST:PORT for Prometheus. ledger: of a private federation; what charges it writes beside it, too. known:
-            the folder of what is known of ledgers outside of theirs (`privacy.outside`). reads: its own
+        folder: the federation's. user: whose processes they are; default: the folder's owner. memory: its limit.
+            metrics: HOST:PORT for Prometheus. ledger: a private federation's; a charge also writes files beside it.
+            known: the folder with facts about ledgers outside of theirs (`privacy.outside`). reads: its own
             base model and data, if any.
 
     Raises:
-        ConfigError: a path or a user that a unit cannot name; root; a ledger beside what must not be written.
+        ConfigError: a path or a user that a unit cannot name; root; a ledger beside files that must not be writable.
     """
     command = [*program(), "flower", "serve", str(folder), *(["--metrics", metrics] if metrics else [])]
     beside = [*([ledger.parent] if ledger else []), *([known] if known else [])]
@@ -93,7 +93,7 @@ def server_unit(
 
 
 def proxy_unit(folder: Path, port: int, *, user: str | None = None, memory: str = "512M", label: str = "") -> str:
-    """Of nginx in front of it. A port below 1024 is the one thing that it may do and others may not. `ConfigError`."""
+    """The unit for nginx in front of it. Only it may open a port below 1024. Raises `ConfigError`."""
     there = FederationFolder(folder)
     nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin") or "/usr/sbin/nginx"
     command = [nginx, "-e", str(there.proxy_state / "error.log"), "-c", str(there.proxy)]
@@ -108,13 +108,13 @@ def proxy_unit(folder: Path, port: int, *, user: str | None = None, memory: str 
 def site_unit(
     folder: Path, *, user: str | None = None, memory: str = "16G", label: str = "", reads: Sequence[Path] = ()
 ) -> str:
-    """Of `fedlora flower node FOLDER`, at a site: started again however it ends, for Flower's node may end with code 0.
+    """The unit for `fedlora flower node FOLDER`: always restarted, because Flower's node may end with code 0.
 
     Args:
         reads: its data and its base model, whose disks must be mounted first.
 
     Raises:
-        ConfigError: as `server_unit`.
+        ConfigError: as in `server_unit`.
     """
     return _unit(
         folder, unit_name("site", label), "fedlora: a site of a federation",
@@ -124,14 +124,14 @@ def site_unit(
 
 
 def program() -> list[str]:
-    """The words that call this very `fedlora`, by absolute paths: a unit has no PATH of a virtual environment."""
+    """The words that call this very `fedlora`, with absolute paths: a unit lacks a virtual environment's PATH."""
     beside = Path(sys.executable).with_name("fedlora")
     return [str(beside)] if os.access(beside, os.X_OK) else [sys.executable, "-m", "fedlora.cli"]
 
 
 def check_apart(folder: Path, writable: Sequence[Path], own: Sequence[Path] = ()) -> None:
-    """Raises `ConfigError` where settings, keys or the program itself lie below what the unit's processes may write, or
-    where that lies among them. own: places in the folder that are made to be written."""
+    """Raises `ConfigError` if settings, keys or the program itself are below a path that the unit's processes may
+    write, or such a path is among them. own: places in the folder that are meant to be written."""
     for place in writable:
         if place.resolve().is_relative_to(folder.resolve()) and place not in own:
             raise ConfigError(
@@ -171,9 +171,9 @@ def _unit(
             )
     places, bound = " ".join(map(_listed, writable)), ""
     shared = [path for path in (folder, *reads) if any(path.is_relative_to(place) for place in _SHARED)]
-    if shared:  # they would not be there
+    if shared:  # the unit would not see them
         bound = f"BindReadOnlyPaths={' '.join(map(_listed, shared))}\n"
-    if odd := [path for path in shared if ":" in str(path)]:  # of a mount: SOURCE:DESTINATION, also in quotes
+    if odd := [path for path in shared if ":" in str(path)]:  # mounts are SOURCE:DESTINATION, even in quotes
         raise ConfigError(f"{quoted(str(odd[0]))} has a ':', and systemd takes it for two paths. Rename it.")
     if folder in shared:
         bound += f"BindPaths={places}\n"
@@ -190,7 +190,7 @@ def _unit(
 
 
 def _words(command: list[str]) -> str:
-    """A command line as systemd reads it: quotes, specifiers and variables have no power."""
+    """A command line for systemd, with quotes, specifiers and variables escaped."""
     return " ".join(_word(word) for word in command)
 
 
@@ -201,14 +201,14 @@ def _word(word: str) -> str:
 
 
 def _path(folder: Path) -> str:
-    """A path as the whole value of a setting, where only % has a meaning."""
+    """A path as the whole value of a setting, where only % needs escaping."""
     text = str(folder)
     _printable(text)
     return text.replace("%", "%%")
 
 
 def _listed(folder: Path) -> str:
-    """A path in a list of them."""
+    """A path as an item of a list."""
     _printable(str(folder))
     text = str(folder).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     return f'"{text}"' if re.search(r"""[\s"'\\]""", text) else text

@@ -1,4 +1,4 @@
-"""A site's folder, from the server's join file: key, settings, and the request that goes back to the server."""
+"""A site's folder, made from the server's join file: key, settings, and the request for the server."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from fedlora.flower.terms.site_file import Site
 
 
 def make_site(folder: Path, join: Path, site: Site, facts: Mapping[str, Any]) -> Request:
-    """The folder of a site, all or nothing. facts: of its base model and versions; they go to the server.
+    """Make a site's folder, completely or not at all. facts: its base model and versions; they go to the server.
 
     Raises:
-        ConfigError: the folder is not empty, no join file, or a place that cannot be written.
+        ConfigError: the folder is not empty, this is not a join file, or the place cannot be written.
     """
     refuse_existing(folder)
     JoinFile.read(join)
@@ -30,7 +30,7 @@ def make_site(folder: Path, join: Path, site: Site, facts: Mapping[str, Any]) ->
 
 
 def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any]) -> Request:
-    """The files of a site in a folder that is there. Raises `ConfigError`."""
+    """Write a site's files into an existing folder. Raises `ConfigError`."""
     here = SiteFolder(folder)
     for place in (here.state, here.logs):
         place.mkdir(mode=0o700, exist_ok=True)
@@ -47,11 +47,10 @@ def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any]) -
 
 
 def take_join(folder: Path, join: Path) -> JoinFile:
-    """The server's new join file for a site that is there: where the server has another name, port or authority. Key,
-    data and model stay.
+    """Replace an existing site's join file: the server has another name, port or authority. Key, data and model stay.
 
     Raises:
-        ConfigError: no join file, or that of another site or federation.
+        ConfigError: this is not a join file, or belongs to another site or federation.
     """
     here = SiteFolder(folder.resolve())
     said, own, before = JoinFile.read(join), Site.read(here.site).name, JoinFile.read(here.join).federation
@@ -69,7 +68,7 @@ def take_join(folder: Path, join: Path) -> JoinFile:
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raises `ConfigError` where a site's folder, or anything else, is there already."""
+    """Raises `ConfigError` if a site's folder, or anything else, already exists there."""
     here = SiteFolder(folder)
     if here.site.is_file() and here.key.is_file():
         name = Site.read(here.site).name

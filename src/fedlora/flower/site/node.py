@@ -1,14 +1,14 @@
 """A node's work: receive a parcel, train, keep what stays home, answer. Its state is on its own disk.
 
-Two states are kept, so that a round which the server lost can be played again from where it began: a client's work is
-a function of what it receives and of its state before that round.
+It keeps two states, so that a round which the server lost can be repeated from its beginning: a client's work depends
+only on what it receives and on its state before that round.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -33,22 +33,27 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, eq=False)
 class NodeState:
     """What stays with a client. kept: local parts of its adapter. position: how far it has read its data. cache: what
-    need not be sent to it again."""
+    need not be sent to it again since it trained. measured: the same since it measured: a server that was killed in
+    between knows of the former only."""
 
     TAG: ClassVar[str] = "node/1"
 
     kept: Adapter | None = None
     position: int = 0
     cache: Cache | None = None
+    measured: Cache | None = None
+
+    def fitting(self, parcel: Parcel) -> Cache | None:
+        """The cache for which a parcel was packed; None: there is none."""
+        return next((one for one in (self.cache, self.measured) if one is not None and one.held == parcel.held), None)
 
 
 class Node:
     """One client's side of any number of rounds.
 
     Args:
-        client: its registered name; work for another is refused. folder: where its state is kept, by run. evaluators:
-            of what is held out here, "validation" and "test". facts: what the trainer really has, of which the server
-            must have the same.
+        client: its registered name; work for another is refused. folder: for its states, by run. evaluators: of its
+            held-out data, "validation" and "test". facts: what the trainer really has; the server must have the same.
     """
 
     def __init__(
@@ -66,16 +71,16 @@ class Node:
         self._told: set[str] = set()
 
     def work(self, record: RecordDict) -> RecordDict:
-        """A round: the reply to the server's message.
+        """Play a round: the reply to the server's message.
 
         Raises:
-            KeptStateError: the parcel leaves out what this node no longer has. RecordError: no message of ours.
-            Disagreement: the server has another base model, other classes, ...; nothing is trained.
+            KeptStateError: the parcel leaves out a part that this node no longer has. RecordError: not a message of
+                fedlora. Disagreement: the server has another base model, other classes, ...; nothing is trained.
         """
         parcel, run = self._read(record)
-        folder = self._state_of(run)
+        folder = state_of(self._folder, run, self._client)
         state = self._state(run, parcel.round)
-        download = unpack(parcel, state.cache)
+        download = unpack(parcel, state.fitting(parcel))
         played = play_round(download, ClientMemory(state.kept, state.position), self._trainer, self._form)
         kept = played.memory.kept
         after = NodeState(kept, played.memory.position, remember(download, kept))
@@ -87,17 +92,24 @@ class Node:
         )
 
     def measure(self, record: RecordDict) -> RecordDict:
-        """The scores of the readout that came, on what is held out here. No state of this node is changed.
+        """The scores of the readout that came, on what is held out here. It is stored, all of it, and need not come
+        again for the round that trains it; what else stays here is not changed.
 
         Raises:
-            ConfigError: nothing is held out. KeptStateError: what stays here is not of that round.
+            ConfigError: nothing is held out. KeptStateError: as in `work`, or what stays here is not of that round.
         """
         parcel, run = self._read(record)
-        kept = self._state(run, parcel.round).kept
-        return measured_record(unpack(parcel, None), kept, run, asked_part(record), self._evaluators)
+        state = self._state(run, parcel.round)
+        download = unpack(parcel, state.fitting(parcel))
+        answer = measured_record(download, state.kept, run, asked_part(record), self._evaluators)
+        measured = remember(download, state.kept, untrained=True)
+        if state.measured is None or state.measured.held != measured.held:
+            folder = state_of(self._folder, run, self._client)
+            checkpoint.save(folder, parcel.round, replace(state, measured=measured), of=f"{run}/{self._client}", keep=2)
+        return answer
 
     def _read(self, record: RecordDict) -> tuple[Parcel, str]:
-        """The parcel and the federation's name, of a server with which this site agrees."""
+        """The parcel and the federation's name, from a server that agrees with this site."""
         theirs = opened(record, "the server", "this site").facts
         for line in check(Facts.from_text(theirs) if theirs else Facts(), self._facts, self._client):
             if line not in self._told:
@@ -108,11 +120,8 @@ class Node:
             raise ConfigError(f"this node is {self._client!r}, and the work is for {parcel.client.id!r}.")
         return parcel, run
 
-    def _state_of(self, run: str) -> Path:
-        return self._folder / re.sub(r"[^A-Za-z0-9._-]", "-", run) / self._client
-
     def _state(self, run: str, round: int) -> NodeState:
-        folder, of = self._state_of(run), f"{run}/{self._client}"
+        folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
         try:
             loaded = checkpoint.load_newest(folder, NodeState, of=of, upto=round, tell=log.warning)
         except Exception as error:
@@ -122,9 +131,14 @@ class Node:
         return loaded[1] if loaded else NodeState()
 
 
+def state_of(folder: Path, run: str, client: str) -> Path:
+    """A client's folder for one run, below the folder of all states."""
+    return folder / re.sub(r"[^A-Za-z0-9._-]", "-", run) / client
+
+
 def _forget_after(folder: Path, round: int) -> None:
-    """Remove states of later rounds than the one that is being played: they are of a trajectory that the server left,
-    and keeping the newest two must never drop the one that this round started from."""
+    """Remove states of later rounds than the current one: they belong to a trajectory that the server left, and keeping
+    the newest two must never drop the state from which this round started."""
     for path in folder.glob("round-*.safetensors"):
         number = path.name.split(".")[0].removeprefix("round-")
         if number.isdigit() and int(number) > round:

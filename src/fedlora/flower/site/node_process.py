@@ -1,8 +1,8 @@
-"""`fedlora flower node`: a short check of what stands in the way, and then this process becomes Flower's SuperNode.
+"""`fedlora flower node`: check for obstacles, then become Flower's SuperNode in this process.
 
-Before that the server is asked whether it would let this site in (`reach`); what stands in the way is told, and asked
-again after growing pauses. A SuperNode that ends is started again by whoever started this: systemd, or compose. One
-whose server is gone for a minute ends, so that the check says why.
+First it asks the server whether it would let this site in (`reach`); it reports obstacles, and asks again after growing
+pauses. Whoever started this process (systemd, or compose) restarts it when the SuperNode ends. A SuperNode without a
+server for a minute ends, so that the check reports why.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.owner import OWNER
 from fedlora.flower.site.reach import NOTICED, Found
 
-PAUSES = (2.0, 4.0, 8.0, 15.0, 30.0)  # seconds between tries; the last one goes on
-AGAIN = 600.0  # seconds after which a trouble that lasts is told once more
-GONE = 60  # seconds without the server until a SuperNode ends: then Flower has given this site up, too
+PAUSES = (2.0, 4.0, 8.0, 15.0, 30.0)  # seconds between tries; the last one repeats
+AGAIN = 600.0  # seconds after which a lasting problem is reported again
+GONE = 60  # seconds without the server until a SuperNode ends; by then Flower has also given up this site
 
 
 def wait_until_admitted(
     look: Callable[[], Found], say: Callable[[str], None], pauses: tuple[float, ...] = PAUSES
 ) -> None:
-    """Ask the server until it would let this site in. What stands in the way is said when it begins, and every ten
-    minutes while it lasts."""
+    """Ask the server until it would let this site in. Each obstacle is reported when it begins, and every ten minutes
+    while it lasts."""
     told, told_at, since, tries = "", 0.0, 0.0, 0
     while (found := look()).fate != "admitted":
         now = time.monotonic()
@@ -49,10 +49,10 @@ def wait_until_admitted(
 
 
 def become_supernode(command: list[str], site: SiteFolder, lock: int) -> NoReturn:
-    """This process, by its number still the owner of the site's trainer and of its lock, is Flower's from now on.
+    """Turn this process, which stays the owner of the site's trainer and of its lock, into Flower's SuperNode.
 
     Args:
-        lock: of `held`; it is held until the SuperNode ends, however it does.
+        lock: from `held`; it is held until the SuperNode ends, however it does.
     """
     os.umask(0o077)
     os.set_inheritable(lock, True)
@@ -61,7 +61,7 @@ def become_supernode(command: list[str], site: SiteFolder, lock: int) -> NoRetur
 
 @contextlib.contextmanager
 def held(site: SiteFolder) -> Iterator[int]:
-    """The site's folder is in use by this process. Gives the lock's descriptor. Raises `ConfigError` where another one
+    """Hold the site's folder for this process. Yields the lock's descriptor. Raises `ConfigError` if another process
     has it."""
     site.state.mkdir(mode=0o700, exist_ok=True)
     with locked(site.state / "node.lock", lambda who: (
@@ -72,7 +72,7 @@ def held(site: SiteFolder) -> Iterator[int]:
 
 
 def supernode_command(site: SiteFolder, address: str, key: Path) -> list[str]:
-    """What starts this site's SuperNode with that key; its own API on a free port of loopback."""
+    """The command that starts this site's SuperNode with that key; its own API gets a free port on loopback."""
     command = [sys.executable, "-m", "fedlora.flower.site.supernode", "--superlink", address, "--host", "127.0.0.1"]
     command += ["--port", str(free_port()), "--node-config", f"site={json.dumps(str(site.site))}"]
     command += ["--max-wait-time", str(GONE)]
@@ -80,7 +80,7 @@ def supernode_command(site: SiteFolder, address: str, key: Path) -> list[str]:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody uses at the moment."""
+    """A loopback port that is free at the moment."""
     import socket
 
     with socket.socket() as probe:

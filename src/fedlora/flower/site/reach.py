@@ -1,8 +1,8 @@
-"""Can this site reach its server, and would it be let in? One request of Flower's own kind, and what its answer means.
+"""Whether this site can reach its server and would be let in: one request of Flower's own kind, and its answer.
 
-The request is to go online with a heartbeat interval of 0, which no SuperLink takes: it says whether the key is
-registered, whether the clocks meet and whether the server is there, and changes nothing. Where it does not come
-through, `unreached` says why.
+The request is to go online with a heartbeat interval of 0, which every SuperLink refuses: the answer says whether the
+key is registered, whether the clocks agree and whether the server is there, and nothing changes. If the request fails,
+`unreached` says why.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.site.unreached import Found, Server, diagnosed
 
 EARLIEST, LATEST = -5.0, 305.0  # seconds by which a message may be older than the SuperLink's clock (flwr 1.41, 1.42)
-NOTICED = 10.0  # seconds of difference between two clocks that are told, though they do no harm
+NOTICED = 10.0  # seconds between two clocks that are reported, though they do no harm
 
 
 def look(server: Server, key: Path) -> Found:
@@ -45,7 +45,7 @@ def look(server: Server, key: Path) -> Found:
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """A site's own key. Raises `ConfigError` where it is none."""
+    """A site's own key. Raises `ConfigError` if the file does not hold one."""
     try:
         found = load_ssh_private_key(path.read_bytes(), None)
     except OSError as error:
@@ -58,7 +58,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def _asked(server: Server, secret: ec.EllipticCurvePrivateKey) -> Found:
-    """The request. Raises httpx.TransportError where it does not come through."""
+    """The request. Raises httpx.TransportError if it does not get through."""
     import httpx
     from flwr.proto.fleet_pb2 import ActivateNodeRequest
     from flwr.supercore.interceptors.http.runtime_version import RuntimeVersionHttpInterceptor
@@ -79,7 +79,7 @@ def _asked(server: Server, secret: ec.EllipticCurvePrivateKey) -> Found:
             reply, code = None, 200
         except httpx.HTTPStatusError as error:
             reply, code = error.response, error.response.status_code
-        except (RuntimeError, ValueError) as error:  # an answer of 200 that is none of Flower's
+        except (RuntimeError, ValueError) as error:  # an answer of 200 that is not Flower's
             return Found(
                 "stranger",
                 f"{server.address} answers, but not as Flower does ({shown(error)}). Is {server.port} the port of the "
@@ -90,10 +90,10 @@ def _asked(server: Server, secret: ec.EllipticCurvePrivateKey) -> Found:
 
 
 def _said(server: Server, status: int, code: int, ahead: float | None) -> Found:
-    """What the server's answer means. `code`: Flower's own, 0 where there is none."""
+    """The meaning of the server's answer. `code`: Flower's own, 0 if there is none."""
     where = server.address
     if code in (2003, 2004) and ahead is not None and (trouble := clock_trouble(ahead)):
-        return Found("clock", trouble)  # it answered before it looked at the time
+        return Found("clock", trouble)  # it answered before it checked the time
     if code == 2003:
         return Found("admitted", f"{where} answers and knows this site's key.")
     if code == 2004:
@@ -131,8 +131,8 @@ def _said(server: Server, status: int, code: int, ahead: float | None) -> Found:
 
 
 def clock_trouble(ahead: float) -> str:
-    """Why these clocks cannot meet, in a sentence; "" where they can. ahead: of this machine's, in seconds."""
-    if -LATEST + 5 < ahead < -EARLIEST - 1:  # what was measured is true to a second
+    """Why these clocks are too far apart, in a sentence; "" if they are not. ahead: of this machine's, in seconds."""
+    if -LATEST + 5 < ahead < -EARLIEST - 1:  # the measurement is accurate to a second
         return ""
     way = "ahead of" if ahead > 0 else "behind"
     return (
@@ -149,7 +149,7 @@ def _long(seconds: float) -> str:
 
 
 def _ahead(date: str | None, asked: float, answered: float) -> float | None:
-    """By how many seconds the middle of the request is ahead of the server's time, which is in whole seconds."""
+    """The seconds by which the middle of the request is ahead of the server's time, which is in whole seconds."""
     try:
         told = email.utils.parsedate_to_datetime(date or "")
     except ValueError:
@@ -158,7 +158,7 @@ def _ahead(date: str | None, asked: float, answered: float) -> float | None:
 
 
 def _flower_code(reply: Any) -> int:
-    """Flower's own number of an error in an answer; 0 where there is none."""
+    """Flower's own error number in an answer; 0 if there is none."""
     try:
         return int(reply.json()["code"])
     except (AttributeError, ValueError, KeyError, TypeError):
@@ -166,7 +166,7 @@ def _flower_code(reply: Any) -> int:
 
 
 def _proxy_in_use() -> str:
-    """A hint, where requests of this machine go by way of another one."""
+    """A hint, if this machine's requests go through a proxy."""
     names = [name for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy") if os.environ.get(name)]
     return f" {names[0]} is set here, so requests go by way of {shown(os.environ[names[0]])}." if names else ""
 

@@ -1,9 +1,9 @@
-"""A node's trainer as a process that stays: the base model is loaded once, not for every message.
+"""A node's trainer as a lasting process: the base model is loaded once, not for every message.
 
-Flower starts a new process for each message to a node. That process (`ask`) is thin: it hands the message through a
-UNIX socket in the site's folder to the trainer, and starts one where there is none. A trainer is of one site.toml and
-of one content of the server's settings: where either changes it ends, and another one starts. It ends with the process
-that it works for, too. The socket answers the same user only.
+Flower starts a new process for each message to a node. That process (`ask`) is thin: it passes the message through a
+UNIX socket in the site's folder to the trainer, and starts one if there is none. A trainer serves one content of
+site.toml and of the server's settings: if either changes, it ends, and another one starts. It also ends with the
+process for which it works. The socket answers only the same user.
 
     python -m fedlora.flower.site.resident SITE/site.toml [--owner PID]
 """
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import fcntl
 import os
+import shutil
 import socket
 import struct
 import subprocess
@@ -25,19 +26,21 @@ from pathlib import Path
 from flwr.app import RecordDict
 
 from fedlora.errors import FedLoRAError
+from fedlora.flower import children
 from fedlora.flower.messages.wire import receive_message, send_message
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.owner import end_with, owner_of_this
 from fedlora.flower.site.site_work import Changed, Do, SiteWork, told_to_server
 
-IDLE = 3600.0  # seconds without work, after which a trainer ends whose owner is still there
-ALONE = 120.0  # the same where it is nobody's, or nobody would ever end it
+IDLE = 3600.0  # seconds without work after which a trainer with a living owner ends
+ALONE = 120.0  # the same without an owner, because nobody else would end it
 _START = 120.0  # seconds that a trainer may take to listen; the model is loaded with its first message
-_TRIES = 5  # trainers that may end, or be found to be of other settings, before a message is given up
-_TAKEN = {"taken": True}  # the trainer's first words to whoever it has time for
-_LONGEST_PATH = 100  # bytes of a socket's path; the system takes 107
+_TRIES = 5  # trainers that may end, or have other settings, before a message is given up
+_TAKEN = {"taken": True}  # the trainer's first words to a client that it serves
+_LONGEST_PATH = 100  # bytes of a socket's path; the system accepts 107
 _MOST_LOG = 8 * 2**20
+_LITTLE = 2**16  # the most bytes that are free on a full disk
 
 Work = Callable[[Do, RecordDict], RecordDict]
 
@@ -51,14 +54,17 @@ class TrainerFailed(FedLoRAError, RuntimeError):
 
 
 def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
-    """The trainer's reply to a record, from one that runs or is started now.
+    """The trainer's reply to a record, from a running trainer or one started now.
 
     Raises:
-        TrainerFailed: it failed, or died, or none could be started.
+        TrainerFailed: it failed or died, or none could be started.
     """
     site = SiteFolder(site_file.parent)
     for _ in range(_TRIES):
-        connection = _connected(site)
+        try:
+            connection = _connected(site)
+        except OSError as error:  # for example a disk without room for a lock or a log
+            raise TrainerFailed(told_to_server(error, site.path), f"its trainer is not reached: {error}") from error
         began = _size(_log(site))
         with connection:
             if not _taken(connection):
@@ -81,8 +87,8 @@ def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
 
 
 def _taken(connection: socket.socket) -> bool:
-    """Whether the trainer takes the connection. One that is ending leaves it in its queue, and resets it: no work was
-    in its hands then, and another trainer can have it. Waits for as long as the trainer works for somebody else."""
+    """Whether the trainer accepts the connection. One that is ending leaves it in its queue, and resets it: it had no
+    work then, and another trainer can do it. Waits for as long as the trainer works for another client."""
     try:
         said, _ = receive_message(connection)
     except (OSError, ConnectionError):
@@ -91,12 +97,12 @@ def _taken(connection: socket.socket) -> bool:
 
 
 def socket_of(site: SiteFolder) -> Path:
-    """Where the trainer of a site listens."""
+    """The socket of a site's trainer."""
     return site.state / "trainer.sock"
 
 
 def _connected(site: SiteFolder) -> socket.socket:
-    """A connection to the site's trainer; one start at a time."""
+    """A connection to the site's trainer; only one is started at a time."""
     private_directory(site.state)
     path = socket_of(site)
     found = _connect(path)
@@ -109,8 +115,7 @@ def _connected(site: SiteFolder) -> socket.socket:
             return found
         private_directory(site.logs)
         log_file = _log(site)
-        if _size(log_file) > _MOST_LOG:
-            log_file.replace(log_file.with_suffix(".log.1"))
+        children.trim(log_file, _MOST_LOG)
         began = _size(log_file)
         owner = owner_of_this()
         command = [sys.executable, "-m", "fedlora.flower.site.resident", str(site.site)]
@@ -123,28 +128,37 @@ def _connected(site: SiteFolder) -> socket.socket:
         while time.monotonic() < until:
             found = _connect(path)
             if found is not None:
-                process.returncode = 0  # it outlives this process; `Popen` would warn of that when it is collected
+                process.returncode = 0  # it outlives this process; otherwise `Popen` would warn when it is collected
                 return found
             if process.poll() is not None:
                 break
             time.sleep(0.05)
         if process.poll() is None:
-            process.kill()  # or it would come later, and be nobody's
+            process.kill()  # otherwise it would come later, without an owner
             process.wait()
     words = _words(log_file, began)
-    raise TrainerFailed("its trainer did not start", f"the trainer did not start: {words[-1] if words else 'no word'}")
+    full = _full(site)
+    raise TrainerFailed(
+        f"its trainer did not start{full and f': {full}'}",
+        f"the trainer did not start: {words[-1] if words else full or 'no word'}",
+    )
 
 
 def _died(site: SiteFolder, began: int) -> TrainerFailed:
-    """What is known of a trainer that ended with work in its hands."""
+    """The known facts about a trainer that ended during its work."""
     words = _words(_log(site), began)
     fatal = [line for line in words if line.startswith("Fatal Python error")]
-    why = fatal[-1] if fatal else (
+    why = fatal[-1] if fatal else _full(site) or (
         "its process ended without a word: somebody killed it, it crashed, or the system did for want of memory "
         "(journalctl -k says so then; MemoryMax of its unit is a limit too, and a smaller train.batch_size needs less)"
     )  # fmt: skip
     told = f"its trainer died in the middle of the work: {why}"
     return TrainerFailed(told, f"{told}. Its last line: {words[-1]}" if words else told)
+
+
+def _full(site: SiteFolder) -> str:
+    """A note that the site's disk is full, if it is: then a trainer ends silently, and its log is unchanged."""
+    return "no space is left on this site's disk" if shutil.disk_usage(site.state).free < _LITTLE else ""
 
 
 def _log(site: SiteFolder) -> Path:
@@ -159,7 +173,7 @@ def _size(path: Path) -> int:
 
 
 def _words(path: Path, began: int) -> list[str]:
-    """The lines of a log behind a place."""
+    """The lines of a log after an offset."""
     try:
         with path.open("rb") as file:
             file.seek(max(began, _size(path) - 65536))
@@ -169,7 +183,7 @@ def _words(path: Path, began: int) -> list[str]:
 
 
 def _wait_for_its_end(site: SiteFolder, seconds: float = 30.0) -> None:
-    """Until the trainer that is leaving has left, and its model with it: two may not fit on one device."""
+    """Wait until the trainer that is leaving has ended, with its model: two may not fit on one device."""
     until = time.monotonic() + seconds
     while socket_of(site).exists() and time.monotonic() < until:
         time.sleep(0.05)
@@ -177,7 +191,7 @@ def _wait_for_its_end(site: SiteFolder, seconds: float = 30.0) -> None:
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """A socket's path that the system takes, however long it is."""
+    """A path to the socket that the system accepts, however long it is."""
     if len(os.fsencode(path)) <= _LONGEST_PATH:
         yield str(path)
         return
@@ -200,7 +214,7 @@ def _connect(path: Path) -> socket.socket | None:
 
 
 def private_directory(folder: Path) -> None:
-    """Make it, for this user only; raise where it is somebody else's."""
+    """Make the folder for this user only; raise if it belongs to somebody else."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     facts = folder.stat()
     if facts.st_uid != os.getuid():
@@ -214,7 +228,7 @@ def private_directory(folder: Path) -> None:
 
 def serve(work: Work, path: Path, *, owner: int | None, idle: float | None = None) -> None:
     """Answer one message after the other at the socket `path`, until the owner is gone, nothing came for `idle` s, or
-    what was loaded is of another site.toml or of other settings than now."""
+    the loaded work belongs to another site.toml or other settings than the current ones."""
     private_directory(path.parent)
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
@@ -243,7 +257,7 @@ def serve(work: Work, path: Path, *, owner: int | None, idle: float | None = Non
     finally:
         listening.close()
         with contextlib.suppress(FileNotFoundError):
-            if path.stat().st_ino == mine:  # and not that of a trainer which came after this one
+            if path.stat().st_ino == mine:  # and not the socket of a later trainer
                 path.unlink()
 
 
@@ -253,7 +267,7 @@ def _same_user(connection: socket.socket) -> bool:
 
 
 def _answer(connection: socket.socket, work: Work, path: Path) -> bool:
-    """Do what is asked, and say whether to go on."""
+    """Do the requested work, and return whether to continue."""
     try:
         send_message(connection, _TAKEN)
         said, record = receive_message(connection)
@@ -269,11 +283,18 @@ def _answer(connection: socket.socket, work: Work, path: Path) -> bool:
         except Exception as failure:
             full = f"{type(failure).__name__}: {failure}"
             reply, words = None, {"told": told_to_server(failure, path.parent.parent), "error": full}
-            print(full, file=sys.stderr, flush=True)
-        send_message(connection, words, reply)
+        send_message(connection, words, reply)  # before the log, which may fail on a full disk
+        if reply is None:
+            _say(str(words["error"]))
     except (ConnectionError, OSError, ValueError) as error:
-        print(f"a connection broke off: {error}", file=sys.stderr, flush=True)
+        _say(f"a connection broke off: {error}")
     return True
+
+
+def _say(line: str) -> None:
+    """Write to the trainer's log, if its disk has room."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> None:

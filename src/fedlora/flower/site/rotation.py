@@ -1,5 +1,5 @@
-"""Another key for a site: a new pair is made beside the old one, which works until the server has admitted the new;
-then the node uses that by itself. It can write no key: the next `fedlora flower site --rotate` deletes the old one.
+"""Another key for a site: a new pair is made beside the old one, which works until the server has admitted the new one;
+then the node switches by itself. It can write no key: the next `fedlora flower site --rotate` deletes the old one.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fedlora.flower.terms.joining import JoinFile, Request
 
 
 def rotate_key(folder: Path, facts: Mapping[str, Any], look: Callable[[Path], Found]) -> Request | None:
-    """A new key and a request with it, in the folder of a site. The old key works until the server admits the new one.
-    None: the last new key is admitted by now, and takes the old one's place here. look: asks the server with a key.
+    """Make a new key and a request with it, in a site's folder. The old key works until the server admits the new one.
+    None: the last new key has been admitted, and replaces the old one here. look: asks the server with a key.
 
     Raises:
-        ConfigError: no folder of a site, or a new key waits to be admitted already.
+        ConfigError: this is not a site's folder, or a new key already waits to be admitted.
     """
     here = SiteFolder(folder)
     join = JoinFile.read(here.join)
@@ -44,7 +44,7 @@ def rotate_key(folder: Path, facts: Mapping[str, Any], look: Callable[[Path], Fo
 
 
 def asked(here: SiteFolder, look: Callable[[Path], Found]) -> tuple[Found, Path]:
-    """What the server says to this site's key, and which that is: the new one where it knows only that. look: asks it
+    """The server's answer to this site's key, and that key: the new one if the server knows only that. look: asks it
     with a key."""
     found = look(here.key)
     if found.fate in ("not admitted", "refused") and here.next_key.exists():
@@ -55,7 +55,7 @@ def asked(here: SiteFolder, look: Callable[[Path], Found]) -> tuple[Found, Path]
 
 
 def go_over(here: SiteFolder) -> None:
-    """The new key takes the old one's place: the server has admitted it. The old one is gone."""
+    """Replace the old key by the new one, which the server has admitted. The old one is deleted."""
     os.replace(_public_of(here.next_key), here.public_key)
     os.replace(here.next_key, here.key)
 

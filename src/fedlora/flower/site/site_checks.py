@@ -1,5 +1,5 @@
-"""Is a site fit to take part? Its files, its data and its base model, read by the code of its rounds; its server and
-its clock. For `fedlora flower site`, `fedlora flower node` and `fedlora doctor SITE`.
+"""Checks of a site: its files, its data and its base model, read by the code of its rounds; its server and its clock.
+For `fedlora flower site`, `fedlora flower node` and `fedlora doctor SITE`.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 import stat
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
 from fedlora.data import TextData
@@ -23,12 +24,12 @@ from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.config import RunConfig
 
-Row = tuple[str, str, bool | None]  # what, what was found, whether it is sound; None: not yet, by nobody's fault
-_LITTLE = 500 * 10**6  # bytes: below it the disk is told; a state of the adapter, kept twice, is seldom larger
+Row = tuple[str, str, bool | None]  # (check, finding, whether it is sound); None: not yet, by nobody's fault
+_LITTLE = 500 * 10**6  # bytes: less is reported; a state of the adapter, kept twice, is seldom larger
 
 
 def is_site(folder: Path) -> bool:
-    """Whether this is the folder of a site, and not that of a federation at its server."""
+    """Whether this is a site's folder, and not a federation's at its server."""
     return SiteFolder(folder).site.is_file() or SiteFolder(folder).join.is_file()
 
 
@@ -39,16 +40,16 @@ def checked_site(folder: Path) -> list[Row]:
     if known is None:
         return rows
     join, site = known
-    work, _ = checked_work(join, site, here.base_cache)
+    work, _ = checked_work(join, site, here)
     return [*rows, *work, *checked_server(join, here)]
 
 
 def before_start(here: SiteFolder) -> tuple[list[str], list[str]]:
-    """What is wrong with a site's data, base model and folder, and what is worth a line, in sentences. A full disk is
-    no fault here: it may have room again."""
+    """The faults in a site's data, base model and folder, and notes worth a line, in sentences. A full disk is not a
+    fault here, because it may get room again."""
     rows, known = checked_files(here)
     if known is not None:
-        rows += checked_work(*known, here.base_cache)[0]
+        rows += checked_work(*known, here)[0]
     wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
     worth = ("nothing of", ": little")
     told = [f"{what}: {found}" for what, found, _ in rows
@@ -57,7 +58,7 @@ def before_start(here: SiteFolder) -> tuple[list[str], list[str]]:
 
 
 def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | None]:
-    """The folder itself: what belongs in it, who may read it. And what it says, where that can be read."""
+    """Check the folder itself: its files, and who may read them. Also returns its content, if that can be read."""
     rows: list[Row] = []
     try:
         join, site = JoinFile.read(here.join), Site.read(here.site)
@@ -81,7 +82,7 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
 
 
 def app_row(join: JoinFile, approved: str | None) -> Row:
-    """Which Flower app may run here; whether the join file names it, and the fedlora here would send it, too."""
+    """The Flower app that may run here; and whether the join file names it, and fedlora here would send it."""
     if approved is None:
         return ("app", f'none may run here: app = "{join.app}" in site.toml approves the server\'s', False)
     ours = digest(bundle())
@@ -91,28 +92,32 @@ def app_row(join: JoinFile, approved: str | None) -> Row:
     return ("app", f"{approved} alone may run here{note}", True)
 
 
-def checked_work(join: JoinFile, site: Site, cache: Path | None = None) -> tuple[list[Row], Facts]:
-    """Its data and its base model: whether a round could be played with them. And the facts that the server gets.
+def checked_work(join: JoinFile, site: Site, here: SiteFolder | None = None) -> tuple[list[Row], Facts]:
+    """Check the site's data and base model: whether a round could use them. Also returns the facts for the server.
 
-    cache: a file that remembers the digest of the base model's weights, which are read once.
+    here: its folder, which stores the digest of the weights, and the held-out rows.
     """
     try:
         settings = FederationSettings.from_travelling(join.settings)
     except FedLoRAError as error:
         return [("settings", str(error), False)], Facts()
-    rows = _data(settings, join, site)
-    if settings.privacy is not None:  # the server's promise; a site sets nothing of it
+    rows = _data(settings, join, site, here)
+    if settings.privacy is not None:  # the server guarantees it; a site sets nothing
         rows.append(("privacy", promise(settings.privacy, settings.run.rounds), True))
-    base, facts = _base(settings, join, site, cache)
+    base, facts = _base(settings, join, site, here.base_cache if here is not None else None)
     return [*rows, *base], facts
 
 
-def _data(settings: FederationSettings, join: JoinFile, site: Site) -> list[Row]:
+def _data(settings: FederationSettings, join: JoinFile, site: Site, here: SiteFolder | None) -> list[Row]:
+    from fedlora.flower.site.held_out import keep_held_out, record_of
     from fedlora.runs.client_data import deal
 
     try:
         config = settings.for_site(site, join.rank)
-        dealt = deal(config, None)
+        keep = None
+        if here is not None and (record := record_of(here.state, join.federation, site.name)).exists():
+            keep = partial(keep_held_out, record=record, first=False)
+        dealt = deal(config, None, keep=keep)
         train = dealt.parts[site.name]
         if not len(train):
             raise ConfigError(f"{site.data} leaves no example to train on.")
@@ -133,7 +138,7 @@ def _data(settings: FederationSettings, join: JoinFile, site: Site) -> list[Row]
 
 
 def _check_lengths(config: RunConfig, train: TextData) -> None:
-    """Raises `ConfigError` for an example that the base model has no positions for, where max_length allows one."""
+    """Raises `ConfigError` for an example longer than the base model's positions, if max_length allows it."""
     from fedlora.training.content import tokenizer_of
     from fedlora.training.encoding import encode
     from fedlora.training.loading import longest_of_files
@@ -153,7 +158,7 @@ def _check_lengths(config: RunConfig, train: TextData) -> None:
 
 
 def _base(settings: FederationSettings, join: JoinFile, site: Site, cache: Path | None) -> tuple[list[Row], Facts]:
-    """The base model and the versions, against what the server knew when it wrote the join file."""
+    """Compare the base model and the versions with the server's facts in the join file."""
     from fedlora.flower.terms.facts import site_facts
 
     try:
@@ -179,7 +184,7 @@ def checked_server(join: JoinFile, here: SiteFolder) -> list[Row]:
 
 
 def clock_row(found: Found) -> Row:
-    """What the clocks say: told beyond ten seconds, wrong where no message would be taken."""
+    """The clocks' difference: reported beyond ten seconds, a fault if messages would be refused."""
     assert found.ahead is not None
     off = abs(found.ahead)
     if found.fate == "clock":
@@ -190,7 +195,7 @@ def clock_row(found: Found) -> Row:
 
 
 def server_of(join: JoinFile, here: SiteFolder) -> Server:
-    """Where a site's requests go."""
+    """The server that gets a site's requests."""
     return Server(join.server, join.port, here.ca)
 
 
@@ -203,7 +208,7 @@ def _key(here: SiteFolder) -> Row:
     mode = stat.S_IMODE(here.key.stat().st_mode)
     if mode & 0o077:
         return ("key", f"{here.key} has the mode {mode:04o}, so others can read it: chmod 600 {here.key}", False)
-    if not here.request.exists():  # it was sent, and is needed no more
+    if not here.request.exists():  # it was sent, and is no longer needed
         return ("key", fingerprint, True)
     try:
         same = Request.read(here.request).fingerprint == fingerprint or here.next_key.exists()

@@ -1,6 +1,6 @@
-"""A site's work as its trainer does it: settings from the message, model and data from site.toml, loaded once.
+"""A site's work in its trainer: settings from the message, model and data from site.toml, loaded once.
 
-Before the model is loaded, and again before it trains, what server and site agree on is compared.
+It compares the server's facts with the site's before it loads the model, and again before it trains.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import logging
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -19,23 +20,23 @@ from fedlora.errors import ConfigError, FedLoRAError, KeptStateError, UploadRefu
 from fedlora.flower.messages.envelope import Envelope, RecordError, opened
 from fedlora.flower.places import SiteFolder
 
-if TYPE_CHECKING:  # torch is loaded with the first message, and an error before that is answered at once
+if TYPE_CHECKING:  # torch is loaded with the first message, so that earlier errors are answered at once
     from fedlora.flower.site.node import Node
 
 log = logging.getLogger(__name__)
 Do = Literal["train", "evaluate"]
-_TOLD = (ConfigError, RecordError, KeptStateError, UploadRefused)  # whose words hold nothing of the data
+_TOLD = (ConfigError, RecordError, KeptStateError, UploadRefused)  # their texts contain nothing of the data
 
 
 class Changed(FedLoRAError):
-    """What the trainer has loaded is not what site.toml and the server's settings say now: another one must start."""
+    """The loaded work does not match the current site.toml or the server's settings: another trainer must start."""
 
 
 class SiteWork:
     """The work of one site, for one content of site.toml and one of the settings.
 
     Args:
-        site_file: site.toml; state, and what is remembered of the base model, stand beside it.
+        site_file: site.toml; the site's state and facts about the base model are beside it.
     """
 
     def __init__(self, site_file: Path) -> None:
@@ -47,16 +48,16 @@ class SiteWork:
         """The reply to the server's message.
 
         Raises:
-            Changed: site.toml or the settings are others than those that were loaded.
-            Disagreement: server and site do not have alike what they must; nothing was trained.
-            FedLoRAError, Exception: what else goes wrong.
+            Changed: site.toml or the settings differ from the loaded ones.
+            Disagreement: the facts of server and site differ; nothing was trained.
+            FedLoRAError, Exception: anything else.
         """
         envelope = opened(record, "the server", "this site")
         if not envelope.settings:
             raise RecordError("the server's message carries no settings; it must come from `fedlora flower serve`.")
         key = self._key(envelope)
         if self._node is None:
-            self._node, self._of = self._loaded(envelope), key
+            self._node, self._of = self._loaded(envelope, record), key
         elif key != self._of:
             raise Changed("site.toml or the server's settings have changed.")
         return self._node.work(record) if do == "train" else self._node.measure(record)
@@ -68,7 +69,9 @@ class SiteWork:
             raise ConfigError(f"the site file {self._file} cannot be read: {error.strerror}.") from error
         return hashlib.sha256(b"\0".join([content, envelope.settings.encode()])).hexdigest()
 
-    def _loaded(self, envelope: Envelope) -> Node:
+    def _loaded(self, envelope: Envelope, record: RecordDict) -> Node:
+        from fedlora.flower.messages.records import record_parcel
+        from fedlora.flower.site.held_out import keep_held_out, record_of
         from fedlora.flower.site.node import Node
         from fedlora.flower.terms.agreement import Facts, check
         from fedlora.flower.terms.facts import loaded_facts, site_facts
@@ -83,7 +86,9 @@ class SiteWork:
         files = site_facts(site, settings, cache)  # before the model is loaded, whose errors would hide the cause
         for line in check(server, files, site.name, whole=False):
             log.warning("%s", line)
-        prepared = prepare(settings.for_site(site), None)
+        parcel, run = record_parcel(record)
+        keep = partial(keep_held_out, record=record_of(state, run, site.name), first=parcel.round == 0)
+        prepared = prepare(settings.for_site(site), None, keep=keep)
         return Node(
             site.name, prepared.trainer, state, form=settings.server.upload,
             evaluators={"validation": prepared.validation, "test": prepared.test},
@@ -92,10 +97,10 @@ class SiteWork:
 
 
 def told_to_server(error: BaseException, folder: Path) -> str:
-    """What a server is told of an error: the whole where its words can hold nothing of the data, else its kind alone.
+    """An error's text for the server: all of it if it can contain nothing of the data, otherwise only its kind.
 
     Args:
-        folder: the site's. Its place, and those of data and model, are not told.
+        folder: the site's. Its path, and those of data and model, are replaced.
     """
     from fedlora.flower.terms.agreement import Disagreement
 
@@ -111,7 +116,7 @@ def told_to_server(error: BaseException, folder: Path) -> str:
 
 
 def _no_room(error: BaseException | None) -> bool:
-    """Whether a full disk, or a full quota, is what is behind an error."""
+    """Whether a full disk, or a full quota, caused an error."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return True
@@ -120,9 +125,9 @@ def _no_room(error: BaseException | None) -> bool:
 
 
 def _places(folder: Path) -> dict[str, str]:
-    """Paths of the site's machine, the longest first -> what stands in their place."""
+    """Paths of the site's machine, the longest first -> their replacements."""
     found = {str(folder): "<site>", str(folder.resolve()): "<site>"}
-    with contextlib.suppress(Exception):  # the file may be what the error is about
+    with contextlib.suppress(Exception):  # the file itself may have caused the error
         from fedlora.flower.terms.site_file import Site
 
         site = Site.read(folder / "site.toml")

@@ -1,14 +1,15 @@
-"""Flower's SuperNode as a process that ends when its work ends, and says in short lines what comes.
+"""Flower's SuperNode as a process that ends when its work ends, and reports messages in short lines.
 
-`flower-supernode` alone may stay as a shell: where a reply is an error that Flower does not try again (429, 500), its
-main function returns, and where its heartbeat fails, that thread ends; the process lives on and the site is offline for
-ever. Here both end the process, so that whoever watches it (systemd, compose) starts another.
+`flower-supernode` alone may remain as a shell: if a reply gets an error that Flower does not retry (429, 500), its main
+function returns, and if its heartbeat fails, that thread ends; the process lives on, and the site is offline for ever.
+Here both end the process, so that whoever watches it (systemd, compose) starts another.
 
-A server sends the Flower app that is to run here, and its code could do all that this user may. So the app's bytes are
-hashed as they come, before Flower opens them: what site.toml does not approve is refused, and the server is told.
+A server sends the Flower app to run here, and its code could do all that this user may. So the app's bytes are hashed
+on arrival, before Flower opens them: an app that site.toml does not approve is refused, and the server is told.
 
-And its loop pulls one message and sends one reply. Where a SuperLink dies between the two, a reply is left over, and
-from then on each reply waits for the next message: every round sees that site late. An idle loop sends what is left.
+And Flower's loop pulls one message and sends one reply. If a SuperLink dies between the two, a reply is left over, and
+from then on each reply waits for the next message: every round gets that site's reply late. An idle loop therefore
+sends what is left.
 
     python -m fedlora.flower.site.supernode ARGUMENTS OF flower-supernode
 """
@@ -28,7 +29,7 @@ from typing import Any
 from fedlora.core.echo import quoted, shown
 from fedlora.flower.bundle import bundle, digest
 
-BROKEN_OFF = 70  # exit code: the connection broke in a way that Flower does not try again
+BROKEN_OFF = 70  # exit code: the connection broke in a way that Flower does not retry
 
 
 def main() -> None:
@@ -40,7 +41,7 @@ def main() -> None:
     loop._pull_and_store_message = telling(with_replies_left(with_approved_app(loop._pull_and_store_message)), online)
     sys.argv[0] = "flower-supernode"
     try:
-        flower_supernode()  # leaves by an exception of its own where it ends on purpose
+        flower_supernode()  # raises its own exception if it ends on purpose
     except SystemExit as ended:
         if ended.code and not online.is_set():
             say(
@@ -54,12 +55,12 @@ def main() -> None:
 
 
 class NotApproved(Exception):
-    """The server's app is not the one that this site approves; says both digests, and how to approve it."""
+    """The server's app is not the one that this site approves; the text has both digests, and how to approve it."""
 
 
 def with_approved_app(pull: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Flower's pull, which asks for the app of each run that is new to it. An app that the site's operator has not
-    approved never gets as far as Flower; the server's message is answered with an error that says so."""
+    """Flower's pull, which requests the app of each run that is new to it. An app that the site's operator has not
+    approved never reaches Flower; the server's message is answered with an error that says so."""
 
     def pulled(
         *, receive: Any, get_run: Any, get_fab: Any, state: Any, object_store: Any, node_config: Any, **more: Any
@@ -99,8 +100,7 @@ def with_approved_app(pull: Callable[..., int | None]) -> Callable[..., int | No
 
 
 def telling(pull: Callable[..., int | None], online: threading.Event) -> Callable[..., int | None]:
-    """Flower's pull, which is first called once the site is online: that is said, and each message that comes, by its
-    round."""
+    """Flower's pull, which is first called once the site is online: it reports this, and each message's round."""
 
     def pulled(*, receive: Any, **more: Any) -> int | None:
         if not online.is_set():
@@ -121,7 +121,7 @@ def telling(pull: Callable[..., int | None], online: threading.Event) -> Callabl
 
 
 def round_of(group: str) -> str:
-    """The round of a message's group, as the server names it: RUN-ROUND-ATTEMPT, or RUN-ROUND-measure-PART.
+    """The round in the server's name for a message's group: RUN-ROUND-ATTEMPT, or RUN-ROUND-measure-PART.
 
     Example:
         >>> round_of("fed-4f21c0-3-0"), round_of("fed-4f21c0-3-measure-test")
@@ -132,7 +132,7 @@ def round_of(group: str) -> str:
 
 
 def require_approved(app: bytes, site_file: Path) -> None:
-    """Raises `NotApproved` where site.toml, as it is now, does not name the digest of these bytes."""
+    """Raises `NotApproved` if the current site.toml does not name the digest of these bytes."""
     try:
         approved = tomllib.loads(site_file.read_text(encoding="utf-8")).get("app")
     except (OSError, ValueError) as error:
@@ -148,7 +148,7 @@ def require_approved(app: bytes, site_file: Path) -> None:
 
 
 def require_its_names(app: bytes, run: Any) -> None:
-    """Raises `NotApproved` where the server names the app otherwise than its own bytes do: Flower looks for the
+    """Raises `NotApproved` if the server's name for the app differs from that in its bytes: Flower looks for the
     unpacked app in a folder of that name, and with `..` in it that is any folder of this machine."""
     from flwr.cli.config_utils import get_fab_metadata
 
@@ -162,8 +162,8 @@ def require_its_names(app: bytes, run: Any) -> None:
 
 
 def with_replies_left(pull: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Flower's pull, which returns the run of a message that came, or None: with none, the run of a reply that was
-    never sent, so that the loop sends it."""
+    """Flower's pull, which returns the run of a message that came, or None; instead of None, it returns the run of a
+    reply that was never sent, so that the loop sends it."""
 
     def pulled(*, state: Any, **more: Any) -> int | None:
         run: int | None = pull(state=state, **more)
@@ -188,7 +188,7 @@ def _leave(why: str) -> None:
 
 
 def say(line: str) -> None:
-    """A line on stderr: systemd's journal, or the terminal's. Flower's own lines stand there, too."""
+    """Print to stderr, that is systemd's journal or the terminal, beside Flower's own lines."""
     print(line, file=sys.stderr, flush=True)
 
 

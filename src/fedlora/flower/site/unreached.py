@@ -1,4 +1,4 @@
-"""Why no request comes through to a server: its name, its port, TLS and its certificate, one after the other."""
+"""Finds why no request reaches a server: it checks its name, its port, TLS and its certificate, one after the other."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATIENCE = 8.0  # seconds for each step
 
 @dataclass(frozen=True)
 class Server:
-    """Where the server is. ca: the file of whoever may vouch for it."""
+    """A server's address. ca: the file with the trusted authority."""
 
     name: str
     port: int
@@ -30,14 +30,14 @@ class Server:
 
     @property
     def address(self) -> str:
-        """As Flower takes it: host:port."""
+        """The address in Flower's form: host:port."""
         return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
 
 
 @dataclass(frozen=True)
 class Found:
-    """What came of it. why: a sentence for people. ahead: seconds that this machine's clock is ahead of the server's,
-    to about one; None where the server did not say its time."""
+    """The result. why: a sentence for people. ahead: the seconds by which this machine's clock is ahead of the
+    server's, to about one; None if the server did not send its time."""
 
     fate: Fate
     why: str
@@ -45,12 +45,12 @@ class Found:
 
     @property
     def answered(self) -> bool:
-        """Whether a SuperLink was there and spoke."""
+        """Whether a SuperLink answered."""
         return self.fate in ("admitted", "not admitted", "clock", "refused")
 
 
 def diagnosed(server: Server) -> Found | None:
-    """Why no request comes through: name, port, TLS, certificate; None where nothing is wrong with them."""
+    """Why no request gets through: name, port, TLS, certificate; None if all of them are right."""
     try:
         addresses = socket.getaddrinfo(server.name, server.port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -91,7 +91,7 @@ def _unconnected(server: Server, address: str, error: OSError) -> Found:
 
 
 def _greeted(server: Server, connection: socket.socket) -> Found | None:
-    """The TLS handshake, as Flower does it."""
+    """The TLS handshake, as Flower makes it."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         context.load_verify_locations(cadata=server.ca.read_text(encoding="ascii"))
@@ -117,7 +117,7 @@ def _greeted(server: Server, connection: socket.socket) -> Found | None:
 
 
 def _distrusted(server: Server, error: ssl.SSLCertVerificationError) -> str:
-    """Why the certificate is not believed, by OpenSSL's number (x509_vfy.h) and what the certificate says itself."""
+    """Why the certificate is not trusted, from OpenSSL's number (x509_vfy.h) and the certificate itself."""
     shown_there, ours = _certificate_of(server), _first_certificate(server.ca)
     said = error.verify_message or str(error)
     if shown_there is None:
@@ -153,7 +153,7 @@ def _distrusted(server: Server, error: ssl.SSLCertVerificationError) -> str:
 
 
 def _certificate_of(server: Server) -> x509.Certificate | None:
-    """What stands there, believed or not."""
+    """The server's certificate, trusted or not."""
     try:
         shown_there = ssl.get_server_certificate((server.name, server.port), timeout=_PATIENCE)
         return x509.load_pem_x509_certificate(shown_there.encode())
@@ -169,7 +169,7 @@ def _first_certificate(path: Path) -> x509.Certificate | None:
 
 
 def _names(certificate: x509.Certificate) -> list[str]:
-    """Whom it is of."""
+    """The names in a certificate."""
     try:
         said = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except (x509.ExtensionNotFound, ValueError):

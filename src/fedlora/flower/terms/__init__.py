@@ -1,1 +1,1 @@
-"""What server and sites agree on: settings, facts, names."""
+"""The agreement of server and sites: settings, facts, names."""

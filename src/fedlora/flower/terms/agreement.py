@@ -1,7 +1,7 @@
-"""What server and sites must have alike, and how it is told when they have not: another base model, renamed classes or
-another version train without a word, and what comes of it is worth nothing.
+"""The facts that server and sites must share, and the messages if they do not: with another base model, renamed classes
+or another version, training would run silently, but its result would be worthless.
 
-The server's facts travel with every train message; a node compares them with its own before it trains, and says its
+The server's facts travel with every train message; a node compares them with its own before it trains, and sends its
 own with every reply.
 """
 
@@ -11,31 +11,31 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from fedlora import __version__
 from fedlora.core.echo import quoted, shown
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import FedLoRAError
+from fedlora.versions import installed
 
-PROTOCOL = "fedlora/4"  # of the messages; another one is refused by name on both sides
+PROTOCOL = "fedlora/4"  # of the messages; both sides refuse another one by name
 
-ASKED = ("base", "tokenizer", "labels", "scaling", "max_length")  # what every site can say before it trains
+ASKED = ("base", "tokenizer", "labels", "scaling", "max_length")  # known to every site before it trains
 _MUST_MEET = ("protocol", "fedlora")
-_WATCHED = ("torch", "transformers", "peft")  # another major is refused, another minor told
+_WATCHED = ("torch", "transformers", "peft")  # another major version is refused, another minor one reported
 
 
 class Disagreement(FedLoRAError, ValueError):
-    """A site and its server do not have alike what they must have alike. The message names both sides."""
+    """A site and its server differ in facts that they must share. The message names both sides."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """One side's. What a side does not know is empty: "" or (), 0 for numbers.
+    """One side's facts. Unknown ones are empty: "" or (), 0 for numbers.
 
-    base, tokenizer, template: digests of the base model's weights, of what its tokenizer does, and of its chat template
-    where the federation uses that. labels: the classes in order. scaling: alpha / r, or what takes its place.
+    base, tokenizer, template: digests of the base model's weights, of its tokenizer's behaviour, and of its chat
+    template if the federation uses that. labels: the classes in order. scaling: alpha / r, or its replacement.
     max_length: in tokens. targets: "module d_out x d_in" of all adapted modules. architecture: the numbers and words of
     the base model's configuration. versions: of the protocol and of the libraries.
 
@@ -61,19 +61,19 @@ class Facts:
         object.__setattr__(self, "versions", ReadOnly(self.versions))
 
     def table(self) -> dict[str, Any]:
-        """As plain values, for TOML and JSON; what is not known stays away."""
+        """The facts as plain values, for TOML and JSON; unknown ones are left out."""
         found = {**{name: getattr(self, name) for name in type(self).__dataclass_fields__}}
         found |= {"labels": list(self.labels), "targets": list(self.targets)}
         found |= {"architecture": dict(self.architecture), "versions": dict(self.versions)}
         return {name: value for name, value in found.items() if value}
 
     def text(self) -> str:
-        """As canonical JSON, for a message."""
+        """The facts as canonical JSON, for a message."""
         return json.dumps(self.table(), sort_keys=True)
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Facts:
-        """From plain values that another side wrote: a field that is not known here is left, one of a wrong type is
+        """Facts from the plain values that another side wrote: an unknown field is ignored, one with a wrong type is
         not. Raises `Disagreement`."""
         found: dict[str, Any] = {}
         for name, sound in _SOUND.items():
@@ -85,7 +85,7 @@ class Facts:
 
     @classmethod
     def from_text(cls, text: str) -> Facts:
-        """From a message. Raises `Disagreement`."""
+        """Facts from a message. Raises `Disagreement`."""
         try:
             table = json.loads(text)
         except (ValueError, RecursionError, TypeError) as error:
@@ -96,7 +96,7 @@ class Facts:
 
     @classmethod
     def requested(cls, table: Mapping[str, Any]) -> Facts:
-        """From a request, which a site signs: what is not known here is not agreed on, and is refused. Raises
+        """Facts from a request, which a site signs: an unknown field cannot be agreed on, and is refused. Raises
         `Disagreement`."""
         unknown = sorted(str(key) for key in table if key not in _SOUND)
         if unknown:
@@ -107,13 +107,13 @@ class Facts:
         return cls.from_table(table)
 
     def filled(self, other: Facts) -> Facts:
-        """These, with what the other side knows where this one knows nothing; versions stay its own."""
+        """These facts, completed from the other side's where they are unknown; versions stay its own."""
         lacks = {name: getattr(other, name) for name in _SOUND if not getattr(self, name) and name != "versions"}
         return replace(self, **lacks)
 
 
 def _digest(value: Any) -> bool:
-    """As sha256 writes it, or "" where it is not known."""
+    """Whether the value is a sha256 digest, or "" for unknown."""
     return isinstance(value, str) and re.fullmatch(r"([0-9a-f]{64})?", value) is not None
 
 
@@ -149,11 +149,11 @@ _SOUND: dict[str, Callable[[Any], bool]] = {
 
 
 def differences(server: Facts, site: Facts, name: str = "this site", *, whole: bool = False) -> list[str]:
-    """A sentence for each thing that is not alike: what either side has, the likely cause, and what to do.
+    """A sentence for each difference: both sides' facts, the likely cause, and what to do.
 
     Args:
-        name: what the site is called. whole: the site must know all that the server knows, as one that trains does;
-            else what either side does not know is not compared.
+        name: the site's name in sentences. whole: the site must know everything that the server knows, as one that
+            trains does; otherwise facts that one side does not know are not compared.
     """
     its = "this site's" if name == "this site" else f"that of {name!r}"
     them = "this site's" if name == "this site" else f"those of {name!r}"
@@ -207,7 +207,7 @@ def differences(server: Facts, site: Facts, name: str = "this site", *, whole: b
 
 
 def unsaid(site: Facts, needed: Sequence[str], versions: Collection[str] = _MUST_MEET) -> list[str]:
-    """Which of these facts a side leaves out, and which of these versions, if they are ones that must meet."""
+    """The needed facts that a side leaves out, and the needed versions, among those that must match."""
     versions = [f"version of {name}" for name in _MUST_MEET if name in versions and not site.versions.get(name)]
     return [*(name.replace("_", " ") for name in needed if not getattr(site, name)), *versions]
 
@@ -217,7 +217,7 @@ def _unlike(mine: Any, other: Any) -> bool:
 
 
 def _start(digest: str) -> str:
-    """The beginning of a digest, which may be anybody's words."""
+    """The beginning of a digest, which may be a stranger's text."""
     return f"{shown(digest[:12], 60)}..."
 
 
@@ -233,14 +233,14 @@ def _targets(server: Sequence[str], site: Sequence[str], name: str) -> str:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Whether two versions may meet. refused: why not, a sentence each; told: what may go on, and is worth a line."""
+    """Whether two sets of versions may work together. refused: why not, in sentences; told: permitted differences."""
 
     refused: tuple[str, ...] = ()
     told: tuple[str, ...] = ()
 
 
 def versions_meet(server: Mapping[str, str], site: Mapping[str, str], name: str = "this site") -> Meeting:
-    """The protocol and fedlora's major.minor must be the same; of torch, transformers and peft the major.
+    """The protocol and fedlora's major.minor must be equal; for torch, transformers and peft the major version.
 
     Example:
         >>> versions_meet({"fedlora": "0.1.0", "torch": "2.12.0"}, {"fedlora": "0.1.4", "torch": "2.13.1"}).told
@@ -265,7 +265,7 @@ def versions_meet(server: Mapping[str, str], site: Mapping[str, str], name: str 
 
 
 def _number_of(text: str) -> tuple[int, ...]:
-    """ "2.13.0+cpu" as (2, 13, 0); what is no number ends it."""
+    """ "2.13.0+cpu" as (2, 13, 0); it ends at the first part that is not a number."""
     found: list[int] = []
     for part in text.partition("+")[0].split("."):
         if not part.isdecimal():
@@ -287,18 +287,13 @@ def _older(server: str, site: str, name: str) -> str:
 
 
 def versions_here() -> dict[str, str]:
-    """Of this machine."""
-    found = {"protocol": PROTOCOL, "fedlora": __version__}
-    for name in _WATCHED:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:  # torch may be built by hand
-            continue
-    return found
+    """The versions on this machine."""
+    found = {name: installed(name) for name in _WATCHED}  # torch may be built by hand, and is then none
+    return {"protocol": PROTOCOL, "fedlora": __version__} | {name: at for name, at in found.items() if at is not None}
 
 
 def check(server: Facts, site: Facts, name: str = "this site", *, whole: bool = True) -> tuple[str, ...]:
-    """What is worth a line. Raises `Disagreement` where the two may not work together."""
+    """The differences worth a line. Raises `Disagreement` if the two may not work together."""
     meeting = versions_meet(server.versions, site.versions, name)
     wrong = [*meeting.refused, *differences(server, site, name, whole=whole)]
     if wrong:

@@ -1,9 +1,9 @@
 """Keys and certificates: one pair for each node, one authority and one server's certificate for each address.
 
-write_loopback    of the SuperLink: names this machine only, and nobody else trusts its authority
-write_public      of the proxy: names the server, by an authority whose certificate the sites get in their join files.
-                  Its key stays in ca.key, so that `write_public` can make the next server's certificate of it
-new_key           a node's own pair, as OpenSSH has them: Flower reads no other kind
+write_loopback    for the SuperLink: names only this machine, and nobody else trusts its authority
+write_public      for the proxy: names the server, by an authority whose certificate the sites get in their join files.
+                  Its key stays in ca.key, so that `write_public` can sign the server's next certificate with it
+new_key           a node's own pair, in OpenSSH's format: Flower reads no other kind
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Signer:
 
 
 def write_loopback(folder: Path) -> None:
-    """ca.crt, server.crt and server.key of this machine alone, for ten years. The authority's key is thrown away."""
+    """Write ca.crt, server.crt and server.key for this machine alone, for ten years; discard the authority's key."""
     folder.mkdir(mode=0o700, exist_ok=True)
     signer = _authority("fedlora loopback", AUTHORITY_DAYS)
     _write_server(folder, signer, ("localhost", "127.0.0.1"), AUTHORITY_DAYS)
@@ -49,10 +49,10 @@ def write_loopback(folder: Path) -> None:
 
 
 def write_public(folder: Path, name: str, *, days: int = SERVER_DAYS) -> None:
-    """ca.crt, ca.key, server.crt and server.key of the server's name; an authority that is there signs again.
+    """Write ca.crt, ca.key, server.crt and server.key for the server's name; an existing authority signs again.
 
     Raises:
-        ConfigError: an authority without its key is there, so this is somebody else's to renew.
+        ConfigError: the existing authority's key is not here, so somebody else must renew this.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
     if (folder / "ca.crt").exists():
@@ -104,7 +104,7 @@ def public_key(text: str) -> ec.EllipticCurvePublicKey:
 
 
 def fingerprint(public: str) -> str:
-    """As `ssh-keygen -l` says it: "SHA256:...". Raises `ConfigError` for what is no public key.
+    """The fingerprint, as from `ssh-keygen -l`: "SHA256:...". Raises `ConfigError` if this is not a public key.
 
     Example:
         >>> fingerprint(new_key()[1].decode())[:7]
@@ -116,7 +116,7 @@ def fingerprint(public: str) -> str:
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """A file that only its owner can read, from its first byte on."""
+    """Write a file that only its owner can read, from its first byte on."""
     with contextlib.suppress(FileNotFoundError):
         path.unlink()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,4 +1,4 @@
-"""Names that stand in commands, folders and certificates: of sites and of the server. What is odd is refused."""
+"""Names in commands, folders and certificates: of sites and of the server. Invalid ones are refused."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 
 
 def sites(text: str) -> dict[str, int]:
-    """Site -> rank, of "acme=8,berlin=4".
+    """Site -> rank, from "acme=8,berlin=4".
 
     Raises:
-        ConfigError: an entry without a rank, an odd name or rank, one name twice, or none at all.
+        ConfigError: an entry without a rank, an invalid name or rank, a repeated name, or no entry.
 
     Example:
         >>> sites("acme=8, berlin=4")
@@ -39,7 +39,7 @@ def sites(text: str) -> dict[str, int]:
 
 
 def check_site(name: str, others: Sequence[str] | dict[str, int] = ()) -> None:
-    """Raises `ConfigError` for a name that is no name of a site, or that is one of `others` but for upper case."""
+    """Raises `ConfigError` for an invalid name of a site, or one that differs from one of `others` only in case."""
     if not _SITE.fullmatch(name):
         raise ConfigError(
             f"{quoted(name)} cannot be the name of a site: it names files and commands, so it is up to 63 letters, "
@@ -64,10 +64,10 @@ def checked_rank(rank: int, name: str) -> int:
 
 
 def server_name(name: str) -> str:
-    """The server's name, as certificates have it.
+    """The server's name, in the form for certificates.
 
     Raises:
-        ConfigError: an URL, an address, a name with a port, or no name.
+        ConfigError: a URL, an address, a name with a port, or no name.
 
     Example:
         >>> server_name("FL.example.org")

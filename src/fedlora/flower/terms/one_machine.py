@@ -1,4 +1,4 @@
-"""Keys of a run's file that belong to one machine: a federation refuses each by name, and says what takes its place."""
+"""Keys of a run's file that belong to one machine: a federation refuses each by name, and names its replacement."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def refuse_elsewhere(raw: Mapping[str, Any]) -> None:
 
 
 def elsewhere(key: str, value: Any) -> str:
-    """What is said of such a key."""
+    """The message about such a key."""
     return f"{key} = {value!r} is of one machine, and this is a federation: {ELSEWHERE[key]}. Leave it out"
 
 
 def keys_elsewhere(table: str) -> list[str]:
-    """Those keys of a table."""
+    """The keys of a table that belong to one machine."""
     return [key.split(".")[1] for key in ELSEWHERE if key.startswith(f"{table}.")]
 
 

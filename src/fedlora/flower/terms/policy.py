@@ -1,4 +1,4 @@
-"""Who may take part, at which rank and with which weight: the server's word, whatever a client claims."""
+"""Who may take part, at which rank and with which weight, decided by the server, whatever a client claims."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedlora.server.terms import Weighting
 
 
 def shares_lost(claimed: Mapping[str, float], counted: Mapping[str, float]) -> dict[str, dict[str, float]]:
-    """Whose share of all was made smaller: the share that it claimed, and the one that counted."""
+    """Clients whose share was reduced: the claimed share, and the one that counted."""
     of_claims, of_counts = math.fsum(claimed.values()), math.fsum(counted[name] for name in claimed)
     if not of_claims or not of_counts:
         return {}
@@ -28,12 +28,12 @@ def shares_lost(claimed: Mapping[str, float], counted: Mapping[str, float]) -> d
 class Policy:
     """What the server allows.
 
-    clients: name -> its rank, or its ranks by module: the allow-list, and the order in which rounds draw from it.
-    max_weight_share: the largest p_i; a claim of more examples counts as so many as give this share. None: one half,
-    or 2 / clients where there are fewer than four. max_examples: the most that a claim counts for. max_upload_mb: of
-    one reply, in 2^20 bytes; None: twice what this client's own upload can have, and 1. quarantine: refused uploads
-    after which a client is no longer asked; 0 asks for ever. deadline: seconds for a reply, and how long a message
-    lives. retries: of a round with too few replies.
+    clients: name -> its rank, or its ranks by module: the allow-list, in the order in which rounds draw from it.
+    max_weight_share: the largest p_i; a claim of more examples counts as the number with this share. None: one half,
+    or 2 / clients if there are fewer than four. max_examples: the most that a claim counts for. max_upload_mb: for
+    one reply, in 2^20 bytes; None: twice this client's largest upload, and 1. quarantine: refused uploads after
+    which a client is no longer asked; 0 always asks. deadline: seconds for a reply, also the life of a message.
+    retries: of a round with too few replies.
     """
 
     clients: Mapping[str, int | Mapping[str, int]]
@@ -63,13 +63,13 @@ class Policy:
             raise ConfigError("the policy: max_weight_share <= 1, retries >= 0, quarantine >= 0.")
 
     def client(self, name: str) -> Client:
-        """A client, at its rank or its ranks by module."""
+        """A client, with its rank or its ranks by module."""
         rank = self.clients[name]
         return Client(name, rank if isinstance(rank, int) else dict(rank))
 
     @property
     def share(self) -> float:
-        """The largest p_i: `max_weight_share`, or the one that stands for it.
+        """The largest p_i: `max_weight_share`, or its default.
 
         Example:
             >>> [round(Policy(dict.fromkeys("abcdefgh"[:n], 4)).share, 2) for n in (1, 2, 3, 4, 8)]
@@ -80,7 +80,7 @@ class Policy:
         return min(1.0, max(0.5, 2 / len(self.clients)))
 
     def largest_shares(self, weighting: Weighting, clients: int) -> list[float]:
-        """Of each of so many clients of a round, the largest weight that it can have, whatever it claims.
+        """For each of this many clients in a round, its largest possible weight, whatever it claims.
 
         Example:
             >>> Policy(dict.fromkeys("abcd", 4), max_weight_share=0.3).largest_shares("examples", 3)

@@ -1,7 +1,7 @@
-"""The table [privacy] of a federation: that of a run, and what a network makes different.
+"""The table [privacy] of a federation: a run's, with the differences of a network.
 
-The ledger counts on q = 1: who takes part can be seen in traffic and timing. All members are asked in every round, and
-the mean is divided by a number of the settings, whoever answers. It is a promise of the server's: a site sets nothing.
+The ledger assumes q = 1, because traffic and timing show who takes part. Every round asks all members, and divides the
+mean by a number from the settings, whoever answers. The guarantee is the server's: a site sets nothing.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FederationPrivacy(PrivacySection):
         return self
 
     def named(self) -> tuple[str, ...]:
-        """The members. Raises `ConfigError` where they are not there."""
+        """The members. Raises `ConfigError` if they are not set."""
         if not self.members:
             raise ConfigError(
                 "privacy.members is missing: the names of all sites that may ever take part. The mean is divided by "
@@ -60,14 +60,14 @@ class FederationPrivacy(PrivacySection):
         return tuple(self.members)
 
     def for_members(self, clients: Sequence[str], largest: int) -> FederationPrivacy:
-        """With what `init` knows, where it is not set: who they are, and their largest rank as the server's. Raises
-        `ConfigError` where a site is no member."""
+        """The table, completed by `init` where it is not set: the members, and their largest rank as the server's.
+        Raises `ConfigError` if a site is not a member."""
         found = self.model_copy(update={"members": self.members or list(clients), "rank": self.rank or largest})
         found.check_members(clients)
         return found
 
     def check_members(self, clients: Iterable[str]) -> None:
-        """Raises `ConfigError` for a site that is no member."""
+        """Raises `ConfigError` for a site that is not a member."""
         members = self.named()
         if odd := [name for name in clients if name not in members]:
             raise ConfigError(
@@ -78,7 +78,7 @@ class FederationPrivacy(PrivacySection):
             )
 
     def checked(self) -> FederationPrivacy:
-        """This, at a server. Raises `ConfigError`."""
+        """The table, checked at a server. Raises `ConfigError`."""
         members = len(self.named())
         if not self.ledger:
             raise ConfigError("privacy.ledger is missing: the file where all runs on these clients are charged")
@@ -91,8 +91,8 @@ class FederationPrivacy(PrivacySection):
 
 
 def with_private_defaults(raw: Any) -> Any:
-    """A federation's tables in which [privacy], where it is there, has set what nobody set in [server] and [data]: the
-    sites hold nothing out, for what they measure would be released without noise."""
+    """A federation's tables; if there is [privacy], with its defaults in [server] and [data]: the sites hold nothing
+    out, because their measurements would be released without noise."""
     raw = with_private_server(raw)
     if not isinstance(raw, Mapping) or raw.get("privacy") is None or not isinstance(raw.get("data", {}), Mapping):
         return raw
@@ -106,7 +106,7 @@ def refusals(
     evaluate: EvaluateSection,
     held_out: Mapping[str, float],
 ) -> Iterator[str]:
-    """A line for each setting that [privacy] cannot go with. The server's own are `server.private_options`'.
+    """A line for each setting that excludes [privacy]. `server.private_options` has those of the server itself.
 
     held_out: "validation" and "test" -> the share that each site holds out of its own data.
     """
@@ -139,7 +139,7 @@ def refusals(
 
 
 def promise(privacy: FederationPrivacy, rounds: int) -> str:
-    """What everybody may be told that the federation promises, in a sentence."""
+    """The federation's guarantee in a sentence, for everybody."""
     try:
         cost = privacy.cost(rounds, 1.0)
         epsilon, strength = f"epsilon {epsilon_up(cost)}", how_strong(cost)
@@ -157,7 +157,7 @@ def promise(privacy: FederationPrivacy, rounds: int) -> str:
 
 
 def check_policy(policy: Policy, privacy: FederationPrivacy) -> None:
-    """Raises `ConfigError` for a policy that would break what privacy promises."""
+    """Raises `ConfigError` for a policy that would break the privacy guarantee."""
     wrong = []
     try:
         privacy.check_members(policy.clients)

@@ -1,9 +1,9 @@
-"""federation.toml: what a federation has agreed on. The server holds it; what sites need goes out with every message.
+"""federation.toml: a federation's agreed settings. The server holds them; every message carries what sites need.
 
 id = "fed-4f21c0"       made once; sites keep their state by it
-[network] [at_server]   the server's alone
-[model] [data] [lora] [method] [server] [defence] [privacy] [train] [run] [evaluate]    as in a run's file, without what
-                        belongs to one machine: paths, the dealing out of one file, worker processes
+[network] [at_server]   only the server's
+[model] [data] [lora] [method] [server] [defence] [privacy] [train] [run] [evaluate]    as in a run's file, without keys
+                        that belong to one machine: paths, the partition of one file, worker processes
 """
 
 from __future__ import annotations
@@ -44,15 +44,21 @@ Held = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-# What may not change once a round is played: sites and the server would hold parts that do not belong together.
-FIXED = ("id", "model", "lora", "method", "data.labels", "run.seed", "server.heads", "server.upload", "privacy")
+# Settings that may not change once a round is played: otherwise sites and the server would hold parts that do not fit,
+# or sites would be measured on rows that they trained on.
+FIXED = (
+    "id", "model", "lora", "method", "data.labels", "data.text", "data.pair", "data.label", "data.prompt",
+    "data.response", "data.messages", "data.validation", "data.test", "run.seed", "server.heads", "server.upload",
+    "privacy",
+)  # fmt: skip
 
-# Of the table [privacy] these may: where it is charged, and how much all runs together may spend.
+# Keys of [privacy] that may change: the ledger, and how much all runs together may spend.
 _FREE = ("privacy.ledger", "privacy.budget")
 
 _HEAD = f"""\
 # What server and sites agree on. Sites receive it with every message: edit it here, and nowhere else.
-# Between rounds these stay as they are: {", ".join(FIXED)}.
+# Between rounds these stay as they are: {", ".join(FIXED[:10])},
+# {", ".join(FIXED[10:])}.
 
 """
 
@@ -178,7 +184,7 @@ class FederationSettings(Section):
         return self
 
     def check(self) -> FederationSettings:
-        """These, where each key that is set has an effect: a question for the server, whose own tables do not travel.
+        """The settings, if each key that is set has an effect; for the server, whose own tables do not travel.
 
         Raises:
             ConfigError: keys that would do nothing, or contradict each other.
@@ -202,9 +208,9 @@ class FederationSettings(Section):
     # ------------------------------------------------------------------------------------------------- there and back
 
     def travelling(self) -> str:
-        """What goes to the sites, as canonical JSON: all but [network] and [at_server]. Defaults too, for another
-        version may have others; [defence] and [privacy] only where they are, for a version before them knows no such
-        table, and of [privacy] not the ledger's path."""
+        """The settings for sites, as canonical JSON: all but [network] and [at_server]. Defaults are included, because
+        another version may have others; [defence] and [privacy] only if they are set, because older versions lack these
+        tables, and [privacy] without the ledger's path."""
         beside: dict[str, Any] = {"network": True, "at_server": True, "privacy": {"ledger"}}
         if self.defence.rule == "none":
             beside["defence"] = True
@@ -215,7 +221,7 @@ class FederationSettings(Section):
 
     @classmethod
     def from_travelling(cls, text: str) -> FederationSettings:
-        """What a site received. Raises `ConfigError`."""
+        """Settings from a site's message. Raises `ConfigError`."""
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -244,18 +250,18 @@ class FederationSettings(Section):
             raise ConfigError(f"the federation's settings {path}: {error}.") from error
 
     def toml(self) -> str:
-        """As federation.toml has it, with every key that can be set."""
+        """The text of federation.toml, with every key that can be set."""
         tables = self.model_dump(
             mode="json", exclude={name: set(keys_elsewhere(name)) for name in type(self).model_fields}
         )
         return _HEAD + tomli_w.dumps(_without_none(tables))
 
     def write(self, path: Path) -> None:
-        """Write federation.toml, all or nothing."""
+        """Write federation.toml, completely or not at all."""
         files.write(path, self.toml())
 
     def located(self, folder: Path) -> FederationSettings:
-        """With the server's own paths absolute; relative ones start at `folder`."""
+        """The settings with the server's own paths absolute; relative ones start at `folder`."""
         here, changes = self.at_server, {}
         for part in ("validation", "test"):
             path = getattr(here, part)
@@ -271,13 +277,14 @@ class FederationSettings(Section):
     # -------------------------------------------------------------------------------------------------- what it means
 
     def for_site(self, site: Site, rank: int = 1) -> RunConfig:
-        """What `runs.preparation.prepare` makes a site's trainer of: its own file and model, everything else as agreed.
+        """The input of `runs.preparation.prepare` for a site's trainer: its own file and model, everything else as
+        agreed.
 
-        The site's columns win over those of the settings. Who else takes part, quorum and stopping are the server's.
+        The site's columns take precedence. The other members, quorum and stopping are the server's.
 
         Raises:
-            ConfigError: a column that files of this task do not have; a module of the server's choice, which would be
-                imported and so run here.
+            ConfigError: a column that files of this task do not have; a module chosen by the server, which would be
+                imported here, and so run.
         """
         if ":" in self.method.name and self.method.name != site.method:
             raise ConfigError(
@@ -293,7 +300,7 @@ class FederationSettings(Section):
         return config
 
     def for_server(self) -> RunConfig | None:
-        """The same with the server's own model and held-out files, to measure with; None without [at_server] model."""
+        """The same with the server's own model and held-out files, for measuring; None without [at_server] model."""
         here = self.at_server
         if not here.model:
             return None
@@ -303,7 +310,7 @@ class FederationSettings(Section):
         return config.model_copy(update={"data": data, "evaluate": self.evaluate})
 
     def _everything(self) -> RunConfig:
-        """All that is set, as one run's: what would do nothing there does nothing here."""
+        """All settings, as one run's: a key without effect there has none here."""
         config = self._config(Site(name="site", data="its.csv", model="its"))
         here = {part: path for part in ("validation", "test") if (path := getattr(self.at_server, part))}
         return config.model_copy(
@@ -350,7 +357,7 @@ class FederationSettings(Section):
 
 @dataclass(frozen=True)
 class Change:
-    """A key that is another one than before. fixed: it must not be, once a round is played."""
+    """A changed key. fixed: it may not change once a round is played."""
 
     key: str
     before: Any
@@ -359,7 +366,7 @@ class Change:
 
 
 def changed(old: FederationSettings, new: FederationSettings) -> tuple[Change, ...]:
-    """What differs, key by key; [network] and [at_server] included.
+    """The differences, key by key, including [network] and [at_server].
 
     Example:
         >>> old = FederationSettings(id="f", model={"task": "causal-lm"})

@@ -1,4 +1,4 @@
-"""A federation's settings from a file of `fedlora run`: what is agreed on is kept, what is of one machine refused."""
+"""A federation's settings from a file of `fedlora run`: it keeps what is agreed, and refuses keys of one machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedlora.runs.reading import checked
 
 
 def new_id() -> str:
-    """A federation's id, of its own."""
+    """A new federation's id."""
     return f"fed-{secrets.token_hex(3)}"
 
 
@@ -31,9 +31,9 @@ def from_run_config(
     """A federation's settings from a run's configuration.
 
     Args:
-        labels: the classes, in order; None takes data.labels. dealt: the run's own data are dealt out to sites of a
-            trial, so that what says how (data.train, data.clients, clients.*) has had its effect and is not refused.
-        at_server: files that the server measures on, by part ("validation", "test"); no site holds anything out for
+        labels: the classes, in order; None takes data.labels. dealt: the run's own data are dealt to a trial, so
+            the keys for that (data.train, data.clients, clients.*) have had their effect and are not refused.
+        at_server: files on which the server measures, by part ("validation", "test"); no site holds anything out for
             them.
 
     Raises:
@@ -87,7 +87,7 @@ def from_tables(
         here |= {part: data.pop(part) for part in ("validation", "test") if isinstance(data.get(part), str)}
         here |= at_server or {}
         for part in ("validation", "test"):
-            if part in here:  # and no site holds anything out for what the server measures
+            if part in here:  # then no site holds anything out for it
                 data[part] = 0.0
         if labels is not None:
             if data.get("labels") not in (None, list(labels)):
@@ -96,7 +96,7 @@ def from_tables(
                 )
             data["labels"] = list(labels)
     if dealt:
-        if isinstance(clients := tables.get("clients"), dict) and "starts" in clients:  # dealing does not do that
+        if isinstance(clients := tables.get("clients"), dict) and "starts" in clients:  # dealing does not use it
             raise ConfigError(elsewhere("clients.starts", clients["starts"]) + ".")
         for key in ELSEWHERE:
             table, name = key.split(".")

@@ -1,11 +1,11 @@
-"""site.toml: who a site is, where its data and its base model are, and nothing else.
+"""site.toml: a site's name, its data and its base model, and nothing else.
 
 name = "acme"
 data = "notes.csv"          # CSV, JSONL or Parquet; relative paths start at the file's own folder
 model = "/models/bert"      # a directory, a GGUF file, a hub id, or a packaged model
-text = "note"               # columns of its own file, where the federation calls them otherwise
+text = "note"               # columns of its own file, if the federation names them otherwise
 device = "cuda"             # and which device, and how many threads
-app = "3f5a..."             # SHA-256 of the server's Flower app that may run here; no other one does
+app = "3f5a..."             # SHA-256 of the only Flower app from the server that may run here
 method = "ours:Method"      # a method by module and class, if the server names one: its module is imported here
 """
 
@@ -64,19 +64,19 @@ class Site(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """Those columns that this file calls otherwise."""
+        """The columns that this file names otherwise."""
         return {column: found for column in COLUMNS if (found := getattr(self, column)) is not None}
 
     def toml(self) -> str:
-        """As site.toml has it."""
+        """The text of site.toml."""
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
     @classmethod
     def read(cls, path: Path) -> Site:
-        """From site.toml, with paths made absolute. It is not looked whether the files are there.
+        """Read site.toml, with paths made absolute. It does not check that the files exist.
 
         Raises:
-            ConfigError: what is wrong with the file, a line for each thing.
+            ConfigError: an error in the file, with a line for each one.
         """
         raw = read_toml(path, "the site file")
         foreign = [key for key in raw if key not in cls.model_fields]
@@ -92,7 +92,7 @@ class Site(Section):
             raise ConfigError(f"the site file {path}: {error}.") from error
 
     def located(self, folder: Path) -> Site:
-        """With its paths absolute; relative ones start at `folder`."""
+        """The site with its paths absolute; relative ones start at `folder`."""
         changes: dict[str, Any] = {}
         if not is_hub(self.data):
             changes["data"] = str((folder / self.data).resolve())

@@ -1,9 +1,9 @@
-"""Robust rules: which multiplier each client's change gets, from where the changes lie beside each other.
+"""Robust rules: the multiplier of each client's change, from the changes' positions relative to each other.
 
     Server(build("glora"), rule=MultiKrum(liars=2))
 
-Each rule is a frozen dataclass and a pure function of inner products of changes (`geometry`, made by `server.changes`)
-and weights. What a multiplier does to an upload: `core.multiplied`. What is said of a round: `server.judged`.
+Each rule is a frozen dataclass and a pure function of the changes' inner products (`geometry`, from `server.changes`)
+and weights. `core.multiplied` applies multipliers to uploads; `server.judged` reports on a round.
 """
 
 from fedlora.server.robust_rules.clipping import CentredClipping, Clip

@@ -1,4 +1,4 @@
-"""Rules that bound how far one client can pull: norm clipping and centred clipping. Nobody is ever left out."""
+"""Rules that bound how far one client can pull: norm clipping and centred clipping. They never leave anyone out."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ Bound = float | Literal["median"]
 
 @dataclass(frozen=True)
 class Clip(Rule):
-    """Each change is cut to a norm: m_i = min(1, threshold / ||X_i||).
+    """Cuts each change to a norm: m_i = min(1, threshold / ||X_i||).
 
     Source: Sun, Kairouz, Suresh, McMahan, "Can You Really Backdoor Federated Learning?" (arXiv 1911.07963), section 5.
 
     Args:
-        threshold: a norm, in the units in which adapters travel; or "median", the lower median of the round's norms.
-        liars: None, or how many it must bear, so that rounds of too few clients are refused.
+        threshold: a norm, in the units of the adapters; or "median", the lower median of the round's norms.
+        liars: None, or how many the rule must tolerate, so that rounds with too few clients are refused.
 
     Example:
         >>> Clip(threshold=0.5).said
@@ -45,7 +45,7 @@ class Clip(Rule):
         return 2 * number_of(self.liars or 0, clients) + 1
 
     def liars_hold(self, p: Sequence[float]) -> float:
-        """A norm of the configuration's own bears any number; half of the clients set the median of the round's."""
+        """A configured norm tolerates any number; half of the clients determine the median of the round's norms."""
         return super().liars_hold(p) if isinstance(self.threshold, str) else 0.0
 
     def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
@@ -57,13 +57,13 @@ class Clip(Rule):
 
 @dataclass(frozen=True)
 class CentredClipping(Rule):
-    """From a centre v, which begins at no change: v <- v + sum_i p_i (X_i - v) min(1, tau / ||X_i - v||), and again.
+    """From a centre v, which begins at no change: v <- v + sum_i p_i (X_i - v) min(1, tau / ||X_i - v||), repeated.
 
     Source: Karimireddy, He, Jaggi, "Learning from History for Byzantine Robust Optimization" (ICML 2021), whose centre
-    is the last round's. Here it is what the clients were sent, so that no round's liars reach into the next.
+    is the last round's. Here it is what the server sent, so that liars in one round cannot affect the next.
 
     Args:
-        tau: how far one client pulls in one iteration, at most; or "median", of the round's norms.
+        tau: how far one client can pull in one iteration; or "median", of the round's norms.
         iterations: with one, this is `Clip`.
         liars: as in `Clip`.
 
@@ -89,7 +89,7 @@ class CentredClipping(Rule):
         return 2 * number_of(self.liars or 0, clients) + 1
 
     def liars_hold(self, p: Sequence[float]) -> float:
-        """A norm of the configuration's own bears any number; half of the clients set the median of the round's."""
+        """A configured norm tolerates any number; half of the clients determine the median of the round's norms."""
         return super().liars_hold(p) if isinstance(self.tau, str) else 0.0
 
     def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
@@ -106,7 +106,7 @@ class CentredClipping(Rule):
 
 
 def _cut(sizes: Tensor, most: float, unit: float, what: str) -> tuple[Tensor, dict[int, str]]:
-    """min(1, most / size) of each, and why of those below 1."""
+    """min(1, most / size) for each, and the reason for each below 1."""
     over = sizes > most * (1 + ALIKE)
     kept = torch.where(over, most / torch.where(over, sizes, 1.0), 1.0)
     why = {

@@ -1,4 +1,4 @@
-"""The geometric median: the point whose weighted distances to all changes add up to the least."""
+"""The geometric median: the point with the smallest weighted sum of distances to all changes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from fedlora.errors import HyperparameterError
 from fedlora.server.robust_rules.geometry import Geometry
 from fedlora.server.robust_rules.rule import Liars, Rule, Weighed, number_of, require_liars
 
-_TIE = 1e-9  # of two objectives
-_FAR = 1e8  # times the norm that half of the weight stays below: from there on a change is a direction, and no more
-_CLOSE = 1e-6  # of the median distance: so near, the point itself may be the median
+_TIE = 1e-9  # the relative difference of two equal objectives
+_FAR = 1e8  # times the norm that half of the weight stays below: beyond it, only a change's direction counts
+_CLOSE = 1e-6  # times the median distance: this close, the point itself may be the median
 
 
 @dataclass(frozen=True)
 class GeometricMedian(Rule):
-    """argmin_z sum_i p_i ||X_i - z||, which those who hold less than half of the *weight* cannot carry away.
+    """argmin_z sum_i p_i ||X_i - z||; clients that hold less than half of the *weight* cannot move it far.
 
-    Source: Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP 2022). From the best
-    of the points, with the step of Vardi and Zhang (PNAS 2000) away from it; then Newton's steps, and Weiszfeld's where
-    these do not lead downwards. Nothing is smoothed. A change beyond 1e8 times the norm that half of the weight stays
-    below is shortened to that first: it pulls in the same direction to 1e-8, and beside longer ones float64 has no
-    digit left for the others.
+    Source: Pillutla, Kakade, Harchaoui, "Robust Aggregation for Federated Learning" (IEEE TSP 2022). It starts at the
+    best of the points and leaves it by the step of Vardi and Zhang (PNAS 2000); then it takes Newton steps, or
+    Weiszfeld's if these do not descend. Nothing is smoothed. A change beyond 1e8 times the norm that half of the weight
+    stays below is first shortened to that: its direction stays the same to 1e-8, and with longer ones float64 would
+    have no digit left for the others.
 
     Args:
-        tolerance: how large the slope of the objective may be that the iteration leaves, of 1. `left` in the facts says
-            what it is.
-        iterations: at most.
-        liars: None, or how many it must bear, so that rounds of too few clients are refused.
+        tolerance: the largest slope of the objective at which the iteration stops, relative to 1. `left` in the facts
+            is the final slope.
+        iterations: the most.
+        liars: None, or how many the rule must tolerate, so that rounds with too few clients are refused.
 
     Example:
         >>> GeometricMedian().least(10)
@@ -57,7 +57,7 @@ class GeometricMedian(Rule):
         return 2 * number_of(self.liars or 0, clients) + 1
 
     def liars_hold(self, p: Sequence[float]) -> float:
-        """It counts weights: those of the largest, as many as may lie."""
+        """It counts weights: the largest ones, for as many clients as may lie."""
         return min(1.0, sum(sorted(p)[len(p) - self.declared(len(p)) :]))
 
     def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
@@ -71,7 +71,7 @@ class GeometricMedian(Rule):
         sums = apart @ p
         best = int(sums.argmin())
         slope, c = _from(best, apart, geometry, p)
-        if slope == 0.0:  # a point is the median: with others that are as good, all between them is
+        if slope == 0.0:  # a point is the median; if others are as good, so is everything between them
             good = [k for k in range(len(p)) if float(sums[k]) <= float(sums[best]) * (1 + _TIE)]
             held = (apart[good] == 0).any(dim=0) if _from_all(good, apart, geometry, p) else apart[best] == 0
             return _at(held, 0, geometry, p)
@@ -81,7 +81,7 @@ class GeometricMedian(Rule):
             apart_now = geometry.from_point(c).clamp(min=1e-150)
             closest = int(apart_now.argmin())
             if apart_now[closest] < _CLOSE * apart_now.median() and _from(closest, apart, geometry, p)[0] == 0.0:
-                return _at(apart[closest] == 0, steps, geometry, p)  # of sums that rounding made alike not the best
+                return _at(apart[closest] == 0, steps, geometry, p)  # rounding made sums equal, and `best` was not it
             pulls = p / apart_now
             after = pulls / pulls.sum()
             left = float(pulls.sum()) * geometry.size(after - c)
@@ -93,31 +93,31 @@ class GeometricMedian(Rule):
             c = faster if faster is not None and nearer else after
         else:
             pulls = p / geometry.from_point(c).clamp(min=1e-150)
-            c = pulls / pulls.sum()  # a mean of the points again, which a Newton step need not be
+            c = pulls / pulls.sum()  # again a mean of the points, which a Newton step need not be
         return Weighed(c, {"iterations": float(steps), "left": left})
 
 
 def _shortening(norms: Tensor, p: Tensor) -> Tensor:
-    """What each change is multiplied by so that none is `_FAR`: 1 for most."""
+    """The factor that shortens each change to at most `_FAR`; 1 for most."""
     order = norms.argsort()
     half = norms[order[int((p[order].cumsum(0) < 0.5).sum())]]
-    if half == 0:  # no change is the median then, and any length does
+    if half == 0:  # no change is the median, so any length will do
         half = norms[norms > 0].min() if bool((norms > 0).any()) else norms.new_ones(())
     most = _FAR * half
     return torch.where(norms > most, most / norms.clamp(min=most), 1.0)
 
 
 def _at(held: Tensor, steps: int, geometry: Geometry, p: Tensor) -> Weighed:
-    """Those points are the median."""
+    """The result if these points are the median."""
     c = torch.where(held, p, 0.0)
     return Weighed(c / c.sum(), {"iterations": float(steps), "left": 0.0}, _elsewhere(c, geometry))
 
 
 def _newton(c: Tensor, apart: Tensor, pulls: Tensor, geometry: Geometry) -> Tensor | None:
-    """A Newton step from z = sum_j c_j X_j, as coefficients again; None where it has no answer.
+    """A Newton step from z = sum_j c_j X_j, as coefficients; None if there is none.
 
-    The Hessian is W I - sum_j w_j u_j u_j^T of the directions u_j from z to the points, w_j = p_j / ||X_j - z||, and
-    W their sum: a step within the points' span solves a system of n unknowns.
+    The Hessian is W I - sum_j w_j u_j u_j^T for the directions u_j from z to the points, w_j = p_j / ||X_j - z||, with
+    W their sum: a step in the points' span solves a system of n unknowns.
     """
     along = geometry.gram @ c
     inner = geometry.gram - along[:, None] - along + c @ along  # of X_i - z
@@ -125,7 +125,7 @@ def _newton(c: Tensor, apart: Tensor, pulls: Tensor, geometry: Geometry) -> Tens
     M = pulls.sum() * torch.eye(len(c), dtype=c.dtype) - (roots / apart)[:, None] * inner * (roots / apart)
     try:
         b = torch.linalg.solve(M, roots * apart)
-    except RuntimeError:  # all in one line through z
+    except RuntimeError:  # all points lie on one line through z
         return None
     a = roots / apart * b
     step = (1 - a.sum()) * c + a
@@ -133,7 +133,7 @@ def _newton(c: Tensor, apart: Tensor, pulls: Tensor, geometry: Geometry) -> Tens
 
 
 def _from(k: int, apart: Tensor, geometry: Geometry, p: Tensor) -> tuple[float, Tensor]:
-    """How steep the objective falls from point k, 0 where k is the median; and where a step from there leads."""
+    """How steeply the objective falls from point k (0 if k is the median), and where a step from there leads."""
     here = apart[k] == 0
     held = float(p[here].sum())
     pulls = torch.where(here, 0.0, p / torch.where(here, 1.0, apart[k]))
@@ -152,7 +152,7 @@ def _from_all(points: list[int], apart: Tensor, geometry: Geometry, p: Tensor) -
 
 
 def _elsewhere(c: Tensor, geometry: Geometry) -> dict[int, str]:
-    """Why of those who do not count where one point is the median."""
+    """Why clients do not count if one point is the median."""
     far = geometry.from_point(c / c.sum())
     return {
         k: f"the median is another client's change, {float(far[k]) * geometry.unit:.4g} away"

@@ -1,4 +1,4 @@
-"""Where the clients' changes lie beside each other: all that a rule may look at. No coordinates, no ranks, no sizes."""
+"""The clients' changes relative to each other: all that a rule may use. No coordinates, no ranks, no sizes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 
 from fedlora.server.changes import Changes
 
-# What counts as equal: two norms, two scores. Coordinates of condition 1e6 move them by up to 1e-7.
+# When norms or scores count as equal. Coordinates of condition 1e6 move them by up to 1e-7.
 ALIKE = 1e-6
-_SQUARES = 1e-13  # of a squared distance, relative to the squared norms: what float64 leaves
-_FARTHEST = 1e140  # medians: no square of a farther one is a number
+_SQUARES = 1e-13  # the float64 rounding of a squared distance, relative to the squared norms
+_FARTHEST = 1e140  # medians: the square of a larger one overflows
 
 
 @dataclass(frozen=True, eq=False)
 class Geometry:
     """Points X_i, known by their inner products. float64.
 
-    gram (n, n): <X_i, X_j>, in units of `unit`^2. noise (n,): below which a distance of X_i is rounding, in `unit`s.
-    unit: the median of those norms that are not zero.
+    gram (n, n): <X_i, X_j>, in units of `unit`^2. noise (n,): a distance of X_i below it is rounding, in units of
+    `unit`. unit: the median of the non-zero norms.
 
     Example:
         >>> gram = torch.eye(2, dtype=torch.float64)
@@ -35,18 +35,18 @@ class Geometry:
 
     @property
     def norms(self) -> Tensor:
-        """(n,), in units of `unit`."""
+        """(n,): ||X_i||, in units of `unit`."""
         return self.gram.diagonal().clamp(min=0).sqrt()
 
     def squares(self) -> Tensor:
-        """(n, n): ||X_i - X_j||^2; exactly zero where the two are one point up to rounding."""
+        """(n, n): ||X_i - X_j||^2; exactly zero if the points are equal up to rounding."""
         own = self.gram.diagonal()
         apart = own[:, None] + own - 2 * self.gram
         rounding = 4 * (self.noise[:, None] + self.noise).square() + _SQUARES * (own[:, None] + own)
         return torch.where(apart > rounding, apart, 0.0).fill_diagonal_(0.0)
 
     def from_point(self, c: Tensor) -> Tensor:
-        """(n,): ||X_i - z|| of z = sum_j c_j X_j."""
+        """(n,): ||X_i - z|| for z = sum_j c_j X_j."""
         own, along = self.gram.diagonal(), self.gram @ c
         return (own - 2 * along + c @ along).clamp(min=0).sqrt()
 
@@ -55,12 +55,12 @@ class Geometry:
         return float((a @ self.gram @ a).clamp(min=0).sqrt())
 
     def mixed(self, W: Tensor) -> Geometry:
-        """Of the points sum_j W_ij X_j."""
+        """The geometry of the points sum_j W_ij X_j."""
         return Geometry(W @ self.gram @ W.mT, W.abs() @ self.noise, self.unit)
 
 
 def geometry_of(changes: Changes) -> tuple[Geometry, Tensor]:
-    """The clients' changes, and the share of each that is in it (n,): 1, but of one that no float64 could compare.
+    """The clients' changes, and the share of each that it includes (n,): 1, except for changes beyond float64's range.
 
     Example:
         >>> from fedlora.server.changes import Changes
@@ -70,7 +70,7 @@ def geometry_of(changes: Changes) -> tuple[Geometry, Tensor]:
     """
     norms = changes.norms
     some = norms[norms > 0]
-    unit = float(some.median()) if len(some) else 1.0  # torch's is the lower one of two: no liar can lift it alone
+    unit = float(some.median()) if len(some) else 1.0  # torch takes the lower of two: one liar alone cannot raise it
     relative = norms / unit
     kept = torch.where(relative > _FARTHEST, _FARTHEST / relative.clamp(min=_FARTHEST), 1.0)
     relative = torch.nan_to_num(relative, posinf=_FARTHEST).clamp(max=_FARTHEST)
@@ -80,7 +80,7 @@ def geometry_of(changes: Changes) -> tuple[Geometry, Tensor]:
 
 
 def in_order(values: Sequence[float]) -> list[int]:
-    """The places of `values`, the least first; of values that are alike the first place first."""
+    """The indices of `values`, smallest first; of equal values, the first index first."""
     places = sorted(range(len(values)), key=lambda k: (values[k], k))
     found: list[int] = []
     alike: list[int] = []

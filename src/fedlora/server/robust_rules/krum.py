@@ -1,4 +1,4 @@
-"""Krum and multi-Krum: of all changes the one, or those, that lie nearest to their neighbours."""
+"""Krum and multi-Krum: keep the change, or the changes, nearest to their neighbours."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from fedlora.server.robust_rules.rule import Liars, Rule, Weighed, number_of, re
 
 @dataclass(frozen=True)
 class Krum(Rule):
-    """One client's change, whose squared distances to its n - f nearest (itself included) add up to the least.
+    """The one change with the smallest sum of squared distances to its n - f nearest (itself included).
 
     Source: Blanchard, El Mhamdi, Guerraoui, Stainer, "Machine Learning with Adversaries" (NeurIPS 2017), which leaves
-    out one neighbour more; n - f as in Farhadkhani et al., "Byzantine Machine Learning Made Easy by Resilient Averaging
-    of Momentums" (ICML 2022). Weights p_i do not enter. Of clients that are alike the first by id.
+    out one more neighbour; n - f as in Farhadkhani et al., "Byzantine Machine Learning Made Easy by Resilient Averaging
+    of Momentums" (ICML 2022). Weights p_i are not used. Of equal clients it takes the first by id.
 
     Args:
-        liars: f, how many it must bear; it needs n >= 2 f + 3.
+        liars: f, how many it must tolerate; it needs n >= 2 f + 3.
 
     Example:
         >>> Krum(liars=0.2).least(10)
@@ -44,7 +44,7 @@ class Krum(Rule):
 
 @dataclass(frozen=True)
 class MultiKrum(Rule):
-    """The weighted mean of the n - f changes with the least scores of `Krum`.
+    """The weighted mean of the n - f changes with the smallest scores of `Krum`.
 
     Source: as `Krum`.
 
@@ -69,7 +69,7 @@ class MultiKrum(Rule):
 
 
 def _nearest(geometry: Geometry, p: Tensor, f: int, count: int) -> Weighed:
-    """The mean, weighted by p, of the `count` with the least scores."""
+    """The mean, weighted by p, of the `count` changes with the smallest scores."""
     n = len(p)
     squares = geometry.squares()
     others = squares.fill_diagonal_(float("inf")).sort(dim=1).values[:, : max(1, n - f - 1)]

@@ -1,4 +1,4 @@
-"""Nearest-neighbour mixing: before a rule looks, each change becomes the mean of its n - f nearest ones."""
+"""Nearest-neighbour mixing: before a rule looks, each change becomes the mean of its n - f nearest."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fedlora.server.robust_rules.rule import Liars, Rule, Weighed, number_of, re
 
 @dataclass(frozen=True)
 class Mixing(Rule):
-    """Y_i = the mean, weighted by p, of X_i and its n - f - 1 nearest; then `rule` on the Y_i. What comes out is a sum
-    of the X_i again. With f = 0 every Y_i is the mean.
+    """Y_i = the mean, weighted by p, of X_i and its n - f - 1 nearest; then `rule` runs on the Y_i. The result is again
+    a sum of the X_i. With f = 0 every Y_i is the mean.
 
     Source: Allouah, Farhadkhani, Guerraoui, Gupta, Pinot, Stephan, "Fixing by Mixing" (AISTATS 2023).
 
@@ -45,14 +45,14 @@ class Mixing(Rule):
         return max(2 * number_of(self.liars, clients) + 1, self.rule.least(clients))
 
     def liars_hold(self, p: Sequence[float]) -> float:
-        """The larger of its own and its rule's: mixing counts clients, and hands each its weight on."""
+        """The larger of its own and its rule's share: mixing counts clients, and passes on each one's weight."""
         return max(super().liars_hold(p), self._inner(self.declared(len(p))).liars_hold(p))
 
     def bearing(self, liars: int) -> Self:
         return replace(self, rule=self._inner(liars), liars=liars)
 
     def _inner(self, liars: int) -> Rule:
-        """Its rule, for so many liars where it knows any."""
+        """The inner rule for that many liars, if it has such a setting."""
         return self.rule.bearing(liars) if hasattr(self.rule, "liars") else self.rule
 
     def too_few(self, clients: int) -> str | None:
@@ -61,7 +61,7 @@ class Mixing(Rule):
     def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
         n = len(p)
         count = max(1, n - number_of(self.liars, n))
-        squares = geometry.squares().fill_diagonal_(-1.0)  # itself is its nearest, before its twins
+        squares = geometry.squares().fill_diagonal_(-1.0)  # it is its own nearest, before its twins
         W = torch.zeros(n, n, dtype=p.dtype)
         for i, row in enumerate(squares.tolist()):
             near = in_order(row)[:count]

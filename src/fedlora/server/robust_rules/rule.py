@@ -1,4 +1,4 @@
-"""What a robust rule is: a pure function of where the clients' changes lie, and of their weights."""
+"""A robust rule: a pure function of the changes' positions relative to each other, and of the clients' weights."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from fedlora.errors import HyperparameterError
 from fedlora.server.robust_rules.geometry import Geometry
 
-Liars = int | float  # how many clients of a round, or which share of them (below 1), rounded up
+Liars = int | float  # the number of clients in a round, or the share of them (below 1), rounded up
 
 
 @dataclass(frozen=True, eq=False)
 class Weighed:
-    """What a rule makes of a round. coefficients (n,): c of the robust change sum_i c_i X_i, never negative.
+    """A rule's result for a round. coefficients (n,): c of the robust change sum_i c_i X_i, never negative.
 
-    facts: what the rule found on its way, by name. why: place -> why that one is left out or held back.
+    facts: the rule's findings by name. why: index -> why that client is left out or held back.
 
     Example:
         >>> Weighed(torch.tensor([1.0, 0.0], dtype=torch.float64), why={1: "far"}).why
@@ -34,9 +34,9 @@ class Weighed:
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """A robust rule. Implementations are frozen dataclasses: their fields are their keys in `[defence]`.
+    """A robust rule. Implementations are frozen dataclasses; their fields are their keys in `[defence]`.
 
-    factor_averages: use it with a method that averages factors, where it bounds nothing. Else that is refused.
+    factor_averages: allow a method that averages factors, where the rule bounds nothing; otherwise that is refused.
 
     Example:
         >>> from fedlora.server.robust_rules import Krum
@@ -50,15 +50,15 @@ class Rule(ABC):
 
     @abstractmethod
     def least(self, clients: int) -> int:
-        """How many clients a round needs at least, where it has so many: a share of them can be liars."""
+        """The fewest clients for a round of this many, because liars can be a share of them."""
 
     @abstractmethod
     def weigh(self, geometry: Geometry, p: Tensor) -> Weighed:
         """The coefficients of the robust change. p (n,): the clients' weights, which sum to 1."""
 
     def liars_hold(self, p: Sequence[float]) -> float:
-        """The share of what this rule counts that its liars can hold: from one half on they decide. Here it counts
-        clients. p: the clients' weights, or the most that each can have. liars not given: one.
+        """The share that liars can hold of what this rule counts: from one half on they decide. This default counts
+        clients. p: the clients' weights, or the most that each can have. Without `liars`, it assumes one.
 
         Example:
             >>> from fedlora.server.robust_rules import Clip, GeometricMedian
@@ -68,13 +68,13 @@ class Rule(ABC):
         return min(1.0, self.declared(len(p)) / len(p))
 
     def declared(self, clients: int) -> int:
-        """f, of so many clients; one where `liars` is not given."""
+        """f, for this many clients; one if `liars` is not set."""
         return 1 if self._liars is None else number_of(self._liars, clients)
 
     def without(self, refused: int, p: Sequence[float]) -> Self:
-        """The rule for clients of these weights, where so many more were refused for what they sent: each of these is
-        one of the f. It bears as many of the f among the others as it can, and f - `refused` at the least. Where more
-        were refused than f, nobody knows how many are left: f stays.
+        """The rule for clients with these weights, after `refused` more were refused for what they sent; each of those
+        is one of the f. It tolerates as many of the f among the rest as it can, and at least f - `refused`. If more
+        than f were refused, nobody knows how many remain: f stays.
 
         Example:
             >>> from fedlora.server.robust_rules import Krum
@@ -89,7 +89,7 @@ class Rule(ABC):
         return next((rule for rule in fewer if rule.overcome(p) is None), self.bearing(f))
 
     def bearing(self, liars: int) -> Self:
-        """The same rule for so many liars."""
+        """The same rule for this many liars."""
         return replace(self, liars=liars)  # type: ignore[call-arg]
 
     @property
@@ -105,7 +105,7 @@ class Rule(ABC):
         return f"{self.name} ({shown})" if shown else self.name
 
     def too_few(self, clients: int) -> str | None:
-        """Why so many clients are too few; None where they are enough."""
+        """Why this number of clients is too few; None if it is enough."""
         needed = self.least(clients)
         if clients >= needed:
             return None
@@ -114,7 +114,7 @@ class Rule(ABC):
         return f"{self.name}{with_liars} needs {needed} of them"
 
     def overcome(self, p: Sequence[float]) -> str | None:
-        """Why clients of these weights are too few, or too unequal, for this rule; None where it bears its liars."""
+        """Why clients with these weights are too few or too unequal; None if the rule tolerates its liars."""
         held, f = self.liars_hold(p), self.declared(len(p))
         if (few := self.too_few(len(p))) or held < 0.5 - 1e-9:
             return few
@@ -126,12 +126,12 @@ class Rule(ABC):
 
 
 def number_of(liars: Liars, clients: int) -> int:
-    """f, of so many clients."""
+    """f, for this many clients."""
     return liars if isinstance(liars, int) else math.ceil(liars * clients - 1e-9)
 
 
 def require_liars(rule: str, liars: object) -> None:
-    """Raises `HyperparameterError` for what is no number of liars."""
+    """Raises `HyperparameterError` if this is not a number of liars."""
     whole = isinstance(liars, int) and not isinstance(liars, bool) and liars >= 0
     if not whole and not (isinstance(liars, float) and 0 <= liars < 0.5):
         raise HyperparameterError(
@@ -141,7 +141,7 @@ def require_liars(rule: str, liars: object) -> None:
 
 
 def require_bound(rule: str, key: str, value: object) -> None:
-    """Raises `HyperparameterError` for what is no bound of a norm."""
+    """Raises `HyperparameterError` if this is not a bound on norms."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
     if value != "median" and not number:
         raise HyperparameterError(
@@ -150,7 +150,7 @@ def require_bound(rule: str, key: str, value: object) -> None:
 
 
 def bound_of(bound: float | str, norms: Tensor, unit: float) -> float:
-    """A bound in units of the geometry. "median": the lower median of the norms, one vote a client."""
+    """A bound in the geometry's units. "median": the lower median of the norms, one vote per client."""
     return float(norms.median()) if isinstance(bound, str) else bound / unit
 
 

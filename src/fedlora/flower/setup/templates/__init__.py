@@ -1,4 +1,4 @@
-"""What other programs read, as files in their own language: nginx's, systemd's, Docker's. @name@ is filled in."""
+"""Files for other programs, in their own languages: nginx's, systemd's, Docker's. @name@ is a placeholder."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def filled(template: str, **values: Any) -> str:
-    """The text of a file of this folder. What is filled in is not looked at again, whatever it holds."""
+    """The text of a file in this folder with its placeholders filled in, in one pass, whatever the values contain."""
     text = (files(__name__) / template).read_text(encoding="utf-8")
     return re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), text)
 

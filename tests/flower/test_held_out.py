@@ -1,0 +1,129 @@
+"""A site is never measured on rows that it trained on, whatever becomes of its data file between rounds.
+
+Kinds of evidence: *property* (what a round trained on and what a later one measures on share no input), *contract*
+(what is told, and to whom). The rounds are real ones: tiny models, Flower's wire.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fedlora.data import TextData, split
+from fedlora.data.splits import Parts, inputs
+from fedlora.errors import ConfigError
+from fedlora.flower.site.held_out import keep_held_out, record_of
+from fedlora.flower.site.site_work import told_to_server
+from fedlora.runs import inputs as runs_inputs
+from support.federation_folders import FederationOnDisk
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+
+pytestmark = [FUTURE_NAMES, LORA_BIAS]
+
+
+@pytest.fixture
+def dealt(monkeypatch: pytest.MonkeyPatch) -> list[tuple[set[Any], set[Any]]]:
+    """(inputs that acme trains on, inputs that it holds out), each time that its trainer is made."""
+    found, real = [], runs_inputs.deal
+
+    def deal(*given: Any, **more: Any) -> Any:
+        made = real(*given, **more)
+        if "acme" in made.parts:
+            held = {one for own in (made.own_validation, made.own_test) for one in inputs(own["acme"])}
+            found.append((set(inputs(made.parts["acme"])), held))
+        return made
+
+    monkeypatch.setattr(runs_inputs, "deal", deal)
+    return found
+
+
+def test_a_file_that_grows_between_rounds_is_measured_on_nothing_that_was_trained_on(
+    tmp_path: Path, dealt: list[tuple[set[Any], set[Any]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rows are appended and put in another order, one that was trained on goes, and one that is held out comes again in
+    other letters. Drawn anew, a share of the file would be of rows that round 1 trained on."""
+    made = FederationOnDisk(tmp_path, run={"rounds": 1})
+    made.play()
+    (trained, held), data = dealt[0], tmp_path / "acme.jsonl"
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    old = {row["text"] for row in rows}
+    again = next(row for row in rows if (row["text"].casefold(), "") in held)
+    gone = next(row for row in rows if (row["text"].casefold(), "") in trained)
+    new = [{"text": f"w{k} w{k + 7} w3", "label": rows[0]["label"]} for k in range(30)]
+    assert not {row["text"] for row in new} & old
+    changed = [row for row in rows[::-1] if row != gone] + [{**again, "text": f" {again['text'].upper()}  "}, *new]
+    data.write_text("".join(json.dumps(row) + "\n" for row in changed))
+    made.write(run={"rounds": 3})
+    made.play()
+    later_trained, later_held = dealt[1]
+    assert later_held == held and not (trained | later_trained) & held
+    assert {(row["text"], "") for row in new} <= later_trained and len(dealt) == 2
+    assert "data file has changed" in caplog.text and str(len(later_trained)) in caplog.text
+    assert [line["fates"]["acme"]["fate"] for line in made.lines()] == ["trained"] * 3
+
+
+def test_another_file_is_refused_with_a_way_out(tmp_path: Path, dealt: list[tuple[set[Any], set[Any]]]) -> None:
+    """None of the rows that it holds out is left: which of the new ones it trained on before, nobody knows."""
+    made = FederationOnDisk(tmp_path, run={"rounds": 1})
+    made.play()
+    data = tmp_path / "acme.jsonl"
+    old = data.read_text()
+    data.write_text("".join(line.replace('"w', '"x w') + "\n" for line in old.splitlines()))
+    made.write(run={"rounds": 2})
+    made.play()
+    fate = made.lines()[-1]["fates"]["acme"]
+    assert fate["fate"] == "failed" and "held_out.json" in fate["why"] and "validation and test" in fate["why"]
+    record_of(tmp_path / "sites" / "acme" / "state", "fed-test", "acme").unlink()
+    made.write(run={"rounds": 3})
+    made.play()
+    assert made.lines()[-1]["fates"]["acme"]["fate"] == "trained"
+
+
+def texts(count: int, prefix: str = "row") -> TextData:
+    numbers = range(count)
+    return TextData(
+        "classification", text=tuple(f"{prefix} {k}" for k in numbers), labels=tuple(k % 2 for k in numbers),
+        label_names=("no", "yes"),
+    )  # fmt: skip
+
+
+def drawn(data: TextData) -> Parts:
+    return split(data, validation=0.2, test=0.2, seed=0)
+
+
+def said(parts: Sequence[TextData]) -> list[tuple[str, ...]]:
+    return [part.text for part in parts]
+
+
+def test_the_same_file_gives_the_same_parts_in_the_same_order(tmp_path: Path) -> None:
+    """A trainer that is started again trains on what it did, bit for bit; before the first round the draw counts."""
+    record, parts = tmp_path / "held_out.json", drawn(texts(40))
+    assert said(keep_held_out(parts, record, first=True)) == said(parts)
+    assert said(keep_held_out(parts, record, first=False)) == said(parts)
+    others = drawn(texts(40, "other"))
+    assert said(keep_held_out(others, record, first=True)) == said(others)
+    assert said(keep_held_out(others, record, first=False)) == said(others)
+    nothing = split(texts(40), validation=0, test=0, seed=0)
+    assert said(keep_held_out(nothing, tmp_path / "none.json", first=True)) == said(nothing)
+    assert not (tmp_path / "none.json").exists()
+
+
+def test_what_is_kept_and_told_holds_nothing_of_the_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A state that was lost is told: it is drawn anew, as for a site that comes later. A damaged record is refused."""
+    record = tmp_path / "held_out.json"
+    secret = drawn(texts(40, "Jane Doe"))
+    keep_held_out(secret, record, first=False)
+    assert "drawn now" in caplog.text
+    with pytest.raises(ConfigError) as refused:
+        keep_held_out(drawn(texts(40, "other")), record, first=False)
+    record.write_text("{}" + record.read_text())
+    with pytest.raises(ConfigError, match=r"held_out\.json") as damaged:
+        keep_held_out(secret, record, first=False)
+    everything = record.read_text() + caplog.text + "".join(map(str, (refused.value, damaged.value)))
+    assert "jane" not in everything.casefold() and "row" in told_to_server(refused.value, tmp_path)

@@ -1,0 +1,126 @@
+"""What a site measured between rounds does not travel again to be trained. Kinds of evidence: *count* (bytes of tensors
+in each message, of a grid that passes Flower's protobuf), *contract* (the state is bit for bit that of a federation
+which never measures, whatever is lost on the way).
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from flwr.app import Message
+
+from fedlora import Server, build
+from fedlora.flower.messages.salt import SALT
+from fedlora.flower.rounds.site_evaluation import Asking
+from fedlora.flower.rounds.strategy import FedLoRA
+from fedlora.flower.site.node import Node
+from support.flower_grid import LocalGrid, Toy, bits, federation
+
+RANKS = dict.fromkeys(("one", "two", "three"), 4)
+METHODS = ["glora", "fedsa-lora", "ffa-lora", "fedex-lora", "rolora", "flora"]
+EVERY = Asking("accuracy", lambda round: True)
+
+
+class Ruler:
+    """An evaluator that looks at nothing."""
+
+    def measure_adapter(self, adapter: Any, client: str | None = None) -> dict[str, float]:
+        return {"accuracy": 0.5}
+
+    def count(self, client: str | None = None) -> int:
+        return 7
+
+
+def measuring(folder: Path, method: str, **more: Any) -> tuple[FedLoRA, LocalGrid]:
+    evaluators: Any = {"validation": Ruler(), "test": Ruler()}
+    nodes = {name: Node(name, Toy(), folder / "nodes" / name, evaluators=evaluators) for name in RANKS}
+    return federation(folder, Server(build(method)), RANKS, nodes=nodes, **{"asking": EVERY, **more})
+
+
+def sizes(grid: LocalGrid, kind: str, name: str = "two") -> list[int]:
+    """Bytes of tensors in each message of a kind to a site, in order."""
+    node = next(node for node, (its, _) in grid.nodes.items() if its == name)
+    return [
+        sum(len(array.data) - SALT for array in message.content.array_records["arrays"].values())
+        for message in grid.sent
+        if message.metadata.dst_node_id == node and message.metadata.message_type == kind
+    ]
+
+
+@pytest.fixture(scope="module")
+def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """method -> (bits of the state after three rounds, bytes of each training message) where nobody measures."""
+    found = {}
+    for method in METHODS:
+        strategy, grid = measuring(tmp_path_factory.mktemp(method), method, asking=None)
+        strategy.start(grid, num_rounds=3)
+        found[method] = bits(strategy.memory.state.server), sizes(grid, "train")
+    return found
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_measured_adapter_is_trained_where_it_is(tmp_path: Path, method: str, unmeasured: Any) -> None:
+    """Measuring and training of a round together carry what training alone does without measuring, and no byte more."""
+    strategy, grid = measuring(tmp_path, method)
+    strategy.start(grid, num_rounds=3)
+    state, alone = unmeasured[method]
+    measured, trained = sizes(grid, "evaluate"), sizes(grid, "train")
+    assert trained == [alone[0], 0, 0] and measured[:2] == alone[1:] and min(measured) > 0
+    assert bits(strategy.memory.state.server) == state
+    strategy.measure(grid, "test")
+    assert sizes(grid, "evaluate")[3:] == [0], "at the end the test share is measured of what is there"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_who_lost_what_it_stored_says_so_and_trains_in_the_same_round(
+    tmp_path: Path, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy, grid = measuring(tmp_path, method)
+    strategy.start(grid, num_rounds=1)
+    shutil.rmtree(tmp_path / "nodes" / "two")
+    strategy.start(grid, num_rounds=2)
+    assert strategy.fates["two"].fate == "trained" and sizes(grid, "train")[1] == 0 < sizes(grid, "train")[2]
+    assert sizes(grid, "train", "one")[1:] == [0] and caplog.text.count("two") == 1, "its name is said"
+    assert len(sizes(grid, "evaluate")) == 2, "measured after the second round, and once"
+
+
+def drops(kind: str) -> Any:
+    return lambda asked, reply: None if asked.metadata.message_type == kind else reply
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_answer_that_is_lost_costs_bytes_and_nothing_else(tmp_path: Path, method: str, unmeasured: Any) -> None:
+    """The site stored what came, and the server never hears of it: it sends what the site did not have before."""
+    strategy, grid = measuring(tmp_path, method)
+    grid.meddle["two"] = drops("evaluate")
+    strategy.start(grid, num_rounds=3)
+    assert (bits(strategy.memory.state.server), sizes(grid, "train")) == unmeasured[method]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_server_that_forgot_the_measurement_plays_the_same_rounds(
+    tmp_path: Path, method: str, unmeasured: Any
+) -> None:
+    """Killed after it measured, it begins with the checkpoint from before: what the sites hold now is not in it."""
+
+    class Killed(BaseException): ...
+
+    def die(asked: Message, reply: Message) -> Message:
+        raise Killed
+
+    strategy, grid = measuring(tmp_path, method)
+    strategy.start(grid, num_rounds=2)
+    grid.meddle["one"] = die
+    with pytest.raises(Killed):
+        strategy.start(grid, num_rounds=3)
+    again, grid = measuring(tmp_path, method, resume=True)
+    assert again.round == 2
+    again.start(grid, num_rounds=3)
+    assert bits(again.memory.state.server) == unmeasured[method][0]
+    assert sizes(grid, "train") == unmeasured[method][1][2:], "each is sent what it had before it measured, and once"
