@@ -232,17 +232,9 @@ def named_tensors(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of an adapter, with a name for messages."""
     for name, lora in adapter.modules.items():
         for factor, tensor in lora.tensors().items():
-            yield factor_name(factor, name), tensor
+            yield f"factor {factor} of module {name!r}", tensor
     for name, head in adapter.heads.items():
-        yield head_name(name), head
-
-
-def factor_name(factor: str, module: str) -> str:
-    return f"factor {factor} of module {module!r}"
-
-
-def head_name(head: str) -> str:
-    return f"head {head!r}"
+        yield f"head {name!r}", head
 
 
 def compute_dtype(lora: LoRA) -> torch.dtype:
