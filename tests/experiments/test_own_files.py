@@ -191,7 +191,7 @@ def test_a_file_that_is_half_written_is_no_failure_of_the_run(
 ) -> None:
     """An editor empties a file before it writes it: data, or code that imports no more in a process that begins now."""
     folder, places = bench("one", text=MINE.replace("fedit", "halves:M")), Places(tmp_path / "r", tmp_path / "w", None)
-    (folder / "halves.py").write_text("from fedlora.methods.fedit import FedIT\n\n\nclass M(FedIT):\n    name = 'half'\n")
+    (folder / "halves.py").write_text("from fedlora.methods.fedit import FedIT\nclass M(FedIT): name = 'half'\n")
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "halves", raising=False)
