@@ -290,8 +290,8 @@ def _check_apart(experiment: Experiment, path: Path) -> None:
                 if not fine and not experiment.skips({one: label, other: beside}):
                     raise ConfigError(
                         f"{path}: {one} = {label!r} sets {key} = {value!r}, and {other} = {beside!r} sets {later} = "
-                        f"{its!r}: which of the two counts? Leave it out of one axis; to set other keys of one table, "
-                        f'name each by its dotted key, "{min(key, later, key=len)}.KEY" = ...'
+                        f"{its!r}: which of the two counts? Leave it out of one axis"
+                        + (", or set a table's keys by their dotted keys." if dict in (type(value), type(its)) else ".")
                     )
     common = [*flat(experiment.run), *(key for profile in experiment.profiles.values() for key in profile.set)]
     before: list[str] = []
