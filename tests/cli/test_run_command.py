@@ -123,6 +123,19 @@ def test_copies_in_a_test_file_of_ones_own_are_told_and_empty_columns_left_out(
     assert "own readout" not in said.out and "KB / " in said.out and "last loss" in said.out
 
 
+@pytest.mark.parametrize("part", ["validation", "test"])
+def test_one_of_two_held_out_sets_is_shown_alone(
+    part: str, project: Path, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """The score that the summary has, on the screen and on the adapter's card, by the name of its data."""
+    other = "data.test=0" if part == "validation" else "data.validation=0"
+    sets = (other, "run.rounds=1", "evaluate.metric=accuracy")
+    said = main("run", project / "config.toml", "--out", tmp_path / "run", *(a for s in sets for a in ("--set", s)))
+    score = json.loads((tmp_path / "run" / "summary.json").read_text())[part]["last"]["accuracy"]
+    assert re.search(rf"accuracy, last \(round 1\)\W+{part} {score:.3f}", said.out)
+    assert re.search(rf"held-out {part} .*accuracy {score:.4f}", (tmp_path / "run/adapter/README.md").read_text())
+
+
 def test_a_missing_or_broken_config_is_one_line(tmp_path: Path, main: Callable[..., Said]) -> None:
     out = tmp_path / "run"
     assert "nowhere.toml cannot be read" in main("run", tmp_path / "nowhere.toml", "--out", out).complaint()

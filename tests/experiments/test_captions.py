@@ -104,7 +104,8 @@ def test_captions_say_unit_seeds_and_which_way_is_better(experiment: Experiment)
 
     scores, gaps = said("scores"), said("differences")
     assert "Log-loss in nats on" in scores and "standard deviation over seeds" in scores
-    assert "*train.steps*: " in scores and "after the last round" in scores
+    assert "*train.steps*: " in scores and "no search" in scores, "the profile has one value"
+    assert "after the last round" in scores
     assert "Log-loss in nats on" in gaps and "minus that of plain, paired by seed" in gaps
     assert "Negative is better" in said("differences") and "Positive is better" in said("differences", "", "accuracy")
     assert "best on validation" in said("differences", ": test, best")

@@ -127,3 +127,11 @@ def test_a_verdict_is_of_the_interval() -> None:
     assert difference("a", "b", {}, [(0.0, 5.0), (0.0, 6.0), (0.0, 7.0)]).verdict == "lower"
     alike = difference("a", "b", {}, [(1.0, 0.0)] * 3)
     assert (alike.verdict, alike.interval, alike.decided) == ("no spread", None, False)
+
+
+def test_a_number_that_none_of_the_methods_measures_is_refused_before_anything_runs() -> None:
+    """The server's own error is of padded averages alone, by `Result`."""
+    methods = {name: MethodSection(name=name) for name in ("glora", "svd", "padded-average")}
+    with pytest.raises(ConfigError, match=r"server, error.*glora.*padded-average"):
+        comparison(BASE, {name: methods[name] for name in ("glora", "svd")}, (0,), name="c", metric="server, error")
+    assert comparison(BASE, methods, (0,), name="c", metric="server, error").metric == "server, error"

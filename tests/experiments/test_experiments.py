@@ -12,6 +12,7 @@ import subprocess
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,13 @@ def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
         ('title = "Tiny"', "titel = 3", "titel: Extra inputs"),
         ("[run.model]", "[run.model", "is not TOML"),
         ("seeds = [0, 1]", "seeds = []", "seeds: .*at least 1"),
-        ("seeds = [0, 1]", "seeds = [0, 0]", "mini names a seed twice"),
+        ("seeds = [0, 1]", "seeds = [0, 0]", "mini, seeds, names 0 twice"),
+        ('split = ["skewed"] }}', 'split = ["skewed", "skewed"] }}', "one, split, names 'skewed' twice"),
+        ("tune = [1e-2]", "tune = [1e-2, 0.01]", "one, tune, names 0.01 twice"),
+        ("values = [1e-3, 1e-2]", "values = [1e-3, 1e-3]", "values names 0.001 twice"),
+        ("seeds = [7]", "seeds = [7, 7]", "seeds names 7 twice"),
+        ('over = ["method"]', 'over = ["method", "method"]', "over names 'method' twice"),
+        ('rows = ["method"]', 'rows = ["method", "method"]', "rows and columns names 'method' twice"),
         ("seeds = [7]", "seeds = [1]", "seed 1 is both .*profile mini"),
         ('reference = "FedIT"', 'reference = "fedit"', "reference .*method = 'fedit'"),
         ('rows = ["method"]', "rows = []", "names no axis"),
@@ -220,6 +227,59 @@ def test_a_wrong_file_is_refused_with_the_key(tmp_path: Path, old: str, new: str
     (tmp_path / "e.toml").write_text(EXPERIMENT.replace(old, new).format(model="m"))
     with pytest.raises(ConfigError, match=said):
         load_experiment(tmp_path / "e.toml")
+
+
+TWO = [{"train.class_weights": {"pos": 4}}, {"train.class_weights": {"neg": 4}}, {"train.class_weights.neg": 5}]
+
+
+@pytest.mark.parametrize(("one", "other"), [*permutations(TWO, 2), ({"privacy": {}}, {"privacy.clip": 1.0})])
+def test_two_axes_that_set_one_table_are_refused(tmp_path: Path, one: dict[str, Any], other: dict[str, Any]) -> None:
+    """A table replaces the whole one: whichever axis came first would be lost, under its label's name."""
+    tables = f"[axes.split]\nA = {_inline(one)}\n[axes.method]\nB = {_inline(other)}\n"
+    with pytest.raises(ConfigError) as refused:
+        _of_axes(tmp_path, tables)
+    assert all(word in str(refused.value) for word in ("split = 'A'", "method = 'B'", *one, *other))
+
+
+def test_two_axes_may_set_two_keys_of_a_table_and_a_later_one_may_take_it_away(tmp_path: Path) -> None:
+    tables = '[axes.split]\nA = {"train.class_weights.pos" = 4}\nsame = {"train.class_weights" = {neg = 4}}\n'
+    method = '[axes.method]\nB = {"train.class_weights.neg" = 4}\nnone = {"train.class_weights" = {}}\n'
+    cells = {
+        tuple(run.cell.values()): run.config.train.class_weights
+        for run in mains(_of_axes(tmp_path, tables + method), "mini", {})
+    }
+    none = {("A", "none"): None, ("same", "none"): None}
+    assert cells == {("A", "B"): {"pos": 4, "neg": 4}, ("same", "B"): {"neg": 4}, **none}
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ("[run.train]\nsteps = 2\n", ["train.steps", "B"]),
+        ('[profiles.mini.set]\n"train.steps" = 2\n', ["train.steps", "B"]),
+        ("[profiles.mini.set]\ntrain = {}\n", ["profile mini"]),
+        ("", ["no earlier axis", "B"]),
+    ],
+)
+def test_an_empty_table_takes_away_only_what_an_earlier_axis_made(tmp_path: Path, more: str, says: list[str]) -> None:
+    """Not what [run] or a profile sets, which all cells share, and not nothing."""
+    first = '"train.batch_size" = 2' if more else '"clients.count" = 2'
+    with pytest.raises(ConfigError) as refused:
+        _of_axes(tmp_path, f"[axes.split]\nA = {{ {first} }}\n[axes.method]\nB = {{ train = {{}} }}\n{more}")
+    assert all(word in str(refused.value) for word in says)
+
+
+def _inline(changes: dict[str, Any]) -> str:
+    """Changes as a TOML inline table."""
+    return json.dumps(changes).replace(":", " =")
+
+
+def _of_axes(folder: Path, tables: str) -> Experiment:
+    """An experiment with these axes, and perhaps changes of its profile."""
+    run = '[run.data]\ntrain = "demo"\n[run.model]\npath = "demo"\n'
+    head = 'title = "t"\nquestion = "q"\nrows = ["method"]\nprofiles.mini.seeds = [0]\n'
+    (folder / "e.toml").write_text(head + run + tables)
+    return load_experiment(folder / "e.toml")
 
 
 def test_an_impossible_key_names_the_cell(experiment: Experiment) -> None:

@@ -92,6 +92,12 @@ def test_settings_that_measure_nothing_are_refused(project: Path, sets: tuple[st
         prepare(configured(project, *sets))
 
 
+def test_a_method_without_a_server_model_uses_own_test_sets_unasked(project: Path) -> None:
+    """FedSA-LoRA is measured on its clients, and these have their own test data: nothing is held out for nothing."""
+    prepared = prepare(configured(project, *OWN, "method.name=fedsa-lora", "clients.ranks=[2]"))
+    assert prepared.target == "clients" and "own_test" in prepared.manifest["data"]
+
+
 def test_without_a_common_test_set_the_own_ones_together_are_it(project: Path, tmp_path: Path) -> None:
     """The server's model is measured on all of them, counted by peft; a score needs nobody's readout."""
     config = configured(project, *OWN, "data.test=0", "run.rounds=1")

@@ -165,8 +165,8 @@ def _show(grid: Grid, kept: ComparedRuns, refused: Mapping[str, str], form: Form
     cells = score_cells(grid)
     if not any(cell.scores for cell in cells):
         raise ConfigError(
-            f"no run has the number {grid.which()!r}: each diverged or ended before it was measured. Compare another "
-            f"--metric."
+            f"no run has the number {grid.which()!r}: each diverged, ended before it was measured, or has a "
+            f"method without it. Compare another --metric."
         )
     beside = "; ".join(dict.fromkeys([grid.which(), *_BESIDE]))
     kinds = {"scores": beside, "differences": "", "places": "", "costs": ""}

@@ -40,9 +40,6 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
     """Print problems with a run's texts: copies on both sides, and texts that are too long.
 
     Args:
-        max_length: data.max_length, in tokens. answer: evaluate.max_new_tokens, the room that prompts leave.
-
-    Args:
         max_length: data.max_length, in tokens. answer: evaluate.max_new_tokens, which a prompt leaves room for.
     """
     for name, counts in manifest["copies"].items():
@@ -111,10 +108,11 @@ def _scores(s: Mapping[str, Any]) -> Rows:
         yield red("under attack"), red(in_words(s["attack"], s["clients"]))
     for name in ("last", "best"):
         score, test = s["validation"][name], s["test"][name]
-        if score and test:
+        if score or test:
             when = f"round {s['best_round'] if name == 'best' else s['rounds']}"
-            told = Text.assemble(f"validation {number(score[metric])}, test ", (number(test[metric]), "bold"))
-            yield f"{metric}, {name} ({when})", told
+            told = [f"validation {number(score[metric])}"] if score else []
+            told += [f"test [bold]{number(test[metric])}[/]"] if test else []
+            yield f"{metric}, {name} ({when})", Text.from_markup(", ".join(told))
     if others := other_scores(s["test"]["last"], metric):
         yield "also on test, last", others
     if s.get("stopped_early"):

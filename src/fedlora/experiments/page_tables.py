@@ -99,7 +99,9 @@ def _scores(source: Source) -> Table:
     if tune is not None and any(cell.tuned is not None for cell in cells):
         columns[tune.key] = lambda k: _value(grid, cells[k])
         seeds = ", ".join(map(str, tune.seeds))
-        searched = f" *{tune.key}*: the value that the search chose on validation, on seed {seeds}, not compared here."
+        how = f"the value that the search chose on validation, on seed {seeds}, not compared here"
+        one = len(grid.experiment.profile(grid.profile).tune or tune.values) == 1
+        searched = f" *{tune.key}*: {'as given, of one value there is no search' if one else how}."
     rows = [[*grid.place(cells[k].cell), *(column(k) for column in columns.values())] for k in there]
     alone = "; of one seed its number" if any(len(cells[k].scores) == 1 for k in there) else ""
     what = capital(in_its_unit(which, cells) if len(each) == 1 else " or ".join(map(scale, metrics or ["accuracy"])))

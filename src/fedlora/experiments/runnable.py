@@ -12,7 +12,7 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.experiments.plan import PlannedRun, first_run, mains, searches
-from fedlora.experiments.result import Result
+from fedlora.experiments.result import PADDED, Result
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.config import RunConfig
@@ -24,7 +24,10 @@ def check_number(experiment: Experiment, profile: str, which: str) -> None:
     the profile can have."""
     number, whys = parse_number(which), []
     for cell in experiment.cells(profile):
-        why = number.lacks(first_run(experiment, profile, cell).config)
+        config = first_run(experiment, profile, cell).config
+        why = number.lacks(config)
+        if number.name == "server, error" and experiment.merged is None and config.method.name != PADDED:
+            why = f"{config.method.name} does not measure it; {PADDED} does"
         if why is None:
             return
         whys.append(why)

@@ -215,8 +215,10 @@ def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
         check_private_data(run)
         folder = places.folder(run)
         config = with_ledger(run.config, str(folder.path / LEDGER))
-        prepared = prepare(config, places.data_root, places.classes(run))
-        _check_unchanged(run)
+        try:
+            prepared = prepare(config, places.data_root, places.classes(run))
+        finally:  # what fails on half-written data or code says nothing about the planned run
+            _check_unchanged(run)
         _check_one_kind(run, prepared.manifest, places)
         trained = _trained(run, prepared, folder)
         if not trained:

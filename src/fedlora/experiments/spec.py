@@ -21,7 +21,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.merger_settings import resolved
 from fedlora.experiments.scores import parse_number
 from fedlora.given_files import read_toml
-from fedlora.runs.reading import flat
+from fedlora.runs.reading import flat, set_in
 
 # Keys that change no score, and keys that a search would be judged by.
 NOT_TO_SEARCH = ("run.seed", "run.threads", "run.workers", "data.validation", "data.test", "data.max_test")
@@ -95,11 +95,11 @@ class Experiment(Part):
     compared. columns: the axes that are columns; default: all others. reference: a label of the first row axis, with
     which the others are compared. paper: its key in paper_numbers.toml. claims: names of claims in claims.toml, for
     readers. run: the tables of a run's configuration, common to all; relative paths start at this file. axes: axis ->
-    label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes a table that an earlier axis made. tune: the
-    search. profiles: scales to run at, by name. skip: combinations of labels that are not cells. peace: where nobody
-    attacks, for a table of each row's cost there and its saving elsewhere. budgets: for a table and a picture of scores
-    by epsilon. merged: an axis whose labels are not changes of the run but mergers of its uploads: one run serves them
-    all.
+    label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes one that an earlier axis, and nothing else,
+    made. tune: the search. profiles: scales to run at, by name. skip: combinations of labels that are not cells. peace:
+    where nobody attacks, for a table of each row's cost there and its saving elsewhere. budgets: for a table and a
+    picture of scores by epsilon. merged: an axis whose labels are not changes of the run but mergers of its uploads:
+    one run serves them all.
     """
 
     name: str
@@ -203,6 +203,13 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
         if label not in axes.get(axis, {}):
             refuse(f"{whose} names {axis} = {label!r}, which no axis has.")
 
+    def once(whose: str, values: Sequence[object]) -> None:
+        if doubled := [value for value in values if values.count(value) > 1]:
+            refuse(f"{whose} names {doubled[0]!r} twice; leave it out once.")
+
+    once("rows and columns", [*experiment.rows, *experiment.columns])
+    for key in ("values", "over", "seeds") if tune else ():
+        once(f"[tune] {key}", getattr(tune, key))
     for metric in [experiment.metric, *(profile.metric for profile in experiment.profiles.values())]:
         if metric is not None:
             parse_number(metric)
@@ -227,11 +234,14 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
         if budgets.lines not in axes or {budgets.axis, budgets.lines} != {*axes}:
             refuse(f"budgets has an axis and lines, which are two axes and all that there are; got {', '.join(axes)}.")
     for name, profile in experiment.profiles.items():
+        if {} in profile.set.values():
+            refuse(f"profile {name} sets a table to {{}}; only a label takes tables away, those of an earlier axis.")
+        once(f"profile {name}, seeds,", profile.seeds)
+        once(f"profile {name}, tune,", profile.tune)
         for axis, labels in profile.axes.items():
+            once(f"profile {name}, {axis},", labels)
             for label in labels:
                 look(f"profile {name}", axis, label)
-        if len({*profile.seeds}) < len(profile.seeds):
-            refuse(f"profile {name} names a seed twice: {profile.seeds}.")
         shared = sorted({*profile.seeds} & {*tune.seeds}) if tune and len(profile.tune or tune.values) > 1 else []
         if shared:
             refuse(f"seed {shared[0]} is both searched on and of profile {name}; keep the two apart.")
@@ -270,15 +280,40 @@ def check_set_once(experiment: Experiment, where: str = "") -> None:
 
 
 def _check_apart(experiment: Experiment, path: Path) -> None:
-    """Raises `ConfigError` for labels of two axes that set one key to different values in one cell: the later axis
-    would win, under the name of both."""
+    """Raises `ConfigError` for labels of two axes that set one key, or a table and a key of it, differently in one
+    cell: one of them would be lost, under the name of both. A later axis may take a table away."""
     axes = [(axis, labels) for axis, labels in experiment.axes.items() if axis != experiment.merged]
     for (one, ours), (other, theirs) in itertools.combinations(axes, 2):
         for label, beside in itertools.product(ours, theirs):
-            here, there = flat(ours[label]), flat(theirs[beside])
-            both = [key for key in here if key in there and here[key] != there[key]]
-            if both and not experiment.skips({one: label, other: beside}):
+            for (key, value), (later, its) in itertools.product(ours[label].items(), theirs[beside].items()):
+                fine = not _meet(key, later) or its == {} or _nested(key, value) == _nested(later, its)
+                if not fine and not experiment.skips({one: label, other: beside}):
+                    raise ConfigError(
+                        f"{path}: {one} = {label!r} sets {key} = {value!r}, and {other} = {beside!r} sets {later} = "
+                        f"{its!r}: which of the two counts? Leave it out of one axis"
+                        + (", or set a table's keys by their dotted keys." if dict in (type(value), type(its)) else ".")
+                    )
+    common = [*flat(experiment.run), *(key for profile in experiment.profiles.values() for key in profile.set)]
+    before: list[str] = []
+    for axis, labels in axes:
+        for label, key in [(name, key) for name, of in labels.items() for key in of if of[key] == {}]:
+            others = [of for of in common if _meet(key, of)]
+            if others or not any(_meet(key, of) for of in before):
                 raise ConfigError(
-                    f"{path}: {one} = {label!r} sets {both[0]} = {here[both[0]]!r}, and {other} = {beside!r} sets "
-                    f"{there[both[0]]!r}: which of the two counts? Leave it out of one axis."
+                    f"{path}: {axis} = {label!r} has {key} = {{}}, which takes away a table that an earlier axis made; "
+                    + (f"but [run] or a profile sets {others[0]}." if others else "but no earlier axis sets any of it.")
+                    + " Leave it out, or let an axis before it, alone, set that table."
                 )
+        before += [key for changes in labels.values() for key, value in changes.items() if value != {}]
+
+
+def _meet(one: str, other: str) -> bool:
+    """Whether two dotted keys are one, or one is of a table within the other's."""
+    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
+
+
+def _nested(key: str, value: Any) -> dict[str, Any]:
+    """The tables that a dotted key alone makes."""
+    raw: dict[str, Any] = {}
+    set_in(raw, key, value)
+    return raw

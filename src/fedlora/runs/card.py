@@ -35,7 +35,7 @@ library_name: peft
 | data dealt out | {dealt} |
 | local round | {local} |
 | rounds | {round} of {planned} planned, seed {seed} |
-{prompts}| held-out test ({target}) | {metrics} |
+{prompts}| held-out {on} ({target}) | {metrics} |
 {classes}{defence}{privacy}| configuration | digest {digest} |
 | code | fedlora {version}, commit {commit} |
 
@@ -105,6 +105,7 @@ def model_card(
     round: int,
     metrics: Mapping[str, float],
     *,
+    on: str = "test",
     client: str | None = None,
     base: BaseName | None = None,
     tokenizer: bool = True,
@@ -113,10 +114,10 @@ def model_card(
 ) -> str:
     """The README.md for a run's adapter, with front matter for the hub.
 
-    client: the owner, for a client's own adapter. base: the base model's name, if manifest and configuration lack it.
-    tokenizer: whether its files lie beside the card; otherwise the card takes it from the base model. privacy: a
-    private run's guarantee, in words; example counts are then omitted. judged: what a robust rule did
-    (`server.judged.of_run`).
+    on: "test" or "validation", the data of the metrics. client: the owner, for a client's own adapter. base: the base
+    model's name, if manifest and configuration lack it. tokenizer: whether its files lie beside the card; otherwise the
+    card takes it from the base model. privacy: a private run's guarantee, in words; example counts are then omitted.
+    judged: what a robust rule did (`server.judged.of_run`).
     """
     base = base or base_name(config.model.path, manifest["model"]["sha256"])
     train = manifest["data"]["train"]
@@ -147,7 +148,8 @@ def model_card(
         seed=config.run.seed,
         target=manifest["evaluation_target"] if client is None else client,
         metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",
-        classes=_classes(manifest, metrics),
+        on=on,
+        classes=_classes(manifest, metrics, on),
         defence=f"| robust rule | {rule.said}{_left_out(judged)} |\n" if (rule := config.defence.build()) else "",
         digest=manifest["config_digest"],
         version=manifest["versions"]["fedlora"],
@@ -178,8 +180,8 @@ def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:
     return total if len(told) == len(train) else f"{total} of {len(told)} that said so,"
 
 
-def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
-    """Table rows by class: names, training examples, and recall on the test set."""
+def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float], on: str) -> str:
+    """Table rows by class: names, training examples, and recall."""
     names = [_cell(name) for name in manifest["data"]["labels"]]
     counts = (manifest["data"]["label_counts"] or {}).values()
     if not 0 < len(names) <= _MOST_CLASSES:
@@ -190,7 +192,7 @@ def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float]) -> str:
         rows = f"| training examples by class | {', '.join(f'{n} {c}' for n, c in zip(names, total, strict=True))} |\n"
     found = {_cell(k.removeprefix("recall/")): v for k, v in metrics.items() if k.startswith("recall/")}
     if found:
-        rows += f"| recall on the test set | {', '.join(f'{n} {v:.4f}' for n, v in found.items())} |\n"
+        rows += f"| recall on the {on} set | {', '.join(f'{n} {v:.4f}' for n, v in found.items())} |\n"
     return rows
 
 

@@ -60,12 +60,6 @@ def check_measuring(config: RunConfig, data: Dealt) -> None:
             f"evaluate.patience = {e.patience} needs the validation metric, but there are no validation data: "
             f"data.validation = {config.data.validation!r}. Give it a share or a file, or leave patience out."
         )
-    beside = config.clients.own_test is not None and config.data.test != 0  # otherwise they form the common test set
-    if beside and not e.clients_at_end and e.target != "clients":
-        raise ConfigError(
-            f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would use: set "
-            f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."
-        )
     if e.clients_at_end == "both" and not (data.own_test and any(len(part) for part in data.test.values())):
         there = "a common one only" if not data.own_test else "each client's own only"
         raise ConfigError(
@@ -80,6 +74,12 @@ def check_fit(
     """Raise `ConfigError` for options that can never work with this method or these clients."""
     _check_metric(config)
     _check_roles(config, server.method.name, server.roles(initial))
+    beside = config.clients.own_test is not None and config.data.test != 0  # otherwise they form the common test set
+    if beside and target == "server" and not config.evaluate.clients_at_end:
+        raise ConfigError(
+            f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would use: set "
+            f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."
+        )
     if config.server.heads is not None and not initial.heads:
         raise ConfigError(
             f"server.heads = {config.server.heads!r} has no effect: the model has no fully trained head. Leave it out, "

@@ -98,13 +98,15 @@ class _Exports:
         self.made: list[Path] = []
 
     def write(
-        self, name: str, adapter: Adapter, round: int, scores: Mapping[str, float], client: str | None = None
-    ) -> None:
-        """name: the folder's. client: the adapter's owner, if it is a client's own."""
+        self, name: str, adapter: Adapter, round: int, scores: Mapping[str, float], client: str | None = None,
+        on: str = "test",
+    ) -> None:  # fmt: skip
+        """name: the folder's. client: the adapter's owner, if it is a client's own. on: the data of the scores."""
         p, template = self._prepared, self._prepared.config.data.prompting()
         card = model_card(
-            p.manifest, p.config, adapter, round, scores, client=client, privacy=self._privacy, judged=self._judged
-        )
+            p.manifest, p.config, adapter, round, scores,
+            on=on, client=client, privacy=self._privacy, judged=self._judged,
+        )  # fmt: skip
         write_export(
             self._folder.path / name, adapter, p.spec, p.tokenizer, p.manifest["data"]["labels"], card,
             like=self.made[0] if self.made else None, chat_template=template if is_jinja(template) else None,
@@ -140,9 +142,13 @@ def finish(
     spent = None if private is None else private.spent(state.round)
     exports = _Exports(prepared, folder, None if spent is None else told(spent), judged)
     tested = _tested(prepared, folder, state, of, best)
+    validation = {line["round"]: line["metrics"] for line in lines}
     if server.has_global_model(state.server):
         for name, one in tested.items():
-            exports.write(name, global_adapter(server, one.state), one.state.round, one.measured.scores)
+            round, scores, on = one.state.round, one.measured.scores, "test"
+            if not scores and validation.get(round):
+                scores, on = validation[round], "validation"
+            exports.write(name, global_adapter(server, one.state), round, scores, on=on)
     asked = prepared.config.evaluate.clients_at_end
     each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
     common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}
