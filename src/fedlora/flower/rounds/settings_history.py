@@ -75,8 +75,7 @@ class History:
                     f"{named}. Sites and server would hold parts that do not belong together, or sites would be "
                     f"measured on what they trained on. Set it back, or make another federation (fedlora flower init)."
                 )
-            _check_schedule(before, settings, rounds)
-            _check_promise(before, settings, rounds)
+            _check_rounds(before, settings, rounds)
         said = {"settings": json.loads(settings.travelling()), "held_out": held_out}
         for entries in (self.entries, kept):  # nothing is new, or what was new is taken back
             if entries and said.items() <= entries[-1].items():
@@ -122,24 +121,19 @@ def _measured_otherwise(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return bool(old["held_out"] != new["held_out"] or not MEASURED.isdisjoint(new["changed"]))
 
 
-def _check_schedule(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
-    """Raises `ConfigError` if more rounds would have had other learning rates from the first on."""
+def _check_rounds(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
+    """Raises `ConfigError` if the planned number of rounds was the base of a schedule, or of a promise of epsilon."""
     was, now = before.run.rounds, settings.run.rounds
+    told = f"run.rounds was {was} and is {now} now: "
     if was != now and settings.train.schedule != "constant":
         raise ConfigError(
-            f"run.rounds was {was} and is {now} now: with train.schedule = {settings.train.schedule!r} the learning "
-            f"rate of every round depends on their number, and {rounds} are played. Set it back, or set "
-            f"train.schedule = 'constant' too."
+            f"{told}with train.schedule = {settings.train.schedule!r} the learning rate of every round depends on "
+            f"their number, and {rounds} are played. Set it back, or set train.schedule = 'constant' too."
         )
-
-
-def _check_promise(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
-    """Raises `ConfigError` if epsilon was promised for another number of rounds."""
-    was, now = before.run.rounds, settings.run.rounds
     if was != now and settings.privacy is not None:
         raise ConfigError(
-            f"run.rounds was {was} and is {now} now: {rounds} private rounds are played, and epsilon was promised for "
-            f"{was}. Set it back. For more rounds make another federation that charges the same ledger."
+            f"{told}{rounds} private rounds are played, and epsilon was promised for {was}. Set it back. For more "
+            f"rounds make another federation that charges the same ledger."
         )
 
 

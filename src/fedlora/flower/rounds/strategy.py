@@ -370,7 +370,9 @@ class FedLoRA(Strategy):
 def whose(run: str, server: Server, state: ServerState) -> str:
     """The name in a run's checkpoints: its own, the method with its options, and a digest of all names and shapes."""
     method = server.method
-    options = {f.name: getattr(method, f.name) for f in fields(method)} if is_dataclass(method) else {}
+    options: dict[str, object] = (
+        {f.name: getattr(method, f.name) for f in fields(method)} if is_dataclass(method) else {}
+    )
     said = ", ".join(f"{name}={value}" for name, value in options.items() if isinstance(value, str | int | float))
     shapes = [(name, tuple(tensor.shape)) for name, tensor in named_tensors(replace(state.start, heads=state.heads))]
     return f"{run}, {method.name}({said}), modules {hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:8]}"

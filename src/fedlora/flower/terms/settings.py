@@ -405,12 +405,6 @@ def _without_none(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 __all__ = [
-    "MEASURED",
-    "AgreedData",
-    "AgreedModel",
-    "AtServerSection",
-    "Change",
-    "FederationSettings",
-    "NetworkSection",
+    "MEASURED", "AgreedData", "AgreedModel", "AtServerSection", "Change", "FederationSettings", "NetworkSection",
     "changed",
-]
+]  # fmt: skip
