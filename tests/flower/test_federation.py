@@ -22,7 +22,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 
 from fedlora import Adapter, Client, Server, build
 from fedlora.core.trainer import Trained
-from fedlora.errors import CheckpointError, QuorumNotMet
+from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
 from fedlora.flower.messages.records import (
     NUMPY,
     PROTOCOL,
@@ -378,6 +378,25 @@ def test_killed_and_resumed_is_the_same_trajectory(tmp_path: Path, method: str, 
     assert again.round == 2
     again.start(grid, num_rounds=4)
     assert bits(again.memory.state.server) == bits(whole.memory.state.server)
+
+
+def test_a_folder_with_checkpoints_is_no_place_for_another_run(tmp_path: Path) -> None:
+    """Begun again there, its own states would be lost beside those of later rounds. Another method, option or module is
+    another run, whatever it is called; what may change between rounds is not."""
+    server, ranks = Server(build("glora", rho=1.0)), dict.fromkeys(RANKS, 4)
+    strategy, grid = federation(tmp_path, server, ranks)
+    strategy.start(grid, num_rounds=3)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "server").iterdir()}
+    with pytest.raises(ConfigError, match=r"round 3.*resume=True") as refused:
+        federation(tmp_path, server, ranks)
+    assert str(tmp_path / "server") in str(refused.value)
+    for other in (Server(build("svd")), Server(build("glora", rho=0.5))):
+        with pytest.raises(CheckpointError, match=r"another run.*glora\(.*rho=1.0"):
+            federation(tmp_path, other, ranks, resume=True)
+    with pytest.raises(CheckpointError, match="another run"):
+        federation(tmp_path, server, dict.fromkeys(RANKS, 8), resume=True)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "server").iterdir()} == before
+    assert federation(tmp_path, replace(server, weighting="uniform"), ranks, resume=True)[0].round == 3
 
 
 def test_a_node_that_lost_its_state_says_so_and_is_sent_everything_at_once(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ Kinds of evidence: *property* (what a round trained on and what a later one meas
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,12 @@ pytest.importorskip("flwr")
 from fedlora.data import TextData, split
 from fedlora.data.splits import Parts, inputs
 from fedlora.errors import ConfigError
+from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.held_out import keep_held_out, record_of
+from fedlora.flower.site.site_checks import checked_work
 from fedlora.flower.site.site_work import told_to_server
+from fedlora.flower.terms.joining import JoinFile
+from fedlora.flower.terms.site_file import Site
 from fedlora.runs import inputs as runs_inputs
 from support.federation_folders import FederationOnDisk
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
@@ -79,10 +84,54 @@ def test_another_file_is_refused_with_a_way_out(tmp_path: Path, dealt: list[tupl
     made.play()
     fate = made.lines()[-1]["fates"]["acme"]
     assert fate["fate"] == "failed" and "held_out.json" in fate["why"] and "validation and test" in fate["why"]
-    record_of(tmp_path / "sites" / "acme" / "state", "fed-test", "acme").unlink()
+    record_of(tmp_path / "sites" / "acme" / "state", "fed-test", "acme").write_text("{}")
     made.write(run={"rounds": 3})
     made.play()
     assert made.lines()[-1]["fates"]["acme"]["fate"] == "trained"
+
+
+def test_a_site_that_lost_what_it_holds_out_neither_trains_nor_measures_until_somebody_looked(tmp_path: Path) -> None:
+    """Its state is emptied and its file has grown: a draw would hold out rows that counted. The server knows, in that
+    round and in all later ones; a site that counts for the first time is welcome, in whatever round."""
+    made = FederationOnDisk(tmp_path, run={"rounds": 1})
+    late = made.grid()
+    late.offline = {"berlin"}
+    made.play(late)
+    state = tmp_path / "sites" / "acme" / "state"
+    shutil.rmtree(state)
+    with (tmp_path / "acme.jsonl").open("a") as file:
+        file.writelines(json.dumps({"text": f"w{k} w{k + 7} w3", "label": "red"}) + "\n" for k in range(30))
+    for rounds in (2, 3):  # of round 3 the server remembers nothing that acme holds
+        made.write(run={"rounds": rounds})
+        made.play()
+        line = made.lines()[-1]
+        assert line["fates"]["acme"]["fate"] == "failed" and "held_out.json" in line["fates"]["acme"]["why"]
+        assert "held_out.json" in line["site_unmeasured"]["acme"] and "acme" not in line["site_metrics"]
+        assert line["fates"]["berlin"]["fate"] == "trained" and "berlin" in line["site_metrics"]
+    record = record_of(state, "fed-test", "acme")
+    record.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text("{}")
+    made.write(run={"rounds": 4})
+    made.play()
+    assert made.lines()[-1]["fates"]["acme"]["fate"] == "trained" and len(json.loads(record.read_text())) == 2
+
+
+def test_doctor_refuses_no_file_that_the_first_round_would_take(tmp_path: Path) -> None:
+    """Round 1 was begun here, but never counted, and the file was replaced: the rows are drawn anew. Once a second
+    round was trained, the first did count, and the same file is refused as in a round."""
+    made = FederationOnDisk(tmp_path, run={"rounds": 1})
+    here = SiteFolder(tmp_path / "sites" / "acme")
+    made.play()
+    data, settings = tmp_path / "acme.jsonl", made.settings()
+    data.write_text(data.read_text().replace('"w', '"x w'))
+    join = JoinFile(settings.id, "acme", 4, "fl.example.org", 443, "", settings.travelling(), {}, "")
+
+    def found() -> Any:
+        return next(row for row in checked_work(join, Site.read(here.site), here)[0] if row[0] == "data")
+
+    assert found()[2] is True and "to validate" in found()[1]
+    (record_of(here.state, settings.id, "acme").parent / f"round-00002.{'0' * 16}.safetensors").touch()
+    assert found()[2] is False and "held_out.json" in found()[1]
 
 
 def texts(count: int, prefix: str = "row") -> TextData:
@@ -104,26 +153,27 @@ def said(parts: Sequence[TextData]) -> list[tuple[str, ...]]:
 def test_the_same_file_gives_the_same_parts_in_the_same_order(tmp_path: Path) -> None:
     """A trainer that is started again trains on what it did, bit for bit; before the first round the draw counts."""
     record, parts = tmp_path / "held_out.json", drawn(texts(40))
-    assert said(keep_held_out(parts, record, first=True)) == said(parts)
-    assert said(keep_held_out(parts, record, first=False)) == said(parts)
+    assert said(keep_held_out(parts, record, first=True, counted=False)) == said(parts)
+    assert said(keep_held_out(parts, record, first=False, counted=True)) == said(parts)
     others = drawn(texts(40, "other"))
-    assert said(keep_held_out(others, record, first=True)) == said(others)
-    assert said(keep_held_out(others, record, first=False)) == said(others)
+    assert said(keep_held_out(others, record, first=True, counted=False)) == said(others)
+    assert said(keep_held_out(others, record, first=False, counted=True)) == said(others)
     nothing = split(texts(40), validation=0, test=0, seed=0)
-    assert said(keep_held_out(nothing, tmp_path / "none.json", first=True)) == said(nothing)
+    assert said(keep_held_out(nothing, tmp_path / "none.json", first=True, counted=False)) == said(nothing)
     assert not (tmp_path / "none.json").exists()
 
 
 def test_what_is_kept_and_told_holds_nothing_of_the_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A state that was lost is told: it is drawn anew, as for a site that comes later. A damaged record is refused."""
+    """Neither in the record nor in what is said of one that is gone, damaged, or of other rows."""
     record = tmp_path / "held_out.json"
     secret = drawn(texts(40, "Jane Doe"))
-    keep_held_out(secret, record, first=False)
-    assert "drawn now" in caplog.text
+    with pytest.raises(ConfigError, match=r"held_out\.json") as gone:
+        keep_held_out(secret, record, first=False, counted=True)
+    keep_held_out(secret, record, first=False, counted=False)
     with pytest.raises(ConfigError) as refused:
-        keep_held_out(drawn(texts(40, "other")), record, first=False)
+        keep_held_out(drawn(texts(40, "other")), record, first=False, counted=True)
     record.write_text("{}" + record.read_text())
     with pytest.raises(ConfigError, match=r"held_out\.json") as damaged:
-        keep_held_out(secret, record, first=False)
-    everything = record.read_text() + caplog.text + "".join(map(str, (refused.value, damaged.value)))
+        keep_held_out(secret, record, first=False, counted=True)
+    everything = record.read_text() + caplog.text + "".join(map(str, (gone.value, refused.value, damaged.value)))
     assert "jane" not in everything.casefold() and "row" in told_to_server(refused.value, tmp_path)

@@ -136,6 +136,8 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] =
     "NaN": (lambda c, m: m.update({"score-accuracy": float("nan")}), "accuracy is nan, which is no number"),
     "infinite": (lambda c, m: m.update({"score-loss": float("inf")}), "loss is inf, which is no number"),
     "too good": (lambda c, m: m.update({"score-accuracy": 1.5}), "its accuracy is 1.5; it lies between 0 and 1"),
+    "a loss that drowns all others'": (lambda c, m: m.update({"score-loss": 1e300}), r"loss is 1e\+300.* 1e\+06"),
+    "a perplexity too": (lambda c, m: m.update({"score-perplexity": 1e10}), r"perplexity is 1e\+10.* 1e\+09"),
     "negative": (lambda c, m: m.update({"score-loss": -1.0}), "its loss is -1"),
     "a list": (lambda c, m: m.update({"score-accuracy": [0.5, 0.6]}), "which is no number"),
     "other numbers": (lambda c, m: m.update({"score-patient-17": 0.5}), "'score-patient-17', which nobody asked for"),

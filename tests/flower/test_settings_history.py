@@ -90,6 +90,30 @@ def test_rounds_that_were_measured_on_other_examples_are_not_compared() -> None:
     assert any(line.startswith("from round 6 on: ") for line in history.told())
 
 
+def test_a_change_is_told_however_often_the_server_starts_before_its_first_round() -> None:
+    """A start that ends before a round is over plays nothing: what changed is what changed since the last round that
+    was played, all of it, and nothing if it was set back."""
+    slower = played().with_(settings(train={"lr": 0.1}), 3, "sites:0.1")
+    both = slower.with_(settings(train={"lr": 0.1}, run={"rounds": 20}), 3, "sites:0.1")
+    assert {key: new for key, (_, new) in both.entries[-1]["changed"].items()} == {"train.lr": 0.1, "run.rounds": 20}
+    assert len(both.entries) == 2 and any("train.lr is 0.1" in line for line in both.told())
+    back = slower.with_(settings(), 3, "sites:0.1")
+    assert len(back.entries) == 1 and not back.told()
+    assert both.with_(settings(train={"lr": 0.1}, run={"rounds": 20}), 3, "sites:0.1") is both
+
+
+@pytest.mark.parametrize(
+    ("said", "since"),
+    [({"max_length": 64}, 5), ({"loss_on": "all"}, 5), ({"template": "none"}, 5), ({"max_train": 9}, 0)],
+)
+def test_rounds_that_were_measured_otherwise_are_not_compared(said: dict[str, Any], since: int) -> None:
+    """The same model has another score on the same rows, if they are cut, wrapped or counted otherwise."""
+    history = played().with_(settings(data=said), 5, "sites:0.1")
+    assert history.comparable_since() == since == history.with_(settings(data=said), 9, "sites:0.1").comparable_since()
+    assert any("not compared" in line for line in history.told()) == bool(since)
+    assert history.with_(settings(data=said, train={"lr": 0.1}), 9, "sites:0.1").comparable_since() == since
+
+
 @pytest.mark.parametrize("text", ["", "[1]", '{"a": 1}', '[{"rounds": "x", "settings": {}}]', "[{"])
 def test_a_damaged_history_is_no_empty_one(tmp_path: Path, text: str) -> None:
     (tmp_path / "s.json").write_text(text)

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from fedlora.core import checkpoint
 from fedlora.errors import ConfigError
+from fedlora.flower.rounds.federation import begun
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.terms.facts import Agreement, model_facts
 from fedlora.flower.terms.settings import FederationSettings
@@ -56,9 +57,8 @@ def rewrite(made: FederationOnDisk, name: str, **changes: Any) -> None:
 
 
 def state_of(made: FederationOnDisk) -> Any:
-    server = made.settings().server.build(made.settings().method.build(), 0)
-    folder, run = made.home / "server" / "checkpoints", made.settings().id
-    loaded = checkpoint.load_newest(folder, FlowerState, server.method.State, of=run)
+    b = begun(made.home, measure=False)
+    loaded = checkpoint.load_newest(b.home.checkpoints, FlowerState, b.server.method.State, of=b.whose)
     assert loaded is not None
     return loaded[1].state.server
 

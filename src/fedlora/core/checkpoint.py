@@ -183,8 +183,9 @@ def _read(path: Path, round: int, digest: str, of: str, kind: type[T], extra: tu
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
     if told != (of, str(round)):
-        what = f"of round {told[1]}" if told[0] == of else "of another run (configuration, seed or data)"
-        raise CheckpointError(f"checkpoint {path.name} is {what}: it was copied or renamed.")
+        other = f"of another run (configuration, seed or data), {told[0]!r}, and this one is {of!r}"
+        what = f"of round {told[1]}: it was copied or renamed" if told[0] == of else other
+        raise CheckpointError(f"checkpoint {path.name} is {what}.")
     try:
         tensors = safetensors.torch.load_file(path)
         known = {_type_name(cls): cls for root in (kind, *extra) for cls in _dataclasses(root, set())}

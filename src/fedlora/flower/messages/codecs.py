@@ -60,18 +60,19 @@ class OwnClients:
 
     form: the uploads' form. settings: the current ones, as `FederationSettings.travelling`, sent with every message.
     facts: the server's; sites compare theirs before they train, and the server compares theirs in replies. known:
-    returns facts that became known since, for every message, because sites can be admitted between rounds.
+    returns facts that became known since, for every message, because sites can be admitted between rounds. counted:
+    whether a client's training has counted: it may not draw anew what it holds out.
     """
 
     form: Form = "factors"
     settings: str = ""
     facts: Facts = field(default_factory=Facts)
     known: Callable[[], Facts] = Facts
+    counted: Callable[[str], bool] = lambda client: False
 
-    @property
-    def envelope(self) -> Envelope:
-        """What every message says besides its work."""
-        return Envelope(self.settings, self._agreed().text())
+    def envelope(self, client: str) -> Envelope:
+        """What every message to this client says besides its work."""
+        return Envelope(self.settings, self._agreed().text(), self.counted(client))
 
     def _agreed(self) -> Facts:
         return self.facts.filled(self.known())
@@ -80,7 +81,7 @@ class OwnClients:
         """Accepts any method."""
 
     def question(self, download: Download, held: Held | None, run: str) -> RecordDict:
-        return parcel_record(pack(download, held), run, self.envelope)
+        return parcel_record(pack(download, held), run, self.envelope(download.client.id))
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         upload, loss, kept = record_upload(

@@ -29,8 +29,9 @@ HeldOut = Literal["validation", "test"]
 HELD_OUT: tuple[HeldOut, ...] = ("validation", "test")
 Evaluators = Mapping[str, ModelEvaluator | None]  # a site's, by held-out part
 
-_UNBOUNDED = {"loss": 0.0, "perplexity": 1.0}  # their smallest values; they have no largest
-_LEAST = {"matthews": -1.0}  # all others are between this, or 0, and 1
+# (least, most) of the scores that do not lie between 0 and 1. Of a loss in nats: as of training (rounds.attempt); of a
+# perplexity: a thousand times that of chance among a million words. No honest model that says anything has more.
+_BOUNDS = {"matthews": (-1.0, 1.0), "loss": (0.0, 1e6), "perplexity": (1.0, 1e9)}
 _ROOM = 1e-6  # for rounding
 _MOST_EXAMPLES = 1e12
 
@@ -120,8 +121,7 @@ def record_measured(
 
 def _possible(name: str, value: object) -> float:
     """The score, if its value is possible."""
-    least = _UNBOUNDED.get(name, _LEAST.get(name, 0.0))
-    most = math.inf if name in _UNBOUNDED else 1.0
+    least, most = _BOUNDS.get(name, (0.0, 1.0))
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise RecordError(f"its {name} is {quoted(value, 40)}, which is no number.")
     if not least - _ROOM <= value <= most + _ROOM:

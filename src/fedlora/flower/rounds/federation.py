@@ -26,6 +26,7 @@ from fedlora.flower.rounds.results import check_readouts
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
 from fedlora.flower.rounds.settings_history import History
+from fedlora.flower.rounds.strategy import whose
 from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
@@ -59,6 +60,11 @@ class Begun:
     choosing: Choosing | None
     rounds: int
     history: History
+
+    @property
+    def whose(self) -> str:
+        """The name in the checkpoints."""
+        return whose(self.settings.id, self.server, self.state.server)
 
 
 def begun(folder: Path, *, measure: bool = True) -> Begun:

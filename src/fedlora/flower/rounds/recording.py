@@ -55,7 +55,7 @@ class Recorder:
         if line is None:
             return None
         round, why = line["round"], "it is not there any more"
-        kind, of = self._server.method.State, self._begun.settings.id
+        kind, of = self._server.method.State, self._begun.whose
         try:
             found = checkpoint.load_newest(self._best, FlowerState, kind, of=of, upto=round, tell=log.warning)
             if found is not None and found[0] == round:

@@ -15,7 +15,7 @@ from typing import Any
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.flower.terms.settings import FederationSettings, changed
+from fedlora.flower.terms.settings import MEASURED, FederationSettings, changed
 from fedlora.given_files import RECORDS, parse_json, read_given
 
 
@@ -53,11 +53,9 @@ class History:
         return str(self.entries[-1]["held_out"]) if self.entries else ""
 
     def comparable_since(self) -> int:
-        """The round after which all rounds were measured on the same examples."""
-        for k in range(len(self.entries) - 1, 0, -1):
-            if self.entries[k]["held_out"] != self.entries[k - 1]["held_out"]:
-                return int(self.entries[k]["rounds"])
-        return 0
+        """The round after which all rounds were measured on the same examples, in the same way."""
+        pairs = zip(self.entries, self.entries[1:], strict=False)
+        return max((int(new["rounds"]) for old, new in pairs if _measured_otherwise(old, new)), default=0)
 
     def with_(self, settings: FederationSettings, rounds: int, held_out: str) -> History:
         """The history with these settings from that round on; itself if nothing is new.
@@ -65,7 +63,8 @@ class History:
         Raises:
             ConfigError: a setting that may not change between rounds did: each key with both values.
         """
-        before = self.before()
+        kept = [old for old in self.entries if old["rounds"] < rounds]  # no round was played with any other
+        before = History(kept).before() or self.before()
         changes = changed(before, FederationSettings.from_travelling(settings.travelling())) if before else ()
         if rounds and before is not None:
             wrong = [c for c in changes if c.fixed]
@@ -76,19 +75,17 @@ class History:
                     f"{named}. Sites and server would hold parts that do not belong together, or sites would be "
                     f"measured on what they trained on. Set it back, or make another federation (fedlora flower init)."
                 )
-            _check_schedule(before, settings, rounds)
-            _check_promise(before, settings, rounds)
-        last = self.entries[-1] if self.entries else None
-        if last is not None and not changes and last["held_out"] == held_out:
-            return self
+            _check_rounds(before, settings, rounds)
+        said = {"settings": json.loads(settings.travelling()), "held_out": held_out}
+        for entries in (self.entries, kept):  # nothing is new, or what was new is taken back
+            if entries and said.items() <= entries[-1].items():
+                return self if entries is self.entries else History(tuple(kept))
         entry = {
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "rounds": rounds,
-            "settings": json.loads(settings.travelling()),
-            "held_out": held_out,
+            **said,
             "changed": {change.key: [change.before, change.after] for change in changes},
         }
-        kept = [old for old in self.entries if old["rounds"] < rounds] if rounds else []
         return History((*kept, entry))
 
     def told(self) -> tuple[str, ...]:
@@ -97,8 +94,8 @@ class History:
             return ()
         old, last = self.entries[-2:]
         found = [f"{key} is {_shown(new)} in place of {_shown(was)}" for key, (was, new) in last["changed"].items()]
-        if old["held_out"] != last["held_out"]:
-            found.append("other examples are measured on, and rounds before it are not compared")
+        if _measured_otherwise(old, last):
+            found.append("it is measured on other examples or otherwise, and rounds before it are not compared")
         return tuple(f"from round {done + 1} on: {one}" for one in found)
 
     def waiting(self, settings: FederationSettings, rounds: int) -> str:
@@ -119,24 +116,24 @@ class History:
         files.write(path, json.dumps(list(self.entries), indent=2, sort_keys=True) + "\n")
 
 
-def _check_schedule(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
-    """Raises `ConfigError` if more rounds would have had other learning rates from the first on."""
+def _measured_otherwise(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether scores of the rounds of two entries say nothing about each other."""
+    return bool(old["held_out"] != new["held_out"] or not MEASURED.isdisjoint(new["changed"]))
+
+
+def _check_rounds(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
+    """Raises `ConfigError` if the planned number of rounds was the base of a schedule, or of a promise of epsilon."""
     was, now = before.run.rounds, settings.run.rounds
+    told = f"run.rounds was {was} and is {now} now: "
     if was != now and settings.train.schedule != "constant":
         raise ConfigError(
-            f"run.rounds was {was} and is {now} now: with train.schedule = {settings.train.schedule!r} the learning "
-            f"rate of every round depends on their number, and {rounds} are played. Set it back, or set "
-            f"train.schedule = 'constant' too."
+            f"{told}with train.schedule = {settings.train.schedule!r} the learning rate of every round depends on "
+            f"their number, and {rounds} are played. Set it back, or set train.schedule = 'constant' too."
         )
-
-
-def _check_promise(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
-    """Raises `ConfigError` if epsilon was promised for another number of rounds."""
-    was, now = before.run.rounds, settings.run.rounds
     if was != now and settings.privacy is not None:
         raise ConfigError(
-            f"run.rounds was {was} and is {now} now: {rounds} private rounds are played, and epsilon was promised for "
-            f"{was}. Set it back. For more rounds make another federation that charges the same ledger."
+            f"{told}{rounds} private rounds are played, and epsilon was promised for {was}. Set it back. For more "
+            f"rounds make another federation that charges the same ledger."
         )
 
 

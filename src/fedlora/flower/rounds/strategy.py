@@ -13,11 +13,12 @@ attempt.py      what the answers give             events.py, lines.py, round_lin
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
@@ -27,6 +28,7 @@ from flwr.serverapp.strategy import Result, Strategy
 
 from fedlora.core import checkpoint
 from fedlora.core.echo import shown
+from fedlora.core.lora import named_tensors
 from fedlora.errors import ConfigError, QuorumNotMet
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
@@ -49,7 +51,7 @@ from fedlora.flower.rounds.site_evaluation import Asking, SiteEvaluation, SiteRo
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.intake import Intake
 from fedlora.server.server import Server
-from fedlora.server.state import RunState
+from fedlora.server.state import RunState, ServerState
 
 log = logging.getLogger(__name__)
 
@@ -59,10 +61,11 @@ class FedLoRA(Strategy):
 
     Args:
         server: with its method, quorum, weighting. policy: who may take part, and how. policy_file: read again before
-            each round; None: the policy stays. state: the start, from `server.start`; with `resume`, a checkpoint in
-            `folder` takes precedence.
+            each round; None: the policy stays. state: the start, from `server.start`.
         run: the federation's name, by which clients keep their state. folder: for checkpoints; None keeps none.
-            record: for events.jsonl and rounds.jsonl; None: nowhere.
+            record: for events.jsonl and rounds.jsonl; None: nowhere. resume: go on from the newest checkpoint in
+            `folder`, if any. It must be of this run, method, options, modules and shapes; weighting, quorum, rule and
+            policy may differ. Its values take precedence over `state`, those of the start too.
         participation, seed: of the sampling of clients, as in `simulate`. codec: the kind of clients.
         identify: how to identify nodes; by default by their registered names, never by their claims.
         after_round: called with each finished round's line, once its checkpoint is stored; its result is added to the
@@ -71,8 +74,8 @@ class FedLoRA(Strategy):
         clock: the clock, which also waits.
 
     Raises:
-        ConfigError: a method that these clients cannot run, or a server that needs a second exchange of messages; a
-            checkpoint of another run.
+        ConfigError: a method that these clients cannot run, or a server that needs a second exchange of messages;
+            without `resume`, a folder that has checkpoints. CheckpointError: they are another run's, or damaged.
     """
 
     PRIVATE: ClassVar[bool] = False  # whether its rounds are those of a server with privacy
@@ -103,11 +106,17 @@ class FedLoRA(Strategy):
         self._watch = PolicyWatch(policy_file, self._check) if policy_file is not None else None
         self._events = EventWriter(record / "events.jsonl" if record is not None else None)
         self.lines = RoundLines(None)
-        self.memory = FlowerState(run, state)
+        self.memory, self._whose = FlowerState(run, state), whose(run, server, state.server)
         if resume and folder is not None:
-            loaded = checkpoint.load_newest(folder, FlowerState, server.method.State, of=run, tell=log.warning)
+            kind = server.method.State
+            loaded = checkpoint.load_newest(folder, FlowerState, kind, of=self._whose, tell=log.warning)
             if loaded is not None:
                 self.memory = loaded[1]
+        elif folder is not None and (stored := checkpoint.newest_round(folder)) is not None:
+            raise ConfigError(
+                f"{folder} has a checkpoint of round {stored}, and this run would begin again at round 1: its own "
+                f"would be lost beside it. Continue with resume=True, or take another folder."
+            )
         if (server.privacy is not None) != self.PRIVATE:
             raise ConfigError(
                 "a server with privacy is played by PrivateFedLoRA, and no other server: FedLoRA plays rounds again, "
@@ -355,7 +364,18 @@ class FedLoRA(Strategy):
 
     def _save(self) -> None:
         if self._folder is not None:
-            checkpoint.save(self._folder, self.round, self.memory, of=self.run)
+            checkpoint.save(self._folder, self.round, self.memory, of=self._whose)
+
+
+def whose(run: str, server: Server, state: ServerState) -> str:
+    """The name in a run's checkpoints: its own, the method with its options, and a digest of all names and shapes."""
+    method = server.method
+    options: dict[str, object] = (
+        {f.name: getattr(method, f.name) for f in fields(method)} if is_dataclass(method) else {}
+    )
+    said = ", ".join(f"{name}={value}" for name, value in options.items() if isinstance(value, str | int | float))
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in named_tensors(replace(state.start, heads=state.heads))]
+    return f"{run}, {method.name}({said}), modules {hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:8]}"
 
 
 def listen() -> None:
@@ -370,4 +390,4 @@ def listen() -> None:
         package.setLevel(logging.INFO)
 
 
-__all__ = ["FedLoRA", "FlowerState", "Identify", "registered_names"]
+__all__ = ["FedLoRA", "FlowerState", "Identify", "registered_names", "whose"]

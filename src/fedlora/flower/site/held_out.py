@@ -1,4 +1,4 @@
-"""The rows of its own file that a site holds out: drawn when the federation begins, and then kept for all rounds.
+"""The rows of its own file that a site holds out: drawn when it first takes part, and then kept for all rounds.
 
 A site's file may grow between rounds, but a split is of a whole file: a new draw would measure on trained rows. So the
 site stores digests of the held-out rows beside its state, and trains on every other row, including new ones. Copies and
@@ -18,10 +18,8 @@ from fedlora.flower.site.node import state_of
 
 log = logging.getLogger(__name__)
 _HELD = ("validation", "test")
-_CURE = (
-    "Put the old rows back. Or, if no row of its file of now was trained on in this federation, delete held_out.json "
-    "in the site's state: then they are drawn anew"
-)
+_ANEW = "write {} into held_out.json in the site's state: then they are drawn anew"
+_CURE = f"Put the old rows back. Or, if no row of its file of now was trained on in this federation, {_ANEW}"
 
 
 def record_of(state: Path, run: str, client: str) -> Path:
@@ -29,31 +27,39 @@ def record_of(state: Path, run: str, client: str) -> Path:
     return state_of(state, run, client) / "held_out.json"
 
 
-def keep_held_out(drawn: Parts, record: Path, *, first: bool) -> Parts:
+def keep_held_out(drawn: Parts, record: Path, *, first: bool, counted: bool) -> Parts:
     """A site's parts: the rows held out in the rounds before stay held out, and no others.
 
     Args:
         drawn: the parts from a split of the current file. They are kept if nothing is recorded.
         record: from `record_of`; it is written if a draw is kept. first: no round is played yet, so nothing trained
-            counts, and a recorded draw does not count either.
+            counts, and a recorded draw does not count either. counted: by the server, this site's training did.
 
     Raises:
-        ConfigError: the record cannot be read, or a part is empty. The message contains nothing of the data.
+        ConfigError: the record cannot be read, or is gone though training counted, or a part is empty. The message
+            contains nothing of the data.
     """
     if not len(drawn[1]) and not len(drawn[2]):
         return drawn
-    if first or not record.exists():
-        if not first:
-            log.warning(
-                "what this site holds out is drawn now, after the first round: right where it takes part for the first "
-                "time. Where its state was lost and its data have changed since, it may be measured on rows that it "
-                "has trained on"
-            )
+    if not first and not record.exists() and counted:
+        raise ConfigError(
+            f"this site has trained in this federation, and {record} is gone, which says what it holds out: drawn "
+            f"anew, it could be measured on rows that it has trained on. Restore it from a backup. Or, if its data "
+            f"file is that of its first round, or no row of it was trained on, {_ANEW}."
+        )
+    kept = None if first else kept_by(record, drawn)
+    if kept is None:
         held = {name: sorted(set(digests(part))) for name, part in zip(_HELD, drawn[1:], strict=True)}
         files.write(record, json.dumps(held))
-        return drawn
+    return kept or drawn
+
+
+def kept_by(record: Path, drawn: Parts) -> Parts | None:
+    """The same rows as a record arranges them; None if there is none, or it is {}. It raises as `keep_held_out`."""
     try:
-        held = json.loads(record.read_text(encoding="utf-8"))
+        held = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
+        if held == {}:
+            return None
         places = {one: k for k, name in enumerate(_HELD, 1) for one in held[name]}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{record} cannot be read: {error}. It says which rows are held out. {_CURE}.") from error
@@ -81,4 +87,4 @@ def _tell(held: dict[str, list[str]], kept: Parts) -> None:
     )  # fmt: skip
 
 
-__all__ = ["keep_held_out", "record_of"]
+__all__ = ["keep_held_out", "kept_by", "record_of"]

@@ -10,7 +10,9 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
+from fedlora.core import checkpoint
 from fedlora.data import TextData
+from fedlora.data.splits import Parts
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
@@ -109,14 +111,12 @@ def checked_work(join: JoinFile, site: Site, here: SiteFolder | None = None) -> 
 
 
 def _data(settings: FederationSettings, join: JoinFile, site: Site, here: SiteFolder | None) -> list[Row]:
-    from fedlora.flower.site.held_out import keep_held_out, record_of
+    from fedlora.flower.site.held_out import record_of
     from fedlora.runs.client_data import deal
 
     try:
         config = settings.for_site(site, join.rank)
-        keep = None
-        if here is not None and (record := record_of(here.state, join.federation, site.name)).exists():
-            keep = partial(keep_held_out, record=record, first=False)
+        keep = partial(_kept, record_of(here.state, join.federation, site.name)) if here is not None else None
         dealt = deal(config, None, keep=keep)
         train = dealt.parts[site.name]
         if not len(train):
@@ -135,6 +135,19 @@ def _data(settings: FederationSettings, join: JoinFile, site: Site, here: SiteFo
         note = f"; nothing of {', '.join(none)} here, which is learned from the others" if none else ""
         rows.append(("classes", named + note, True))
     return rows
+
+
+def _kept(record: Path, drawn: Parts) -> Parts:
+    """The parts that a round would have, as far as it is known here: whether the first one counted only the server
+    knows, and until it has the record does not count either."""
+    from fedlora.flower.site.held_out import kept_by
+
+    try:
+        return kept_by(record, drawn) or drawn
+    except ConfigError:
+        if (checkpoint.newest_round(record.parent) or 0) > 1:
+            raise
+        return drawn
 
 
 def _check_lengths(config: RunConfig, train: TextData) -> None:

@@ -87,7 +87,8 @@ class SiteWork:
         for line in check(server, files, site.name, whole=False):
             log.warning("%s", line)
         parcel, run = record_parcel(record)
-        keep = partial(keep_held_out, record=record_of(state, run, site.name), first=parcel.round == 0)
+        kept = record_of(state, run, site.name)
+        keep = partial(keep_held_out, record=kept, first=parcel.round == 0, counted=envelope.counted)
         prepared = prepare(settings.for_site(site), None, keep=keep)
         return Node(
             site.name, prepared.trainer, state, form=settings.server.upload,

@@ -52,6 +52,9 @@ FIXED = (
     "privacy",
 )  # fmt: skip
 
+# Settings that may change, and make another number of the same model: scores before and after are not compared.
+MEASURED = frozenset({"data.max_length", "data.template", "data.loss_on", "evaluate.max_new_tokens"})
+
 # Keys of [privacy] that may change: the ledger, and how much all runs together may spend.
 _FREE = ("privacy.ledger", "privacy.budget")
 
@@ -402,11 +405,6 @@ def _without_none(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 __all__ = [
-    "AgreedData",
-    "AgreedModel",
-    "AtServerSection",
-    "Change",
-    "FederationSettings",
-    "NetworkSection",
+    "MEASURED", "AgreedData", "AgreedModel", "AtServerSection", "Change", "FederationSettings", "NetworkSection",
     "changed",
-]
+]  # fmt: skip
