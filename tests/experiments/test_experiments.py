@@ -203,7 +203,7 @@ def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
         ("values = [1e-3, 1e-2]", "values = [1e-3, 1e-3]", "values names 0.001 twice"),
         ("seeds = [7]", "seeds = [7, 7]", "seeds names 7 twice"),
         ('over = ["method"]', 'over = ["method", "method"]', "over names 'method' twice"),
-        ('rows = ["method"]', 'rows = ["method", "method"]', "rows and columns names 'method' twice"),
+        ('rows = ["method"]', 'rows = ["method", "method"]', "rows.*'method' twice"),
         ("seeds = [7]", "seeds = [1]", "seed 1 is both .*profile mini"),
         ('reference = "FedIT"', 'reference = "fedit"', "reference .*method = 'fedit'"),
         ('rows = ["method"]', "rows = []", "names no axis"),
