@@ -85,6 +85,19 @@ def test_a_client_gets_it_too_in_float32(name: str, k: int) -> None:
     assert off(mine.folded().modules["m"].map(Tensor.double), drawn(torch.float32)) < 1e-5
 
 
+@pytest.mark.parametrize("k", [10, 20, 28])
+@pytest.mark.parametrize("name", EXACT)
+def test_two_clients_in_opposite_gauges_harm_nobody(name: str, k: int) -> None:
+    """diag(c, 1 / c, c) and its inverse, c = 2^k: every factor is as large as the others, and only the updates' own
+    norms show that the mean factors' product is c^2 times too large."""
+    (B, A), (C, D), *others = drawn(torch.float32)
+    q = 2.0 ** torch.tensor([k, -k, k])
+    server, state = round_of(name, [(B * q, A / q[:, None]), (C / q, D * q[:, None]), *others])
+    mine = receive(server.download(state, Client("c0", RANK if name == "fedex-lora" else SHAPE[1])), None)
+    assert off(server.global_update(state)["m"], drawn(torch.float32)) < 1e-6
+    assert off(mine.folded().modules["m"].map(Tensor.double), drawn(torch.float32)) < 1e-6
+
+
 @pytest.mark.parametrize("apart", [1e-6, 1e-12, 1e-14])
 @pytest.mark.parametrize("name", EXACT)
 def test_a_mean_that_nearly_cancels_is_right_or_comes_with_a_warning(

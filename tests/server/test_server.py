@@ -16,6 +16,7 @@ from typing import ClassVar
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from fedlora import METHODS, Adapter, Client, LoRA, Method, Readout, Roles, Server, ServerState, Update, Upload, build
 from fedlora.client import receive, send
@@ -458,18 +459,51 @@ def test_a_head_too_large_for_the_state_leaves_no_inf_in_it(state_dtype: torch.d
 
 
 def test_a_client_of_a_rank_that_the_method_cannot_average_is_named() -> None:
-    """Not a bad upload but a client that this method cannot serve: the method's own error, and the state stays."""
-    server = Server(build("fedit"))
+    """Alone, as any bad upload: in the method's own words, and the others count."""
+    server = Server(build("fedit"), quorum=3)
     state = server.init(seed_adapter(4))
     a, *rest = uploads_of(server, state)
     one = both(lambda B: B[:, :1], lambda A: A[:1])
     narrow = swapped(one(a), lambda x: LoRA(x.factors[0][:, :1], x.factors[1][:1]), "attn.v")
     before = content(state)
-    with pytest.raises(RankMismatch, match=r"here 4; got \{'a': 1, 'b': 4, 'c': 4, 'd': 4\}"):
-        server.aggregate(state, [declared(1)(narrow), *rest])
+    after = server.aggregate(state, [declared(1)(narrow), *rest])
+    assert content(after.modules) == content(server.aggregate(state, rest).modules)
+    assert list(after.tally.refused) == ["a"]
+    with pytest.raises(UploadRefused, match=r"'a' .*rank 4, .* 1\."):
+        server.open(state).add(declared(1)(narrow))
     with pytest.raises(RankMismatch, match=r"rank 4, .*client 'n' .* 1"):
         server.download(state, Client("n", 1))
     assert content(state) == before
+
+
+@pytest.mark.parametrize("memory", [None, 0.01])
+@pytest.mark.parametrize("name", ["fedex-lora", "fedit", "fedrot-lora", "lora-fair"])
+def test_a_subspace_form_of_fewer_columns_has_the_client_s_rank(name: str, memory: float | None) -> None:
+    """An honest update of rank 2, and one of rank 0: dense, the mean of what was sent (fedex-lora) and the product of
+    the means of zero-padded factors (fedit); every method's state is that of the padded factors."""
+    if memory and name != "fedit":
+        pytest.skip("needs all uploads")
+    server = Server(method(name), quorum=1, memory=memory)
+    state = server.init(seed_adapter(4, F64))
+    whole = uploads_of(server, state)
+    cut, padded = [], []
+    for u, r in zip(whole, (2, 0, 4, 4), strict=True):
+        kept = {m: LoRA(x.factors[0][:, :r], x.factors[1][:r]) for m, x in u.adapter.modules.items()}
+        zeros = {m: LoRA(pad(x.factors[0], (0, 4 - r)), pad(x.factors[1], (0, 0, 0, 4 - r))) for m, x in kept.items()}
+        cut.append(replace(u, adapter=Adapter(kept, u.adapter.heads), form="subspace"))
+        padded.append(replace(u, adapter=Adapter(zeros, u.adapter.heads)))
+    after, want = server.aggregate(state, cut), server.aggregate(state, padded)
+    assert not after.tally.refused
+    p = [n / sum(u.num_examples for u in padded) for n in (u.num_examples for u in padded)]
+    for module in SHAPES:
+        got = server.global_update(after)[module].delta()
+        torch.testing.assert_close(got, server.global_update(want)[module].delta())
+        sent = [u.adapter.modules[module].factors for u in padded]
+        if name == "fedex-lora":
+            torch.testing.assert_close(got, sum(w * B @ A for w, (B, A) in zip(p, sent, strict=True)))
+        if name == "fedit":
+            B, A = (sum(w * pair[k] for w, pair in zip(p, sent, strict=True)) for k in (0, 1))
+            torch.testing.assert_close(got, B @ A)
 
 
 def test_a_download_for_an_unknown_module_is_refused() -> None:
@@ -1181,7 +1215,7 @@ def test_roles_may_change_from_round_to_round() -> None:
 def test_a_method_that_asks_for_a_factor_it_does_not_share_is_told() -> None:
     server = Server(Greedy())
     state = server.init(seed_adapter(4))
-    with pytest.raises(FedLoRAError, match=r"factor A of client 'a' .*did not travel"):
+    with pytest.raises(FedLoRAError, match=r"factor A of client 'a'.*did not travel"):
         server.aggregate(state, uploads_of(server, state))
 
 

@@ -77,6 +77,22 @@ def test_exact_methods_keep_the_reweighted_sum_exactly(name: str) -> None:
         torch.testing.assert_close(after.heads["classifier.bias"], want)
 
 
+def test_fedex_lora_keeps_it_also_where_a_client_sends_fewer_columns() -> None:
+    """A subspace form of rank 1 beside the same client's readout of rank 4: each is one of the sum's terms."""
+    given = (0.0, 0.3, 1.0, 2.5)
+    server = Server(build("fedex-lora"), rule=Given(given), weighting="uniform")
+    played = next(rounds(Server(build("fedex-lora")), EQUAL, FOUR))
+    a, b, *rest = played.uploads
+    thin = {name: LoRA(x.factors[0][:, :1], x.factors[1][:1]) for name, x in b.adapter.modules.items()}
+    uploads = [a, replace(b, adapter=replace(b.adapter, modules=thin), form="subspace"), *rest]
+    after = server.aggregate(played.before, uploads)
+    for module in SHAPES:
+        pairs = [products(server, played.before, u, module) for u in uploads]
+        want = sum((R + m * (D - R)) / 4 for m, (D, R) in zip(given, pairs, strict=True))
+        got = server.global_update(after)[module].delta()
+        assert float((got - want).norm() / want.norm()) < 1e-11
+
+
 @pytest.mark.parametrize("name", [*FACTORS, "fedsa-lora"])
 def test_methods_that_average_factors_get_them_moved(name: str) -> None:
     """The same server without a rule, on uploads whose travelling factors are B_0 + m (B_i - B_0), A alike."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fedlora import Adapter, Client, LoRA, Readout, Roles, Server, build
+from fedlora import Adapter, Client, LoRA, Readout, Roles, Server, Upload, build
 from fedlora.client import keep, receive
 from fedlora.core.trainer import Trained
 from fedlora.errors import HyperparameterError, MethodFault
@@ -164,3 +164,14 @@ def test_what_a_method_returns_wrongly_is_its_own_fault(cls: type[FedIT]) -> Non
 def test_options_of_the_server_are_of_their_types(options: dict[str, Any]) -> None:
     with pytest.raises(HyperparameterError, match=next(iter(options))):
         Server(build("glora"), **options)
+
+
+def test_a_closed_round_takes_no_upload() -> None:
+    """It would be in no state, and its client would hear nothing."""
+    server = Server(build("flora"))
+    round = server.open(server.init(Adapter({"m": LoRA(torch.zeros(3, 1), torch.ones(1, 4))})))
+    sent = Adapter({"m": LoRA(torch.ones(3, 1), torch.ones(1, 4))})
+    round.add(Upload(Client("a", 1), 1, sent))
+    round.close()
+    with pytest.raises(HyperparameterError, match="closed"):
+        round.add(Upload(Client("late", 1), 1, sent))

@@ -171,7 +171,8 @@ def consensus_of_sums(
     Args:
         mean: float64. votes, doubts: K, and sum_i (p_i tolerance_i)^2 U_i U_i^T, float64; None where the budget leaves
             nothing out, or goes by the mean's energy.
-        dtype: of the result. roundoff: of the clients in the mean, by weight; it decides what counts as a tie.
+        dtype: of the result. roundoff: of all clients, by weight, not of those in the cut as in `tie_tolerance`: dtypes
+            may differ, and the widest would make ties of most cuts. It decides what counts as a tie.
         floor: how large rounding of the stored factors can be in one direction of the mean. terms: the sizes of what
             was added up.
 

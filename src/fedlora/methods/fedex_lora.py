@@ -2,10 +2,10 @@
 
     B <- sum_i p_i B_i     A <- sum_i p_i A_i     W0 <- W0 + ( sum_i p_i B_i A_i - B A )
 
-The server's update is exact and gauge-invariant, but the pair (B, A) that clients train is not. If the product B A is
+The server's update is exact and gauge-invariant, but the pair (B, A) that clients train is not. If the terms of B A are
 over a hundred times the clients' updates, for example because one client's factors are (B_i c, A_i / c), the residual
 would lose the mean in rounding; the method then averages the factors of each update's balanced SVD. One common rank.
-If the residual's terms are over four times the mean update, it also corrects the rounding of the stored pair.
+If these terms are over four times the mean update, it also corrects the rounding of the stored pair.
 The residuals add up in a `BaseChange`, so a client that missed rounds gets the steps that it lacks. Deviations from the
 authors' code: weights p_i instead of a uniform mean, and no transpose of the residual, which is wrong there for
 `nn.Linear`.
@@ -27,11 +27,11 @@ from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.multiplied import How, TakesMultipliers, plain_pair
 from fedlora.linalg import norm
 from fedlora.linalg.weighted_mean import weighted_mean
-from fedlora.methods._factors import require_one_rank, require_readout_rank
+from fedlora.methods._factors import of_one_rank, require_one_rank
 from fedlora.methods._spectral import mean_pair, rounding_share
 
-# The limit for the averaged pair's product, relative to the clients' updates. If one client's factors are (B c, A / c),
-# it is c times as large, and the residual must cancel it: 1e10 leaves 6 digits of float64, 1e16 none.
+# The limit for the averaged pair's terms, relative to the clients' updates. If one client's factors are (B c, A / c),
+# they are c times as large, and the residual must cancel them: 1e10 leaves 6 digits of float64, 1e16 none.
 _BORNE = 100.0
 # If the mean update's terms exceed it by this factor, the residual also holds the rounding of the stored pair.
 _OWN = 4.0
@@ -73,14 +73,14 @@ class FedExLoRA(TakesMultipliers):
         return "terms"
 
     def aggregate(self, state: FedExLoRAState, updates: Sequence[Update]) -> FedExLoRAState:
-        require_one_rank("FedEx-LoRA", state.mean.rank, updates)
+        updates = of_one_rank("FedEx-LoRA", state.mean.rank, updates)
         p = [u.weight for u in updates]
         loras = [u.lora for u in updates]
         mean, exact = _averaged(loras, p), mean_pair(updates)
-        balanced = _size(mean) > _BORNE * math.fsum(abs(w) * _size(lora) for w, lora in zip(p, loras, strict=True))
+        balanced = _terms(mean) > _BORNE * math.fsum(abs(w) * lora.norm() for w, lora in zip(p, loras, strict=True))
         if balanced:
             mean = _averaged([plain_pair(lora) for lora in loras], p)
-        if balanced or norm(norm(mean.factors[0], dim=0) * norm(mean.factors[1], dim=1)) > _OWN * exact.norm():
+        if balanced or _terms(mean) > _OWN * exact.norm():
             step = stack([exact, mean.map(Tensor.double)], [1.0, -1.0])
         else:
             step = residual(loras, p)
@@ -88,7 +88,7 @@ class FedExLoRA(TakesMultipliers):
         return FedExLoRAState(state.key, state.round + 1, mean, base, rounding_share(updates, exact), balanced)
 
     def readout(self, state: FedExLoRAState, client: str | None, rank: int) -> Readout:
-        require_readout_rank("FedEx-LoRA", state.mean.rank, client, rank)
+        require_one_rank("FedEx-LoRA", state.mean.rank, client, rank)
         return Readout(revive(state.mean, state.key, state.round, client or ""), base=state.base)
 
     def effective(self, state: FedExLoRAState) -> LoRA:
@@ -108,9 +108,10 @@ def _averaged(loras: Sequence[LoRA], weights: Sequence[float]) -> LoRA:
     return LoRA(*(weighted_mean([lora.factors[k] for lora in loras], weights) for k in (0, 1)))
 
 
-def _size(lora: LoRA) -> float:
-    """||B|| ||A||: an upper bound on the product's norm."""
-    return math.prod(float(norm(t)) for t in lora.factors)
+def _terms(lora: LoRA) -> float:
+    """The size of the products of its columns of B with their rows of A, which may cancel in B A."""
+    B, A = lora.factors
+    return float(norm(norm(B, dim=0) * norm(A, dim=1)))
 
 
 def residual(loras: Sequence[LoRA], weights: Sequence[float]) -> LoRA:

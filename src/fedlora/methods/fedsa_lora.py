@@ -20,7 +20,7 @@ from fedlora.core.lora import LoRA, revive
 from fedlora.core.method import Readout, Roles, Update
 from fedlora.core.summing import FromMeans
 from fedlora.linalg.weighted_mean import weighted_mean
-from fedlora.methods._factors import require_one_rank, require_readout_rank
+from fedlora.methods._factors import of_one_rank, require_one_rank
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,12 +50,12 @@ class FedSALoRA(FromMeans):
         return Roles(B="local", heads="local")
 
     def aggregate(self, state: FedSALoRAState, updates: Sequence[Update]) -> FedSALoRAState:
-        require_one_rank("FedSA-LoRA", len(state.A), updates)
+        updates = of_one_rank("FedSA-LoRA", len(state.A), updates)
         A = weighted_mean([u.A for u in updates], [u.weight for u in updates])
         return FedSALoRAState(state.key, state.round + 1, A)
 
     def readout(self, state: FedSALoRAState, client: str | None, rank: int) -> Readout:
-        require_readout_rank("FedSA-LoRA", len(state.A), client, rank)
+        require_one_rank("FedSA-LoRA", len(state.A), client, rank)
         return Readout(LoRA(None, state.A))
 
     def effective(self, state: FedSALoRAState) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Client, Missing, Upload, checked_examples
 from fedlora.core.method import Method, Roles
 from fedlora.core.multiplied import TakesMultipliers, multiplied_how
-from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.errors import HyperparameterError, RankMismatch, UploadRefused
 from fedlora.server.checks import check_adapter
 from fedlora.server.method_faults import readouts
 from fedlora.server.robust_rules.rule import Rule
@@ -52,13 +53,17 @@ class Terms:
 
         Raises:
             UploadRefused: with the client id and the reason. It raises nothing else, whatever the upload holds.
+            MethodFault: from a readout at a rank that no client had before.
         """
         try:
-            return self._checked(upload)
+            counts = self._checked(upload)
         except UploadRefused:
             raise
         except Exception as error:
             raise UploadRefused(upload.client.id, f"it cannot be read: {type(error).__name__}: {error}.") from error
+        if counts:
+            self._require_served(upload.client)
+        return counts
 
     def _checked(self, upload: Upload) -> bool:
         if checked_examples(upload) == 0:
@@ -75,6 +80,20 @@ class Terms:
                 f"and the subspace form has coordinates of its own: send factors.",
             )
         return True
+
+    @cached_property
+    def _served(self) -> set[tuple[str, int]]:
+        """(module, rank) that the method is known to serve: the start's ranks, then those of earlier uploads."""
+        return set(self.state.start.ranks.items())
+
+    def _require_served(self, client: Client) -> None:
+        """Raises `UploadRefused` if the method has no readout at the client's ranks: it cannot average them either."""
+        unknown = client.ranks(self.state.modules).items() - self._served
+        try:
+            self.begun(Client(client.id, dict(sorted(unknown))))
+        except RankMismatch as error:
+            raise UploadRefused(client.id, str(error)) from error
+        self._served.update(unknown)
 
     def begun(self, client: Client) -> dict[str, LoRA]:
         """Module -> the client's readout, at its current ranks."""

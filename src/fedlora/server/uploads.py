@@ -97,7 +97,7 @@ class Uploads:
 
         Raises:
             UploadRefused: with the client id and the reason; also numbers of examples that running sums cannot carry.
-            HyperparameterError: an upload that is held was written to since, or an exception has ended the round.
+            HyperparameterError: an upload that is held was written to since, or the round has ended (`close`).
         """
         with self._one_at_a_time:
             self._add(upload)
@@ -138,14 +138,16 @@ class Uploads:
 
         Raises:
             QuorumNotMet: too few good uploads. RankMismatch, RankTie: as the method says.
-            HyperparameterError: an upload was written to after it was added; uploads were added up, and an exception
-                has ended the round, or it was closed.
+            HyperparameterError: an upload was written to after it was added; the round was closed; or an exception
+                ended it, where uploads were added up.
         """
         with self._one_at_a_time:
             self._require_whole()
             if not self._sums:
                 self._require_unwritten()
-                return close_whole(self._held, self._attendance)
+                after = close_whole(self._held, self._attendance)
+                self._lost = True  # an upload that came now would be in no state
+                return after
             self._add_up()
             self._attendance.require_quorum()
             self._lost = True  # the sums are used up

@@ -20,7 +20,7 @@ from fedlora.core.echo import shown
 from fedlora.core.messages import Client, ClientMemory, Download, Held, as_pruned
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import round_loss
-from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
+from fedlora.errors import HyperparameterError, RankMismatch, UploadRefused
 from fedlora.flower.messages.codecs import Codec, Reply
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.messages.records import RecordError
@@ -190,7 +190,7 @@ class Attempt:
         """Aggregate the accepted uploads.
 
         Raises:
-            QuorumNotMet: too few usable uploads, or some that do not fit together. The state is unchanged.
+            QuorumNotMet: too few usable uploads. The state is unchanged.
         """
         state = self.memory.state
         taken = {
@@ -199,10 +199,7 @@ class Attempt:
         claimed = {name: reply.examples for name, reply in taken.items()}
         for name, why in self._in_quarantine().items():
             self._intake.refuse(UploadRefused(name, why))
-        try:
-            after = self._intake.close()
-        except RankMismatch as error:  # from an upload's rank, which only the method can check
-            raise QuorumNotMet(f"round {self.number} cannot be aggregated: {error}") from error
+        after = self._intake.close()
         tally = after.tally or Tally({})
         for name, reason in tally.refused.items():  # refused only when all uploads were in
             self._overturn(name, reason)
