@@ -209,23 +209,23 @@ class Attempt:
         for name, reason in tally.refused.items():  # refused only when all uploads were in
             self._overturn(name, reason)
         trained = [name for name in taken if self._fates[name].fate == "trained"]
-        memories, counted = dict(state.clients), dict(self.memory.counted)
+        memories, work = dict(state.clients), dict(self.memory.counted)
         for name in self._sent:
             if name in trained:
-                memories[name], counted[name] = taken[name].memory, Counted(self.number, self.number)
+                memories[name], work[name] = taken[name].memory, Counted(self.number, self.number)
                 self._refusals.pop(name, None)
                 continue
             if name in memories:
                 memories[name] = replace(memories[name], held=None)  # its current content is unknown
             if self._fates[name].fate in ("refused", "failed"):  # as in the engine: its data move on, and nothing else
-                counted[name] = replace(counted.get(name, Counted()), answered=self.number)
+                work[name] = replace(work.get(name, Counted()), answered=self.number)
         if self.private and not self._sent:  # the sum existed: nobody knows who trained for it before the kill
             memories = {name: replace(memory, held=None) for name, memory in memories.items()}
-            counted = dict.fromkeys([*counted, *self.policy.clients], Counted(self.number, self.number, sure=False))
+            work = dict.fromkeys([*work, *self.policy.clients], Counted(self.number, self.number, sure=False))
         known = {**self.memory.examples, **{name: claimed[name] for name in trained}}
         memory = FlowerState(
             self.memory.run, RunState(after.round, after, ReadOnly(memories)), self.refusals,
-            ReadOnly({name: known[name] for name in sorted(known)}), ReadOnly(counted),
+            ReadOnly({name: known[name] for name in sorted(known)}), ReadOnly(work),
         )  # fmt: skip
         losses = {name: reply.loss for name, reply in taken.items() if name in trained and reply.loss is not None}
         loss = round_loss(losses, {name: reply.count for name, reply in taken.items()})
