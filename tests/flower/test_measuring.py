@@ -20,6 +20,7 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from fedlora import Adapter, Client, Server, build
 from fedlora.errors import ConfigError, KeptStateError
 from fedlora.flower.messages.codecs import OwnClients
+from fedlora.flower.messages.counted import Counted
 from fedlora.flower.messages.measuring import SiteScores, as_question, asked_part, record_measured
 from fedlora.flower.messages.records import PROTOCOL, RecordError
 from fedlora.flower.rounds.collecting import Answer
@@ -45,8 +46,8 @@ class Ruler:
         return self.examples
 
 
-def question(download: Any, part: Any) -> RecordDict:
-    return as_question(OwnClients().question(download, None, RUN), part)
+def question(download: Any, part: Any, counted: Counted = Counted()) -> RecordDict:  # noqa: B008 - immutable
+    return as_question(OwnClients().question(download, None, RUN, counted), part)
 
 
 @pytest.mark.parametrize("method", ["glora", "fedsa-lora", "ffa-lora", "fedex-lora", "rolora"])
@@ -78,7 +79,8 @@ def test_a_site_measures_what_it_would_start_its_next_round_with_and_changes_no_
     state = strategy.memory.state
     for name in ranks:
         download = strategy.server.download(state.server, Client(name, 4))
-        answer = nodes[name].measure(wired(Message(question(download, "validation"), 7, "evaluate")).content)
+        asked = wired(Message(question(download, "validation", Counted(2, 2)), 7, "evaluate"))
+        answer = nodes[name].measure(asked.content)
         found = record_measured(
             answer, run=RUN, round=2, part="validation", metric="accuracy", local=seed.ranks | seed.heads
         )
@@ -104,14 +106,14 @@ def test_who_holds_nothing_out_or_lost_its_state_says_so(tmp_path: Path) -> None
     strategy, grid = federation(tmp_path, server, ranks)
     strategy.start(grid, num_rounds=1)
     download = strategy.server.download(strategy.memory.state.server, Client("one", 4))
-    record = question(download, "test")
+    record = question(download, "test", Counted(1, 1))
     with pytest.raises(ConfigError, match="'one' holds no test"):
         Node("one", Toy(), tmp_path / "nodes" / "one").measure(record)
     with pytest.raises(ConfigError, match="this node is 'two'"):
         Node("two", Toy(), tmp_path / "nodes" / "two", evaluators={"test": Ruler()}).measure(record)  # type: ignore[dict-item]
     for path in (tmp_path / "nodes" / "one").rglob("*.safetensors"):
         path.rename(path.with_name(path.name.replace("round-00001", "round-00009")))
-    with pytest.raises(KeptStateError, match="is not in"):
+    with pytest.raises(KeptStateError, match=r"round 1, .*has that of round 9.*empty"):
         Node("one", Toy(), tmp_path / "nodes" / "one", evaluators={"test": Ruler()}).measure(record)  # type: ignore[dict-item]
     with pytest.raises(RecordError, match="this one says None"):
         asked_part(RecordDict({"config": ConfigRecord({"protocol": PROTOCOL})}))
@@ -168,7 +170,7 @@ def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:
     state = start(server, seed_adapter())
     online = {name: 1000 + k for k, name in enumerate(ranks) if name != "away"}
     asked = SiteEvaluation(
-        server, state, Policy(ranks), {"out": 3}, dict.fromkeys(ranks, 5.0), "validation", RUN, online
+        server, state, Policy(ranks), {"out": 3}, dict.fromkeys(ranks, 5.0), "validation", RUN, online, {}
     )
     sent = {q.message.metadata.dst_node_id: q.message for q in asked.questions(OwnClients(), 60.0)}
     assert sorted(sent) == sorted(online[n] for n in ("ok", "forger", "broken", "silent"))
@@ -218,7 +220,8 @@ def measured_by(said: dict[str, tuple[float, int]], policy: Policy, examples: di
     """What comes of these answers (accuracy, examples that it claims)."""
     server = Server(build("glora"))
     online = {name: 1000 + k for k, name in enumerate(said)}
-    asked = SiteEvaluation(server, start(server, seed_adapter()), policy, refusals, examples, "validation", RUN, online)
+    state = start(server, seed_adapter())
+    asked = SiteEvaluation(server, state, policy, refusals, examples, "validation", RUN, online, {})
     answers = []
     for question in asked.questions(OwnClients(), 60.0):
         name = question.client

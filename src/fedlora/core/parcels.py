@@ -124,6 +124,8 @@ def unpack(parcel: Parcel, cache: Cache | None) -> Download:
     p = parcel
     if cache is not None and cache.held != p.held:
         cache = None
+    if cache is None and p.held is not None and p.held.local:
+        raise _left_out(f"the start of {p.held.local[0]!r}, which only this client trains, was")
     stored = cache.adapter if cache else Adapter({})
     modules = {}
     for name in p.ranks:

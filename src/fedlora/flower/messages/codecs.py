@@ -16,6 +16,7 @@ from fedlora.core.messages import Client, Download, Form, Held, Upload
 from fedlora.core.parcels import held_after, pack
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
+from fedlora.flower.messages.counted import Counted
 from fedlora.flower.messages.envelope import Envelope
 from fedlora.flower.messages.records import parcel_record, record_upload, stock_upload, to_array
 from fedlora.flower.terms.agreement import Facts
@@ -41,8 +42,15 @@ class Codec(Protocol):
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
         """Raises `ConfigError` for a method or a policy that such clients cannot serve."""
 
-    def question(self, download: Download, held: Held | None, run: str) -> RecordDict:
-        """The message to one client. held: what it already holds; run: the federation's name."""
+    def question(
+        self,
+        download: Download,
+        held: Held | None,
+        run: str,
+        counted: Counted = Counted(),  # noqa: B008 - immutable
+    ) -> RecordDict:
+        """The message to one client. held: what it already holds. run: the federation's name. counted: which of the
+        client's work did."""
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         """The reply, read. Raises `RecordError`; the server checks values."""
@@ -60,19 +68,18 @@ class OwnClients:
 
     form: the uploads' form. settings: the current ones, as `FederationSettings.travelling`, sent with every message.
     facts: the server's; sites compare theirs before they train, and the server compares theirs in replies. known:
-    returns facts that became known since, for every message, because sites can be admitted between rounds. counted:
-    whether a client's training has counted: it may not draw anew what it holds out.
+    returns facts that became known since, for every message, because sites can be admitted between rounds.
     """
 
     form: Form = "factors"
     settings: str = ""
     facts: Facts = field(default_factory=Facts)
     known: Callable[[], Facts] = Facts
-    counted: Callable[[str], bool] = lambda client: False
 
-    def envelope(self, client: str) -> Envelope:
-        """What every message to this client says besides its work."""
-        return Envelope(self.settings, self._agreed().text(), self.counted(client))
+    @property
+    def envelope(self) -> Envelope:
+        """What every message says besides its work."""
+        return Envelope(self.settings, self._agreed().text())
 
     def _agreed(self) -> Facts:
         return self.facts.filled(self.known())
@@ -80,8 +87,14 @@ class OwnClients:
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
         """Accepts any method."""
 
-    def question(self, download: Download, held: Held | None, run: str) -> RecordDict:
-        return parcel_record(pack(download, held), run, self.envelope(download.client.id))
+    def question(
+        self,
+        download: Download,
+        held: Held | None,
+        run: str,
+        counted: Counted = Counted(),  # noqa: B008 - immutable
+    ) -> RecordDict:
+        return parcel_record(pack(download, held), run, self.envelope, counted)
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         upload, loss, kept = record_upload(
@@ -130,7 +143,13 @@ class StockClients:
         if ranks != {self.r}:
             raise ConfigError(f"stock clients have r = {self.r}; the policy's ranks are {sorted(ranks)}.")
 
-    def question(self, download: Download, held: Held | None, run: str) -> RecordDict:
+    def question(
+        self,
+        download: Download,
+        held: Held | None,
+        run: str,
+        counted: Counted = Counted(),  # noqa: B008 - immutable
+    ) -> RecordDict:
         config = ConfigRecord({**self.config, "server-round": download.round + 1})
         return RecordDict({"arrays": self._peft(download.adapter), "config": config})
 

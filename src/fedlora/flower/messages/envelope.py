@@ -25,12 +25,10 @@ class RecordError(FedLoRAError, ValueError):
 
 @dataclass(frozen=True)
 class Envelope:
-    """settings: `FederationSettings.travelling`, "" in a reply. facts: the sender's `Facts.text`, "" if it has none.
-    counted: whether training of the message's receiver has counted in this federation."""
+    """settings: `FederationSettings.travelling`, "" in a reply. facts: the sender's `Facts.text`, "" if it has none."""
 
     settings: str = ""
     facts: str = ""
-    counted: bool = False
 
 
 def enclose(record: RecordDict, envelope: Envelope) -> RecordDict:
@@ -38,8 +36,6 @@ def enclose(record: RecordDict, envelope: Envelope) -> RecordDict:
     config = record.config_records["config"]
     config["protocol"] = PROTOCOL
     config["settings"], config["agreement"] = envelope.settings, envelope.facts
-    if envelope.counted:
-        config["counted"] = True
     return with_salt(record)
 
 
@@ -60,7 +56,7 @@ def opened(record: RecordDict, sender: str, reader: str) -> Envelope:
     said = [config.get(key, "") for key in ("settings", "agreement")]
     if not all(isinstance(text, str) and len(text) <= 16 * 2**20 for text in said):
         raise RecordError(f"the settings or the agreement in the message of {sender} are no text.")
-    return Envelope(str(said[0]), str(said[1]), config.get("counted") is True)
+    return Envelope(str(said[0]), str(said[1]))
 
 
 def with_versions(reason: str) -> str:

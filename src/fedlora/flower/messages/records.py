@@ -28,6 +28,7 @@ from fedlora.core.messages import Client, Form, Held, Upload
 from fedlora.core.method import Roles, TailPenalty
 from fedlora.core.parcels import Parcel
 from fedlora.core.read_only import ReadOnly
+from fedlora.flower.messages.counted import Counted, put_counted
 from fedlora.flower.messages.envelope import PROTOCOL, Envelope, RecordError, enclose, opened
 from fedlora.flower.messages.salt import SALT, salted, unsalted
 from fedlora.flower.terms.agreement import Disagreement, Facts, check
@@ -98,9 +99,14 @@ def _shown(shape: Sequence[int | None]) -> str:
 # ------------------------------------------------------------------------------------------------------ to the client
 
 
-def parcel_record(parcel: Parcel, run: str, envelope: Envelope = Envelope()) -> RecordDict:  # noqa: B008 - immutable
+def parcel_record(
+    parcel: Parcel,
+    run: str,
+    envelope: Envelope = Envelope(),  # noqa: B008 - immutable
+    counted: Counted = Counted(),  # noqa: B008 - immutable
+) -> RecordDict:
     """A client's message with a parcel. `run`: the federation's name, so that no other federation's state is used.
-    envelope: the current settings, and the server's facts."""
+    envelope: the current settings, and the server's facts. counted: which of the client's work counted."""
     p = parcel
     said = {
         "run": run,
@@ -115,7 +121,7 @@ def parcel_record(parcel: Parcel, run: str, envelope: Envelope = Envelope()) -> 
     }
     arrays = ArrayRecord({name: to_array(tensor) for name, tensor in p.tensors().items()})
     config = ConfigRecord({"protocol": PROTOCOL, "parcel": json.dumps(said, sort_keys=True)})
-    return enclose(RecordDict({"arrays": arrays, "config": config}), envelope)
+    return enclose(put_counted(RecordDict({"arrays": arrays, "config": config}), counted), envelope)
 
 
 def record_parcel(record: RecordDict) -> tuple[Parcel, str]:

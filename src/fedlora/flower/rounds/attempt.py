@@ -22,6 +22,7 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import round_loss
 from fedlora.errors import HyperparameterError, RankMismatch, UploadRefused
 from fedlora.flower.messages.codecs import Codec, Reply
+from fedlora.flower.messages.counted import Counted
 from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.arrivals import Limit
@@ -113,7 +114,8 @@ class Attempt:
 
     def _question(self, client: Client, held: Held | None, ttl: float) -> Question:
         name, download = client.id, self._download(client)
-        record = self.codec.question(download, held, self.memory.run)
+        counted = self.memory.counted.get(name, Counted())
+        record = self.codec.question(download, held, self.memory.run, counted)
         if name in self._told:
             record.config_records["config"][TOLD] = self._told[name]
         return Question(
@@ -204,20 +206,23 @@ class Attempt:
         for name, reason in tally.refused.items():  # refused only when all uploads were in
             self._overturn(name, reason)
         trained = [name for name in taken if self._fates[name].fate == "trained"]
-        memories = dict(state.clients)
+        memories, work = dict(state.clients), dict(self.memory.counted)
         for name in self._sent:
-            before = memories.get(name, ClientMemory())
             if name in trained:
-                memories[name] = taken[name].memory
+                memories[name], work[name] = taken[name].memory, Counted(self.number, self.number)
                 self._refusals.pop(name, None)
-            elif name in memories:
-                memories[name] = replace(before, held=None)  # its current content is unknown
+                continue
+            if name in memories:
+                memories[name] = replace(memories[name], held=None)  # its current content is unknown
+            if self._fates[name].fate in ("refused", "failed"):  # as in the engine: its data move on, and nothing else
+                work[name] = replace(work.get(name, Counted()), answered=self.number)
         if self.private and not self._sent:  # the sum existed: nobody knows who trained for it before the kill
             memories = {name: replace(memory, held=None) for name, memory in memories.items()}
+            work = dict.fromkeys([*work, *self.policy.clients], Counted(self.number, self.number, sure=False))
         known = {**self.memory.examples, **{name: claimed[name] for name in trained}}
         memory = FlowerState(
             self.memory.run, RunState(after.round, after, ReadOnly(memories)), self.refusals,
-            ReadOnly({name: known[name] for name in sorted(known)}),
+            ReadOnly({name: known[name] for name in sorted(known)}), ReadOnly(work),
         )  # fmt: skip
         losses = {name: reply.loss for name, reply in taken.items() if name in trained and reply.loss is not None}
         loss = round_loss(losses, {name: reply.count for name, reply in taken.items()})

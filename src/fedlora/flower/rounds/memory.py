@@ -7,14 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from fedlora.core.read_only import ReadOnly
+from fedlora.flower.messages.counted import Counted
 from fedlora.flower.rounds.events import PolicyChanged
 from fedlora.server.state import RunState
 
 
 @dataclass(frozen=True, eq=False)
 class FlowerState:
-    """A run's state; the number of each client's refused uploads since the last accepted one; and the number of
-    training examples that each reported with its last accepted upload."""
+    """A run's state; the number of each client's refused uploads since the last accepted one; the number of training
+    examples that each reported with its last accepted upload; and which of its work each goes on from (absent: it
+    never answered)."""
 
     TAG: ClassVar[str] = "flower/1"
 
@@ -22,6 +24,7 @@ class FlowerState:
     state: RunState
     refusals: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, float] = field(default_factory=dict)
+    counted: Mapping[str, Counted] = field(default_factory=dict)
 
     def after(self, change: PolicyChanged) -> FlowerState:
         """The state after a policy change: a client that was removed, or has another rank, starts afresh."""
@@ -32,7 +35,7 @@ class FlowerState:
         refusals = {name: count for name, count in self.refusals.items() if name not in change.removed}
         examples = {name: count for name, count in self.examples.items() if name not in change.removed}
         state = replace(self.state, clients=ReadOnly(clients))
-        return FlowerState(self.run, state, ReadOnly(refusals), ReadOnly(examples))
+        return replace(self, state=state, refusals=ReadOnly(refusals), examples=ReadOnly(examples))
 
 
 __all__ = ["FlowerState"]

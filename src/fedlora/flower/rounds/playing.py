@@ -133,7 +133,6 @@ def _strategy(
             settings.travelling(),
             server_facts(settings, b.agreement, b.seed_adapter.modules),
             known=lambda: Agreement.read(b.home.agreement).facts,
-            counted=lambda client: client in strategy.memory.examples,
         ),
         "identify": identify,
         "clock": clock,

@@ -16,6 +16,7 @@ from fedlora.core.messages import ClientMemory, Held, as_pruned
 from fedlora.core.parcels import held_after
 from fedlora.core.read_only import ReadOnly
 from fedlora.flower.messages.codecs import Codec
+from fedlora.flower.messages.counted import Counted
 from fedlora.flower.messages.measuring import HeldOut, SiteScores, as_question, record_measured
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.arrivals import Limit
@@ -90,6 +91,7 @@ class SiteEvaluation:
     Args:
         refusals: client -> how many of its uploads were refused since one was taken. examples: client -> how many it
             trains on, by the last upload that was taken: its scores count for no more. online: name -> node id.
+            counted: as in `FlowerState`.
     """
 
     def __init__(
@@ -102,9 +104,10 @@ class SiteEvaluation:
         part: HeldOut,
         run: str,
         online: Mapping[str, int],
+        counted: Mapping[str, Counted],
     ) -> None:
         self._server, self._state, self._policy, self._part, self._run = server, state, policy, part, run
-        self._online, self._not_asked = online, dict[str, str]()
+        self._online, self._counted, self._not_asked = online, counted, dict[str, str]()
         for name in policy.clients:
             if is_quarantined(policy, refusals, name):
                 self._not_asked[name] = f"it is in quarantine after {refusals[name]} refused uploads"
@@ -126,8 +129,9 @@ class SiteEvaluation:
         download = self._server.download(self._state.server, as_pruned(self._policy.client(name), self._memory(name)))
         self._carried[name] = held_after(download, untrained=True)
         self._local[name] = frozenset({*download.start.modules, *download.start.heads})
+        record = codec.question(download, held, self._run, self._counted.get(name, Counted()))
         message = Message(
-            as_question(codec.question(download, held, self._run), self._part), self._online[name],
+            as_question(record, self._part), self._online[name],
             MessageType.EVALUATE, ttl=ttl, group_id=f"{self._run}-{self._state.round}-measure-{self._part}",
         )  # fmt: skip
         whole = partial(self._question, name, codec, None) if held is not None else None

@@ -296,7 +296,7 @@ class FedLoRA(Strategy):
         began, self.online = self._clock.monotonic(), self._online(grid)
         evaluation = SiteEvaluation(
             self.server, self.memory.state, self.policy, self.memory.refusals, self.memory.examples, part, self.run,
-            self.online,
+            self.online, self.memory.counted,
         )  # fmt: skip
         answers = collect(
             grid, evaluation.questions(self._codec, self.policy.deadline), deadline=self.policy.deadline,

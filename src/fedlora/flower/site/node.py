@@ -1,7 +1,8 @@
 """A node's work: receive a parcel, train, keep what stays home, answer. Its state is on its own disk.
 
-It keeps two states, so that a round which the server lost can be repeated from its beginning: a client's work depends
-only on what it receives and on its state before that round.
+A client's work depends only on what it receives and on its state after the last round in which its work counted. The
+server names that round in each question (`messages.counted`), and the node begins with exactly that state: work that
+was refused, late or of a failed attempt, and rounds that the server lost, leave no trace in what stays here.
 """
 
 from __future__ import annotations
@@ -9,19 +10,21 @@ from __future__ import annotations
 import logging
 import re
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from flwr.app import RecordDict
 
-from fedlora.client import play_round
+from fedlora.client import begin_round, finish_round
 from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import ClientMemory, Form
 from fedlora.core.parcels import Cache, Parcel, remember, unpack
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import Trainer
-from fedlora.errors import ConfigError, KeptStateError
+from fedlora.errors import ConfigError, KeptStateError, UploadRefused
+from fedlora.flower.messages.counted import Counted, counted_of
 from fedlora.flower.messages.envelope import opened
 from fedlora.flower.messages.measuring import Evaluators, asked_part, measured_record
 from fedlora.flower.messages.records import record_parcel, upload_record
@@ -32,9 +35,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class NodeState:
-    """What stays with a client. kept: local parts of its adapter. position: how far it has read its data. cache: what
-    need not be sent to it again since it trained. measured: the same since it measured: a server that was killed in
-    between knows of the former only."""
+    """What stays with a client after one round's work. kept: local parts of its adapter. position: how far it has read
+    its data. cache: what need not be sent to it again since it trained. measured: the same since it measured: a server
+    that was killed in between knows of the former only."""
 
     TAG: ClassVar[str] = "node/1"
 
@@ -46,6 +49,17 @@ class NodeState:
     def fitting(self, parcel: Parcel) -> Cache | None:
         """The cache for which a parcel was packed; None: there is none."""
         return next((one for one in (self.cache, self.measured) if one is not None and one.held == parcel.held), None)
+
+
+@dataclass(frozen=True, eq=False)
+class _Begun:
+    """What a client begins with. state, round: after the last round in which its work counted. position, read: how far
+    it has read its data, and after which round's work."""
+
+    state: NodeState
+    round: int
+    position: int
+    read: int
 
 
 class Node:
@@ -74,18 +88,27 @@ class Node:
         """Play a round: the reply to the server's message.
 
         Raises:
-            KeptStateError: the parcel leaves out a part that this node no longer has. RecordError: not a message of
-                fedlora. Disagreement: the server has another base model, other classes, ...; nothing is trained.
+            KeptStateError: the parcel leaves out a part that this node no longer has, or the state with which its work
+                goes on is not here. RecordError: not a message of fedlora. Disagreement: the server has another base
+                model, other classes, ...; nothing is trained. UploadRefused: training diverged in a part that stays
+                here.
         """
-        parcel, run = self._read(record)
-        folder = state_of(self._folder, run, self._client)
-        state = self._state(run, parcel.round)
-        download = unpack(parcel, state.fitting(parcel))
-        played = play_round(download, ClientMemory(state.kept, state.position), self._trainer, self._form)
+        parcel, run, counted = self._read(record)
+        folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
+        begun = self._begun(folder, of, parcel, counted)
+        download = unpack(parcel, begun.state.fitting(parcel))
+        memory = ClientMemory(begun.state.kept, begun.position)
+        job = begin_round(download, memory)
+        _forget(folder, begun)
+        trained = self._trainer.train(job.download, job.adapter, job.position)
+        save = partial(checkpoint.save, folder, parcel.round + 1, of=of, keep=2 if begun.read == begun.round else 3)
+        try:
+            played = finish_round(job, trained, memory, self._form)
+        except UploadRefused:
+            save(NodeState(begun.state.kept, trained.position))  # as if the server had refused it
+            raise
         kept = played.memory.kept
-        after = NodeState(kept, played.memory.position, remember(download, kept))
-        _forget_after(folder, parcel.round)
-        checkpoint.save(folder, parcel.round + 1, after, of=f"{run}/{self._client}", keep=2)
+        save(NodeState(kept, played.memory.position, remember(download, kept)))
         names = [*kept.modules, *kept.heads] if kept is not None else []
         return upload_record(
             played.upload, run=run, round=parcel.round, loss=played.loss, kept=names, facts=self._facts
@@ -96,20 +119,21 @@ class Node:
         again for the round that trains it; what else stays here is not changed.
 
         Raises:
-            ConfigError: nothing is held out. KeptStateError: as in `work`, or what stays here is not of that round.
+            ConfigError: nothing is held out. KeptStateError: as in `work`.
         """
-        parcel, run = self._read(record)
-        state = self._state(run, parcel.round)
+        parcel, run, counted = self._read(record)
+        folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
+        begun = self._begun(folder, of, parcel, counted)
+        state = begun.state
         download = unpack(parcel, state.fitting(parcel))
         answer = measured_record(download, state.kept, run, asked_part(record), self._evaluators)
         measured = remember(download, state.kept, untrained=True)
         if state.measured is None or state.measured.held != measured.held:
-            folder = state_of(self._folder, run, self._client)
-            checkpoint.save(folder, parcel.round, replace(state, measured=measured), of=f"{run}/{self._client}", keep=2)
+            checkpoint.save(folder, begun.round, replace(state, measured=measured), of=of, keep=3)
         return answer
 
-    def _read(self, record: RecordDict) -> tuple[Parcel, str]:
-        """The parcel and the federation's name, from a server that agrees with this site."""
+    def _read(self, record: RecordDict) -> tuple[Parcel, str, Counted]:
+        """The parcel, the federation's name and what counted, from a server that agrees with this site."""
         theirs = opened(record, "the server", "this site").facts
         for line in check(Facts.from_text(theirs) if theirs else Facts(), self._facts, self._client):
             if line not in self._told:
@@ -118,17 +142,40 @@ class Node:
         parcel, run = record_parcel(record)
         if parcel.client.id != self._client:
             raise ConfigError(f"this node is {self._client!r}, and the work is for {parcel.client.id!r}.")
-        return parcel, run
+        return parcel, run, counted_of(record)
 
-    def _state(self, run: str, round: int) -> NodeState:
-        folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
-        try:
-            loaded = checkpoint.load_newest(folder, NodeState, of=of, upto=round, tell=log.warning)
-        except Exception as error:
-            raise KeptStateError(f"the state in {folder} cannot be read: {error}") from error
-        if loaded is None and round > 0 and any(folder.glob("round-*.safetensors")):
-            raise KeptStateError(f"the state before round {round + 1} is not in {folder} any more, only later ones.")
-        return loaded[1] if loaded else NodeState()
+    def _begun(self, folder: Path, of: str, parcel: Parcel, counted: Counted) -> _Begun:
+        """What this client's work begins with. A site whose folder was emptied begins afresh, and stores that: the
+        rounds after this one may name the same state."""
+
+        def newest(upto: int) -> tuple[int, NodeState] | None:
+            try:
+                return checkpoint.load_newest(folder, NodeState, of=of, upto=upto, tell=log.warning)
+            except Exception as error:
+                raise KeptStateError(f"the state in {folder} cannot be read: {error} {_WAY_OUT}") from error
+
+        found, there = newest(counted.round), sorted({number for number, _ in _states(folder)})
+        round, state = found or (0, NodeState())
+        if counted.round and (found is None or (counted.sure and round != counted.round)):
+            what = f"the state after round {counted.round}, the last in which the work of {self._client!r} counted,"
+            if there and _keeps(parcel):
+                missing = "is damaged" if counted.round in there else "is not there"
+                raise KeptStateError(
+                    f"{what} {missing}: {folder} has that of round {', '.join(map(str, there))}. Was this folder, or "
+                    f"the server's, set back to a backup? {_WAY_OUT}"
+                )
+            way = f"it reads its data on as after round {round}" if found else "it begins afresh"
+            log.warning("%s is not in %s: %s", what, folder, way)
+            round = counted.round
+            checkpoint.save(folder, round, state, of=of, keep=3)
+        read = newest(counted.answered) if counted.answered > counted.round else None
+        return _Begun(state, round, read[1].position if read else state.position, read[0] if read else round)
+
+
+_WAY_OUT = (
+    "Either restore a backup of this folder, or of the server's, so that both are of one round; or stop this site's "
+    "node and empty the folder: the site then begins from the common start, without the parts that only it had."
+)
 
 
 def state_of(folder: Path, run: str, client: str) -> Path:
@@ -136,10 +183,20 @@ def state_of(folder: Path, run: str, client: str) -> Path:
     return folder / re.sub(r"[^A-Za-z0-9._-]", "-", run) / client
 
 
-def _forget_after(folder: Path, round: int) -> None:
-    """Remove states of later rounds than the current one: they belong to a trajectory that the server left, and keeping
-    the newest two must never drop the state from which this round started."""
-    for path in folder.glob("round-*.safetensors"):
-        number = path.name.split(".")[0].removeprefix("round-")
-        if number.isdigit() and int(number) > round:
+def _keeps(parcel: Parcel) -> bool:
+    """Whether the client alone has some part of what it trains."""
+    return bool(parcel.start.modules or parcel.start.heads or (parcel.held is not None and parcel.held.local))
+
+
+def _states(folder: Path) -> list[tuple[int, Path]]:
+    """(the round after which it is, its file), for each state in a folder."""
+    named = [(path.name.split(".")[0].removeprefix("round-"), path) for path in folder.glob("round-*.safetensors")]
+    return [(int(number), path) for number, path in named if number.isdigit()]
+
+
+def _forget(folder: Path, begun: _Begun) -> None:
+    """Remove the states that no later round can begin with: of work that did not count, or of a trajectory that the
+    server left. The one before `begun` stays: a server may lose its last checkpoint."""
+    for number, path in _states(folder):
+        if number > begun.read or begun.round < number < begun.read:
             path.unlink(missing_ok=True)

@@ -1,0 +1,273 @@
+"""What a site begins with is its state after the last round in which its work counted. Kinds of evidence: *identity*
+(what every site is given to train, and from which place of its data on, is bit for bit the engine's, which has all
+memories itself), *contract* (a state that is not there is refused by name, with a way out).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("flwr")
+
+from flwr.app import ConfigRecord, Message, RecordDict
+
+from fedlora import Adapter, Client, LoRA, Server, build
+from fedlora.core.trainer import Trained
+from fedlora.flower.messages.counted import Counted, counted_of
+from fedlora.flower.messages.records import RecordError
+from fedlora.flower.rounds.strategy import FedLoRA
+from fedlora.flower.terms.policy import Policy
+from fedlora.server.server import start
+from fedlora.simulation import simulate
+from support.flower_grid import RANKS, LocalGrid, Watching, bits, federation, seed_adapter
+from support.private_flower import private_federation
+
+EQUAL = dict.fromkeys(RANKS, 4)
+ALL = Policy(EQUAL, retries=0, max_weight_share=1.0)
+KEEPING = {"fedsa-lora": {}, "glora": {"heads": "local"}, "ffa-lora": {"heads": "local"}}  # method -> server's options
+Harm = Callable[[Trained], Trained]
+
+
+def times(B: float, A: float, head: float) -> Harm:
+    def harm(done: Trained) -> Trained:
+        modules = {name: LoRA(lora.B * B, lora.A * A) for name, lora in done.adapter.modules.items()}
+        heads = {name: h * head for name, h in done.adapter.heads.items()}
+        return replace(done, adapter=replace(done.adapter, modules=modules, heads=heads))
+
+    return harm
+
+
+NAN = float("nan")
+HARM = {  # what becomes of a site's work in one round: refused by the server, by the site, or failed
+    "what is shared": times(1000, NAN, 1000),
+    "what stays": times(NAN, 1, NAN),
+    "all of it": times(NAN, NAN, NAN),
+    "its loss": lambda done: replace(done, loss=NAN),
+}
+
+
+class Sick(Watching):
+    """Site "one" diverges in some rounds. It notes the place in the data from which each client trained."""
+
+    def __init__(self, harm: Harm | None = None, rounds: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self._harm, self._rounds = harm, rounds
+        self.places: dict[tuple[str, int], int] = {}
+
+    def train(self, download: Any, adapter: Adapter, position: int) -> Trained:
+        self.places[download.client.id, download.round] = position
+        done = super().train(download, adapter, position)
+        return self._harm(done) if self._harm and self._of(download) else done
+
+    def _of(self, download: Any) -> bool:
+        return download.client.id == "one" and download.round in self._rounds
+
+    def given(self, *rounds: int) -> list[Any]:
+        """What each client was given to train in these rounds (counted from 0), and its place in its data."""
+        return [(key, self.places[key], self.got[key]) for key in sorted(self.got) if key[1] in rounds]
+
+
+def served(method: str) -> Server:
+    return Server(build(method), quorum=1, **KEEPING[method])  # type: ignore[arg-type]
+
+
+def playing(folder: Path, method: str, trainer: Any, **more: Any) -> tuple[FedLoRA, LocalGrid]:
+    return federation(folder, served(method), EQUAL, trainer=trainer, **{"policy": ALL, **more})
+
+
+def without_one(folder: Path, method: str, rounds: int, *absent: int) -> tuple[FedLoRA, Sick]:
+    """The same federation where nothing was lost, and "one" was not online in some rounds (from 1)."""
+    trainer = Sick()
+    strategy, grid = playing(folder, method, trainer)
+    for number in range(1, rounds + 1):
+        grid.offline = {"one"} if number in absent else set()
+        strategy.start(grid, num_rounds=number)
+    return strategy, trainer
+
+
+# ---- work that did not count -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", KEEPING)
+@pytest.mark.parametrize("harm", HARM)
+def test_refused_work_leaves_no_trace_at_a_site_as_in_the_engine(tmp_path: Path, method: str, harm: str) -> None:
+    """Refused in its first round, and twice in a row later. The engine keeps what the client had; its data move on."""
+    there, here = Sick(HARM[harm], (0, 2, 3)), Sick(HARM[harm], (0, 2, 3))
+    strategy, grid = playing(tmp_path, method, there)
+    strategy.start(grid, num_rounds=6)
+    clients, begin = [Client(name, 4) for name in RANKS], start(served(method), seed_adapter())
+    if harm == "its loss":  # only a network refuses a loss: the engine's client is refused for its tensors
+        here = Sick(HARM["all of it"], (0, 2, 3))
+    *_, last = simulate(replace(served(method), max_weight_share=1.0), clients, here, begin, rounds=6)
+    assert there.given(*range(6)) == here.given(*range(6))
+    assert bits(strategy.memory.state.server) == bits(last.state.server)
+    assert strategy.memory.counted["one"] == Counted(6, 6)
+    assert len(list((tmp_path / "nodes" / "one").rglob("*.safetensors"))) <= 3
+
+
+@pytest.mark.parametrize("method", KEEPING)
+def test_late_work_leaves_no_trace_at_a_site(tmp_path: Path, method: str) -> None:
+    """The site trained, and its answers of rounds 2 and 3 never came. Reference: it was not there."""
+    trainer = Sick()
+    strategy, grid = playing(tmp_path / "a", method, trainer)
+    strategy.start(grid, num_rounds=1)
+    grid.meddle["one"] = lambda asked, reply: None
+    strategy.start(grid, num_rounds=3)
+    assert strategy.fates["one"].fate == "late" and strategy.memory.counted["one"] == Counted(1, 1)
+    del grid.meddle["one"]
+    strategy.start(grid, num_rounds=5)
+    whole, there = without_one(tmp_path / "b", method, 5, 2, 3)
+    assert trainer.given(3, 4) == there.given(3, 4)
+    assert bits(strategy.memory.state.server) == bits(whole.memory.state.server)
+
+
+@pytest.mark.parametrize("method", KEEPING)
+def test_a_failed_attempt_leaves_no_trace_at_the_sites(tmp_path: Path, method: str) -> None:
+    """Round 2 fails once for want of a quorum, and "one" is away when it is played again. Reference: it was away."""
+    trainer, server = Sick(), replace(served(method), quorum=2)
+    policy = replace(ALL, retries=1)
+    strategy, grid = federation(tmp_path / "a", server, EQUAL, trainer=trainer, policy=policy)
+    strategy.start(grid, num_rounds=1)
+
+    def once(asked: Message, reply: Message) -> None:
+        grid.meddle.clear()
+        grid.meddle["three"] = last
+
+    def last(asked: Message, reply: Message) -> None:
+        grid.meddle.clear()
+        grid.offline = {"one"}
+
+    grid.meddle["two"] = once
+    strategy.start(grid, num_rounds=2)
+    assert strategy.fates["one"].attempt == 2 and strategy.fates["one"].fate == "offline"
+    grid.offline = set()
+    strategy.start(grid, num_rounds=4)
+    whole, there = without_one(tmp_path / "b", method, 4, 2)
+    assert trainer.given(2, 3) == there.given(2, 3)
+    assert bits(strategy.memory.state.server) == bits(whole.memory.state.server)
+
+
+# ---- backups ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("absent", [(), (4,)], ids=["all are there", "one is away in the first round after it"])
+@pytest.mark.parametrize("method", KEEPING)
+def test_a_restored_server_takes_its_sites_back_with_it(tmp_path: Path, method: str, absent: tuple[int, ...]) -> None:
+    """Set back from round 4 to the backup of round 3. Reference: round 4 was never played before."""
+    strategy, grid = playing(tmp_path / "a", method, Sick())
+    strategy.start(grid, num_rounds=3)
+    shutil.copytree(tmp_path / "a" / "server", tmp_path / "backup")
+    strategy.start(grid, num_rounds=4)
+    shutil.rmtree(tmp_path / "a" / "server")
+    shutil.copytree(tmp_path / "backup", tmp_path / "a" / "server")
+    trainer = Sick()
+    again, grid = playing(tmp_path / "a", method, trainer, resume=True)
+    assert again.round == 3
+    grid.offline = {"one"} if absent else set()
+    again.start(grid, num_rounds=4)
+    grid.offline = set()
+    again.start(grid, num_rounds=6)
+    whole, there = without_one(tmp_path / "b", method, 6, *absent)
+    assert trainer.given(3, 4, 5) == there.given(3, 4, 5)
+    assert bits(again.memory.state.server) == bits(whole.memory.state.server)
+
+
+@pytest.mark.parametrize("method", KEEPING)
+def test_a_restored_site_is_refused_by_name_and_the_way_out_works(tmp_path: Path, method: str) -> None:
+    trainer = Sick()
+    strategy, grid = playing(tmp_path, method, trainer)
+    mine = tmp_path / "nodes" / "one"
+    strategy.start(grid, num_rounds=2)
+    shutil.copytree(mine, tmp_path / "old")
+    strategy.start(grid, num_rounds=5)
+    newest = tmp_path / "newest"
+    shutil.copytree(mine, newest)
+    for number in (6, 7):  # twice: it is refused as long as nobody mends it
+        shutil.rmtree(mine)
+        shutil.copytree(tmp_path / "old", mine)
+        strategy.start(grid, num_rounds=number)
+        why = strategy.fates["one"].why
+        assert strategy.fates["one"].fate == "failed" and "round 5" in why and "backup" in why and "empty" in why
+    assert ("one", 5) not in trainer.got and ("two", 5) in trainer.got
+    shutil.rmtree(mine)
+    shutil.copytree(newest, mine)  # the first way out: a backup of the right round
+    strategy.start(grid, num_rounds=8)
+    assert strategy.fates["one"].fate == "trained" and trainer.places["one", 7] == 15, "five rounds of 3, by hand"
+    shutil.rmtree(mine)  # the other one
+    strategy.start(grid, num_rounds=9)
+    first = {name: part for name, part in trainer.got["one", 0].items() if _local(name, method)}
+    assert first and first == {name: trainer.got["one", 8][name] for name in first}, "the common start"
+    assert strategy.fates["one"].fate == "trained" and trainer.places["one", 8] == 0
+
+
+def _local(name: str, method: str) -> bool:
+    return name.endswith("/B") if method == "fedsa-lora" else name.startswith("/heads/") and method != "fedsa-lora"
+
+
+def test_who_was_refused_after_it_began_afresh_begins_so_again(tmp_path: Path) -> None:
+    """An emptied folder, and then a round that does not count: the server still names the round before both."""
+    trainer = Sick(HARM["what is shared"], (2,))
+    strategy, grid = playing(tmp_path, "fedsa-lora", trainer)
+    strategy.start(grid, num_rounds=2)
+    shutil.rmtree(tmp_path / "nodes" / "one")
+    strategy.start(grid, num_rounds=5)
+    assert [trainer.places["one", round] for round in range(5)] == [0, 3, 0, 3, 6]
+    assert not any(float(t.abs().max()) for t in _B(trainer, 3)) and any(float(t.abs().max()) for t in _B(trainer, 4))
+
+
+def _B(trainer: Sick, round: int) -> list[torch.Tensor]:
+    found = trainer.got["one", round].items()
+    return [torch.tensor(part, dtype=torch.uint8).view(torch.float32) for name, part in found if name.endswith("/B")]
+
+
+def test_where_nothing_is_kept_a_restored_site_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its data are all that it goes back with, and its log says so."""
+    trainer = Sick()
+    strategy, grid = federation(tmp_path, Server(build("fedex-lora")), EQUAL, trainer=trainer)
+    mine = tmp_path / "nodes" / "one"
+    strategy.start(grid, num_rounds=2)
+    shutil.copytree(mine, tmp_path / "old")
+    strategy.start(grid, num_rounds=4)
+    shutil.rmtree(mine)
+    shutil.copytree(tmp_path / "old", mine)
+    strategy.start(grid, num_rounds=6)
+    assert strategy.fates["one"].fate == "trained" and [trainer.places["one", k] for k in (4, 5)] == [6, 9]
+    assert "round 4" in caplog.text and "round 2" in caplog.text
+
+
+# ---- what the server knows -------------------------------------------------------------------------------------------
+
+
+def test_after_a_kill_in_a_private_round_the_newest_state_is_taken(tmp_path: Path) -> None:
+    """The sum was stored and its checkpoint was not: nobody is asked again, and the server cannot know who trained."""
+    strategy, grid = private_federation(tmp_path, EQUAL)
+    strategy.start(grid, num_rounds=1)
+
+    class Killed(BaseException): ...
+
+    def die() -> None:
+        raise Killed
+
+    strategy._save = die  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        strategy.start(grid, num_rounds=2)
+    trainer = Sick()
+    again, grid = private_federation(tmp_path, EQUAL, trainer=trainer)
+    again.start(grid, num_rounds=2)
+    assert not trainer.got and again.memory.counted == dict.fromkeys(EQUAL, Counted(2, 2, sure=False))
+    again.start(grid, num_rounds=3)
+    assert trainer.places == {(name, 2): 6 for name in EQUAL} and again.memory.counted["one"] == Counted(3, 3)
+
+
+@pytest.mark.parametrize("said", [None, [1, 2], [1, -2, 1], ["a", "b", "c"], 7])
+def test_a_message_that_does_not_say_what_counted_is_refused(tmp_path: Path, said: Any) -> None:
+    record = RecordDict({"config": ConfigRecord({} if said is None else {"counted": said})})
+    with pytest.raises(RecordError, match="counted"):
+        counted_of(record)
