@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedlora.core.lora import LoRA
-from fedlora.core.method import Update
+from fedlora.core.method import NOBODY, Update
 
 
 @dataclass(eq=False)
@@ -34,7 +34,7 @@ class FactorSums:
             lora, ranks = u.lora, (u.rank, u.lora.rank)
             self.dtype = torch.promote_types(self.dtype, next(iter(lora.tensors().values())).dtype)
             self.weight += u.weight
-            self.by_rank.setdefault(ranks, _OfOneRank(u.client, u.stored)).add(u)
+            self.by_rank.setdefault(ranks, _OfOneRank(u.stored)).add(u)
 
     def means(self, total: float | None) -> list[Update]:
         """The input of `aggregate`: the weighted mean at each rank. total: the sum of all weights; None: of those
@@ -45,27 +45,23 @@ class FactorSums:
 
 @dataclass(eq=False)
 class _OfOneRank:
-    """sum n_i B_i and sum n_i A_i, float64; None if that factor did not travel. first: the first client by name.
-    stored: the coarsest dtype among the uploads."""
+    """sum n_i B_i and sum n_i A_i, float64; None if that factor did not travel. stored: the coarsest dtype among the
+    uploads."""
 
-    first: str
     stored: torch.dtype
-    clients: int = 0
     weight: float = 0.0
     B: Tensor | None = None
     A: Tensor | None = None
 
     def add(self, update: Update) -> None:
-        self.first, self.clients = min(self.first, update.client), self.clients + 1
         self.stored = max(self.stored, update.stored, key=lambda dtype: torch.finfo(dtype).eps)
         self.weight += update.weight
         self.B = _added(self.B, update.lora.B, update.weight)
         self.A = _added(self.A, update.lora.A, update.weight)
 
     def mean(self, rank: int, dtype: torch.dtype, total: float) -> Update:
-        who = self.first if self.clients == 1 else f"{self.first} and {self.clients - 1} more"
         B, A = (None if t is None else (t / self.weight).to(dtype) for t in (self.B, self.A))
-        return Update(who, self.weight / total, rank, LoRA(B, A), self.stored)
+        return Update(NOBODY, self.weight / total, rank, LoRA(B, A), self.stored)
 
 
 def _added(total: Tensor | None, factor: Tensor | None, weight: float) -> Tensor | None:
