@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
@@ -24,6 +24,7 @@ from fedlora.core.echo import shown
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.messages.envelope import TOLD
+from fedlora.flower.messages.parts import parts
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.site.owner import end_with, owner_of_this
@@ -114,15 +115,15 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
 def _say_told(asked: RecordDict) -> None:
     """Log that earlier work did not count, if the server says so with its next message."""
     with contextlib.suppress(Exception):
-        if told := asked.config_records["config"].get(TOLD):
+        if told := parts(asked, ConfigRecord)["config"].get(TOLD):
             _say(f"the server says: {shown(told, 1000)}")
 
 
 def _say_work(do: Do, asked: RecordDict, reply: RecordDict | None, seconds: float, error: str = "") -> None:
     """Log the site's own work for the site. An error here costs no round."""
     with contextlib.suppress(Exception):
-        round = int(json.loads(str(asked.config_records["config"]["parcel"]))["round"]) + (do == "train")
-        metrics = reply.metric_records["metrics"] if reply is not None else {}
+        round = int(json.loads(str(parts(asked, ConfigRecord)["config"]["parcel"]))["round"]) + (do == "train")
+        metrics = parts(reply, MetricRecord)["metrics"] if reply is not None else {}
         _say(work_line(do, round, seconds, metrics, error))
 
 

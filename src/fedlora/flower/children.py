@@ -29,6 +29,11 @@ SWITCHES = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "NO_COLOR": "1",
 }
+GIVES_BACK = {  # glibc's: what is freed of 256 kB or more goes back to the system at once, however large others were
+    "MALLOC_MMAP_THRESHOLD_": "262144",
+    "MALLOC_TRIM_THRESHOLD_": "262144",
+    "MALLOC_ARENA_MAX": "2",
+}
 SUPERLINK = "fedlora.flower.serving.superlink_process"
 _OF = "FEDLORA_PROCESS_OF"
 _LOOPBACK = ("127.0.0.1", "localhost")
@@ -112,6 +117,6 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 __all__ = [
-    "SUPERLINK", "SWITCHES", "end", "end_all", "environment", "last_words", "started", "started_for",
+    "GIVES_BACK", "SUPERLINK", "SWITCHES", "end", "end_all", "environment", "last_words", "started", "started_for",
     "tail", "trim",
 ]  # fmt: skip

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, RecordDict
 
 from fedlora.core.echo import quoted
 from fedlora.flower.messages.envelope import RecordError
+from fedlora.flower.messages.parts import parts
 
 _KEY = "counted"  # in a message's config
 
@@ -31,13 +32,13 @@ class Counted:
 
 def put_counted(record: RecordDict, counted: Counted) -> RecordDict:
     """The message, which now says what counted."""
-    record.config_records["config"][_KEY] = [counted.round, counted.answered, int(counted.sure)]
+    parts(record, ConfigRecord)["config"][_KEY] = [counted.round, counted.answered, int(counted.sure)]
     return record
 
 
 def counted_of(record: RecordDict) -> Counted:
     """What a server's message says. Raises `RecordError`."""
-    said = record.config_records["config"].get(_KEY)
+    said = parts(record, ConfigRecord)["config"].get(_KEY)
     if not isinstance(said, list) or len(said) != 3 or not all(isinstance(n, int) and n >= 0 for n in said):
         raise RecordError(f"the message does not say which of this site's work counted, but {quoted(said, 40)}.")
     return Counted(int(said[0]), int(said[1]), bool(said[2]))

@@ -8,10 +8,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, RecordDict
 
 from fedlora.core.echo import quoted
 from fedlora.errors import FedLoRAError
+from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.salt import with_salt
 from fedlora.flower.terms.agreement import PROTOCOL
 
@@ -33,7 +34,7 @@ class Envelope:
 
 def enclose(record: RecordDict, envelope: Envelope) -> RecordDict:
     """The record with the envelope, and with unpredictable names for its pieces."""
-    config = record.config_records["config"]
+    config = parts(record, ConfigRecord)["config"]
     config["protocol"] = PROTOCOL
     config["settings"], config["agreement"] = envelope.settings, envelope.facts
     return with_salt(record)
@@ -48,7 +49,7 @@ def opened(record: RecordDict, sender: str, reader: str) -> Envelope:
     Raises:
         RecordError: the message has another protocol (the text names both), or is not a message of fedlora.
     """
-    config = record.config_records.get("config")
+    config = parts(record, ConfigRecord).get("config")
     theirs = config.get("protocol") if config is not None else None
     if theirs != PROTOCOL:
         raise RecordError(f"{sender} sent a message of {_named(theirs)}, and {reader} speaks {PROTOCOL}{_who(theirs)}.")

@@ -20,6 +20,7 @@ from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.errors import ConfigError
+from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.records import PROTOCOL, RecordError, kept_names
 from fedlora.flower.messages.salt import IN_SALT, with_salt
 from fedlora.training.evaluation import ModelEvaluator
@@ -48,13 +49,14 @@ class SiteScores:
 
 def as_question(record: RecordDict, part: HeldOut) -> RecordDict:
     """A message as it goes out for training as the question what its readout scores on what is held out."""
-    record.config_records["config"]["measure"] = part
+    parts(record, ConfigRecord)["config"]["measure"] = part
     return record
 
 
 def asked_part(record: RecordDict) -> HeldOut:
     """The part that a question asks about. Raises `RecordError`."""
-    said = record.config_records["config"].get("measure") if "config" in record.config_records else None
+    config = parts(record, ConfigRecord).get("config")
+    said = config.get("measure") if config is not None else None
     if said not in HELD_OUT:
         raise RecordError(f"a message to measure names one of {', '.join(HELD_OUT)}; this one says {quoted(said, 40)}.")
     return said
@@ -95,13 +97,13 @@ def record_measured(
     Raises:
         RecordError: the answer fails a check.
     """
-    config = record.config_records.get("config")
+    config = parts(record, ConfigRecord).get("config")
     if config is None or config.get("protocol") != PROTOCOL:
         raise RecordError(f"its measurement is none of {PROTOCOL}; do both sides run the same fedlora?")
     want = json.dumps({"run": run, "round": round, "measure": part}, sort_keys=True)
     if config.get("measured") != want:
         raise RecordError(f"its measurement is {quoted(config.get('measured'), 120)}; {want} was asked for.")
-    found = record.metric_records.get("metrics") or MetricRecord()
+    found = parts(record, MetricRecord).get("metrics") or MetricRecord()
     examples = found.get("num-examples")
     if not isinstance(examples, int) or isinstance(examples, bool) or not 1 <= examples <= _MOST_EXAMPLES:
         raise RecordError(f"its measurement is of {quoted(examples, 40)} examples; a whole number from 1 is needed.")

@@ -30,6 +30,7 @@ from fedlora.core.parcels import Parcel
 from fedlora.core.read_only import ReadOnly
 from fedlora.flower.messages.counted import Counted, put_counted
 from fedlora.flower.messages.envelope import PROTOCOL, Envelope, RecordError, enclose, opened
+from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.salt import SALT, salted, unsalted
 from fedlora.flower.terms.agreement import Disagreement, Facts, check
 
@@ -130,7 +131,7 @@ def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
     said = _said(record, "parcel")
     groups: dict[str, dict[str, dict[str, Tensor]]] = {}
     heads: dict[str, dict[str, Tensor]] = {"heads": {}, "start-heads": {}}
-    for name, array in record.array_records["arrays"].items():
+    for name, array in parts(record, ArrayRecord)["arrays"].items():
         group, _, rest = name.partition("/")
         tensor = to_tensor(array, [None] * len(array.shape), name)
         if group in heads:
@@ -242,7 +243,7 @@ def record_upload(
     declared = client.ranks(shapes)
     smaller = roles.penalty is not None or form == "subspace"  # ranks may be smaller, but nothing else
     expected = _expected(shapes, dict.fromkeys(declared) if smaller else declared, roles, heads)
-    arrays = record.array_records.get("arrays") or ArrayRecord()
+    arrays = parts(record, ArrayRecord).get("arrays") or ArrayRecord()
     lacks, extra = sorted(set(expected) - set(arrays)), sorted(set(arrays) - set(expected))
     if lacks or extra:
         raise RecordError(f"{len(lacks)} tensors are missing {lacks[:2]}, {len(extra)} were not asked for {extra[:2]}.")
@@ -300,7 +301,7 @@ def stock_upload(record: RecordDict, client: Client, shapes: Mapping[str, tuple[
         RecordError: keys or shapes that no LoRA of these modules has.
     """
     arrays: dict[str, Array] = {}
-    for found in record.array_records.values():
+    for found in parts(record, ArrayRecord).values():
         arrays |= found
     modules: dict[str, dict[str, Tensor]] = {}
     for key, array in arrays.items():
@@ -318,7 +319,7 @@ def stock_upload(record: RecordDict, client: Client, shapes: Mapping[str, tuple[
 
 
 def _number(record: RecordDict, name: str) -> float:
-    for metrics in record.metric_records.values():
+    for metrics in parts(record, MetricRecord).values():
         value = metrics.get(name)
         if isinstance(value, int | float) and not isinstance(value, bool):
             return float(value)
@@ -326,7 +327,7 @@ def _number(record: RecordDict, name: str) -> float:
 
 
 def _said(record: RecordDict, what: str) -> dict[str, Any]:
-    config = record.config_records.get("config")
+    config = parts(record, ConfigRecord).get("config")
     text = config.get(what) if config is not None else None
     if not isinstance(text, str) or len(text) > 64 * 2**20:
         raise RecordError(f"the message is no {what} of {PROTOCOL}.")

@@ -11,7 +11,9 @@ from __future__ import annotations
 import os
 
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
-from flwr.app import RecordDict
+from flwr.app import ConfigRecord, MetricRecord, RecordDict
+
+from fedlora.flower.messages.parts import parts
 
 SALT = 48  # bytes before salted ones: a key of 32 and a nonce of 16
 IN_SALT = "salt"  # the salt's key among settings and numbers
@@ -31,9 +33,9 @@ def unsalted(data: bytes) -> bytes:
 
 def with_salt(record: RecordDict) -> RecordDict:
     """The record with salt in its settings and numbers too, which its readers ignore."""
-    for config in record.config_records.values():
+    for config in parts(record, ConfigRecord).values():
         config[IN_SALT] = os.urandom(16).hex()
-    for metrics in record.metric_records.values():
+    for metrics in parts(record, MetricRecord).values():
         metrics[IN_SALT] = int.from_bytes(os.urandom(7), "little")
     return record
 

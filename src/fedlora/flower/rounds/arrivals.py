@@ -6,8 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
+
+from fedlora.flower.messages.parts import parts
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def reply_bytes(message: Message) -> int:
     """Bytes of a reply's arrays."""
     if not message.has_content():
         return 0
-    return sum(len(array.data) for record in message.content.array_records.values() for array in record.values())
+    return sum(len(array.data) for record in parts(message.content, ArrayRecord).values() for array in record.values())
 
 
 def too_large(size: int, most: int) -> str:

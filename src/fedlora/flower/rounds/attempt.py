@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from flwr.app import Message, MessageType
+from flwr.app import ConfigRecord, Message, MessageType
 
 from fedlora.core.echo import shown
 from fedlora.core.messages import Client, ClientMemory, Download, Held, as_pruned
@@ -24,6 +24,7 @@ from fedlora.errors import HyperparameterError, RankMismatch, UploadRefused
 from fedlora.flower.messages.codecs import Codec, Reply
 from fedlora.flower.messages.counted import Counted
 from fedlora.flower.messages.envelope import TOLD
+from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.collecting import Answer, Question
@@ -117,7 +118,7 @@ class Attempt:
         counted = self.memory.counted.get(name, Counted())
         record = self.codec.question(download, held, self.memory.run, counted)
         if name in self._told:
-            record.config_records["config"][TOLD] = self._told[name]
+            parts(record, ConfigRecord)["config"][TOLD] = self._told[name]
         return Question(
             name,
             Message(record, self._online[name], MessageType.TRAIN, ttl=ttl, group_id=self.group),

@@ -108,7 +108,7 @@ def collect(
                 answered[one.id] = one.client
                 seconds = clock.monotonic() - one.began
                 found: Answer | _Asked = _answer(one, arrival, seconds, deadline)
-                if one.whole is not None and _lacks_something(arrival):
+                if one.whole is not None and seconds < deadline and _lacks_something(arrival):
                     log.warning("%s lacks what it was thought to hold, and is sent everything", one.client)
                     found = _send(grid, one.whole(deadline - seconds), patience, clock)
                 del arrival  # a reply may be large, and the next one comes before this name has another value

@@ -54,7 +54,9 @@ def finish(
     lines = recorder.lines(state.round)
     best = recorder.best(lines)
     chosen = {"adapter": state}
-    if (found := recorder.best_state(best)) is not None:
+    if best is not None and best["round"] == state.round:
+        chosen["best"] = state
+    elif (found := recorder.best_state(best)) is not None:
         chosen["best"] = found
     at_sites = strategy.measure(grid, "test") if sites_test(settings) else SiteRound()
     judged = of_run(lines) if server.rule is not None else None

@@ -116,8 +116,9 @@ class SiteEvaluation:
             elif name not in online:
                 self._not_asked[name] = "it is not online"
         self._most = {name: min(examples.get(name, 0.0), policy.max_examples) for name in policy.clients}
-        self._carried: dict[str, Held] = {}  # client -> what it holds if it stored its message
-        self._local: dict[str, frozenset[str]] = {}  # client -> names of what it can keep of its own
+        self._carried: dict[
+            str, Held
+        ] = {}  # client -> what it holds if it stored its message, and keeps all that it can
 
     def questions(self, codec: Codec, ttl: float) -> Iterator[Question]:
         """A question to each of those asked, made when it is drawn."""
@@ -127,8 +128,7 @@ class SiteEvaluation:
 
     def _question(self, name: str, codec: Codec, held: Held | None, ttl: float) -> Question:
         download = self._server.download(self._state.server, as_pruned(self._policy.client(name), self._memory(name)))
-        self._carried[name] = held_after(download, untrained=True)
-        self._local[name] = frozenset({*download.start.modules, *download.start.heads})
+        self._carried[name] = held_after(download, download.start, untrained=True)
         record = codec.question(download, held, self._run, self._counted.get(name, Counted()))
         message = Message(
             as_question(record, self._part), self._online[name],
@@ -186,7 +186,7 @@ class SiteEvaluation:
         try:
             return record_measured(
                 reply.content, run=self._run, round=self._state.round, part=self._part, metric=metric,
-                local=self._local[name],
+                local=self._carried[name].local,
             )  # fmt: skip
         except RecordError as error:
             return str(error)

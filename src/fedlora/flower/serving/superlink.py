@@ -77,7 +77,7 @@ class SuperLink:
         self.folder = FederationFolder(home.resolve())
         self.home = self.folder.path
         self.address = connection(self.folder)
-        self.env = children.environment(self.folder.flower_home)
+        self.env = children.environment(self.folder.flower_home) | children.GIVES_BACK  # its ServerApp's, too
         self.log = self.folder.logs / "superlink.log"
         self.process: subprocess.Popen[bytes] | None = None
         self._client: Any = None
