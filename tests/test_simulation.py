@@ -607,9 +607,9 @@ def test_an_evaluator_that_gives_no_numbers_by_name_is_told(found: Any, says: st
 
 
 def test_what_is_no_trainer_or_evaluator_is_told_before_a_round() -> None:
-    with pytest.raises(HyperparameterError, match=r"trainer has a method train\("):
+    with pytest.raises(HyperparameterError, match=r"method train\("):
         list(run(rounds=1, trainer=lambda download: None))
-    with pytest.raises(HyperparameterError, match=r"evaluator has a method evaluate\("):
+    with pytest.raises(HyperparameterError, match=r"method evaluate\("):
         list(run(rounds=1, evaluator=lambda server, state: {}))
 
 

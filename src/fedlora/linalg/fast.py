@@ -393,7 +393,8 @@ def _stored(small: Tensor, tall: Tensor | None, s: Tensor) -> tuple[Tensor, Tens
     """small (m, l, S) @ tall (m, S, d), U^T or V^T, from float64 in float32, and what `rounding_of` says of it (m, l).
     Panel by panel, so that what is made of one stays in cache. tall: float32; None: small is the product, used up."""
     root, stored_root, off = s.sqrt(), s.float().sqrt(), torch.zeros_like(s)
-    made = torch.empty(*small.shape[:2], (small if tall is None else tall).shape[2], device=small.device)
+    d = (small if tall is None else tall).shape[2]
+    made = torch.empty(*small.shape[:2], d, dtype=torch.float32, device=small.device)
     for k, at in _panels(*made.shape):
         exact = small[k, :, at].clone() if tall is None else small[k] @ tall[k, :, at].double()
         made[k, :, at] = exact

@@ -155,6 +155,7 @@ RELEASES: tuple[Item, ...] = (
         "client_ranks",
         "local",
         "target",
+        "on",
         "digest",
         "version",
         "commit",

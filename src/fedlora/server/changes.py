@@ -174,7 +174,8 @@ def _terms(one: Sent) -> _Terms | None:
 
 def _of_tensors(sent: Sequence[Tensor], begun: Sequence[Tensor]) -> _Part:
     """The part for whole tensors, entry by entry; shorter ones are padded with zeros."""
-    terms = torch.tensor([float(norm(t.detach())) + float(norm(b)) for t, b in zip(sent, begun, strict=True)])
+    sizes = [float(norm(t.detach())) + float(norm(b)) for t, b in zip(sent, begun, strict=True)]
+    terms = torch.tensor(sizes, dtype=torch.float64)
     flat = [t.detach().double().flatten() - b.double().flatten() for t, b in zip(sent, begun, strict=True)]
     X = torch.nn.utils.rnn.pad_sequence(flat, batch_first=True)
     top = _power_of_two(X.abs().amax(dim=1))
