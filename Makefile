@@ -19,7 +19,7 @@ test: $(VENV)/.ready
 deployment: $(VENV)/.ready
 	$(BIN)/python -m pytest -m deployment -rs
 
-# All faults, half an hour; writes the table of docs/how-to/deployment.md.
+# All faults, half an hour; writes the table of docs/how-to/runbook.md.
 deployment-all: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "deployment or deployment_all" -rs
 	$(BIN)/python tests/support/faults.py --write
