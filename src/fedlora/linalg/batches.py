@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import torch
 
@@ -49,17 +50,17 @@ def stacked(matrices: Sequence[Tensor]) -> Tensor:
 def norms(tensors: Sequence[Tensor]) -> list[float]:
     """||X||_F of each, those of one shape at once: in float32, and in float64 where that has no number for it or they
     came so. Not finite where an entry is not."""
-
-    def measured(members: list[int]) -> list[float]:
-        X = stacked([tensors[k].detach() for k in members])
-        X = X.reshape(len(members), X[0].numel())
-        plain: list[float] = torch.linalg.vector_norm(
-            X, dim=1, dtype=torch.promote_types(X.dtype, torch.float32)
-        ).tolist()
-        return [
-            n if math.isfinite(n) else float(torch.linalg.vector_norm(x, dtype=torch.float64))
-            for n, x in zip(plain, X, strict=True)
-        ]
-
     kinds = [(t.shape, t.dtype, t.device) for t in tensors]
-    return in_batches(measured, kinds, [8 * t.numel() for t in tensors])
+    return in_batches(partial(_norms, tensors), kinds, [8 * t.numel() for t in tensors])
+
+
+def _norms(tensors: Sequence[Tensor], members: list[int]) -> list[float]:
+    """Those of the tensors at `members`, which have one shape and dtype."""
+    X = stacked([tensors[k].detach() for k in members])
+    X = X.reshape(len(members), X[0].numel())
+    wide = torch.promote_types(X.dtype, torch.float32)
+    plain: list[float] = torch.linalg.vector_norm(X, dim=1, dtype=wide).tolist()
+    return [
+        n if math.isfinite(n) else float(torch.linalg.vector_norm(x, dtype=torch.float64))
+        for n, x in zip(plain, X, strict=True)
+    ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -30,26 +31,27 @@ def may_cancel(
     matrices in the factors' own dtype, float32 at least. Never False where it is so, for `times` up to 300. Cost: r^2
     (d_out + d_in), of pairs of one shape at once.
     """
-
-    def measured(members: list[int]) -> list[tuple[bool, float]]:
-        B, A = (stacked([pairs[k][side].detach() for k in members]) for side in (0, 1))
-        wide = torch.promote_types(torch.promote_types(B.dtype, A.dtype), torch.float32)
-        B, A = B.to(wide), A.to(wide)
-        of_B, of_A = B.mT @ B, A @ A.mT
-        lengths = (of_B.diagonal(dim1=1, dim2=2) * of_A.diagonal(dim1=1, dim2=2)).sqrt()
-        terms, squares = lengths.sum(dim=1, dtype=torch.float64), (of_B * of_A).sum(dim=(1, 2), dtype=torch.float64)
-        found = []
-        for k, size, square in zip(members, terms.tolist(), squares.tolist(), strict=True):
-            if size == 0 and not all(bool(t.any()) for t in pairs[k]):
-                found.append((False, 0.0))
-            elif not 1e-15 < size < 1e15:  # squares of such sizes are no numbers of float32, or round to none
-                found.append((True, 0.0))
-            else:
-                found.append((square * times**2 <= size**2, math.sqrt(max(square, 0.0))))
-        return found
-
     kinds = [(B.shape, A.shape, B.dtype, A.dtype, B.device) for B, A in pairs]
-    return in_batches(measured, kinds, [8 * max(B.numel(), A.numel()) for B, A in pairs], each)
+    return in_batches(partial(_measured, pairs, times), kinds, [8 * max(B.numel(), A.numel()) for B, A in pairs], each)
+
+
+def _measured(pairs: Sequence[tuple[Tensor, Tensor]], times: float, members: list[int]) -> list[tuple[bool, float]]:
+    """`may_cancel` of the pairs at `members`, which have the same shapes and dtypes."""
+    B, A = (stacked([pairs[k][side].detach() for k in members]) for side in (0, 1))
+    wide = torch.promote_types(torch.promote_types(B.dtype, A.dtype), torch.float32)
+    B, A = B.to(wide), A.to(wide)
+    of_B, of_A = B.mT @ B, A @ A.mT
+    lengths = (of_B.diagonal(dim1=1, dim2=2) * of_A.diagonal(dim1=1, dim2=2)).sqrt()
+    terms, squares = lengths.sum(dim=1, dtype=torch.float64), (of_B * of_A).sum(dim=(1, 2), dtype=torch.float64)
+    found = []
+    for k, size, square in zip(members, terms.tolist(), squares.tolist(), strict=True):
+        if size == 0 and not all(bool(t.any()) for t in pairs[k]):
+            found.append((False, 0.0))
+        elif not 1e-15 < size < 1e15:  # squares of such sizes are no numbers of float32, or round to none
+            found.append((True, 0.0))
+        else:
+            found.append((square * times**2 <= size**2, math.sqrt(max(square, 0.0))))
+    return found
 
 
 def terms_and_size(B: Tensor, A: Tensor) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -117,19 +118,27 @@ def gauge_splits(
     to 1e-9. Whatever is not - deficient, badly conditioned, float64 - goes through `gauge_split` itself. dtype: of the
     results; all is computed in float64.
     """
-
-    def split(members: list[int]) -> list[Split]:
-        B, A = pairs[members[0]]
-        ordinary = torch.promote_types(B.dtype, A.dtype) != torch.float64 and 0 < B.shape[1] <= B.shape[0]
-        some = [pairs[k] for k in members]
-        made = _ordinary(some, tolerances[members[0]]) if ordinary else [None] * len(members)
-        return [
-            (found or gauge_split(*pairs[k], tolerance=tolerances[k], canonical=canonical)).to(dtype)
-            for k, found in zip(members, made, strict=True)
-        ]
-
     kinds = [(B.shape, A.shape, B.dtype, A.dtype, t) for (B, A), t in zip(pairs, tolerances, strict=True)]
-    return in_batches(split, kinds, [8 * B.numel() for B, _ in pairs])
+    work = partial(_split, pairs, tolerances, canonical, dtype)
+    return in_batches(work, kinds, [8 * B.numel() for B, _ in pairs])
+
+
+def _split(
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    tolerances: Sequence[float],
+    canonical: Canonical,
+    dtype: torch.dtype,
+    members: list[int],
+) -> list[Split]:
+    """`gauge_splits` of the pairs at `members`, which have the same shapes, dtypes and tolerance."""
+    B, A = pairs[members[0]]
+    ordinary = torch.promote_types(B.dtype, A.dtype) != torch.float64 and 0 < B.shape[1] <= B.shape[0]
+    some = [pairs[k] for k in members]
+    made = _ordinary(some, tolerances[members[0]]) if ordinary else [None] * len(members)
+    return [
+        (found or gauge_split(*pairs[k], tolerance=tolerances[k], canonical=canonical)).to(dtype)
+        for k, found in zip(members, made, strict=True)
+    ]
 
 
 def _ordinary(pairs: Sequence[tuple[Tensor, Tensor]], tolerance: float) -> list[Split | None]:
