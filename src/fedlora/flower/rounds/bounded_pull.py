@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -209,18 +210,27 @@ class _Unreadable(Exception):
 
 
 def put_together(message_id: str, contents: dict[str, bytes], limit: Limit) -> Message:
-    """Assemble a message from its objects, after checking its size.
+    """Assemble a message from its objects, after checking its size. It takes them out of `contents` array by array, so
+    that an upload is in memory once.
 
     Raises:
         TooLarge: its arrays. _Unreadable: it is not a message of flwr.
     """
-    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents as inflated
 
     total = unpacked_bytes(contents)
     if total > limit.bytes:
         raise TooLarge(total)
     try:
-        message = inflate_object_from_contents(message_id, contents)
+        arrays = _pieces(contents)
+        left, whole = Counter(piece for own in arrays.values() for piece in own), dict[str, Any]()
+        for array, own in arrays.items():
+            whole[array] = inflated(array, {one: contents[one] for one in (array, *own)})
+            left.subtract(own)
+            for piece in own:
+                if not left[piece]:  # arrays of zeros share theirs
+                    del contents[piece]
+        message = inflated(message_id, contents, objects=whole)
     except Exception as error:  # a forged object can raise anything, and its sender is to blame
         raise _Unreadable(f"its reply cannot be put together: {shown(f'{type(error).__name__}: {error}')}") from error
     if not isinstance(message, Message):
@@ -242,6 +252,13 @@ def unpacked_bytes(contents: Mapping[str, bytes]) -> int:
         except Exception as error:
             raise _Unreadable("an array of its reply has no list of its pieces") from error
     return total
+
+
+def _pieces(contents: Mapping[str, bytes]) -> dict[str, list[str]]:
+    """Array -> its pieces, by their ids. An array is none, although flwr would take it for one: arrays of arrays grow
+    without limit."""
+    heads = {key: _head(content) for key, content in contents.items()}
+    return {key: children for key, (kind, children, _) in heads.items() if kind == "Array"}
 
 
 def _head(content: bytes) -> tuple[str, list[str], int]:
