@@ -308,7 +308,7 @@ def stock_upload(record: RecordDict, client: Client, shapes: Mapping[str, tuple[
         RecordError: keys or shapes that no LoRA of these modules has.
     """
     modules: dict[str, dict[str, Tensor]] = {}
-    for arrays, key in [(arrays, key) for arrays in parts(record, ArrayRecord).values() for key in arrays]:
+    for arrays, key in [(found, key) for found in parts(record, ArrayRecord).values() for key in found]:
         module, factor = stock_key(key) or ("", "")
         if module not in shapes:
             raise RecordError(f"{key[:80]!r} is no LoRA factor of this model.")
