@@ -21,10 +21,10 @@ from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.playing import told
 from fedlora.flower.serving.standing import standing
+from fedlora.flower.setup.checkup import checked_folder
 from fedlora.flower.setup.init_steps import federation
 from fedlora.flower.setup.members import invite
 from fedlora.flower.setup.policy_file import policy_text
-from fedlora.flower.setup.private_checkup import privacy_rows
 from fedlora.flower.setup.project import make_federation
 from fedlora.flower.site.site_checks import checked_work
 from fedlora.flower.terms.joining import JoinFile
@@ -133,7 +133,7 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     policy = Policy.read(home / "policy.toml")
     assert (policy.retries, policy.quarantine, dict(policy.clients)) == (0, 0, RANKS)
     assert Policy.read(FederationFolder(home).policy) == policy and "retries = 1" in policy_text(RANKS)
-    rows = privacy_rows(FederationFolder(home), FederationSettings.load(home / "federation.toml"), policy)
+    rows = [row for row in checked_folder(home) if row[0] in ("serve", "privacy", "ledger")][1:]
     assert [row[0] for row in rows] == ["privacy", "ledger"] and all(row[2] for row in rows)
     assert rows[0][1].startswith("epsilon 706.09") and "nothing is charged yet" in rows[1][1]
     with pytest.raises(ConfigError, match=r"'dublin' .* 3 members"):

@@ -1,4 +1,4 @@
-"""Closing a round whose uploads are all there: judged, weighed, and aggregated in the order of client ids."""
+"""Closes a round that kept all its uploads: judges, weighs and aggregates them in the order of client ids."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _AT_ONCE = 2**25  # bytes of updates: work enough for every thread, and little b
 
 
 def close_whole(held: dict[str, Upload], attendance: Attendance) -> ServerState:
-    """The next state from all uploads that count, by client.
+    """The next state from all uploads that count. held: client -> upload.
 
-    Once it is certain who counts it empties `held`, and lets go of each group of matrices when their states are made:
-    where nobody else holds the uploads, a round needs them or the next state in memory, and hardly both.
+    Once it is certain who counts, it empties `held`, and it drops each group of matrices once their states are made. If
+    nobody else holds the uploads, a round hardly needs memory for both them and the next state.
     """
     attendance.require_quorum()
     terms, counts = attendance.terms, dict(sorted(attendance.counts.items()))
@@ -116,7 +116,7 @@ def _aggregated(terms: Terms, updates: dict[str, list[Update]], each: Each) -> d
 
 
 def updates_of(module: str, uploads: Sequence[Upload], weights: Mapping[str, float], found: Cancelling) -> list[Update]:
-    """What a method gets of the clients of `uploads`, for one module that all of them hold, in one compute dtype."""
+    """The method's input from the clients of `uploads`, for one module that all of them hold, in one compute dtype."""
     dtype = reduce(torch.promote_types, (compute_dtype(u.adapter.modules[module]) for u in uploads))
     updates = []
     for u in uploads:
@@ -135,13 +135,13 @@ def updates_of(module: str, uploads: Sequence[Upload], weights: Mapping[str, flo
 
 
 def promoted(lora: LoRA, dtype: torch.dtype) -> LoRA:
-    """In that dtype and without gradients; the same tensors where they are so already."""
+    """The pair in that dtype and without gradients; the same tensors if nothing has to change."""
     if all(t.dtype == dtype and not t.requires_grad for t in lora.tensors().values()):
         return lora
     return lora.map(lambda t: t.detach().to(dtype))
 
 
 def _stored_dtype(lora: LoRA) -> torch.dtype:
-    """The narrower of the dtypes in which the factors arrived."""
+    """The narrower dtype of the two received factors."""
     dtypes = {t.dtype for t in lora.tensors().values()}
     return max(dtypes, key=lambda d: torch.finfo(d).eps) if len(dtypes) > 1 else dtypes.pop()

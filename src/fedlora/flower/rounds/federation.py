@@ -17,11 +17,13 @@ from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError
+from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.measured_where import check, choosing_of
-from fedlora.flower.rounds.membership import capped
-from fedlora.flower.rounds.private_federation import planned
+from fedlora.flower.rounds.membership import check_playable
+from fedlora.flower.rounds.private_federation import check_affordable, planned
+from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.results import check_readouts
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
@@ -30,6 +32,7 @@ from fedlora.flower.rounds.strategy import whose
 from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.privacy import check_policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.private_run import PrivacyPlan
 from fedlora.server.server import Server, start
@@ -85,9 +88,12 @@ def begun(folder: Path, *, measure: bool = True) -> Begun:
     seed_adapter, spec = read_adapter(home.start, scaling=settings.lora.unit)
     plan: PrivacyPlan | None = None
     if settings.privacy is not None:
+        check_policy(policy, settings.privacy)
         server, plan = planned(settings, server, seed_adapter)
-    capped(server, policy)
+        if not has_released(home):
+            check_affordable(settings, server, plan)
     state = start(server, seed_adapter)
+    check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
     check_readouts(settings, server, state)
     agreement = Agreement.read(home.agreement)
     config = settings.for_server()

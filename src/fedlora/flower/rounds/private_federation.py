@@ -65,7 +65,7 @@ def opened_private(
     """The federation after `done` rounds, ready to continue. The first call writes its id.
 
     Raises:
-        ConfigError: as `check_affordable`; a ledger without rounds that were released. CheckpointError.
+        ConfigError: a ledger without rounds that were released. CheckpointError.
     """
     folder = private_folder(home)
     path = folder / "run.json"
@@ -75,7 +75,6 @@ def opened_private(
                 f"{path} is gone, and {done} private rounds are played: what they were charged as is not known. "
                 f"Restore {folder} from a backup."
             )
-        check_affordable(settings, private, plan)
         for secret in (folder, home.checkpoints):  # they show who took part
             secret.mkdir(parents=True, exist_ok=True)
             secret.chmod(0o700)

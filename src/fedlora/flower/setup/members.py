@@ -26,9 +26,10 @@ from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.ownership import check_owner
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.membership import check_quorum
 from fedlora.flower.serving.superlink import SuperLink, SuperLinkError
 from fedlora.flower.setup.policy_file import Rank, read_policy_text, with_client, without_client
-from fedlora.flower.setup.project import check_quorum, join_file
+from fedlora.flower.setup.project import join_file
 from fedlora.flower.setup.start import check_ranks
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts
@@ -150,7 +151,7 @@ def remove(home: Path, name: str) -> bool:
             if not left:
                 raise ConfigError(f"{name!r} is the only site: without it nobody is left. Stop the server instead.")
             try:
-                check_quorum(settings, left)
+                check_quorum(settings.server.quorum, left, settings.run.participation)
             except ConfigError as error:
                 raise ConfigError(f"without {name!r}: {error} Lower it in {there.settings} first.") from error
             files.write(there.policy, without_client(read_policy_text(there.policy), name))

@@ -80,7 +80,7 @@ class Policy:
         return min(1.0, max(0.5, 2 / len(self.clients)))
 
     def largest_shares(self, weighting: Weighting, clients: int) -> list[float]:
-        """For each of this many clients in a round, its largest possible weight, whatever it claims.
+        """The largest possible weight of each client in a round of `clients`, whatever it claims.
 
         Example:
             >>> Policy(dict.fromkeys("abcd", 4), max_weight_share=0.3).largest_shares("examples", 3)
@@ -90,7 +90,7 @@ class Policy:
 
     @classmethod
     def read(cls, path: Path) -> Policy:
-        """From policy.toml: [clients] name = rank, and the fields above. Raises `ConfigError`."""
+        """Reads policy.toml: [clients] name = rank, and the fields above. Raises `ConfigError`."""
         raw = read_toml(path, "the policy")
         known = {field.name for field in fields(cls)} | {"max_rank"}
         unknown = sorted(set(raw) - known)
