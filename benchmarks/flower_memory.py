@@ -147,7 +147,7 @@ def train(message: Message, context: Context) -> Message:
     return Message(Node(name, Moves(), Path(plan()["home"]) / name).work(message.content), reply_to=message)
 
 
-# ------------------------------------------------------------------------------------------------ who starts and watches
+# ---------------------------------------------------------------------------------------------- who starts and watches
 
 
 def free_port() -> int:

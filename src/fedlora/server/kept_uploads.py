@@ -15,6 +15,7 @@ from fedlora.core.lora import LoRA, compute_dtype
 from fedlora.core.messages import Upload
 from fedlora.core.method import Update, aggregate_all
 from fedlora.errors import UploadRefused
+from fedlora.linalg.batches import in_batches
 from fedlora.linalg.parallel import Each, workers
 from fedlora.server.cancelling import Cancelling, cancelling
 from fedlora.server.closing import closed, held_to_share, shares
@@ -98,21 +99,20 @@ def _updates(
 
 
 def _aggregated(terms: Terms, updates: dict[str, list[Update]], each: Each) -> dict[str, Any]:
-    """Module -> its next state. It empties `updates`, as many matrices at a time as make `_AT_ONCE` bytes."""
-    after, names = dict[str, Any](), list(updates)
-    while names:
-        group, size = list[str](), 0
-        while names and size < _AT_ONCE:
-            group.append(names.pop(0))
-            sent = (t for u in updates[group[-1]] for t in u.lora.tensors().values())
-            size += sum(t.numel() * t.element_size() for t in sent)
-        with blamed_on(terms.method, "aggregate"):
-            before = [terms.state.modules[name] for name in group]
-            made = aggregate_all(terms.method, before, [updates.pop(name) for name in group], each)
-            if len(made) != len(before):
-                raise TypeError(f"{len(made)} states came back for {len(before)} matrices")
-        after |= zip(group, made, strict=True)
-    return after
+    """Module -> its next state. It empties `updates`, some `_AT_ONCE` bytes of them at a time."""
+    names = list(updates)
+
+    def made(members: list[int]) -> list[Any]:
+        group = [names[k] for k in members]
+        before = [terms.state.modules[name] for name in group]
+        after = aggregate_all(terms.method, before, [updates.pop(name) for name in group], each)
+        if len(after) != len(before):
+            raise TypeError(f"{len(after)} states came back for {len(before)} matrices")
+        return after
+
+    sizes = [sum(t.nbytes for u in updates[name] for t in u.lora.tensors().values()) for name in names]
+    with blamed_on(terms.method, "aggregate"):
+        return dict(zip(names, in_batches(made, [None] * len(names), sizes, most=_AT_ONCE), strict=True))
 
 
 def updates_of(module: str, uploads: Sequence[Upload], weights: Mapping[str, float], found: Cancelling) -> list[Update]:

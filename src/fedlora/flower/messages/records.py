@@ -126,15 +126,12 @@ def parcel_record(
 
 
 def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
-    """The received parcel, and the federation's name. Each array leaves the record when it is read, for adapters are
-    large. Raises `RecordError`."""
+    """The received parcel, and the federation's name. Raises `RecordError`."""
     opened(record, "the server", "this site")
     said = _said(record, "parcel")
     groups: dict[str, dict[str, dict[str, Tensor]]] = {}
     heads: dict[str, dict[str, Tensor]] = {"heads": {}, "start-heads": {}}
-    arrays = parts(record, ArrayRecord)["arrays"]
-    for name in list(arrays):
-        array = arrays.pop(name)
+    for name, array in parts(record, ArrayRecord)["arrays"].items():
         group, _, rest = name.partition("/")
         tensor = to_tensor(array, [None] * len(array.shape), name)
         if group in heads:
