@@ -19,7 +19,7 @@ from fedlora.core.lora import Adapter
 from fedlora.core.messages import Upload
 from fedlora.core.method import Method
 from fedlora.core.summing import FromMeans, FromSums, Summing
-from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.errors import HyperparameterError, QuorumNotMet, UploadRefused
 from fedlora.linalg.own_modes import own_modes
 from fedlora.linalg.parallel import workers
 from fedlora.server.cancelling import cancelling
@@ -145,9 +145,12 @@ class Uploads:
             self._require_whole()
             if not self._sums:
                 self._require_unwritten()
-                after = close_whole(self._held, self._attendance)
                 self._lost = True  # no state could include an upload that came now
-                return after
+                try:
+                    return close_whole(self._held, self._attendance)
+                except QuorumNotMet:
+                    self._lost = False
+                    raise
             self._add_up()
             self._attendance.require_quorum()
             self._lost = True  # the sums are used up

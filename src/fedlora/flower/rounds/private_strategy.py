@@ -99,6 +99,7 @@ class PrivateFedLoRA(FedLoRA):
             self._out_of_budget(number, spent)
             return None
         self.fates = {}
+        del trial, intake  # with the sum, and the state before
         line = public_line({**closed.line, "seconds": None}, self.private.spent(number))
         self.lines.put(line)
         self.memory = closed.memory
