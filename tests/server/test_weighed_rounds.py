@@ -255,7 +255,7 @@ def test_a_projector_basis_below_the_union_rank_is_refused_in_the_round() -> Non
     beside them; energy may cut."""
     played = list(rounds(Server(build("glora")), MIXED, FOUR))[-1]
     cutting = Server(build("glora", rank=17), rule=Clip(threshold=0.1))
-    with pytest.raises(HyperparameterError, match="rank = 17 cuts 25 directions"):
+    with pytest.raises(HyperparameterError, match="rank = 17 cuts the 25 directions"):
         cutting.aggregate(played.before, played.uploads)
     Server(build("glora", rank=17), rule=Clip(threshold=1e9)).aggregate(played.before, played.uploads)
     Server(build("glora", rank=3, basis="energy"), rule=Clip(threshold=0.1)).aggregate(played.before, played.uploads)
