@@ -174,7 +174,7 @@ def test_a_key_of_another_kind_or_a_broken_one_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another kind"):
         private_key(written_key(tmp_path / "ed", ed25519.Ed25519PrivateKey.generate()))
     (tmp_path / "broken").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n")
-    with pytest.raises(ConfigError, match="no private key as OpenSSH"):
+    with pytest.raises(ConfigError, match="private key of OpenSSH"):
         private_key(tmp_path / "broken")
     (tmp_path / "ca.crt").write_text("nonsense")
     (tmp_path / "key").write_text("")

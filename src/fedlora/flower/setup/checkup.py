@@ -107,7 +107,7 @@ def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy
         check_quorum(settings, len(names))
         quorum = f"{settings.server.quorum or 1} of {len(names)} sites"
         if settings.privacy is not None:
-            quorum = f"none: all {len(names)} sites are asked, and who is missing counts as zero"
+            quorum = f"none: all {len(names)} sites are asked, and a missing site counts as zero"
         rows: list[Row] = [("quorum", quorum, True)]
     except FedLoRAError as error:
         rows = [("quorum", str(error), False)]
@@ -122,7 +122,7 @@ def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy
         rows += [(f"site {name}", wrong, False) for wrong in _wrong(there, settings, agreement, name)]
     for key in sorted(there.key("x").parent.glob("*.pub")):
         if key.stem not in names:
-            rows.append((f"site {key.stem}", f"has a key in keys/ and is not in {there.policy.name}", False))
+            rows.append((f"site {key.stem}", f"has a key in keys/ but is not in {there.policy.name}", False))
     return rows
 
 
@@ -169,10 +169,10 @@ def _wrong(there: FederationFolder, settings: FederationSettings, agreement: Agr
                 found.append(f"its join file has another {stale[0]}: fedlora flower admit {there.path} --new {name}")
         if there.key(name).is_file():
             if not there.request(name).is_file():
-                return [*found, f"has a key, and no {there.request(name)}: what base model it has is not known"]
+                return [*found, f"has a key, but no {there.request(name)}: its base model is unknown"]
             request = Request.read(there.request(name))
             if request.public.strip() != there.key(name).read_text(encoding="ascii").strip():
-                found.append(f"{there.key(name)} is not the key of its request: admit it anew")
+                found.append(f"{there.key(name)} is not the key of its request: admit the site again")
             admitted(settings, agreement, name, Facts.requested(request.facts))
     except (FedLoRAError, OSError, ValueError) as error:
         found.append(str(error))
@@ -206,7 +206,7 @@ def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
     found = doors.listening(port)
     open_ = [address for address in found if not doors.is_loopback(address)]
     if open_:
-        why = "whoever reaches it can run Python on this machine. Start it by fedlora flower serve, which does not"
+        why = "whoever reaches it can run Python on this machine. Start it with fedlora flower serve, which avoids this"
         return [("SuperLink", f"port {port} answers on {', '.join(open_)}, not on loopback alone: {why}", False)]
     said = "answers, on loopback only" if found else "not running"
     rows: list[Row] = [("SuperLink", f"127.0.0.1:{port}, {said}", bool(found) or None)]

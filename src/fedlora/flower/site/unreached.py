@@ -56,8 +56,8 @@ def diagnosed(server: Server) -> Found | None:
     except OSError as error:
         return Found(
             "name",
-            f"the name {server.name!r} is not known on this machine ({error.strerror or error}). Is it spelled as the "
-            f"server's people gave it, and do they or your DNS (or /etc/hosts) know it?",
+            f"the name {server.name!r} is not known on this machine ({error.strerror or error}). Is it spelled right, "
+            f"and does your DNS (or /etc/hosts) have it?",
         )
     found: Found | None = None
     for family, kind, protocol, _, address in addresses:
@@ -78,14 +78,14 @@ def _unconnected(server: Server, address: str, error: OSError) -> Found:
     if isinstance(error, ConnectionRefusedError):
         return Found(
             "closed",
-            f"{at} refuses the connection: the machine is there, and nothing listens at port {server.port}. Is the "
-            f"proxy running there, and is this its port?",
+            f"{at} refuses the connection: the machine is up, but nothing listens at port {server.port}. Is the proxy "
+            f"running there, and is this its port?",
         )
     if isinstance(error, TimeoutError):
         return Found(
             "silent",
             f"{at} does not answer within {_PATIENCE:.0f} seconds: the machine or the line is down, or a firewall here "
-            f"or there swallows port {server.port}.",
+            f"or there blocks port {server.port}.",
         )
     return Found("silent", f"{at} cannot be reached from here: {error.strerror or error}. Is the line up?")
 
@@ -106,7 +106,7 @@ def _greeted(server: Server, connection: socket.socket) -> Found | None:
         if isinstance(error, TimeoutError):
             return Found(
                 "silent",
-                f"{server.address} takes the connection, and did not answer the TLS handshake within {_PATIENCE:.0f} "
+                f"{server.address} takes the connection, but did not answer the TLS handshake within {_PATIENCE:.0f} "
                 f"seconds: it is overloaded, or this is not the port of the proxy.",
             )
         return Found(
@@ -140,7 +140,7 @@ def _distrusted(server: Server, error: ssl.SSLCertVerificationError) -> str:
     if error.verify_code in (62, 64):
         names = ", ".join(_names(shown_there)) or "nobody"
         return (
-            f"the certificate at {server.address} is of {names}, and not of {server.name}. Is the name right, or did "
+            f"the certificate at {server.address} is for {names}, not for {server.name}. Is the name right, or did "
             f"another server answer?"
         )
     issuer = shown_there.issuer.rfc4514_string()
