@@ -206,5 +206,5 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
 
 def test_a_federation_is_no_simulated_population() -> None:
     """A card made of such a ledger would say that it is no account of anybody's data."""
-    with pytest.raises(ValueError, match="privacy.population = .*real"):
+    with pytest.raises(ValueError, match=r"privacy\.population = .*real"):
         FederationPrivacy(clip=1.0, epsilon=8.0, delta=1e-3, population=SIMULATED, ledger="l.jsonl")

@@ -122,7 +122,7 @@ def test_a_tls_port_that_is_too_busy_for_a_handshake_is_not_said_to_speak_http(t
     [
         (["127.0.0.1"], -9, -2, False, "ended on 20"),
         (["127.0.0.1"], 2, 9, False, "this machine's clock"),
-        (["fl.example.org", "10.0.0.1"], -1, 9, False, "fl.example.org, 10.0.0.1, and not of 127.0.0.1"),
+        (["fl.example.org", "10.0.0.1"], -1, 9, False, "fl.example.org, 10.0.0.1, not for 127.0.0.1"),
         (
             ["127.0.0.1"],
             -1,
@@ -179,4 +179,4 @@ def test_a_key_of_another_kind_or_a_broken_one_is_named(tmp_path: Path) -> None:
     (tmp_path / "ca.crt").write_text("nonsense")
     (tmp_path / "key").write_text("")
     found = look(Server("127.0.0.1", 9, tmp_path / "ca.crt"), written_key(tmp_path / "key"))
-    assert found.fate == "certificate" and "no file of certificates" in found.why
+    assert found.fate == "certificate" and "not a file of certificates" in found.why

@@ -112,7 +112,7 @@ def test_nobody_there_is_said_and_no_proxy_is_asked(tmp_path: Path, monkeypatch:
     link = SuperLink(home(tmp_path / "f"))
     began = time.monotonic()
     assert not link.answers()
-    with pytest.raises(SuperLinkError, match=r"does not respond as expected: .*refused"):
+    with pytest.raises(SuperLinkError, match="refused"):
         link.nodes()
     assert time.monotonic() - began < 5
     assert link.env["NO_PROXY"] == "example.org,127.0.0.1,localhost" and os.environ["NO_PROXY"] == "example.org"

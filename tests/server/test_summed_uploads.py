@@ -445,5 +445,5 @@ def test_many_additions_make_no_directions() -> None:
 @pytest.mark.parametrize("n", [1e300, 1e-100, 10**300])
 def test_counts_that_sums_cannot_carry_are_refused(n: float) -> None:
     s, _ = pair()
-    with pytest.raises(UploadRefused, match="num_examples = .*1e-12 to 1e12"):
+    with pytest.raises(UploadRefused, match=r"num_examples = .*1e-12 to 1e12"):
         s.open(start(s)).add(replace(uploads(1)[0], num_examples=n))
