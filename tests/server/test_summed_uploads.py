@@ -304,8 +304,8 @@ def test_a_disk_that_fills_meanwhile_loses_the_round_and_not_the_process() -> No
 
 
 def test_a_round_that_was_interrupted_or_closed_takes_and_closes_nothing_more() -> None:
-    """A caller who goes on after an exception (Ctrl-C in a notebook, a limit of time, a full disk) had a mean without
-    the uploads that were being added up, whose clients were counted. Each step is interrupted once."""
+    """A caller who continued after an exception (Ctrl-C in a notebook, a time limit, a full disk) got a mean without
+    the uploads that were being added up, although their clients counted. Each step is interrupted once."""
     for step in range(3):
         s, _ = pair("glora, cut")
         opened, us = s.open(start(s)), uploads(20)
