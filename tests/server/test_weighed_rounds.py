@@ -222,7 +222,7 @@ def test_methods_whose_options_undo_a_rule_are_refused(name: str, hparams: dict[
 
 @pytest.mark.parametrize("name", METHODS)
 def test_an_average_of_factors_is_refused_under_a_rule_but_by_name(name: str) -> None:
-    """All methods. `factor_averages` is needed if both factors travel and no product is taken; otherwise it is refused."""
+    """All methods. `factor_averages` is needed if both factors travel without a product; otherwise it is refused."""
     refused = name in FACTORS
     with pytest.raises(HyperparameterError, match="averages the factors B and A" if refused else "has no effect"):
         Server(method(name), rule=Clip(factor_averages=not refused))
