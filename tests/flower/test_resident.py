@@ -174,7 +174,7 @@ def test_trainers_that_all_end_in_time_are_not_waited_for_for_ever(
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    """Nothing of the data is in it, and the server's people can tell the site's; whatever it was raised as."""
+    """It contains nothing of the data, but lets the server's operator tell the site; for every kind of exception."""
     full = OSError(errno.ENOSPC, "No space left on device", "/data/jane-doe.csv")
     try:
         try:

@@ -64,7 +64,7 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
                 raise ConfigError(str(error)) from error
         asked = FederationSettings.load(home.settings).run.rounds  # it may have been raised meanwhile
         if asked > settings.run.rounds and recorder.stopped(recorder.lines(strategy.round)) is None:
-            log.info("%d rounds are asked for by now: it goes on, with the settings of now", asked)
+            log.info("run.rounds is %d by now: the federation continues, with the new settings", asked)
             return {"rounds": strategy.round, "of": asked, "finished": False}
         return finish(grid, b, strategy, recorder, private)
 
@@ -72,27 +72,27 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
 def told(summary: Mapping[str, Any]) -> str:
     """A sentence or two: the federation is over, and how to continue."""
     if not summary.get("finished", True):
-        return f"{summary['rounds']} of {summary['of']} rounds are played, and the rest follow."
+        return f"{summary['rounds']} of {summary['of']} rounds are played; the others follow."
     early = summary.get("stopped_early")
     if early and "privacy" in summary and early.get("best_round") is None:
         return (
-            f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To go on, raise "
-            f"the budget in the ledger, if the population may lose more (fedlora privacy LEDGER --budget), and start "
-            f"it again."
+            f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To continue, "
+            f"raise the budget in the ledger, if the population may lose more (fedlora privacy LEDGER --budget), and "
+            f"start the server again."
         )
     if early:
         return (
-            f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To go on, raise "
-            f"evaluate.patience in federation.toml, or leave it out."
+            f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To continue, "
+            f"raise evaluate.patience in federation.toml, or leave it out."
         )
     if "privacy" in summary:
         return (
-            f"this federation is finished: all {summary['rounds']} rounds are played that epsilon was promised for, "
-            f"and its adapter is in server/adapter. More rounds are another federation, charged to the same ledger."
+            f"this federation is finished: it has played all {summary['rounds']} rounds that its epsilon covers, and "
+            f"its adapter is in server/adapter. More rounds need another federation, charged to the same ledger."
         )
     return (
         f"this federation is finished: all {summary['rounds']} rounds are played, and its adapter is in "
-        f"server/adapter. To go on, raise run.rounds in federation.toml."
+        f"server/adapter. To continue, raise run.rounds in federation.toml."
     )
 
 
@@ -106,7 +106,7 @@ def played_by_one(server: Path) -> Iterator[None]:
     server.mkdir(parents=True, exist_ok=True)
     with locked(server / ".lock", lambda who: (
         f"the rounds in {server} are being played by process {who}. Two runs of one federation would undo each other: "
-        f"wait for that one, or end it (`fedlora flower status` shows how far it is)."
+        f"wait for that run, or end it (`fedlora flower status` shows how far it is)."
     )):  # fmt: skip
         yield
 

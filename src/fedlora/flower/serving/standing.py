@@ -131,7 +131,7 @@ def _settings(path: Path) -> FederationSettings:
         facts = path.stat()
     except OSError as error:
         raise ConfigError(
-            f"{path.parent} is no folder of `fedlora flower init`: it has no {path.name} ({error.strerror})."
+            f"{path.parent} is not a folder of `fedlora flower init`: it has no {path.name} ({error.strerror})."
         ) from error
     return _loaded(path, facts.st_mtime_ns, facts.st_size)
 

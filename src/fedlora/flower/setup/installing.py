@@ -52,8 +52,8 @@ def steps(
     """
     if os.geteuid() == 0 and "SUDO_USER" in os.environ:
         raise ConfigError(
-            "this calls sudo by itself, for three commands that it shows first: call it without. (As root all of "
-            "fedlora would run, and whoever can write its virtual environment would be root.)"
+            "call this without sudo: it calls sudo itself, for three commands that it shows first. (Otherwise all of "
+            "fedlora would run as root, and anybody who can write its virtual environment would be root.)"
         )
     home = folder.resolve()
     texts = _site(home, user, memory, metrics, label) if is_site(home) else _server(home, user, memory, metrics, label)
@@ -75,18 +75,18 @@ def carry_out(todo: list[Step]) -> None:
     """Run them in order, until one fails. Raises `ConfigError`."""
     for step in todo:
         if shutil.which(step.words[0]) is None:
-            raise ConfigError(f"{step.words[0]} is not here. `--print` shows what root is to run in its place.")
+            raise ConfigError(f"{step.words[0]} is not here. `--print` shows the script for root to run instead.")
         code = subprocess.run(step.words, input=step.said.encode(), check=False).returncode
         if code:
             raise ConfigError(
-                f"`{shlex.join(step.words)}` ended with code {code}. Where this user may not sudo, let somebody who "
-                f"may read what `--print` shows, and run it."
+                f"`{shlex.join(step.words)}` ended with code {code}. If this user may not use sudo, let "
+                f"somebody who may read the script of `--print`, and run it."
             )
 
 
 def _site(home: Path, user: str | None, memory: str | None, metrics: str | None, label: str) -> dict[str, str]:
     if metrics is not None:
-        raise ConfigError("--metrics is of a federation's server; a site has none. Leave it out.")
+        raise ConfigError("--metrics is for a federation's server, not for a site. Leave it out.")
     more = {} if memory is None else {"memory": memory}
     site = Site.read(SiteFolder(home).site)
     reads = [Path(path) for path in (site.data, site.model) if Path(path).is_absolute()]
@@ -97,7 +97,7 @@ def _server(home: Path, user: str | None, memory: str | None, metrics: str | Non
     there = FederationFolder(home)
     settings = FederationSettings.load(there.settings)
     if settings.network.name is None:
-        raise ConfigError(f"{home} is a trial on this machine, which `fedlora flower up` plays: it has no units.")
+        raise ConfigError(f"{home} is a trial on this machine: run it with `fedlora flower up`; it has no units.")
     ledger, known = _ledger(home), None
     if ledger is not None:
         known = _known(user or owner(home))
@@ -145,7 +145,7 @@ def _check_free(path: Path, home: Path) -> None:
         return
     if found is not None and found[1].replace("%%", "%") != str(home):
         raise ConfigError(
-            f"{path} is the unit of {found[1]}: a second one on this machine gets a name of its own, such as --name "
+            f"{path} is the unit of {found[1]}. Give a second one on this machine its own name, such as --name "
             f"{home.name}. If that folder was moved here: systemctl disable --now {path.stem}, and delete {path} first."
         )
 

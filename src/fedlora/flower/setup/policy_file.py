@@ -83,7 +83,7 @@ def _parsed(text: str) -> tuple[tomlkit.TOMLDocument, Any]:
         tomllib.loads(text)
         found = tomlkit.parse(text)
     except (tomllib.TOMLDecodeError, TOMLKitError) as error:
-        raise ConfigError(f"the policy is not TOML: {error}. Mend it first.") from error
+        raise ConfigError(f"the policy is not TOML: {error}. Repair it first.") from error
     if not isinstance(clients := found.get("clients"), Mapping):
         raise ConfigError("the policy has no table [clients] with name = rank.")
     return found, clients
@@ -98,7 +98,7 @@ def _checked(found: tomlkit.TOMLDocument, before: str, clients: Mapping[str, Ran
     }
     if tomllib.loads(made) != wanted:
         raise ConfigError(
-            f"policy.toml is written in a form that is not changed here: write {quoted(str(dict(clients)))} below "
+            f"policy.toml has a form that this command cannot change: write {quoted(str(dict(clients)))} below "
             f"[clients] yourself, and call this again."
         )
     return made

@@ -45,7 +45,7 @@ def wait_until_admitted(
         tries += 1
     if found.ahead is not None and abs(found.ahead) > NOTICED:
         way = "ahead of" if found.ahead > 0 else "behind"
-        say(f"this machine's clock is {abs(found.ahead):.0f} s {way} the server's. It is let in; set the clock.")
+        say(f"this machine's clock is {abs(found.ahead):.0f} s {way} the server's. It is still accepted; set it.")
 
 
 def become_supernode(command: list[str], site: SiteFolder, lock: int) -> NoReturn:
@@ -65,8 +65,8 @@ def held(site: SiteFolder) -> Iterator[int]:
     has it."""
     site.state.mkdir(mode=0o700, exist_ok=True)
     with locked(site.state / "node.lock", lambda who: (
-        f"`fedlora flower node` runs for {site.path} already (process {who}): one is enough, and two would be taken "
-        f"for one another by the server. Is it the systemd unit?"
+        f"`fedlora flower node` runs for {site.path} already (process {who}). One is enough: the server could not tell "
+        f"two apart. Is it the systemd unit?"
     )) as descriptor:  # fmt: skip
         yield descriptor
 

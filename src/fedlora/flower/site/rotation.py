@@ -32,8 +32,8 @@ def rotate_key(folder: Path, facts: Mapping[str, Any], look: Callable[[Path], Fo
             go_over(here)
             return None
         raise ConfigError(
-            f"{here.next_key} is there, and not in use yet: {found.why} Send {here.request} to the server, where it is "
-            f"admitted by: fedlora flower admit FED request.toml --rotate."
+            f"{here.next_key} exists, but is not in use yet: {found.why} Send {here.request} to the server, which "
+            f"admits it with: fedlora flower admit FED request.toml --rotate."
         )
     private, public = certificates.new_key()
     certificates.write_private(here.next_key, private)
