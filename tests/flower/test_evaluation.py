@@ -288,7 +288,7 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
             self.closed = True
 
     monkeypatch.setattr("fedlora.flower.rounds.recording.make_tracker", Tracker)
-    monkeypatch.setattr("fedlora.flower.rounds.measured_where.check_trackers", lambda names: None)
+    monkeypatch.setattr("fedlora.flower.rounds.choosing.check_trackers", lambda names: None)
     fed = FederationOnDisk(tmp_path, run={"rounds": 3, "track": ["tensorboard"]})
     grid = fed.grid()
     kill_at(grid, 7, "train")

@@ -149,14 +149,12 @@ def test_odd_sites_are_refused_by_name(text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    "name",
     [
-        ("https://fl.example.org", "a URL"), ("fl.example.org/x", "a URL"), ("10.0.0.1", "an address"),
-        ("::1", "an address"), ("[::1]", "an address"), ("fl.example.org:443", "--port"), ("", "got ''"),
-        ("-fl.org", "letters, digits"), ("fl..org", "letters, digits"), ("*.example.org", "letters, digits"),
-        ("größe.org", "xn--"), ("a" * 300, "letters, digits"), ("fl example", "letters, digits"),
+        "https://fl.example.org", "fl.example.org/x", "10.0.0.1", "::1", "[::1]", "fl.example.org:443", "", "-fl.org",
+        "fl..org", "*.example.org", "größe.org", "a" * 300, "fl example",
     ],
 )  # fmt: skip
-def test_odd_server_names_are_refused(name: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_odd_server_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"such as fl\.example\.org; got"):
         server_name(name)

@@ -24,6 +24,7 @@ from fedlora.flower.messages.counted import Counted
 from fedlora.flower.messages.measuring import SiteScores, as_question, asked_part, record_measured
 from fedlora.flower.messages.records import PROTOCOL, RecordError
 from fedlora.flower.rounds.collecting import Answer
+from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
@@ -169,9 +170,8 @@ def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:
     server = Server(build("glora"))
     state = start(server, seed_adapter())
     online = {name: 1000 + k for k, name in enumerate(ranks) if name != "away"}
-    asked = SiteEvaluation(
-        server, state, Policy(ranks), {"out": 3}, dict.fromkeys(ranks, 5.0), "validation", RUN, online, {}
-    )
+    known = FlowerState(RUN, state, {"out": 3}, dict.fromkeys(ranks, 5.0))
+    asked = SiteEvaluation(server, Policy(ranks), known, "validation", online)
     sent = {q.message.metadata.dst_node_id: q.message for q in asked.questions(OwnClients(), 60.0)}
     assert sorted(sent) == sorted(online[n] for n in ("ok", "forger", "broken", "silent"))
     assert all(m.metadata.message_type == "evaluate" and m.metadata.ttl == 60.0 for m in sent.values())
@@ -221,7 +221,7 @@ def measured_by(said: dict[str, tuple[float, int]], policy: Policy, examples: di
     server = Server(build("glora"))
     online = {name: 1000 + k for k, name in enumerate(said)}
     state = start(server, seed_adapter())
-    asked = SiteEvaluation(server, state, policy, refusals, examples, "validation", RUN, online, {})
+    asked = SiteEvaluation(server, policy, FlowerState(RUN, state, refusals, examples), "validation", online)
     answers = []
     for question in asked.questions(OwnClients(), 60.0):
         name = question.client

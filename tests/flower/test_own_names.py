@@ -65,7 +65,7 @@ def test_a_site_that_knows_another_s_message_cannot_answer_it(tmp_path: Path) ->
         for name in ("acme", "cork"):
             for file, content in zip((name, f"{name}.pub"), certificates.new_key(), strict=True):
                 (tmp_path / file).write_bytes(content)
-            link.register(name, tmp_path / f"{name}.pub")
+            link.keep_keys({path.stem: path for path in tmp_path.glob("*.pub")})
             key = private_key(tmp_path / name)
             node = http_request_response(link.address, False, ca, (key, key.public_key()), max_retries=0)
             nodes[name] = node.__enter__()

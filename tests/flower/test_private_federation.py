@@ -195,7 +195,7 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     assert "cork does not count: offline" in (server / "private" / "log").read_text()
     for secret in ("private", "checkpoints"):
         assert not (server / secret).stat().st_mode & 0o077
-    assert re.search("all 2 rounds .*epsilon", told(summary))
+    assert re.search("(?i)all 2 rounds .*epsilon", told(summary))
     fed.write(run={"rounds": 3})
     with pytest.raises(ConfigError, match="epsilon was promised for 2"):
         fed.play()

@@ -23,11 +23,11 @@ from fedlora import Client, Server, build
 from fedlora.core.messages import Download
 from fedlora.errors import QuorumNotMet
 from fedlora.flower import apps
+from fedlora.flower.children import OWNER
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.messages.envelope import PROTOCOL, opened, with_versions
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.site.node import Node
-from fedlora.flower.site.owner import OWNER
 from fedlora.flower.site.resident import TrainerFailed
 from fedlora.flower.terms.agreement import Facts
 from fedlora.server.server import start

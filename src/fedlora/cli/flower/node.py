@@ -29,7 +29,7 @@ def node(
     from fedlora.flower.places import SiteFolder
     from fedlora.flower.site import node_process, site_checks
     from fedlora.flower.site.reach import Found, Server, look
-    from fedlora.flower.site.rotation import asked
+    from fedlora.flower.site.site_folder import asked
     from fedlora.flower.terms.joining import JoinFile
     from fedlora.runs.quiet import quiet_libraries
 

@@ -24,6 +24,7 @@ from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.rounds.lines import nodes_line, size_of
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving import database
+from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
@@ -62,6 +63,9 @@ class Supervisor:
         seen: called with progress, nodes and standing after each check, for metrics.
         on_up: called when the SuperLink is up. also: called about once a second; an exception from it ends everything.
             A trial uses both to start and watch its nodes.
+
+    Raises:
+        ConfigError: files of the folder name other ports than federation.toml.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class Supervisor:
     ) -> None:
         self.folder, self.link, self._say, self._pace = FederationFolder(home.resolve()), link, say, pace
         self.stop, self._on_up, self._also = stop or threading.Event(), on_up, also
+        check_ports(self.folder)
         self.telling = Telling(self.folder, say, pace.remind, seen)
         self._keys_at, self._read = 0, link.log.stat().st_size if link.log.is_file() else 0
 

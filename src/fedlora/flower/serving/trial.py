@@ -15,7 +15,6 @@ from pathlib import Path
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.standing import Standing, standing
 from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.serving.supervisor import Supervisor
@@ -30,8 +29,7 @@ class Trial:
     """The processes of a trial. stop: set it, and all end in order.
 
     Raises:
-        ConfigError: the folder has no sites, because it is a federation of several machines, or not a federation; or
-            its files name other ports than federation.toml.
+        ConfigError: the folder has no sites, because it is a federation of several machines, or not a federation.
     """
 
     def __init__(self, folder: Path, say: Say = lambda line: None, *, stop: threading.Event | None = None) -> None:
@@ -42,7 +40,6 @@ class Trial:
                 f"{folder} is not a trial: its sites are on machines of their own. `fedlora flower serve {folder}` "
                 f"runs the server's side."
             )
-        check_ports(self.folder)
         self.link, self.nodes = SuperLink(folder), dict[str, subprocess.Popen[bytes]]()
         self._supervisor = Supervisor(
             self.folder.path, self.link, say, stop=stop, on_up=self.start_nodes, also=self._look_after_nodes

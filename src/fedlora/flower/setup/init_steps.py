@@ -16,7 +16,7 @@ from fedlora.flower.setup.dealing import dealt_out, write_rows
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.project import Federation, write_federation
 from fedlora.flower.setup.start import Start, check_ranks, given_start, made_start
-from fedlora.flower.site.join_site import fill_site
+from fedlora.flower.site.site_folder import fill_site
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.facts import Agreement, model_facts
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection

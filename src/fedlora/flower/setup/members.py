@@ -7,8 +7,7 @@
     FED/join/NAME.toml     the join file for the site
     FED/removed/           removed files, by name and time
 
-A change is made completely or not at all: after an error the previous files are restored, and a call that a crash cut
-short can be repeated.
+Each file is written completely or not at all, and a call that an error or a crash cut short can be repeated.
 """
 
 from __future__ import annotations
@@ -27,8 +26,9 @@ from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.ownership import check_owner
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.membership import check_quorum
+from fedlora.flower.serving.standing import keys_of
 from fedlora.flower.serving.superlink import SuperLink, SuperLinkError
-from fedlora.flower.setup.policy_file import Rank, read_policy_text, with_client, without_client
+from fedlora.flower.setup.policy_file import Rank, with_client, without_client
 from fedlora.flower.setup.project import join_file
 from fedlora.flower.setup.start import check_ranks
 from fedlora.flower.terms import certificates
@@ -69,8 +69,7 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
             base model, other versions.
     """
     asked = Request.read(request)
-    with changing(home) as there:
-        settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
+    with changing(home) as (there, settings, policy):
         if asked.federation != settings.id:
             raise ConfigError(
                 f"the request of {asked.site!r} is for the federation {quoted(asked.federation)}, but this one is "
@@ -84,20 +83,16 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         agreement, learned, told = admitted(
             settings, Agreement.read(there.agreement), name, Facts.requested(asked.facts)
         )
-        wanted = {
-            there.agreement: agreement if learned else None,
-            there.request(name): request.read_bytes(),
-            there.key(name): f"{asked.public}\n".encode(),
-        }
-        text = read_policy_text(there.policy)
-        after = text if now == before else with_client(text, name, now)
         known = there.key(name).is_file() and old is None and now == before and not learned
         if old is not None:
             _retire(there, name, "rotated", [there.key(name)], copy=True)
-        _write_all({**{p: c for p, c in wanted.items() if isinstance(c, bytes)}, there.policy: after.encode()})
+        files.write(there.request(name), request.read_bytes())
+        files.write(there.key(name), f"{asked.public}\n")
         if learned:
             agreement.write(there.agreement)
-        online = _tell(there, name, there.key(name))
+        if now != before:
+            files.write(there.policy, with_client(there.policy.read_text(encoding="utf-8"), name, now))
+        online = _tell(there, name)
     return Admitted(name, asked.fingerprint, now, before, old, known, learned, told, online)
 
 
@@ -113,8 +108,7 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
     Raises:
         ConfigError: an invalid name, a new site without a rank, a rank that contradicts the policy's.
     """
-    with changing(home) as there:
-        settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
+    with changing(home) as (there, settings, policy):
         known = policy.clients.get(name)
         if known is None:
             check_site(name, list(policy.clients))
@@ -140,8 +134,7 @@ def remove(home: Path, name: str) -> bool:
     Raises:
         ConfigError: no such site; the rounds could not continue without it.
     """
-    with changing(home) as there:
-        settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
+    with changing(home) as (there, settings, policy):
         parts = [there.key(name), there.request(name), there.join(name)] if _plain(name) else []
         present = [path for path in parts if path.is_file()]
         if name not in policy.clients and not present:
@@ -154,25 +147,24 @@ def remove(home: Path, name: str) -> bool:
                 check_quorum(settings.server.quorum, left, settings.run.participation)
             except ConfigError as error:
                 raise ConfigError(f"without {name!r}: {error} Lower it in {there.settings} first.") from error
-            files.write(there.policy, without_client(read_policy_text(there.policy), name))
+            files.write(there.policy, without_client(there.policy.read_text(encoding="utf-8"), name))
         _retire(there, name, "removed", present, copy=False)
-        return _tell(there, name, None)
+        return _tell(there, name)
 
 
 # -------------------------------------------------------------------------------------------------------------- inside
 
 
 @contextmanager
-def changing(home: Path) -> Iterator[FederationFolder]:
-    """A federation's folder, for one change at a time. Raises `ConfigError`."""
+def changing(home: Path) -> Iterator[tuple[FederationFolder, FederationSettings, Policy]]:
+    """A federation's folder, settings and policy, for one change at a time. Raises `ConfigError`."""
     there = FederationFolder(home.resolve())
-    if not there.settings.is_file():
-        raise ConfigError(f"{home} is not a folder of `fedlora flower init`: it has no {there.settings.name}.")
+    settings = FederationSettings.load(there.settings)
     check_owner(there)
     try:
         with (there.path / "members.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield there
+            yield there, settings, Policy.read(there.policy)
     except OSError as error:
         raise ConfigError(f"{home} cannot be changed: {error}.") from error
 
@@ -226,22 +218,6 @@ def _old_key(there: FederationFolder, asked: Request, rotate: bool) -> str | Non
     return old
 
 
-def _write_all(contents: Mapping[Path, bytes]) -> None:
-    """Write all of these files, in this order, or none: after an error the previous ones are restored."""
-    before = {path: path.read_bytes() if path.is_file() else None for path in contents}
-    done: list[Path] = []
-    try:
-        for path, content in contents.items():
-            done.append(path)
-            files.write(path, content)
-    except BaseException:
-        for path in reversed(done):
-            with suppress(OSError):
-                old = before[path]
-                path.unlink(missing_ok=True) if old is None else files.write(path, old)
-        raise
-
-
 def _retire(there: FederationFolder, name: str, why: str, paths: list[Path], *, copy: bool) -> None:
     """Put a site's files away, with the time: as a copy, or by moving them."""
     at = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
@@ -255,17 +231,17 @@ def _retire(there: FederationFolder, name: str, why: str, paths: list[Path], *, 
         place.chmod(0o700)
 
 
-def _tell(there: FederationFolder, name: str, key: Path | None) -> bool:
+def _tell(there: FederationFolder, name: str) -> bool:
     """Tell a running SuperLink. Raises `ConfigError` if it refuses: `serve` will tell it at its next start."""
     link = SuperLink(there.path)
     if not link.answers():
         return False
     try:
-        link.unregister(name) if key is None else link.register(name, key)
+        link.keep_keys(keys_of(there))
     except SuperLinkError as error:
         raise ConfigError(
-            f"{name!r} is {'removed' if key is None else 'admitted'} here, but the running SuperLink does not know "
-            f"it yet: {error} Start `fedlora flower serve` again."
+            f"{name!r} is {'admitted' if there.key(name).is_file() else 'removed'} here, and the running SuperLink was "
+            f"not told: {error} Start `fedlora flower serve` again, which tells it."
         ) from error
     return True
 

@@ -209,6 +209,14 @@ def clock_trouble(ahead: float) -> str:
     )
 
 
+def clock_note(ahead: float) -> str:
+    """The clocks' difference in words, and that it should be set beyond ten seconds."""
+    if abs(ahead) <= 2:
+        return "as the server's, to a second or two"
+    told = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
+    return told + ("; set it" if abs(ahead) > NOTICED else "")
+
+
 def _long(seconds: float) -> str:
     return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes" if seconds < 7200 else (
         f"{seconds / 3600:.0f} hours" if seconds < 172_800 else f"{seconds / 86_400:.0f} days"
@@ -238,4 +246,15 @@ def _proxy_in_use() -> str:
     return f" {names[0]} is set here, so requests go through {shown(os.environ[names[0]])}." if names else ""
 
 
-__all__ = ["EARLIEST", "LATEST", "NOTICED", "Fate", "Found", "Server", "clock_trouble", "look", "private_key"]
+__all__ = [
+    "EARLIEST",
+    "LATEST",
+    "NOTICED",
+    "Fate",
+    "Found",
+    "Server",
+    "clock_note",
+    "clock_trouble",
+    "look",
+    "private_key",
+]

@@ -30,7 +30,6 @@ from fedlora.flower import children
 from fedlora.flower.messages.wire import receive_message, send_message
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.owner import end_with, owner_of_this
 from fedlora.flower.site.site_work import Changed, Do, SiteWork, told_to_server
 
 IDLE = 3600.0  # seconds without work after which a trainer with a living owner ends
@@ -117,7 +116,7 @@ def _connected(site: SiteFolder) -> socket.socket:
         log_file = _log(site)
         children.trim(log_file, _MOST_LOG)
         began = _size(log_file)
-        owner = owner_of_this()
+        owner = children.owner_of_this()
         command = [sys.executable, "-m", "fedlora.flower.site.resident", str(site.site)]
         with os.fdopen(opened_here(log_file, os.O_WRONLY | os.O_APPEND), "ab") as log:
             process = subprocess.Popen(
@@ -240,7 +239,7 @@ def serve(work: Work, path: Path, *, owner: int | None, idle: float | None = Non
     listening.listen(4)
     listening.settimeout(1.0)
     if owner is not None:  # also while it trains: an orphan would keep its accelerator
-        end_with(owner)
+        children.end_with(owner)
     patience = idle if idle is not None else IDLE if owner is not None else ALONE
     last, going = time.monotonic(), True
     try:

@@ -75,7 +75,7 @@ class SiteWork:
         from fedlora.flower.site.held_out import keep_held_out, record_of
         from fedlora.flower.site.node import Node
         from fedlora.flower.terms.agreement import Facts, check
-        from fedlora.flower.terms.facts import loaded_facts, site_facts
+        from fedlora.flower.terms.facts import loaded_facts, model_facts
         from fedlora.flower.terms.settings import FederationSettings
         from fedlora.flower.terms.site_file import Site
         from fedlora.runs.preparation import prepare
@@ -84,7 +84,7 @@ class SiteWork:
         settings, site = FederationSettings.from_travelling(envelope.settings), Site.read(self._file)
         here = SiteFolder(self._file.parent)
         state, cache = here.state, here.base_cache
-        files = site_facts(site, settings, cache)  # before the model is loaded, whose errors would hide the cause
+        files = model_facts(site.model, settings, cache)  # before the model is loaded, whose errors hide the cause
         for line in check(server, files, site.name, whole=False):
             log.warning("%s", line)
         parcel, run = record_parcel(record)
