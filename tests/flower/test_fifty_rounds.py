@@ -1,5 +1,5 @@
-"""What a federation writes does not grow with its rounds. Kind of evidence: *count*, of the rows and bytes of the database
-that Flower keeps on disk, and of the checkpoints, with toy nodes that train and measure.
+"""What a federation writes does not grow with its rounds. Kind of evidence: *count*, of the rows and bytes of the
+database that Flower keeps on disk, and of the checkpoints, with toy nodes that train and measure.
 """
 
 from __future__ import annotations
