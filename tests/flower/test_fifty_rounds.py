@@ -1,5 +1,5 @@
-"""What a federation writes does not grow with its rounds. Kind of evidence: *count*, of the rows and bytes of the database
-that Flower keeps on disk, and of the checkpoints, with toy nodes that train and measure.
+"""What a federation writes does not grow with its rounds. Kind of evidence: *count*, of the rows and bytes of the
+database that Flower keeps on disk, and of the checkpoints, with toy nodes that train and measure.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def rows(path: Path) -> dict[str, int]:
         return {name: file.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
 
 
-@pytest.mark.parametrize("rounds", [4, pytest.param(50, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])])
 def test_no_row_and_no_file_is_left_of_a_finished_round(tmp_path: Path, rounds: int) -> None:
     """Every table has as many rows after a round as before the first: none holds a message, or a piece of one."""
     ruler: Any = {"validation": Ruler(), "test": Ruler()}
