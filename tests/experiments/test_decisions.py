@@ -285,7 +285,7 @@ def test_seeds_beyond_the_plan_do_not_count(place: Path, once: Experiment, round
 def test_a_plan_is_written_once_and_a_second_says_so(place: Path, main: Callable[..., Said]) -> None:
     invoke("experiment", "plan", "map_rounds", *options(place))
     said = main("experiment", "plan", "map_rounds", *options(place))
-    assert "is there already" in said.error()
+    assert "--again" in said.error()
     first = read_plan(place / "results" / "plans" / "map_rounds.json")
     for _ in range(2):
         invoke("experiment", "plan", "map_rounds", "--again", *options(place))

@@ -52,7 +52,7 @@ class Link:
         self.grid = SimpleNamespace(_runtime_client=self, node=None, run=SimpleNamespace(run_id=1))
 
     def hold(self, reply: Message) -> str:
-        """A reply as a node pushes it. Returns the id of what it answers."""
+        """A reply as a node pushes it. Returns the id of the answered message."""
         reply.metadata.__dict__["_message_id"] = reply.object_id
         answers = reply.metadata.reply_to_message_id
         self.trees[answers] = get_object_tree(reply)
@@ -313,7 +313,7 @@ def test_a_tree_as_deep_as_protobuf_allows_costs_nothing(link: Link) -> None:
 
 
 def test_pieces_that_are_announced_and_never_sent_hold_up_nobody(link: Link) -> None:
-    """flwr waits two hours for them. Here the others' replies come, and what came of this one can be asked."""
+    """flwr waits two hours for them. The others' replies arrive, and the inbox reports how much of this one did."""
     slow = link.hold(reply(arrays(x=b"abcd" * 10), 1))
     fast = link.hold(reply(arrays(x=b"efgh" * 10), 2))
     missing = next(i for i, content in link.objects.items() if content.startswith(b"ArrayChunk") and b"abcd" in content)
@@ -329,7 +329,7 @@ def test_pieces_that_are_announced_and_never_sent_hold_up_nobody(link: Link) -> 
     other = link.hold(reply(arrays(x=b"ijkl" * 10), 3))
     link.late.add(next(i for i, content in link.objects.items() if b"ijkl" in content))
     assert list(inbox.look({other: LIMIT})) == []
-    assert "pieces of it came" in inbox.half(other) and inbox.half("nobody's") == ""
+    assert "pieces arrived" in inbox.half(other) and inbox.half("nobody's") == ""
 
 
 FORGED = {

@@ -29,12 +29,12 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fedlora import Client, Server, build
 from fedlora.core.parcels import pack
 from fedlora.errors import CheckpointError, ConfigError, DataError
+from fedlora.flower.children import OWNER, owner_of_this
 from fedlora.flower.messages.envelope import Envelope
 from fedlora.flower.messages.records import SALTED, parcel_record, to_array, to_tensor
 from fedlora.flower.messages.wire import receive_message, send_message
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.node import Node
-from fedlora.flower.site.owner import OWNER, owner_of_this
 from fedlora.flower.site.resident import TrainerFailed, ask, private_directory, serve, socket_of
 from fedlora.flower.site.site_work import Changed, SiteWork, told_to_server
 from fedlora.flower.terms.agreement import Facts
@@ -174,7 +174,7 @@ def test_trainers_that_all_end_in_time_are_not_waited_for_for_ever(
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    """Nothing of the data is in it, and the server's people can tell the site's; whatever it was raised as."""
+    """It contains nothing of the data, but lets the server's operator tell the site; for every kind of exception."""
     full = OSError(errno.ENOSPC, "No space left on device", "/data/jane-doe.csv")
     try:
         try:

@@ -15,7 +15,7 @@ pytest.importorskip("flwr")
 
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site import rotation, site_checks
+from fedlora.flower.site import site_checks, site_folder
 from fedlora.flower.site.reach import Found, private_key
 from fedlora.flower.terms.agreement import versions_here
 from fedlora.flower.terms.joining import JoinFile, Request
@@ -182,13 +182,13 @@ def test_a_key_is_rotated_and_the_old_one_works_until_the_server_has_the_new(
     def look(key: Path) -> Found:
         return Found(known.get(key.read_bytes(), "not admitted"), "")  # type: ignore[arg-type]
 
-    assert rotation.asked(here, look)[0].fate == "not admitted"
+    assert site_folder.asked(here, look)[0].fate == "not admitted"
     known[before] = "admitted"
-    assert rotation.asked(here, look)[1] == here.key
+    assert site_folder.asked(here, look)[1] == here.key
     known = {(later := here.next_key.read_bytes()): "admitted"}
-    found, key = rotation.asked(here, look)  # what a node does, which can write none of them
+    found, key = site_folder.asked(here, look)  # what a node does, which can write none of them
     assert (found.fate, key) == ("admitted", here.next_key) and here.key.read_bytes() == before
-    assert rotation.rotate_key(here.path, {}, look) is None
+    assert site_folder.rotate_key(here.path, {}, look) is None
     assert here.key.read_bytes() == later and not here.next_key.exists()
     assert here.public_key.read_text().strip() == new.public
 

@@ -11,7 +11,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import SCORES, Result, Spent
 
-SIMULATIONS = "Private runs of an experiment are simulations: each is a population of its own, and epsilon is its own."
+SIMULATIONS = "Private runs of an experiment are simulations, each with a population and an epsilon of its own."
 
 
 @dataclass(frozen=True)

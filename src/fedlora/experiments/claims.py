@@ -23,13 +23,13 @@ Margin = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class Family(Part):
     """Questions that share one error rate: is the first better than the second, in this set-up?
 
-    question: in words, for tables and the report. experiment: the one that answers, with two axes. pairs: (first,
-    second), labels of the experiment's first row axis; a gap is positive if the first is better. setups: labels of its
-    other axis; each pair is compared in each of them. metric: the score to compare, on the test set after the last
-    round. beside: another score, shown with its intervals, without a verdict. margin: the largest difference that does
-    not matter, in units of `metric` (nats of log-loss; for accuracy a share, so 0.01 is a point). cap: the most seeds
-    to spend, whatever the pilot says. profile: the experiment's profile that answers. pilot: the profile that gives the
-    spread, on other seeds. claims: the paper's claims, from [claims], that this tests.
+    question: the question in words, for tables and the report. experiment: the experiment that answers; it has two
+    axes. pairs: (first, second), labels of the experiment's first row axis; a gap is positive if the first is better.
+    setups: labels of its other axis; each pair is compared in each of them. metric: the score to compare, on the test
+    set after the last round. beside: another score, shown with its intervals, without a verdict. margin: the largest
+    difference that does not matter, in units of `metric` (nats of log-loss; for accuracy a share, so 0.01 is a point).
+    cap: the most seeds to spend, whatever the pilot says. profile: the experiment's profile that answers. pilot: the
+    profile that gives the spread, on other seeds. claims: the paper's claims, from [claims], that this tests.
     """
 
     question: str
@@ -52,7 +52,7 @@ class Family(Part):
 class HeadOf(Part):
     """Where the head alone was measured, on the same seeds, if not in the experiment itself.
 
-    experiment: the one with the head. setup: one of its set-ups, for all set-ups of the compared experiment.
+    experiment: the experiment with the head. setup: one of its set-ups, for all set-ups of the compared experiment.
     """
 
     experiment: str
@@ -60,11 +60,12 @@ class HeadOf(Part):
 
 
 class Gate(Part):
-    """LoRA must matter: a set-up in which no adapter beats a head alone by more than the margin is discarded, and
-    nothing is compared in it. The key is the experiment.
+    """LoRA must matter: fedlora discards a set-up, and compares nothing in it, if no adapter beats a head alone by more
+    than the margin. The key is the experiment.
 
-    lora: labels of which one must be better; they share the level alpha. head: the label of the control without LoRA.
-    head_of: where that was measured. margin: of log-loss in nats, one-sided t test on the planned seeds.
+    lora: labels, at least one of which must be better; they share the level alpha. head: the label of the control
+    without LoRA. head_of: where the head was measured. margin: in nats of log-loss, for a one-sided t test on the
+    planned seeds.
     """
 
     lora: Annotated[list[str], Field(min_length=1)]
@@ -76,8 +77,8 @@ class Gate(Part):
 class Claim(Part):
     """One claim of the paper.
 
-    sentence: as in the paper. where: its table, figure or section. experiment: what is run for it. metric: the
-    comparison, in words. verdict: the rule by which our results decide, written before them. corrected: a later
+    sentence: as in the paper. where: its table, figure or section. experiment: the experiment that tests it. metric:
+    the comparison, in words. verdict: the rule by which our results decide, written before them. corrected: a later
     correction of it, with the date.
     """
 

@@ -72,14 +72,14 @@ class SeedPlan(Part):
         """What a reader of verdicts must know about their history. Empty for one plan before its runs."""
         count = len(self.before) + 1
         said = [
-            f"Plan {k} of {count}, of {written}, had {seeds} seeds. What is said now was planned after it: if its "
+            f"Plan {k} of {count}, of {written}, had {seeds} seeds. The present plan came after it: if its "
             f"runs were seen, no error rate holds."
             for k, (written, seeds) in enumerate(self.before.items(), start=1)
         ]
         if self.results.there:
             said.append(
-                f"{self.results.there} of the {self.results.of} planned runs were there when the plan was written: it "
-                f"may have been written after they were seen, and then no error rate holds."
+                f"{self.results.there} of the {self.results.of} planned runs existed when the plan was written. If "
+                f"it followed from them, no error rate holds."
             )
         return said
 
@@ -230,8 +230,8 @@ def write_plan(path: Path, plan: SeedPlan, *, again: bool) -> SeedPlan:
         old = read_plan(path)
         if not again:
             raise ConfigError(
-                f"{path} is there already, of {old.written}: {len(old.seeds)} seeds. A plan is written once, before "
-                f"its runs. --again writes another one, which says that this one was there."
+                f"{path} exists already, of {old.written}, with {len(old.seeds)} seeds. A plan is written once, before "
+                f"its runs. --again writes another one, which mentions this one."
             )
         plan = plan.model_copy(update={"before": {**old.before, old.written: len(old.seeds)}})
     files.write(path, json.dumps(plan.model_dump(mode="json"), indent=1, sort_keys=True) + "\n")

@@ -281,9 +281,9 @@ def _expected(
 def kept_names(said: Any, local: Collection[str]) -> list[str]:
     """What a client says that it keeps: some of the local parts, each once."""
     if not isinstance(said, list) or not all(isinstance(name, str) and name in local for name in said):
-        raise RecordError("what it keeps is no list of names of this round's local parts.")
+        raise RecordError("its list of kept parts does not name local parts of this round.")
     if len(set(said)) < len(said):
-        raise RecordError("what it keeps names a part twice.")
+        raise RecordError("its list of kept parts names a part twice.")
     return said
 
 

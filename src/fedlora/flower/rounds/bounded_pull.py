@@ -113,7 +113,7 @@ class HttpInbox:
         coming, trouble = self._coming.pop(message_id, None), self._trouble.pop(message_id, "")
         if coming is None or trouble:
             return trouble
-        return f"its reply was announced, and {coming.count - len(coming.missing)} of {coming.count} pieces of it came"
+        return f"it announced a reply, but only {coming.count - len(coming.missing)} of {coming.count} pieces arrived"
 
     def _look(self, message_id: str, limit: Limit) -> Arrival | None:
         from flwr.common.serde_utils import metadata_from_proto

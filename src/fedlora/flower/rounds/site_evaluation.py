@@ -22,10 +22,10 @@ from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.collecting import Answer, Question
 from fedlora.flower.rounds.membership import is_quarantined
+from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.terms.policy import Policy, shares_lost
 from fedlora.server.closing import held_to_share
 from fedlora.server.server import Server
-from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
 _NUMBERS = Limit(2**20, 64, 2**20)  # a reply of numbers and of the names of parts that a site keeps
@@ -88,37 +88,24 @@ class SiteEvaluation:
     """One measurement of a state at all sites: it asks every client of the policy, drawn or not, except those that are
     not online and those whose uploads are refused. Mutable: it notes what each message carried.
 
-    Args:
-        refusals: client -> how many of its uploads were refused since one was accepted. examples: client -> how many it
-            trains on, by its last accepted upload; its scores count for no more. online: name -> node id. counted: as
-            in `FlowerState`.
+    memory: what the server knows of its clients. A site's scores count for no more examples than it trained on. online:
+    name -> node id.
     """
 
     def __init__(
-        self,
-        server: Server,
-        state: RunState,
-        policy: Policy,
-        refusals: Mapping[str, int],
-        examples: Mapping[str, float],
-        part: HeldOut,
-        run: str,
-        online: Mapping[str, int],
-        counted: Mapping[str, Counted],
+        self, server: Server, policy: Policy, memory: FlowerState, part: HeldOut, online: Mapping[str, int]
     ) -> None:
-        self._server, self._state, self._policy, self._part, self._run = server, state, policy, part, run
-        self._online, self._counted, self._not_asked = online, counted, dict[str, str]()
+        self._server, self._policy, self._known, self._part, self._online = server, policy, memory, part, online
+        self._state, self._run, self._not_asked = memory.state, memory.run, dict[str, str]()
         for name in policy.clients:
-            if is_quarantined(policy, refusals, name):
-                self._not_asked[name] = f"it is in quarantine after {refusals[name]} refused uploads"
-            elif refusals.get(name):
-                self._not_asked[name] = "its last upload was refused; it does not count until one is accepted"
+            if is_quarantined(policy, memory.refusals, name):
+                self._not_asked[name] = f"it is in quarantine after {memory.refusals[name]} refused uploads"
+            elif memory.refusals.get(name):
+                self._not_asked[name] = "its last upload was refused, and until one is taken it does not count"
             elif name not in online:
                 self._not_asked[name] = "it is not online"
-        self._most = {name: min(examples.get(name, 0.0), policy.max_examples) for name in policy.clients}
-        self._carried: dict[
-            str, Held
-        ] = {}  # client -> what it holds if it stored its message and keeps everything that it can
+        self._most = {name: min(memory.examples.get(name, 0.0), policy.max_examples) for name in policy.clients}
+        self._carried: dict[str, Held] = {}  # what a client holds if it stored its message, and keeps all that it can
 
     def questions(self, codec: Codec, ttl: float) -> Iterator[Question]:
         """A question for each asked client, made on demand."""
@@ -129,7 +116,7 @@ class SiteEvaluation:
     def _question(self, name: str, codec: Codec, held: Held | None, ttl: float) -> Question:
         download = self._server.download(self._state.server, as_pruned(self._policy.client(name), self._memory(name)))
         self._carried[name] = held_after(download, download.start, untrained=True)
-        record = codec.question(download, held, self._run, self._counted.get(name, Counted()))
+        record = codec.question(download, held, self._run, self._known.counted.get(name, Counted()))
         message = Message(
             as_question(record, self._part), self._online[name],
             MessageType.EVALUATE, ttl=ttl, group_id=f"{self._run}-{self._state.round}-measure-{self._part}",

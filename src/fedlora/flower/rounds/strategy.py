@@ -297,10 +297,7 @@ class FedLoRA(Strategy):
         if self._asking is None:
             return SiteRound()
         began, self.online = self._clock.monotonic(), self._online(grid)
-        evaluation = SiteEvaluation(
-            self.server, self.memory.state, self.policy, self.memory.refusals, self.memory.examples, part, self.run,
-            self.online, self.memory.counted,
-        )  # fmt: skip
+        evaluation = SiteEvaluation(self.server, self.policy, self.memory, part, self.online)
         answers = collect(
             grid, evaluation.questions(self._codec, self.policy.deadline), deadline=self.policy.deadline,
             clock=self._clock, awaiting=self._awaiting(self.round, "measuring"),

@@ -148,6 +148,26 @@ _SOUND: dict[str, Callable[[Any], bool]] = {
 # -------------------------------------------------------------------------------------------------------- comparing
 
 
+_DIGESTS = (
+    (
+        "base",
+        "base model has the weights",
+        "adapters of one base model mean nothing on another. Point `model` in site.toml at a copy of the server's "
+        "files (another revision, precision or quantisation is another model)",
+    ),
+    (
+        "tokenizer",
+        "tokenizer is",
+        "the same text becomes other tokens. Copy tokenizer.json and tokenizer_config.json with the base model",
+    ),
+    (
+        "template",
+        "chat template is",
+        "prompts would stand in another frame. Copy it with the tokenizer, or let data.template name one",
+    ),
+)
+
+
 def differences(server: Facts, site: Facts, name: str = "this site", *, whole: bool = False) -> list[str]:
     """A sentence for each difference: both sides' facts, the likely cause, and what to do.
 
@@ -161,13 +181,11 @@ def differences(server: Facts, site: Facts, name: str = "this site", *, whole: b
     if whole:
         silent = unsaid(site, [f for f in (*ASKED, "targets") if getattr(server, f)], server.versions)
         if silent:
-            said.append(f"{name} does not say its {', '.join(silent)}, which the server must compare with its own")
-    if _unlike(server.base, site.base):
-        said.append(
-            f"the server's base model has the weights {_start(server.base)}, and {its} {_start(site.base)}; adapters "
-            f"of one base model are meaningless on another. Point `model` in site.toml to a copy of the server's files "
-            f"(another revision, precision or quantisation is another model)"
-        )
+            said.append(f"{name} does not say its {', '.join(silent)}, which the server's must be compared with")
+    for what, called, todo in _DIGESTS:
+        mine, its_own = getattr(server, what), getattr(site, what)
+        if _unlike(mine, its_own):
+            said.append(f"the server's {called} {_start(mine)}, and {its} {_start(its_own)}: {todo}")
     odd = [k for k in server.architecture if k in site.architecture and server.architecture[k] != site.architecture[k]]
     if odd:
         pairs = "; ".join(
@@ -177,16 +195,6 @@ def differences(server: Facts, site: Facts, name: str = "this site", *, whole: b
         said.append(
             f"the configurations of the base models differ in {len(odd)} keys: {pairs}; copy the server's config.json "
             f"with its weights"
-        )
-    if _unlike(server.tokenizer, site.tokenizer):
-        said.append(
-            f"the server's tokenizer is {_start(server.tokenizer)}, and {its} {_start(site.tokenizer)}: they turn the "
-            f"same text into different tokens. Copy tokenizer.json and tokenizer_config.json with the base model"
-        )
-    if _unlike(server.template, site.template):
-        said.append(
-            f"the server's chat template is {_start(server.template)}, and {its} {_start(site.template)}: prompts "
-            f"would look different. Copy it with the tokenizer, or set data.template"
         )
     if _unlike(server.labels, site.labels):
         said.append(
@@ -231,20 +239,15 @@ def _targets(server: Sequence[str], site: Sequence[str], name: str) -> str:
     )
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Whether two sets of versions may work together. refused: why not, in sentences; told: permitted differences."""
-
-    refused: tuple[str, ...] = ()
-    told: tuple[str, ...] = ()
-
-
-def versions_meet(server: Mapping[str, str], site: Mapping[str, str], name: str = "this site") -> Meeting:
-    """The protocol and fedlora's major.minor must be equal; for torch, transformers and peft the major version.
+def versions_meet(
+    server: Mapping[str, str], site: Mapping[str, str], name: str = "this site"
+) -> tuple[list[str], list[str]]:
+    """Why two sets of versions may not work together, and their permitted differences, in sentences. The protocol and
+    fedlora's major.minor must be equal; for torch, transformers and peft the major version.
 
     Example:
-        >>> versions_meet({"fedlora": "0.1.0", "torch": "2.12.0"}, {"fedlora": "0.1.4", "torch": "2.13.1"}).told
-        ('torch is 2.12.0 at the server and 2.13.1 at this site: results may differ in their last digits',)
+        >>> versions_meet({"fedlora": "0.1.0", "torch": "2.12.0"}, {"fedlora": "0.1.4", "torch": "2.13.1"})[1]
+        ['torch is 2.12.0 at the server and 2.13.1 at this site: results may differ in their last digits']
     """
     refused, told = [], []
     if (a := server.get("protocol")) and (b := site.get("protocol")) and a != b:
@@ -256,12 +259,11 @@ def versions_meet(server: Mapping[str, str], site: Mapping[str, str], name: str 
         both = f"{package} is {shown(a, 30)} at the server and {shown(b, 30)} at {name}"
         parts = 2 if package == "fedlora" else 1
         if _number_of(a)[:parts] != _number_of(b)[:parts]:
-            refused.append(
-                f"{both}; these do not work together. Install the server's version at {name} ({_wanted(package, a)})"
-            )
+            wanted = f"pip install '{package}=={'.'.join(map(str, _number_of(a)[:2]))}.*'"
+            refused.append(f"{both}, and these do not work together: install the server's at {name} ({wanted})")
         elif package != "fedlora" and _number_of(a)[:2] != _number_of(b)[:2]:
             told.append(f"{both}: results may differ in their last digits")
-    return Meeting(tuple(refused), tuple(told))
+    return refused, told
 
 
 def _number_of(text: str) -> tuple[int, ...]:
@@ -272,11 +274,6 @@ def _number_of(text: str) -> tuple[int, ...]:
             break
         found.append(int(part))
     return tuple(found)
-
-
-def _wanted(package: str, text: str) -> str:
-    """A version in words for pip."""
-    return f"pip install '{package}=={'.'.join(map(str, _number_of(text)[:2]))}.*'"
 
 
 def _older(server: str, site: str, name: str) -> str:
@@ -294,14 +291,14 @@ def versions_here() -> dict[str, str]:
 
 def check(server: Facts, site: Facts, name: str = "this site", *, whole: bool = True) -> tuple[str, ...]:
     """The differences worth a line. Raises `Disagreement` if the two may not work together."""
-    meeting = versions_meet(server.versions, site.versions, name)
-    wrong = [*meeting.refused, *differences(server, site, name, whole=whole)]
+    refused, told = versions_meet(server.versions, site.versions, name)
+    wrong = [*refused, *differences(server, site, name, whole=whole)]
     if wrong:
         raise Disagreement("; ".join(wrong) + ".")
-    return meeting.told
+    return tuple(told)
 
 
 __all__ = [
-    "ASKED", "PROTOCOL", "Disagreement", "Facts", "Meeting", "check", "differences", "unsaid", "versions_here",
+    "ASKED", "PROTOCOL", "Disagreement", "Facts", "check", "differences", "unsaid", "versions_here",
     "versions_meet",
 ]  # fmt: skip

@@ -13,7 +13,6 @@ from fedlora.core.lora import LoRA
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.agreement import ASKED, Disagreement, Facts, check, unsaid, versions_here
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.flower.terms.site_file import Site
 from fedlora.runs.sections import ModelSection
 from fedlora.training.content import base_digest, model_place, template_digest, tokenizer_digest, tokenizer_of
 from fedlora.training.prompting import CHAT
@@ -30,8 +29,7 @@ _OWN = frozenset({
 def model_facts(model: str, settings: FederationSettings, cache: Path | None = None) -> Facts:
     """The facts from a base model's files and from the settings. No model is loaded; its weights are read once.
 
-    Args:
-        cache: a file that stores the digest of the weights.
+    A site's request holds them: nothing of its data. cache: a file that remembers the digest of the weights.
 
     Raises:
         ConfigError: no such model, or files that cannot be read.
@@ -48,11 +46,6 @@ def model_facts(model: str, settings: FederationSettings, cache: Path | None = N
         architecture=architecture(place),
         versions=versions_here(),
     )
-
-
-def site_facts(site: Site, settings: FederationSettings, cache: Path | None = None) -> Facts:
-    """A site's facts for its request; nothing about its data. Raises `ConfigError`."""
-    return model_facts(site.model, settings, cache)
 
 
 def loaded_facts(prepared: Any, settings: FederationSettings, cache: Path | None = None) -> Facts:
@@ -195,5 +188,5 @@ def admitted(
 
 __all__ = [
     "Agreement", "Disagreement", "admitted", "architecture", "loaded_facts", "model_facts", "server_facts",
-    "site_facts", "targets_of",
+    "targets_of",
 ]  # fmt: skip

@@ -241,7 +241,9 @@ class FederationSettings(Section):
 
     @classmethod
     def load(cls, path: Path) -> FederationSettings:
-        """Reads federation.toml, and makes the server's own paths absolute. Raises `ConfigError`."""
+        """From federation.toml, with the server's own paths made absolute. Raises `ConfigError`."""
+        if not path.exists():
+            raise ConfigError(f"{path.parent} is no folder of `fedlora flower init`: it has no {path.name}.")
         raw = read_toml(path, "the federation's settings")
         refuse_elsewhere(raw)
         try:
