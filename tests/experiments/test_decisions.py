@@ -309,7 +309,7 @@ def test_changed_questions_need_another_plan(place: Path, main: Callable[..., Sa
     claims.write_text(text.replace("Over rounds: what does", "Over rounds: what might"))
     decide(place, "map_rounds")
     claims.write_text(text.replace("margin = 0.005", "margin = 0.05"))
-    assert "those of its plan" in main("experiment", "decide", "map_rounds", *options(place)).error()
+    assert "its plan of" in main("experiment", "decide", "map_rounds", *options(place)).error()
 
 
 def test_a_damaged_plan_is_a_sentence(place: Path, main: Callable[..., Said]) -> None:

@@ -126,12 +126,12 @@ class Claims(Part):
         for name, family in self.families.items():
             unknown = [claim for claim in family.claims if claim not in self.claims]
             if unknown:
-                raise ValueError(f"the family {name} is of the claim {unknown[0]!r}, which is not in the file")
+                raise ValueError(f"the family {name} names the claim {unknown[0]!r}, which is not in the file")
             twice = [q for k, q in enumerate(family.questions) if q in family.questions[:k]]
             if twice:
                 raise ValueError(f"the family {name} asks twice: {twice[0].words}")
             if (other := self.of(family.experiment)) and len({(f.profile, f.pilot) for f in other.values()}) > 1:
-                raise ValueError(f"the families of {family.experiment} name different profiles; one look has one")
+                raise ValueError(f"the families of {family.experiment} name different profiles; give them one profile")
         return self
 
 
@@ -162,8 +162,8 @@ def setup_axis(experiment: Experiment) -> str:
     others = [axis for axis in experiment.axes if axis != experiment.rows[0]]
     if len(others) != 1:
         raise ConfigError(
-            f"experiment {experiment.name} has the axes {', '.join(experiment.axes)}; questions are asked of one with "
-            f"two: what is compared, and set-ups."
+            f"experiment {experiment.name} has the axes {', '.join(experiment.axes)}; but questions need exactly "
+            f"two: the compared methods, and the set-ups."
         )
     return others[0]
 
@@ -178,7 +178,7 @@ def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
         for profile in (family.pilot, family.profile):
             if len(seeds := asked.profile(profile).seeds) < 2:
                 raise ConfigError(
-                    f"profile {profile} of {asked.name} has {len(seeds)} seed, and {whose} compares by a spread over "
+                    f"profile {profile} of {asked.name} has {len(seeds)} seed, but {whose} needs a spread over "
                     f"seeds: give it two or more, better four."
                 )
         shared = sorted({*asked.profile(family.pilot).seeds} & {*asked.profile(family.profile).seeds})
@@ -208,8 +208,8 @@ def _check_data(whose: str, family: Family, experiment: Experiment) -> None:
         mine = [label for label in (question.first, question.second) if (label, question.setup) in own]
         if len(mine) == 1:
             raise ConfigError(
-                f"{whose} asks {question.words}, and their numbers are of different data: that of {mine[0]} is of each "
-                f"client's own model on its own test data, the other's of the server's model on the common test set. "
+                f"{whose} asks {question.words}, but their numbers come from different data: {mine[0]} measures each "
+                f"client's own model on its own test data, the other the server's model on the common test set. "
                 f"Set evaluate.target = 'clients' for both, or name a common test set (data.test = a file)."
             )
 

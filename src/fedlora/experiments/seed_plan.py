@@ -184,8 +184,8 @@ def spreads_of(name: str, family: Family, experiment: Experiment, pilot: Scores)
         alike = [s for q, s in there.items() if (q.first, q.second) == (question.first, question.second)]
         if not alike:
             raise ConfigError(
-                f"the pilot of {experiment.name} is not done: the family {name} asks {question.words}, and on none of "
-                f"its set-ups are all seeds {', '.join(map(str, seeds))} of both there. Run it first: fedlora "
+                f"the pilot of {experiment.name} is not done: the family {name} asks {question.words}, but no "
+                f"set-up has all seeds {', '.join(map(str, seeds))} of both. Run it first: fedlora "
                 f"experiment run {experiment.called} --profile {family.pilot}"
             )
         found[question.words] = there.get(question, max(alike))
@@ -266,11 +266,11 @@ def check_plan(plan: SeedPlan, claims: Claims, experiment: Experiment) -> None:
     )
     if changed:
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-        what = f"the runs of {'; '.join(changed[:5])}{more} are defined otherwise: [run], an axis or the profile has"
+        what = f"the runs of {'; '.join(changed[:5])}{more} are defined differently: [run], an axis or the profile has"
     if what:
         raise ConfigError(
-            f"the questions of {experiment.name} are not those of its plan of {plan.written}: {what} changed since. "
-            f"Put that back, or plan again (fedlora experiment plan {experiment.called} --again): it will show it."
+            f"the questions of {experiment.name} differ from its plan of {plan.written}: {what} changed since. Undo "
+            f"that, or plan again (fedlora experiment plan {experiment.called} --again); the plan will show it."
         )
 
 

@@ -176,7 +176,7 @@ def load_experiment(path: Path) -> Experiment:
         experiment = Experiment.model_validate({"name": path.stem, **raw})
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"the experiment {path} is not one: {wrong}.") from error
+        raise ConfigError(f"{path} is not an experiment: {wrong}.") from error
     _check_labels(experiment, path)
     experiment._folder = path.parent
     return experiment
@@ -217,12 +217,12 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
         refuse("rows = [] names no axis; a table has at least one.")
     for axis in [*experiment.rows, *experiment.columns, *(tune.over if tune else [])]:
         if axis not in axes:
-            refuse(f"{axis!r} is no axis; there are {', '.join(axes)}.")
+            refuse(f"{axis!r} is not an axis; there are {', '.join(axes)}.")
     if experiment.reference is not None:
         look("reference", experiment.rows[0], experiment.reference)
     if experiment.merged is not None:
         if experiment.merged not in axes:
-            refuse(f"merged = {experiment.merged!r} is no axis; there are {', '.join(axes)}.")
+            refuse(f"merged = {experiment.merged!r} is not an axis; there are {', '.join(axes)}.")
         resolved(axes[experiment.merged])
     if experiment.peace is not None:
         look("peace", experiment.peace.axis, experiment.peace.label)
@@ -232,7 +232,7 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
         budgets = experiment.budgets
         look("budgets", budgets.axis, budgets.none)
         if budgets.lines not in axes or {budgets.axis, budgets.lines} != {*axes}:
-            refuse(f"budgets has an axis and lines, which are two axes and all that there are; got {', '.join(axes)}.")
+            refuse(f"budgets needs exactly two axes, `axis` and `lines`; there are {', '.join(axes)}.")
     for name, profile in experiment.profiles.items():
         if {} in profile.set.values():
             refuse(f"profile {name} sets a table to {{}}; only a label takes tables away, those of an earlier axis.")
@@ -251,7 +251,7 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
     for axis, label in (tune.at if tune else {}).items():
         look("tune.at", axis, label)
     if tune is not None and tune.key in NOT_TO_SEARCH:
-        refuse(f"tune.key = {tune.key!r}: that is no setting to search.")
+        refuse(f"tune.key = {tune.key!r} cannot be searched.")
     if "run.seed" in flat(experiment.run):
         refuse("[run.run] sets seed, but runs take the seeds of their profile: write [profiles.NAME] seeds instead.")
     if tune is not None and tune.key in flat(experiment.run):
