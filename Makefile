@@ -49,15 +49,9 @@ lint: $(VENV)/.ready
 docs: $(VENV)/.ready
 	$(BIN)/sphinx-build -j auto -b html -W --keep-going -E docs build/site
 
+# All benchmarks, their results and the page docs/evidence/benchmarks.md: ten minutes on two quiet cores.
 bench: $(VENV)/.ready
-	$(BIN)/python benchmarks/aggregation.py --compare benchmarks/results/aggregation.json
-	$(BIN)/python benchmarks/exactness.py --quick
-	$(BIN)/python benchmarks/complexity.py
-	$(BIN)/python benchmarks/readouts.py
-	$(BIN)/python benchmarks/many_clients.py
-	$(BIN)/python benchmarks/rank_tolerance.py
-	$(BIN)/python benchmarks/engine.py
-	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/page.py --run
 
 # Wheel and source, what they were tested with (CycloneDX), and their SHA-256 sums.
 dist: committed $(VENV)/.ready

@@ -1,7 +1,7 @@
 """Is the mean that the server keeps the mean of what the clients sent, and does it know how far off it is?
 
     python benchmarks/exactness.py [--quick] [--every N] [--json FILE]
-    python benchmarks/exactness.py --trained [--json FILE]      uploads that were really trained
+    python benchmarks/exactness.py --trained      uploads that were really trained
 
 One row for each way in which clients can be hard: the dtype that they store in, how many, their weights, their updates,
 the server's budget, the form of the upload. Each is compared with the dense float64 mean of the factors as they were
@@ -19,6 +19,7 @@ import itertools
 import logging
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, ServerState, Upload, build, send
 from fedlora.errors import RankMismatch
-from measure import as_json, machine
+from measure import Goal, Table, report
 
 F64 = torch.float64
 DTYPES = {
@@ -311,9 +312,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small matrices and few clients, in a minute or two")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every Nth round: all take an hour")
     parser.add_argument("--trained", action="store_true", help="uploads of the demo and of SmolLM2, trained here")
-    parser.add_argument("--json", metavar="FILE", help="write every row")
+    parser.add_argument("--json", type=Path, help="not of --trained")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    began = time.perf_counter()
     logging.getLogger("fedlora").setLevel(logging.ERROR)  # a warning for each bad round is right, and not news here
     if args.trained:
         found = [v for name in TRAINED for n in (6, 24, 96) for v in judge_trained(name, n)]
@@ -329,13 +331,10 @@ def main() -> None:
                 print(f"\r{k} of {len(everything)} rounds", end="", flush=True, file=sys.stderr)
         if sys.stderr.isatty():
             print("\r", end="", file=sys.stderr)
-        _show(found, shape)
+        report(args.json, began, tables={"exactness": _table(found)}, goals=_goals(found))
     for v in (v for v in found if v.failed):
         print(f"FAILED {v.row}: true {v.true:.2e}, said {v.said:.2e}, bound {v.bound:.2e}: {v.failed}")
     print(f"{len(found)} rounds, {sum(v.refused for v in found)} refused, {sum(bool(v.failed) for v in found)} failed")
-    if args.json:
-        rows_found = [vars(v) | {"row": vars(v.row)} for v in found]
-        Path(args.json).write_text(as_json({"machine": machine(), "rows": rows_found}))
     raise SystemExit(1 if any(v.failed for v in found) else 0)
 
 
@@ -353,25 +352,39 @@ def _show_trained(found: Sequence[Verdict]) -> None:
               f"{f'{loose[0]:.2f} - {loose[-1]:.2f}':>14}")  # fmt: skip
 
 
-def _show(found: Sequence[Verdict], shape: Shape) -> None:
-    """The worst of each budget and dtype, then every failure."""
-    print(
-        f"{shape.d_out} x {shape.d_in}; relative to the float64 mean of the stored factors; the worst row of each kind"
-    )
-    print(f"{'budget':10}{'dtype':10}{'rows':>6}{'refused':>9}{'true':>10}{'plain':>10}{'said':>10}   said / true")
-    for budget, dtype in itertools.product(BUDGETS, DTYPES):
-        some = [v for v in found if (v.row.budget, v.row.dtype) == (budget, dtype)]
+def _table(found: Sequence[Verdict]) -> Table:
+    """The worst of each dtype where nothing is cut, and of each other budget."""
+    rows = [["budget", "stored as", "rounds", "refused", "failed", "worst error", "plain", "said", "said / true"]]
+    kinds = [*(("whole", (dtype,)) for dtype in DTYPES), *((budget, tuple(DTYPES)) for budget in BUDGETS[1:])]
+    for budget, dtypes in kinds:
+        some = [v for v in found if v.row.budget == budget and v.row.dtype in dtypes]
         kept = [v for v in some if not v.refused]
+        dtype = dtypes[0] if len(dtypes) == 1 else "any"
+        counts = [str(len(some)), str(len(some) - len(kept)), str(sum(bool(v.failed) for v in some))]
         if not kept:
-            print(f"{budget:10}{dtype:10}{len(some):6}{len(some):9}")
+            rows.append([budget, dtype, *counts, "", "", "", ""])
             continue
         worst = max(kept, key=lambda v: v.true)
-        loose = sorted(v.said / v.true for v in kept if v.true > 1e-13)
+        loose = _looseness(kept)
         spread = f"{loose[0]:.2f} - {loose[-1]:.2f}" if loose else ""
-        print(
-            f"{budget:10}{dtype:10}{len(some):6}{len(some) - len(kept):9}"
-            f"{worst.true:10.1e}{worst.plain:10.1e}{worst.said:10.1e}{spread:>14}"
-        )
+        rows.append([budget, dtype, *counts, *(f"{x:.1e}" for x in (worst.true, worst.plain, worst.said)), spread])
+    return rows
+
+
+def _looseness(found: Sequence[Verdict]) -> list[float]:
+    """What the server says over what is true, ascending; below 1e-13 its report is a bound only."""
+    return sorted(v.said / v.true for v in found if v.true > 1e-13)
+
+
+def _goals(found: Sequence[Verdict]) -> list[Goal]:
+    whole = [v for v in found if v.row.budget in ("whole", "summed") and not v.refused]
+    held = [v for v in found if v.row.budget in ("whole", "cut")]
+    dense = "dense float64 mean"
+    return [
+        Goal("hard rounds that fail", sum(bool(v.failed) for v in found), "<= 0", dense, form=".0f"),
+        Goal("worst error of a mean that nothing cuts", max(v.true for v in whole), "<= 3e-7", dense, form=".1e"),
+        Goal("error that the server reports, over the true one", _looseness(held)[-1], "<= 2", dense),
+    ]
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
+import time
 from pathlib import Path
 
 import torch
 
 from fedlora.analysis.audit import random_gauge
 from fedlora.linalg import rank_tolerance, right_svd, unit_roundoff
-from measure import as_json, machine
+from measure import report
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 CONDITIONS = (1.0, 1e1, 1e2, 1e3, 1e4)
@@ -60,31 +60,26 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    print("| stored as | gauge condition | again | largest noise | smallest signal | tolerance | right |")
-    print("|---|---:|---|---:|---:|---:|---:|")
-    rows = []
+    began, shares, noises = time.perf_counter(), {}, dict.fromkeys(itertools.product(DTYPES, (False, True)), 0.0)
     for (name, dtype), again, condition in itertools.product(DTYPES.items(), (False, True), CONDITIONS):
         tolerance = rank_tolerance(dtype)
-        noise, signal, right, total = 0.0, math.inf, 0, 0
+        noise, right, total = 0.0, 0, 0
         # Scales and a second gauge together make other columns of other sizes: not a question of rounding.
         scaling = (False,) if again else (False, True)
         for kind, scales, seed in itertools.product(("full", "repeated", "combined"), scaling, range(args.draws)):
             B, rank = draw(kind, condition, scales, seed, dtype, again)
             s = relative_singular_values(B)
             noise = max([noise, *s[rank:].tolist()])
-            signal = min(signal, float(s[rank - 1]))
             right += int((s > tolerance).sum()) == rank
             total += 1
-        share, times = right / total, noise / unit_roundoff(dtype)
-        row = {"dtype": name, "again": again, "condition": condition, "noise": noise, "signal": signal, "right": share}
-        rows.append(row)
-        twice = "yes" if again else ""
-        print(
-            f"| {name} | {condition:g} | {twice} | {noise:.1e} ({times:.2g} u) | {signal:.1e} | {tolerance:.1e} "
-            f"| {share:.1%} |"
-        )
-    if args.json:
-        args.json.write_text(as_json({"machine": machine(), "rows": rows}))
+        noises[name, again] = max(noises[name, again], noise / unit_roundoff(dtype))
+        shares[name, again, condition] = right / total
+    table = [["stored as", "tolerance", "largest noise, u", *(f"right, condition {c:g}" for c in CONDITIONS)]]
+    for name, again in itertools.product(DTYPES, (False, True)):
+        label = f"{name}, stored twice" if again else name
+        right_of = [f"{shares[name, again, c]:.0%}" for c in CONDITIONS]
+        table.append([label, f"{rank_tolerance(DTYPES[name]):.1e}", f"{noises[name, again]:.2g}", *right_of])
+    report(args.json, began, tables={"rank tolerance": table})
 
 
 if __name__ == "__main__":

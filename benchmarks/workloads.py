@@ -1,4 +1,4 @@
-"""The server's workloads W1 to W5 of the design notes, as synthetic uploads: shapes, ranks, weights, factors.
+"""The server's workloads W1 to W4 of the design notes, as synthetic uploads: shapes, ranks, weights, factors.
 
 A workload has modules of a few shapes, each so many times. A contest runs a sample of each shape and counts it up to
 the whole. Imported by the benchmarks, not run by itself.
@@ -60,51 +60,15 @@ class Workload:
         return math.ceil(rho * self.S - 1e-9)
 
 
-def _ranks(counts: tuple[int, ...]) -> tuple[int, ...]:
-    """So many clients of each of the ranks 4, 8, 16, 32, 64, the kinds mixed."""
-    dealt = [(k / n, r) for n, r in zip(counts, (4, 8, 16, 32, 64), strict=True) for k in range(n)]
-    return tuple(r for _, r in sorted(dealt))
-
-
-# 25 participants of 50: their ranks as near to the profile's shares as whole clients come, with the sums of the notes.
-_PROFILES = {
-    "uniform": (5, 5, 5, 5, 5),  # 620
-    "normal": (2, 6, 10, 5, 2),  # 504; the notes have 502, which no such ranks add up to
-    "heavy tail": (19, 3, 1, 1, 1),  # 212
-    "heavy tail, strong": (1, 2, 0, 2, 20),  # 1364, above d_out
-}
-
-WORKLOADS: dict[str, tuple[Workload, ...]] = {
-    "W1": (
-        Workload("W1", "RoBERTa-base q, v; 3 clients of rank 8", (Shape(768, 768, 24, 24, 24),), (8,) * 3, repeats=3),
-    ),
-    "W2": (
-        Workload(
-            "W2", "LLaMA-1B q, v; 5 clients of ranks 4 to 64", (Shape(2048, 2048, 44, 11, 2),), (4, 8, 16, 32, 64)
-        ),
-    ),
-    "W3": (
-        Workload(
-            "W3",
-            "Qwen2-7B q, v; 10 clients of rank 16",
-            (Shape(3584, 3584, 28, 4, 1), Shape(512, 3584, 28, 4, 1)),
-            (16,) * 10,
-        ),
-    ),
-    "W4": (
-        Workload(
-            "W4",
-            "Llama-7B, all linear layers; 20 clients of rank 16",
-            (Shape(4096, 4096, 128, 1, 1), Shape(11008, 4096, 64, 1, 1), Shape(4096, 11008, 32, 1, 1)),
-            (16,) * 20,
-        ),
-    ),
-    "W5": tuple(
-        Workload(f"W5 {name}", f"25 participants of 50, ranks 4 to 64: {name}", (Shape(768, 768, 24, 2, 1),), ranks)
-        for name, ranks in ((name, _ranks(counts)) for name, counts in _PROFILES.items())
-    ),
-}
-LIGHT_W5 = ("W5 uniform", "W5 heavy tail, strong")  # the profiles of quick mode
+_ALL = (
+    Workload("W1", "RoBERTa-base q, v; 3 clients of rank 8", (Shape(768, 768, 24, 24, 24),), (8,) * 3, repeats=3),
+    Workload("W2", "LLaMA-1B q, v; 5 clients of ranks 4 to 64", (Shape(2048, 2048, 44, 11, 2),), (4, 8, 16, 32, 64)),
+    Workload("W3", "Qwen2-7B q, v; 10 clients of rank 16", (Shape(3584, 3584, 28, 4, 1), Shape(512, 3584, 28, 4, 1)),
+             (16,) * 10),
+    Workload("W4", "Llama-7B, all linear layers; 20 clients of rank 16",
+             (Shape(4096, 4096, 128, 1, 1), Shape(11008, 4096, 64, 1, 1), Shape(4096, 11008, 32, 1, 1)), (16,) * 20),
+)  # fmt: skip
+WORKLOADS = {w.name: w for w in _ALL}
 
 
 def draw_factors(d_out: int, d_in: int, ranks: tuple[int, ...], seed: int) -> list[LoRA]:

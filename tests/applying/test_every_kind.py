@@ -323,7 +323,7 @@ def made(result: str, one: Path, two: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "results"), list(asked()))
 def test_what_one_takes_all_take_and_results_too(name: str, results: tuple[str, ...], tmp_path: Path) -> None:
-    """The second adapter is made where a result is of two; `apply` of the first has asked the same of it."""
+    """The second adapter is made only if a result needs two; `apply` of the first tests the same."""
     kind = KINDS[name]
     kind.base().double().save_pretrained(tmp_path / "small")
     start = grown(kind)

@@ -210,7 +210,7 @@ def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
         ('at = {{ split = "skewed" }}', 'at = {{ splt = "skewed" }}', "tune.at names splt = 'skewed'"),
         ('paper = "tiny"', 'paper = "tiny"\nskip = [{{ split = "odd" }}]', "skip names split = 'odd'"),
         ('paper = "tiny"', 'paper = "tiny"\nmetric = "test last"', "called 'test last'"),
-        ("values = [1e-3, 1e-2]", 'key = "run.seed"\nvalues = [1, 2]', "no setting to search"),
+        ("values = [1e-3, 1e-2]", 'key = "run.seed"\nvalues = [1, 2]', "tune.key = "),
         ("seeds = [0, 1]", 'seeds = [0, 1]\nset = {{ "train.lr" = 0.1 }}', "profile mini sets train.lr.*the search"),
         ("seeds = [0, 1]", "seeds = [0, 1]\nset = {{ run = {{ seed = 3 }} }}", "profile mini sets run.seed"),
         ("[run.run]", "[run.run]\nseed = 5", "profiles.NAME"),

@@ -286,7 +286,7 @@ def test_controls_go_by_the_rate_of_what_they_are_held_against(experiment: Exper
         ({"a": {"control": "magic"}}, "no control: 'magic'"),
         ({"a": {"control": "no adapter", "like": "b"}, "b": {"name": "svd"}}, "takes control alone"),
         ({"a": {"control": "least error"}}, "takes control and like"),
-        ({"a": {"control": "least error", "like": "b"}}, "which is no method"),
+        ({"a": {"control": "least error", "like": "b"}}, "which is not a method"),
         ({"a": {"control": "least error", "like": "b"}, "b": {"name": "svd"}}, "rank budget of a glora"),
         ({"a": {"name": "glora", "roh": 0.5}}, "roh"),
     ],

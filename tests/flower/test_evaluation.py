@@ -211,7 +211,7 @@ def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
 
 
 def test_a_site_that_cannot_measure_is_named_and_stops_nobody(tmp_path: Path) -> None:
-    """acme is out of memory when it measures, cork is offline for good; berlin's score is what rounds are chosen by."""
+    """acme is out of memory when it measures, cork is offline for good; berlin's score alone chooses rounds."""
     fed = FederationOnDisk(tmp_path, evaluate={"every": 2})
     grid = fed.grid()
 

@@ -122,8 +122,8 @@ def test_a_given_start_needs_no_model_and_must_fit(made: Path, tmp_path: Path, m
     assert all((start.modules[m].factors[1] == kept.modules[m].factors[1]).all() for m in kept.modules)
     for more, words in (
         (["--labels", "no,yes"], "a head 'classifier.bias' of 3 rows"),
-        (["--labels", "no,yes,maybe", "--set", "lora.scaling=4"], "alpha / r = 2, and lora.scaling = 4"),
-        (["--labels", "no,yes,maybe", "--set", 'lora.targets=["query"]'], "and lora.targets = ['query'] is"),
+        (["--labels", "no,yes,maybe", "--set", "lora.scaling=4"], "has lora.scaling = 4. Set lora.scaling = 2"),
+        (["--labels", "no,yes,maybe", "--set", 'lora.targets=["query"]'], "has lora.targets = ['query']"),
         (["--labels", "no,yes,maybe", "--set", 'lora.targets=["query","value","key"]'], "no module called 'key'"),
         (["--labels", "no,yes,maybe", "--set", "server.quorum=3"], "server.quorum = 3 can never"),
         (["--labels", "no,yes,maybe", "--sites", "acme=33"], "a matrix of 32 x 32"),
@@ -169,7 +169,7 @@ def test_a_new_site_is_invited_above_the_starts_rank(fed: FederationFolder, tmp_
     done = members.admit(fed.path, asked(fed, "dublin", tmp_path))
     assert done.before is None and Policy.read(fed.policy).clients["dublin"] == 16
     assert list(Policy.read(fed.policy).clients) == ["acme", "berlin", "cork", "dublin"]
-    with pytest.raises(ConfigError, match="takes part with rank 16"):
+    with pytest.raises(ConfigError, match="takes part, with rank 16"):
         members.invite(fed.path, "dublin", 4)
     with pytest.raises(ConfigError, match="a matrix of 32 x 32"):
         members.invite(fed.path, "eve", 64)
@@ -192,7 +192,7 @@ def test_requests_of_others_are_refused_and_change_nothing(fed: FederationFolder
     before = snapshot(fed)
     for path, words in (
         (request(federation="fed-other"), "is for the federation 'fed-other'"),
-        (request(site="eve"), "nobody asked the site 'eve'"),
+        (request(site="eve"), "the site 'eve'"),
         (request(site="ACME"), "as 'acme'"),
         (fed.join("acme"), "the server's join file"),
         (asked(fed, "acme", tmp_path, base="00" * 32), "the server's base model"),
@@ -212,7 +212,7 @@ def test_requests_of_others_are_refused_and_change_nothing(fed: FederationFolder
             JoinFile.read(fed.join("cork")), key, {k: v for k, v in join.facts.items() if k != "targets"}
         ).text()
     )
-    with pytest.raises(ConfigError, match="is 'berlin''s already"):
+    with pytest.raises(ConfigError, match="belongs to 'berlin'"):
         members.admit(fed.path, copied)
 
 
@@ -225,7 +225,7 @@ def test_another_key_is_a_rotation_and_the_old_one_stays_away(fed: FederationFol
     assert old in str(error.value) and new in str(error.value)
     done = members.admit(fed.path, second, rotate=True)
     assert (done.old_key, done.fingerprint) == (old, new)
-    with pytest.raises(ConfigError, match=r"'acme''s .*rotated"):
+    with pytest.raises(ConfigError, match=r"'acme', rotated"):
         members.admit(fed.path, first, rotate=True)
 
 
@@ -242,7 +242,7 @@ def test_a_site_goes_and_comes_back(fed: FederationFolder, tmp_path: Path) -> No
         members.remove(fed.path, "cork")
     with pytest.raises(ConfigError, match=r"'\.\./\.\./etc' cannot be the name of a site"):
         members.remove(fed.path, "../../etc")
-    with pytest.raises(ConfigError, match="asked the site 'acme'"):
+    with pytest.raises(ConfigError, match="the site 'acme'"):
         members.admit(fed.path, request)
     assert members.admit(fed.path, request, rank=3).rank == 3
     assert list(Policy.read(fed.policy).clients) == ["berlin", "cork", "acme"]

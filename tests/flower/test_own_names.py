@@ -35,7 +35,7 @@ def pushed(signer: int, *senders: int) -> list[Any]:
 
 
 def test_what_is_signed_by_one_and_says_another_never_gets_to_flower(capfd: pytest.CaptureFixture[str]) -> None:
-    """Also where one of several messages does, and where the other node is nobody's."""
+    """Also if only one of several messages does, and if the other node does not exist."""
     assert len(pushed(1, 1)) == 1 and len(pushed(2)) == 1
     for senders, other in (((2,), "cork"), ((1, 2), "cork"), ((0,), "node 0"), ((7,), "node 7")):
         with pytest.raises(HTTPException) as refused:

@@ -118,7 +118,7 @@ def test_every_header_that_flowers_nodes_send_goes_on() -> None:
 
 @pytest.mark.parametrize("odd", ['fe"d', "fe$d", "fe\nd", "fe;d", "fe{d", "fe\\d"])
 def test_what_nginx_would_read_otherwise_is_refused(tmp_path: Path, odd: str) -> None:
-    with pytest.raises(ConfigError, match="configuration of nginx"):
+    with pytest.raises(ConfigError, match="'s configuration"):
         nginx_configuration(tmp_path / odd, name="fl.example.org", tensors=8)
-    with pytest.raises(ConfigError, match="configuration of nginx"):
+    with pytest.raises(ConfigError, match="'s configuration"):
         nginx_configuration(tmp_path, name=odd, tensors=8)

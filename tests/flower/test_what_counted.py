@@ -246,7 +246,7 @@ def test_where_nothing_is_kept_a_restored_site_goes_on(tmp_path: Path, caplog: p
 
 
 def test_after_a_kill_in_a_private_round_the_newest_state_is_taken(tmp_path: Path) -> None:
-    """The sum was stored and its checkpoint was not: nobody is asked again, and the server cannot know who trained."""
+    """The sum was stored, but not its checkpoint: no site is asked again, and the server cannot know who trained."""
     strategy, grid = private_federation(tmp_path, EQUAL)
     strategy.start(grid, num_rounds=1)
 

@@ -137,6 +137,12 @@ def test_the_relation_that_says_zero_is_the_one_in_use() -> None:
     assert found["REPLACE_ONE"] == pytest.approx(66.7, abs=0.5)  # "23 becomes 67"
 
 
+def test_only_a_large_epsilon_gets_a_remark() -> None:
+    """docs/how-to/privacy.md names the border."""
+    assert accounting.how_strong(accounting.SAYS_LITTLE) == ""
+    assert "privacy.md" in accounting.how_strong(accounting.SAYS_LITTLE + 0.1)
+
+
 @pytest.mark.parametrize("delta", [0, 1, -1e-5, math.nan, 1e-12, "1e-5", True])
 def test_impossible_deltas(delta: float) -> None:
     with pytest.raises(HyperparameterError, match="delta"):

@@ -57,10 +57,10 @@ def privacy(
 
     With --budget, --charge or --adopt: a decision about a ledger, which writes one line with the reason.
 
-    A copy of a ledger is recognised by what is known of it in FEDLORA_STATE_DIR (default: ~/.local/state/fedlora), and
-    --adopt writes that anew: this user's other copies on this machine are refused from then on. A ledger that was set
-    back together with that folder, as by a snapshot of a whole virtual machine, is not recognised, nor is an original
-    on another machine."""
+    fedlora recognises a copied ledger by its records in FEDLORA_STATE_DIR (default: ~/.local/state/fedlora). --adopt
+    renews them: from then on fedlora refuses this user's other copies on this machine. It cannot recognise a ledger
+    that was set back together with that folder (a snapshot of a whole virtual machine), nor an original on another
+    machine."""
     from fedlora.cli.privacy_ledger import decide, show_ledger
 
     asked = {"--plan": planned, "--budget": budget is not None, "--charge": charge, "--adopt": adopt}

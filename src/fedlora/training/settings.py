@@ -113,10 +113,10 @@ def _scalars(annotation: Any) -> set[Any]:
 class LoRASettings(Section):
     """The LoRA settings that all clients share. A client of rank r trains W0 + s B A.
 
-    scaling: s for every rank, so alpha = scaling * r. alpha: in its place, one alpha for all ranks: s = alpha / r.
-    rslora: with alpha, s = alpha / sqrt(r). targets: names or ends of module paths; a string is one regular expression
-    that matches whole paths; "all-linear". dropout: before A, in training. saved: modules that are trained in full and
-    travel beside the factors, such as a classifier with another name than the model's own.
+    scaling: s for every rank, so alpha = scaling * r. alpha: instead of scaling, one alpha for all ranks, so s = alpha
+    / r. rslora: with alpha, s = alpha / sqrt(r). targets: names or ends of module paths; a string is one regular
+    expression that matches whole paths; "all-linear". dropout: dropout before A, in training. saved: modules that are
+    trained in full and travel beside the factors, such as a classifier with another name than the model's own.
 
     Example:
         >>> LoRASettings(targets=["query", "value"], alpha=16.0).scale(4)
@@ -182,13 +182,13 @@ class LoRASettings(Section):
 class TrainSection(Section):
     """One client's round. The optimiser is new each round, as in all reference codes.
 
-    lr: learning rate. optimizer: its name. weight_decay: the optimiser's. steps: optimiser steps per round; 0: train
-    `epochs` instead. epochs: over the client's data, if steps = 0. batch_size: examples per step. accumulation:
-    micro-batches per step, each of examples of similar length: the same gradient, up to rounding, with less padding;
-    "auto": on a CPU four, of at least four examples each; on a GPU one, since many small ones leave it idle. clip: the
-    largest gradient norm; 0 for none. schedule: the learning rate's over all rounds; it is constant within a round.
-    class_weights: an example's weight in the training loss, by class: "balanced" (from each client's own counts), or a
-    table {name = weight}, in which unnamed classes have 1.
+    lr: learning rate. optimizer: "adam", "adamw" or "sgd". weight_decay: weight decay of the optimiser. steps:
+    optimiser steps per round; 0: train `epochs` instead. epochs: passes over the client's data, if steps = 0.
+    batch_size: examples per step. accumulation: micro-batches per step, each of examples of similar length: the same
+    gradient, up to rounding, with less padding; "auto": on a CPU four, of at least four examples each; on a GPU one,
+    since many small ones leave it idle. clip: the largest gradient norm; 0 for none. schedule: how the learning rate
+    changes from round to round; it is constant within one. class_weights: an example's weight in the training loss, by
+    class: "balanced" (from each client's own counts), or a table {name = weight}, in which unnamed classes have 1.
     """
 
     gone = {"together": (1, "Clients train one after the other; run.workers = 2 trains two at the same time.")}

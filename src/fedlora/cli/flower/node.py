@@ -18,7 +18,7 @@ def node(
 ) -> None:
     """At a site: take part.
 
-    It checks this site, waits until the server lets it in, and is its SuperNode until SIGTERM or Ctrl-C.
+    It checks this site, waits until the server lets it in, and then runs as its SuperNode until SIGTERM or Ctrl-C.
 
     If the server cannot be reached, does not know this key yet, or has a certificate that fails the check, the node
     says so and waits. If the SuperNode ends, systemd or compose restarts it. Exit codes: 0 after SIGTERM or SIGINT; 1,
@@ -43,7 +43,7 @@ def node(
         wrong, told = site_checks.before_start(here)
     if wrong:
         found = "; ".join(wrong).removesuffix(".")
-        raise ConfigError(f"{found}. Nothing was sent. Mend it, and see with: fedlora doctor {typed(folder)}")
+        raise ConfigError(f"{found}. Nothing was sent. Repair it, and check with: fedlora doctor {typed(folder)}")
     for line in told:
         say(line)
     server = Server(join.server, join.port, here.ca)

@@ -52,7 +52,7 @@ def status(
 ) -> None:
     """At the server: which sites are online and when each was last heard; losses and sites of the last rounds.
 
-    It says what became of each site, also while the server is not running."""
+    It shows the last outcome of each site, even while the server is not running."""
     needed()
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.serving.status import status_of

@@ -103,14 +103,14 @@ def begun(folder: Path) -> Begun:
     rounds = checkpoint.newest_round(home.checkpoints) or 0
     if rounds > settings.run.rounds:
         raise ConfigError(
-            f"{rounds} rounds are played, and run.rounds = {settings.run.rounds} asks for fewer: rounds cannot be "
-            f"taken back. Set run.rounds = {rounds} to keep it as it is, or more to go on."
+            f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can "
+            f"undo a round. Set run.rounds = {rounds} to end here, or more to continue."
         )
     if rounds > (told := rounds_done(home.rounds)):  # a round's line is written before its state
         raise ConfigError(
-            f"{home.checkpoints} has the state of round {rounds}, and {home.rounds} ends with round {told}: these "
-            f"files are of different times. Probably a backup was unpacked over a newer folder. Move this folder away, "
-            f"unpack the backup into an empty place, and start again."
+            f"{home.checkpoints} has the state of round {rounds}, but {home.rounds} ends with round {told}. Probably a "
+            f"backup was unpacked over a newer folder. Move this folder away, unpack the backup into an empty place, "
+            f"and start again."
         )
     history = History.read(home.server / "settings.json")
     examples = at_server.examples if choosing is not None and choosing.by == "server" else None

@@ -63,7 +63,7 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
                 raise ConfigError(str(error)) from error
         asked = FederationSettings.load(home.settings).run.rounds  # it may have been raised meanwhile
         if asked > settings.run.rounds and recorder.stopped(recorder.lines(strategy.round)) is None:
-            log.info("%d rounds are asked for by now: it goes on, with the settings of now", asked)
+            log.info("run.rounds is %d by now: the federation continues, with the new settings", asked)
             return {"rounds": strategy.round, "of": asked, "finished": False}
         return finish(grid, b, strategy, recorder, private)
 
@@ -102,7 +102,7 @@ def played_by_one(server: Path) -> Iterator[None]:
     server.mkdir(parents=True, exist_ok=True)
     with locked(server / ".lock", lambda who: (
         f"the rounds in {server} are being played by process {who}. Two runs of one federation would undo each other: "
-        f"wait for that one, or end it (`fedlora flower status` shows how far it is)."
+        f"wait for that run, or end it (`fedlora flower status` shows how far it is)."
     )):  # fmt: skip
         yield
 

@@ -73,7 +73,7 @@ def opened_private(
     if not path.is_file():
         if done:
             raise CheckpointError(
-                f"{path} is gone, and {done} private rounds are played: what they were charged as is not known. "
+                f"{path} is missing, but {done} private rounds are played; nothing else says how they were charged. "
                 f"Restore {folder} from a backup."
             )
         for secret in (folder, home.checkpoints):  # they show who took part

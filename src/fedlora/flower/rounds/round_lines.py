@@ -62,7 +62,7 @@ class RoundLines:
             try:
                 files.write(self._path, self._text())
             except OSError as error:
-                raise CheckpointError(f"{self._path} cannot be written: {error.strerror}; it is as it was.") from error
+                raise CheckpointError(f"{self._path} cannot be written: {error.strerror}; it is unchanged.") from error
 
 
 def rounds_done(path: Path) -> int:

@@ -84,8 +84,8 @@ def _check_fits(config: RunConfig, start: Adapter, mine: Adapter) -> None:
         name = wrong[0]
         raise ConfigError(
             f"at_server.model = {config.model.path!r} does not fit start/: {name!r} is "
-            f"{there.get(name, 'not there')} in start/ and {here.get(name, 'not there')} of this model ({len(wrong)} "
-            f"such). Is it another base model, or has it other classes or lora.targets?"
+            f"{there.get(name, 'not there')} in start/ and {here.get(name, 'not there')} in this model ({len(wrong)} "
+            f"such). Is it another base model, or does it have other classes or lora.targets?"
         )
 
 

@@ -195,6 +195,7 @@ class FedLoRA(Strategy):
                 if closed is None:
                     continue
                 result.train_metrics_clientapp[number] = MetricRecord({"clients": closed.trained, "loss": closed.loss})
+                del closed  # the next round's state replaces this one's
                 evaluate()
             why = self._stopped or "complete"
         except QuorumNotMet:
@@ -226,6 +227,7 @@ class FedLoRA(Strategy):
                 self._save()
                 if attempt > self.policy.retries:
                     raise QuorumNotMet(f"{error} Not there: {self.refused or 'nobody'}.") from error
+                del trial, intake
                 self._wait_for_nodes(grid)
                 continue
             for fated in closed.overturned:
@@ -233,6 +235,7 @@ class FedLoRA(Strategy):
             self.fates = trial.fates
             judged = closed.memory.state.server.tally.judged if closed.memory.state.server.tally else None
             self._count(trial, judged.left_out if judged is not None else {})
+            del trial, intake  # with the uploads, and the state before: what follows is long, and needs neither
             line = {**closed.line, "seconds": round(self._clock.monotonic() - began, 3)}
             self.lines.put(line)  # before the checkpoint: a surplus line can be cut off, a missing one cannot be made
             self.memory = closed.memory

@@ -69,7 +69,7 @@ def public_key(path: Path) -> bytes:
     try:
         key = certificates.public_key(path.read_text(encoding="ascii"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no public key that Flower takes: {error}") from error
+        raise ConfigError(f"{path} is not a public key that Flower accepts: {error}") from error
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 

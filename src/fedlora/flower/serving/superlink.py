@@ -206,7 +206,7 @@ class SuperLink:
         here = user_config_to_proto({"folder": str(self.home)})
         found = self._ask("StartRun", "StartRunRequest", fab=fab, override_config=here)
         if not found.HasField("run_id"):
-            raise SuperLinkError("the SuperLink took the Flower app and started no run of it.")
+            raise SuperLinkError("the SuperLink accepted the Flower app, but started no run of it.")
         return int(found.run_id)
 
     def stop_run(self, run: int) -> None:
@@ -277,7 +277,7 @@ def _told() -> Iterator[None]:
     except httpx.HTTPStatusError as error:
         raise SuperLinkError(f"the SuperLink refuses: {_words_of(error.response)}") from error
     except (httpx.HTTPError, OSError, ValueError, SystemExit) as error:
-        raise SuperLinkError(f"the SuperLink cannot be spoken to: {error or type(error).__name__}") from error
+        raise SuperLinkError(f"the SuperLink does not respond as expected: {error or type(error).__name__}") from error
 
 
 def _words_of(response: Any) -> str:

@@ -37,8 +37,8 @@ def federation(
     """
     if port == superlink_port:
         raise ConfigError(
-            f"--port and --superlink-port are both {port}, and two programs cannot listen on one: the proxy takes the "
-            f"first, the SuperLink, on loopback, the second."
+            f"--port and --superlink-port are both {port}, but two programs cannot listen on one port: the proxy uses "
+            f"the first, the SuperLink, on loopback, the second."
         )
     network = NetworkSection(name=name, port=port, superlink_port=superlink_port)
     settings = read_run_file(config, overrides, labels, network=network)
@@ -47,8 +47,8 @@ def federation(
         begun = given_start(start, settings)
     elif settings.at_server.model is None:
         raise ConfigError(
-            f"{config} has no model.path, and the start is made of the base model. Give the path, or a start that was "
-            f"made elsewhere: --start DIR."
+            f"{config} has no model.path, but the common start needs the base model. Give the path, or an existing "
+            f"start: --start DIR."
         )
     else:
         begun = made_start(settings, settings.at_server.model, max(clients.values()))

@@ -52,8 +52,8 @@ def steps(
     """
     if os.geteuid() == 0 and "SUDO_USER" in os.environ:
         raise ConfigError(
-            "this calls sudo by itself, for three commands that it shows first: call it without. (As root all of "
-            "fedlora would run, and whoever can write its virtual environment would be root.)"
+            "call this without sudo: it calls sudo itself, for three commands that it shows first. (Otherwise all of "
+            "fedlora would run as root, and anybody who can write its virtual environment would be root.)"
         )
     home = folder.resolve()
     units_of = _site if is_site(home) else _server
@@ -76,12 +76,12 @@ def carry_out(todo: list[Step]) -> None:
     """Run them in order, until one fails. Raises `ConfigError`."""
     for step in todo:
         if shutil.which(step.words[0]) is None:
-            raise ConfigError(f"{step.words[0]} is not here. `--print` shows what root is to run in its place.")
+            raise ConfigError(f"{step.words[0]} is not here. `--print` shows the script for root to run instead.")
         code = subprocess.run(step.words, input=step.said.encode(), check=False).returncode
         if code:
             raise ConfigError(
-                f"`{shlex.join(step.words)}` ended with code {code}. Where this user may not sudo, let somebody who "
-                f"may read what `--print` shows, and run it."
+                f"`{shlex.join(step.words)}` ended with code {code}. If this user may not use sudo, let "
+                f"somebody who may read the script of `--print`, and run it."
             )
 
 
@@ -90,7 +90,7 @@ Made = tuple[dict[str, str], list[Path]]  # units by name, and the folders that 
 
 def _site(home: Path, user: str | None, memory: str | None, metrics: str | None, label: str) -> Made:
     if metrics is not None:
-        raise ConfigError("--metrics is of a federation's server; a site has none. Leave it out.")
+        raise ConfigError("--metrics is for a federation's server, not for a site. Leave it out.")
     more = {} if memory is None else {"memory": memory}
     site = Site.read(SiteFolder(home).site)
     reads = [Path(path) for path in (site.data, site.model) if Path(path).is_absolute()]
@@ -137,7 +137,7 @@ def _check_free(path: Path, home: Path) -> None:
         return
     if found is not None and found[1].replace("%%", "%") != str(home):
         raise ConfigError(
-            f"{path} is the unit of {found[1]}: a second one on this machine gets a name of its own, such as --name "
+            f"{path} is the unit of {found[1]}. Give a second one on this machine its own name, such as --name "
             f"{home.name}. If that folder was moved here: systemctl disable --now {path.stem}, and delete {path} first."
         )
 

@@ -72,7 +72,7 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
     with changing(home) as (there, settings, policy):
         if asked.federation != settings.id:
             raise ConfigError(
-                f"the request of {asked.site!r} is for the federation {quoted(asked.federation)}, and this one is "
+                f"the request of {asked.site!r} is for the federation {quoted(asked.federation)}, but this one is "
                 f"{settings.id!r}: the site joined with another server's join.toml. Send it {there.join(asked.site)}."
             )
         name, before = asked.site, policy.clients.get(asked.site)
@@ -114,13 +114,13 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
             check_site(name, list(policy.clients))
             _check_member(settings, name)
             if rank is None:
-                raise ConfigError(f"{quoted(name)} is a new site, and has no rank yet: --new {name}=8.")
+                raise ConfigError(f"{quoted(name)} is a new site and has no rank yet; give one: --new {name}=8.")
             checked_rank(rank, name)
             _check_ranks(there, {name: rank})
         elif rank is not None and rank != known:
             raise ConfigError(
-                f"{name!r} takes part with rank {known}: --new {name} writes its file anew. For another rank, "
-                f"admit its request again with --rank {rank}."
+                f"{name!r} already takes part, with rank {known}: --new {name} writes its join file again. For "
+                f"another rank, admit its request again with --rank {rank}."
             )
         facts = server_facts(settings, Agreement.read(there.agreement))
         made = join_file(there, settings, name, known if known is not None else rank or 1, facts.table())
@@ -142,7 +142,7 @@ def remove(home: Path, name: str) -> bool:
         if name in policy.clients:
             left = len(policy.clients) - 1
             if not left:
-                raise ConfigError(f"{name!r} is the only site: without it nobody is left. Stop the server instead.")
+                raise ConfigError(f"{name!r} is the only site; no other would be left. Stop the server instead.")
             try:
                 check_quorum(settings.server.quorum, left, settings.run.participation)
             except ConfigError as error:
@@ -179,8 +179,8 @@ def _rank(there: FederationFolder, name: str, before: Rank | None, given: int | 
         return given
     if not there.join(name).is_file():
         raise ConfigError(
-            f"nobody asked the site {name!r} to take part: it is not in {there.policy}, and has no join file here. If "
-            f"it is welcome, give it a rank: fedlora flower admit ... --rank 8."
+            f"the site {name!r} was not invited: it is not in {there.policy}, and has no join file here. To admit it, "
+            f"give it a rank: fedlora flower admit ... --rank 8."
         )
     return JoinFile.read(there.join(name)).rank
 
@@ -196,14 +196,14 @@ def _old_key(there: FederationFolder, asked: Request, rotate: bool) -> str | Non
     for path in sorted(there.key(asked.site).parent.glob("*.pub")):
         if path != there.key(asked.site) and certificates.fingerprint(path.read_text()) == new:
             raise ConfigError(
-                f"the key {new} is {path.stem!r}'s already, and each site has a key of its own: was a site's folder "
-                f"copied? Make a new one there: fedlora flower site FOLDER --rotate."
+                f"the key {new} already belongs to {path.stem!r}, and each site needs its own: was a site's folder "
+                f"copied? Make a new key there: fedlora flower site FOLDER --rotate."
             )
     for path in sorted((there.path / "removed").glob(f"{asked.site}-*-rotated.pub")):
         if certificates.fingerprint(path.read_text()) == new:
             raise ConfigError(
-                f"the key {new} was {asked.site!r}'s until it was rotated ({path.name}), and does not come back: this "
-                f"is an old request. Ask for the one that was made last."
+                f"the key {new} is an old one of {asked.site!r}, rotated since ({path.name}), so this is an old "
+                f"request. Ask for the newest one."
             )
     if not there.key(asked.site).is_file():
         return None
@@ -212,8 +212,8 @@ def _old_key(there: FederationFolder, asked: Request, rotate: bool) -> str | Non
         return None
     if not rotate:
         raise ConfigError(
-            f"{asked.site!r} is admitted with the key {old}, and this request has another one, {new}. If the site says "
-            f"that it has made a new key (ask by telephone), call this again with --rotate."
+            f"{asked.site!r} is admitted with the key {old}, but this request has another one, {new}. If the site "
+            f"confirms by telephone that it made a new key, call this again with --rotate."
         )
     return old
 

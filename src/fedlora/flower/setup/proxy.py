@@ -73,8 +73,8 @@ def nginx_configuration(folder: Path, *, name: str, tensors: int, port: int = 44
     for word in (str(home), name):
         if not word.isprintable() or set(word) & set("\"'\\${};"):
             raise ConfigError(
-                f"{word!r} cannot stand in a configuration of nginx: it has a quote, a backslash, one of ${{}}; or "
-                f"something that is not printed. Take another folder or name."
+                f"{word!r} cannot be written into nginx's configuration: it has a quote, a backslash, one of ${{}}; or "
+                f"an unprintable character. Use another folder or name."
             )
     passed = "\n".join(
         f"        proxy_set_header {header} $http_{header.lower().replace('-', '_')};" for header in _HEADERS

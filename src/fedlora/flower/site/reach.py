@@ -65,9 +65,9 @@ def look(server: Server, key: Path) -> Found:
         found = _unreached(server, error)
         return replace(found, why=found.why + _proxy_in_use())
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Found("stranger", f"{server.address} gives an answer that is none of Flower's: {shown(error)}.")
+        return Found("stranger", f"{server.address} gives an answer that is not from Flower: {shown(error)}.")
     except ssl.SSLError as error:
-        return Found("certificate", f"{server.ca} is no file of certificates: {shown(error)}.")
+        return Found("certificate", f"{server.ca} is not a file of certificates: {shown(error)}.")
 
 
 def _unreached(server: Server, error: BaseException) -> Found:
@@ -118,7 +118,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     except OSError as error:
         raise ConfigError(f"the key {path} cannot be read: {error.strerror}.") from error
     except Exception as error:
-        raise ConfigError(f"{path} is no private key as OpenSSH writes them without a passphrase: {error}.") from error
+        raise ConfigError(f"{path} is not a private key of OpenSSH without a passphrase: {error}.") from error
     if not isinstance(found, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{path} is a key of another kind ({type(found).__name__}); Flower takes EC keys (P-384).")
     return found
@@ -166,19 +166,19 @@ def _said(server: Server, status: int, code: int, ahead: float | None) -> Found:
     if code == 2004:
         return Found(
             "not admitted",
-            f"{where} answers, and this site's key is not registered there. Send request.toml to the server; after "
-            f"`fedlora flower admit` there it goes on by itself.",
+            f"{where} answers, but this site's key is not registered there. Send request.toml to the server; the site "
+            f"continues by itself after `fedlora flower admit` there.",
         )
     if status == 401:
         trouble = "" if ahead is None else clock_trouble(ahead)
         return Found(
             "clock" if trouble else "refused",
             trouble
-            or f"{where} does not take this site's signature (401), and the clocks agree. Does its key belong to "
+            or f"{where} does not accept this site's signature (401), and the clocks agree. Does its key belong to "
             f"this federation?",
         )
     if status in (429, 503):
-        return Found("no federation", f"{where} takes no more requests from this address for now ({status}).")
+        return Found("no federation", f"{where} accepts no more requests from this address for now ({status}).")
     if status in (502, 504):
         return Found(
             "no federation",
@@ -187,7 +187,7 @@ def _said(server: Server, status: int, code: int, ahead: float | None) -> Found:
         )
     if status == 403:
         return Found(
-            "stranger", f"{where} answers and forbids Flower's path (403): its proxy does not pass /v1/fleet/."
+            "stranger", f"{where} answers, but forbids Flower's path (403): its proxy does not pass /v1/fleet/."
         )
     if code:
         return Found("refused", f"{where} refuses this site with Flower's code {code} (status {status}).")
@@ -243,7 +243,7 @@ def _flower_code(reply: Any) -> int:
 def _proxy_in_use() -> str:
     """A hint, if this machine's requests go through a proxy."""
     names = [name for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy") if os.environ.get(name)]
-    return f" {names[0]} is set here, so requests go by way of {shown(os.environ[names[0]])}." if names else ""
+    return f" {names[0]} is set here, so requests go through {shown(os.environ[names[0]])}." if names else ""
 
 
 __all__ = [

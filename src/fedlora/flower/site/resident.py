@@ -80,8 +80,8 @@ def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
             raise TrainerFailed(str(said.get("told", "it gave no reply")), str(said.get("error", "")))
         return reply
     raise TrainerFailed(
-        f"{_TRIES} trainers, one after the other, ended before they took the work, or were of another site.toml or of "
-        "other settings than now."
+        f"{_TRIES} trainers, one after the other, ended before they took the work, or had another site.toml or other "
+        "settings than now."
     )
 
 
@@ -148,8 +148,8 @@ def _died(site: SiteFolder, began: int) -> TrainerFailed:
     words = _words(_log(site), began)
     fatal = [line for line in words if line.startswith("Fatal Python error")]
     why = fatal[-1] if fatal else _full(site) or (
-        "its process ended without a word: somebody killed it, it crashed, or the system did for want of memory "
-        "(journalctl -k says so then; MemoryMax of its unit is a limit too, and a smaller train.batch_size needs less)"
+        "its process ended without a word: it crashed, somebody killed it, or the system killed it because memory ran "
+        "out (then journalctl -k says so; MemoryMax of its unit is also a limit; a smaller train.batch_size needs less)"
     )  # fmt: skip
     told = f"its trainer died in the middle of the work: {why}"
     return TrainerFailed(told, f"{told}. Its last line: {words[-1]}" if words else told)

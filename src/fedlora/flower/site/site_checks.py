@@ -69,12 +69,12 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
     same = join.site == site.name
     rows.append(("site", f"{site.name}, rank {join.rank}, of {join.federation} at {join.address}", same))
     if not same:
-        rows.append(("name", f"site.toml says {site.name!r}, and the join file is for {join.site!r}", False))
+        rows.append(("name", f"site.toml says {site.name!r}, but the join file is for {join.site!r}", False))
     rows.append(_key(here))
     rows.append(_own(here))
     if not here.ca.is_file() or here.ca.read_text(encoding="utf-8").strip() != join.ca.strip():
-        rows.append(("ca.crt", f"{here.ca} is not what the join file has; copy it from there, or run `fedlora flower "
-                               f"site` anew with a new join file", False))  # fmt: skip
+        rows.append(("ca.crt", f"{here.ca} differs from the join file; copy it from there, or run `fedlora flower "
+                               f"site` again with a new join file", False))  # fmt: skip
     rows.append(app_row(join, site.app))
     if here.next_key.exists():
         rows.append(("new key", "waits for the server: fedlora flower admit FED request.toml --rotate there", True))
@@ -165,8 +165,8 @@ def _check_lengths(config: RunConfig, train: TextData) -> None:
     tokens = max(len(example["input_ids"]) for example in told)
     if tokens > longest:
         raise ConfigError(
-            f"an example has {tokens} tokens (they are cut at the server's max_length = {most}), and the base model "
-            f"reads {longest} at most. Shorten it here, or let the server set data.max_length = {longest}."
+            f"an example has {tokens} tokens (fedlora cuts at the server's max_length = {most}), but the base model "
+            f"reads at most {longest}. Shorten it here, or let the server set data.max_length = {longest}."
         )
 
 

@@ -61,11 +61,11 @@ def take_join(folder: Path, join: Path) -> JoinFile:
     here = SiteFolder(folder.resolve())
     said, own, before = JoinFile.read(join), Site.read(here.site).name, JoinFile.read(here.join).federation
     if said.site != own:
-        raise ConfigError(f"{join} is for the site {said.site!r}, and {folder} is of {own!r}: ask for the right one.")
+        raise ConfigError(f"{join} is for the site {said.site!r}, but {folder} is of {own!r}: ask for the right one.")
     if said.federation != before:
         raise ConfigError(
-            f"{join} is of the federation {said.federation}, and {folder} takes part in {before}: what it keeps "
-            f"between rounds would not fit. Name another folder for it."
+            f"{join} is for the federation {said.federation}, but {folder} takes part in {before}, so its stored state "
+            f"would not fit. Name another folder."
         )
     content = join.read_bytes()
     files.write(here.ca, said.ca)
@@ -79,7 +79,7 @@ def refuse_existing(folder: Path) -> None:
     if here.site.is_file() and here.key.is_file():
         name = Site.read(here.site).name
         raise ConfigError(
-            f"{folder} is the folder of the site {name!r} already, with its key: it is kept. To take part: fedlora "
+            f"{folder} is already the folder of the site {name!r}, with its key, and stays. To take part: fedlora "
             f"flower node {folder}. Another key: fedlora flower site {folder} --rotate. Other data or another model: "
             f"edit {here.site}. The server's new join file: give --join alone. Another federation: name another folder."
         )

@@ -108,13 +108,13 @@ def told_to_server(error: BaseException, folder: Path) -> str:
 
     kind = type(error).__name__
     if _no_room(error):
-        return f"{kind}: no space is left on this site's disk; its folder must take a round's state. It is asked again"
+        return f"{kind}: no space is left on this site's disk for a round's state. The server asks it again"
     if isinstance(error, (*_TOLD, Disagreement)):
         words = str(error)
         for path, name in _places(folder).items():
             words = words.replace(path, name)
         return f"{kind}: {shown(words, 2000)}"
-    return f"{kind}: why stands in the site's own log (state/logs/trainer.log), for it may hold something of its data"
+    return f"{kind}: the reason is only in the site's log (state/logs/trainer.log), as it may contain data of the site"
 
 
 def _no_room(error: BaseException | None) -> bool:

@@ -1,5 +1,5 @@
-"""The facts that server and sites must share, and the messages if they do not: with another base model, renamed classes
-or another version, training would run silently, but its result would be worthless.
+"""The facts that server and sites must share, and the messages for mismatches: with another base model, renamed classes
+or another version, training would run without an error, but its result would be worthless.
 
 The server's facts travel with every train message; a node compares them with its own before it trains, and sends its
 own with every reply.
@@ -73,8 +73,8 @@ class Facts:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Facts:
-        """Facts from the plain values that another side wrote: an unknown field is ignored, one with a wrong type is
-        not. Raises `Disagreement`."""
+        """Facts from plain values that the other side wrote. Ignores unknown fields. Raises `Disagreement` for a field
+        of the wrong type."""
         found: dict[str, Any] = {}
         for name, sound in _SOUND.items():
             if name in table:
@@ -89,15 +89,15 @@ class Facts:
         try:
             table = json.loads(text)
         except (ValueError, RecursionError, TypeError) as error:
-            raise Disagreement("the other side's facts are no JSON.") from error
+            raise Disagreement("the other side's facts are not JSON.") from error
         if not isinstance(table, dict):
-            raise Disagreement("the other side's facts are no table.")
+            raise Disagreement("the other side's facts are not a table.")
         return cls.from_table(table)
 
     @classmethod
     def requested(cls, table: Mapping[str, Any]) -> Facts:
-        """Facts from a request, which a site signs: an unknown field cannot be agreed on, and is refused. Raises
-        `Disagreement`."""
+        """Facts from a site's signed request. Raises `Disagreement`, also for unknown fields, because nobody could
+        agree on them."""
         unknown = sorted(str(key) for key in table if key not in _SOUND)
         if unknown:
             raise Disagreement(
@@ -107,7 +107,7 @@ class Facts:
         return cls.from_table(table)
 
     def filled(self, other: Facts) -> Facts:
-        """These facts, completed from the other side's where they are unknown; versions stay its own."""
+        """These facts, with unknown ones taken from the other side. Versions stay as they are."""
         lacks = {name: getattr(other, name) for name in _SOUND if not getattr(self, name) and name != "versions"}
         return replace(self, **lacks)
 
@@ -172,8 +172,8 @@ def differences(server: Facts, site: Facts, name: str = "this site", *, whole: b
     """A sentence for each difference: both sides' facts, the likely cause, and what to do.
 
     Args:
-        name: the site's name in sentences. whole: the site must know everything that the server knows, as one that
-            trains does; otherwise facts that one side does not know are not compared.
+        name: the site's name in sentences. whole: the site must know everything that the server knows, like a site that
+            trains; otherwise facts that one side does not know are not compared.
     """
     its = "this site's" if name == "this site" else f"that of {name!r}"
     them = "this site's" if name == "this site" else f"those of {name!r}"
@@ -199,7 +199,7 @@ def differences(server: Facts, site: Facts, name: str = "this site", *, whole: b
     if _unlike(server.labels, site.labels):
         said.append(
             f"the server's classes are {quoted(list(server.labels))}, and {them} are {quoted(list(site.labels))}; "
-            f"class k is the k-th name everywhere. Names and order come from data.labels in the server's "
+            f"class k must be the k-th name everywhere. Names and order come from data.labels in the server's "
             f"federation.toml"
         )
     for what, key in (("scaling", "lora.scaling or lora.alpha"), ("max_length", "data.max_length")):
@@ -233,9 +233,9 @@ def _targets(server: Sequence[str], site: Sequence[str], name: str) -> str:
     here, there = set(server), set(site)
     shown_ = [shown(t, 80) for t in sorted(here - there)[:2]], [shown(t, 80) for t in sorted(there - here)[:2]]
     return (
-        f"the server's adapters are of {len(here)} modules and those of {name} of {len(there)}: only at the server "
-        f"{shown_[0] or 'none'}, only at the site {shown_[1] or 'none'}; lora.targets is the server's, so the base "
-        f"models are of another shape, or the common start is of another model"
+        f"the server's adapters have {len(here)} modules and those of {name} have {len(there)}: only at the server "
+        f"{shown_[0] or 'none'}, only at the site {shown_[1] or 'none'}. Both use the server's lora.targets, so their "
+        f"base models have different shapes, or the common start belongs to another model"
     )
 
 
@@ -285,7 +285,7 @@ def _older(server: str, site: str, name: str) -> str:
 
 def versions_here() -> dict[str, str]:
     """The versions on this machine."""
-    found = {name: installed(name) for name in _WATCHED}  # torch may be built by hand, and is then none
+    found = {name: installed(name) for name in _WATCHED}  # a torch built by hand has no version here
     return {"protocol": PROTOCOL, "fedlora": __version__} | {name: at for name, at in found.items() if at is not None}
 
 

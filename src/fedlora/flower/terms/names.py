@@ -32,7 +32,7 @@ def sites(text: str) -> dict[str, int]:
         check_site(name, found)
         found[name] = checked_rank(int(rank) if rank.isascii() and rank.isdecimal() and len(rank) < 9 else rank, name)
     if not found:
-        raise ConfigError(f"--sites names no site; such as acme=8,berlin=4. Got {quoted(text)}.")
+        raise ConfigError(f"--sites names no site; give, for example, acme=8,berlin=4. Got {quoted(text)}.")
     return found
 
 
@@ -40,14 +40,14 @@ def check_site(name: str, others: Sequence[str] | dict[str, int] = ()) -> None:
     """Raises `ConfigError` for an invalid name of a site, or one that differs from one of `others` only in case."""
     if not _SITE.fullmatch(name):
         raise ConfigError(
-            f"{quoted(name)} cannot be the name of a site: it names files and commands, so it is up to 63 letters, "
-            f"digits, '_', '-' and '.', and begins with a letter, a digit or '_'."
+            f"{quoted(name)} cannot be the name of a site. Files and commands contain the name, so it has up to 63 "
+            f"letters, digits, '_', '-' and '.', and begins with a letter, a digit or '_'."
         )
     same = [other for other in others if other.casefold() == name.casefold()]
     if same:
         raise ConfigError(
-            f"{quoted(name)} is there already{f', as {same[0]!r}' if same[0] != name else ''}: each site has a name of "
-            f"its own, and upper case alone does not make another one."
+            f"{quoted(name)} exists already{f', as {same[0]!r}' if same[0] != name else ''}: each site needs its own "
+            f"name, and upper case alone does not make another one."
         )
 
 

@@ -82,7 +82,7 @@ class Policy:
         return min(1.0, max(0.5, 2 / len(self.clients)))
 
     def largest_shares(self, weighting: Weighting, clients: int) -> list[float]:
-        """For each of this many clients in a round, its largest possible weight, whatever it claims.
+        """The largest possible weight of each client in a round of `clients`, whatever it claims.
 
         Example:
             >>> Policy(dict.fromkeys("abcd", 4), max_weight_share=0.3).largest_shares("examples", 3)

@@ -1,0 +1,123 @@
+"""Run the benchmarks, and fill the tables of docs/evidence/benchmarks.md from what they stored.
+
+    python benchmarks/page.py                   the page from benchmarks/results, without running anything
+    python benchmarks/page.py --run             all of them anew, then the page: ten minutes on two quiet cores
+    python benchmarks/page.py --run --quick     small, into build/bench, the page untouched: whether all of it runs
+    python benchmarks/page.py --run --only merging,dense
+
+Between the page's markers stands a table of one result (`bench: aggregation methods`; `rows`: its records as they are),
+how it was measured (`bench: aggregation measured`), or the goals of all results (`bench: goals`). `tests/test_docs.py`
+compares page and results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from measure import GOAL_HEAD, Table, as_markdown
+
+ROOT = Path(__file__).parent.parent
+RESULTS, PAGE, SMALL = (
+    ROOT / "benchmarks" / "results",
+    ROOT / "docs" / "evidence" / "benchmarks.md",
+    ROOT / "build/bench",
+)
+MARKED = re.compile(r"(<!-- bench: (\S+)(?: ([^>]+?))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
+# Result -> script and options, in the order of the page. Each takes --json FILE and --quick.
+BENCHMARKS = {
+    "aggregation": ["aggregation.py"],
+    "small_modules": ["small_modules.py"],
+    "dense": ["dense.py"],
+    "exactness": ["exactness.py", "--quick"],
+    "rank_tolerance": ["rank_tolerance.py", "--draws", "30"],
+    "defences": ["defences.py"],
+    "many_clients": ["many_clients.py", "--d", "768", "--memory", "16", "--clients", "1000,10000"],
+    "merging": ["merging.py"],
+}
+QUICK = {"rank_tolerance": ["--draws", "3"], "many_clients": ["--clients", "100"], "exactness": ["--every", "97"]}
+
+
+def stored(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Result -> what its benchmark wrote, in the order of the page; those that no benchmark here writes last."""
+    paths = {path.stem: path for path in sorted(folder.glob("*.json"))}
+    names = [*(name for name in BENCHMARKS if name in paths), *(name for name in paths if name not in BENCHMARKS)]
+    return {name: json.loads(paths[name].read_text(encoding="utf-8")) for name in names}
+
+
+def filled(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page with each part between markers as the results have it."""
+
+    def part(found: re.Match[str]) -> str:
+        begin, name, what, end = found.groups()
+        if name == "goals":
+            text = goals(results)
+        elif name not in results:
+            text = "Not measured yet.\n"
+        elif what == "measured":
+            text = measured(results[name])
+        elif what == "rows":
+            text = as_markdown(of_rows(results[name]["rows"]))
+        else:
+            text = as_markdown(results[name]["tables"][what])
+        return f"{begin}{text}{end}"
+
+    return MARKED.sub(part, page)
+
+
+def goals(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Every goal of every result."""
+    return as_markdown([GOAL_HEAD, *(row for result in results.values() for row in result.get("goals", ()))])
+
+
+def of_rows(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Records as a table: their keys as its head, numbers to three digits."""
+    heads = list(dict.fromkeys(key for row in rows for key in row))
+    shown = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in (row.get(h, "") for h in heads)] for row in rows]
+    return [heads, *shown]
+
+
+def measured(result: Mapping[str, Any]) -> str:
+    """The command, the code and the machine of a result."""
+    m = result["machine"]
+    when = [f"commit {m['commit']}", *(str(result[key]) for key in ("date",) if key in result)]
+    where = [m["processor"], f"{m['cores']} cores", f"torch {m['torch']}", f"Python {m['python']}"]
+    took = f" in {result['seconds']} s" if "seconds" in result else ""
+    return f"Measured by `{m['command']}`{took}: {', '.join(when + where)}.\n"
+
+
+def run(only: list[str], folder: Path, *, quick: bool) -> None:
+    """One benchmark after the other, each in a process of its own; the first failure ends it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in only:
+        command = [sys.executable, str(ROOT / "benchmarks" / BENCHMARKS[name][0]), *BENCHMARKS[name][1:]]
+        if quick:
+            command += QUICK.get(name, ["--quick"])
+        began = time.perf_counter()
+        print(f"== {name}", flush=True)
+        subprocess.run([*command, "--json", str(folder / f"{name}.json")], check=True, cwd=ROOT)
+        print(f"== {name}: {time.perf_counter() - began:.0f} s\n", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="with --run")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(BENCHMARKS), help="with --run")
+    args = parser.parse_args()
+    if args.run:
+        run(args.only, SMALL if args.quick else RESULTS, quick=args.quick)
+    if not args.quick:
+        PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), stored()), encoding="utf-8")
+    print(goals(stored(SMALL if args.quick else RESULTS)))
+
+
+if __name__ == "__main__":
+    main()
