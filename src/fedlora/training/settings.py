@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -84,22 +85,28 @@ class Section(BaseModel):
     @classmethod
     def _as_of_toml(cls, value: object, of: ValidationInfo) -> object:
         """Convert to TOML's types: Python callers may pass tuples, other mappings and numpy integers."""
-        kinds = _scalars(cls.model_fields[str(of.field_name)].annotation)
-        return _plain(value, whole=int in kinds and float not in kinds)
+        return _plain(value, whole=_whole(cls, str(of.field_name)))
 
 
 def _plain(value: object, *, whole: bool) -> object:
     if isinstance(value, str) and "\0" in value:
         raise ValueError("has a NUL, which no name, path or text may have")
-    if isinstance(value, Mapping) and not isinstance(value, dict):
-        value = dict(value)
-    if isinstance(value, dict):
-        return {_plain(key, whole=whole): _plain(item, whole=whole) for key, item in value.items()}
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, float):
+        return int(value) if whole and value.is_integer() else value
     if isinstance(value, list | tuple):
         return [_plain(item, whole=whole) for item in value]
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    return int(value) if whole and isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, Mapping):
+        return {_plain(key, whole=whole): _plain(item, whole=whole) for key, item in value.items()}
+    return int(value) if isinstance(value, Integral) else value
+
+
+@cache
+def _whole(table: type[Section], key: str) -> bool:
+    """Whether a key's values, or those in its lists, are whole numbers."""
+    kinds = _scalars(table.model_fields[key].annotation)
+    return int in kinds and float not in kinds
 
 
 def _scalars(annotation: Any) -> set[Any]:
