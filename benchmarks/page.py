@@ -6,8 +6,8 @@
     python benchmarks/page.py --run --only merging,dense
 
 Between the page's markers stands a table of one result (`bench: aggregation methods`; `rows`: its records as they are),
-how it was measured (`bench: aggregation measured`), or the goals of all results (`bench: goals`). `tests/test_docs.py`
-compares page and results.
+how it was measured (`bench: aggregation measured`), or the goals of all results (`bench: goals`).
+`tests/test_benchmarks.py` compares page and results.
 """
 
 from __future__ import annotations
@@ -39,7 +39,17 @@ BENCHMARKS = {
     "exactness": ["exactness.py", "--quick"],
     "rank_tolerance": ["rank_tolerance.py", "--draws", "30"],
     "defences": ["defences.py"],
-    "many_clients": ["many_clients.py", "--d", "768", "--memory", "16", "--clients", "1000,10000"],
+    "many_clients": [
+        "many_clients.py",
+        "--d",
+        "768",
+        "--memory",
+        "16",
+        "--clients",
+        "1000,10000",
+        "--methods",
+        "glora,svd",
+    ],
     "merging": ["merging.py"],
 }
 QUICK = {"rank_tolerance": ["--draws", "3"], "many_clients": ["--clients", "100"], "exactness": ["--every", "97"]}
