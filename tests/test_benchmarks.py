@@ -12,7 +12,7 @@ def test_the_page_of_benchmarks_holds_the_stored_results() -> None:
     assert page.filled(text, results) == text
     assert page.filled(text.replace("| yes |", "| maybe |"), results) == text
     shown = {(name, what) for _, name, what, _ in page.MARKED.findall(text)}
-    for name in page.BENCHMARKS:
+    for name in set(page.BENCHMARKS) & set(results):
         assert {(name, "measured"), *((name, table) for table in results[name]["tables"])} <= shown
 
 
