@@ -6,7 +6,10 @@ in processor time, which on a quiet machine is the clock's, for they use one thr
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
+import os
 import platform
 import statistics
 import subprocess
@@ -84,16 +87,99 @@ def on_stderr(text: str) -> None:
         sys.stderr.flush()
 
 
-def median(times: list[float]) -> float:
+def median(times: Sequence[float]) -> float:
     return statistics.median(times)
 
 
-def spread(times: list[float]) -> float:
-    """The inter-quartile range as a share of the median; 0 for fewer than four repeats."""
-    if len(times) < 4:
-        return 0.0
-    low, _, high = statistics.quantiles(times, n=4)
+def spread(times: Sequence[float]) -> float:
+    """The inter-quartile range as a share of the median; of fewer than four the whole range; of one none (nan)."""
+    if len(times) < 2:
+        return math.nan
+    low, high = min(times), max(times)
+    if len(times) > 3:
+        low, _, high = statistics.quantiles(times, n=4)
     return (high - low) / statistics.median(times)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Of two contestants, repeat by repeat: the median, and its spread."""
+
+    value: float
+    spread: float
+
+    @classmethod
+    def of(cls, over: Sequence[float], under: Sequence[float]) -> Ratio:
+        each = [x / y for x, y in zip(over, under, strict=False)]
+        return cls(median(each), spread(each))
+
+    def __str__(self) -> str:
+        digits = f"{self.value:.2f}" if self.value < 10 else f"{self.value:.0f}"
+        return digits if math.isnan(self.spread) else f"{digits} ({self.spread:.0%})"
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A row of the page's first table.
+
+    what: in the page's words. bound: "<= 1.5" or ">= 1.8". baseline: the script that the figure is a multiple of, where
+    it is one. spread: nan where nothing was repeated.
+    """
+
+    what: str
+    measured: float
+    bound: str
+    baseline: str = ""
+    spread: float = math.nan
+    form: str = ".2f"
+
+    @classmethod
+    def of(cls, what: str, ratio: Ratio, bound: str, baseline: str) -> Goal:
+        return cls(what, ratio.value, bound, baseline, ratio.spread)
+
+    @property
+    def met(self) -> bool:
+        sense, _, limit = self.bound.partition(" ")
+        return self.measured <= float(limit) if sense == "<=" else self.measured >= float(limit)
+
+    def as_row(self) -> list[str]:
+        noise = "" if math.isnan(self.spread) else f"{self.spread:.0%}"
+        verdict = "yes" if self.met else "**no**"
+        return [self.what, format(self.measured, self.form), noise, self.bound, verdict, self.baseline]
+
+
+GOAL_HEAD = ["", "measured", "spread", "goal", "met", "beside"]
+Table = Sequence[Sequence[str]]  # its head first
+
+
+def as_markdown(table: Table) -> str:
+    """All columns but the first to the right."""
+    head, *rows = table
+    rule = ["---", *["---:"] * (len(head) - 1)]
+    return "".join("| " + " | ".join(row) + " |\n" for row in (head, rule, *rows))
+
+
+def report(
+    path: Path | None, began: float, *, tables: Mapping[str, Table], goals: Sequence[Goal] = (), figures: object = None
+) -> None:
+    """Print what was found, and store it where a path is given: `page.py` puts the tables into docs/evidence.
+
+    began: `time.perf_counter()` of the start. figures: whatever else a reader may want to compute from.
+    """
+    for name, table in tables.items():
+        print(f"\n{name}\n\n{as_markdown(table)}", flush=True)
+    if goals:
+        print(as_markdown([GOAL_HEAD, *(goal.as_row() for goal in goals)]), flush=True)
+    if path is not None:
+        found = {
+            "machine": machine(),
+            "date": datetime.date.today().isoformat(),
+            "seconds": round(time.perf_counter() - began),
+            "tables": tables,
+            "goals": [goal.as_row() for goal in goals],
+            "figures": figures,
+        }
+        path.write_text(as_json(found) + "\n", encoding="utf-8")
 
 
 def _processor() -> str:
@@ -104,22 +190,33 @@ def _processor() -> str:
     return f"{platform.machine()} {models[0]}" if models else platform.machine()
 
 
+def _command() -> str:
+    """As one types it in the repository; where the result goes is no part of it."""
+    script, *rest = sys.argv
+    if "--json" in rest:
+        at = rest.index("--json")
+        del rest[at : at + 2]
+    return " ".join(["python", f"benchmarks/{Path(script).name}", *rest])
+
+
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     root = Path(__file__).parent
     commit = subprocess.run(
         ["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     )
+    code = [str(root.parent / "src"), str(root), f":(exclude){root / 'results'}"]
     dirty = subprocess.run(
-        ["git", "-C", str(root), "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
-    )
+        ["git", "-C", str(root), "status", "--porcelain", "-uno", "--", *code],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
     return {
         "processor": _processor(),
-        "cores": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "commit": commit.stdout.strip() + (" with local changes" if dirty.stdout.strip() else ""),
-        "command": " ".join(["python", *sys.argv]),
+        "command": _command(),
     }
 
 
