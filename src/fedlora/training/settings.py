@@ -51,7 +51,6 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     of_each: ClassVar[Key] = Key()  # for keys whose fields have no Key
-    gone: ClassVar[Mapping[str, tuple[object, str]]] = {}  # removed key -> its last default, and what to do instead
 
     if not TYPE_CHECKING:  # the fields are the arguments
 
@@ -63,17 +62,6 @@ class Section(BaseModel):
                 raise ConfigError(f"{type(self).__name__}: {'; '.join(wrong)}.") from error
 
         __init__.__pydantic_base_init__ = True  # pydantic builds nested tables without this
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_is_gone(cls, raw: Any) -> Any:
-        """Ignore a removed key that has its last default: stored results still name it."""
-        old = {key for key in cls.gone if key in raw} if isinstance(raw, dict) else set()
-        for key in old:
-            default, instead = cls.gone[key]
-            if raw[key] != default:
-                raise ValueError(f"the key {key!r} is gone, and it is {raw[key]!r} here. {instead}")
-        return {key: value for key, value in raw.items() if key not in old} if old else raw
 
     @classmethod
     def keys(cls) -> dict[str, Key]:
@@ -197,8 +185,6 @@ class TrainSection(Section):
     changes from round to round; it is constant within one. class_weights: an example's weight in the training loss, by
     class: "balanced" (from each client's own counts), or a table {name = weight}, in which unnamed classes have 1.
     """
-
-    gone = {"together": (1, "Clients train one after the other; run.workers = 2 trains two at the same time.")}
 
     lr: Annotated[float, Field(gt=0), Key(former=1e-3)] = 3e-3
     optimizer: Optimizer = "adam"
