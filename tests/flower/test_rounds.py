@@ -155,11 +155,11 @@ def test_a_site_s_own_lines_say_what_the_server_told_it(tmp_path: Path, capfd: p
 @pytest.mark.parametrize(
     ("loss", "why"),
     [
-        (-1e300, "loss is -1e+300, "),
-        (-1e-9, "loss is -1e-09, "),
+        (-1e300, "loss is -1e+300; "),
+        (-1e-9, "loss is -1e-09; "),
         (1e300, "loss is 1e+300, above 1,000,000"),
-        (float("inf"), "loss is inf; "),
-        (float("nan"), "loss is nan; "),
+        (float("inf"), "loss is inf: "),
+        (float("nan"), "loss is nan: "),
     ],
 )
 def test_a_loss_that_cannot_be_is_refused_by_name(tmp_path: Path, loss: float, why: str) -> None:
