@@ -113,7 +113,7 @@ def test_on_flower(played: tuple[Path, dict[str, Any], Any, list[str]]) -> None:
     scraped = Exposed(FederationFolder(out))._known(progress, [], None)
     exposed = {metric.name: metric.samples[0].value for metric in scraped if metric.samples}
     standing: Any = SimpleNamespace(name="f", rounds=1, done=1, finished=True, why="", quorum=1, privacy=None)
-    status = Status(standing, progress, (), None, False, None, 0)._whole(1)
+    status = Status(standing, progress, {}, None, False, None, 0)._whole(1)
     assert {
         "rounds.jsonl": line["loss"],
         "tracker": numbers_of_round(line)["loss"],

@@ -201,8 +201,8 @@ def a_status() -> Any:
     told = progress.progress_of(
         [events.Done(1, line), events.Began(2, 1, ["a"], {}, 60.0, at="2026-01-01T00:00:00+00:00")]
     )
-    site = status.SiteStatus("a", 4, "online", 1.0, "trained", "why", 0.5, 0.7, 1, 1000)
-    return status.Status(standing.Standing("f", 3, 1, 0, {"a": 4}, "", terms), told, (site,), 17, True, 1000, 2000)
+    site = status.SiteStatus(4, "online", 1.0, "trained", "why", 0.5, 0.7, 1, 1000)
+    return status.Status(standing.Standing("f", 3, 1, 0, {"a": 4}, "", terms), told, {"a": site}, 17, True, 1000, 2000)
 
 
 def test_a_status_is_on_the_list_and_shows_no_site(monkeypatch: pytest.MonkeyPatch) -> None:

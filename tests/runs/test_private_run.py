@@ -262,7 +262,8 @@ def test_other_data_on_resume_name_no_client(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as told:
         check_content(RunFolder(tmp_path), other, facts)
     assert "the data (a private run" in str(told.value)
-    assert "clinic" not in str(told.value) and "24" not in str(told.value)
+    said = str(told.value).replace(str(tmp_path), "")
+    assert "clinic" not in said and "24" not in said
 
 
 def test_from_python_too_the_folder_is_for_this_user_alone(tmp_path: Path) -> None:

@@ -18,8 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import numpy as np
-
 from fedlora.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,7 +82,7 @@ def macro_f1(labels: Labels, predicted: Labels) -> float:
     """
     found, true, said = _right(labels, predicted), Counter(labels), Counter(predicted)
     each = [2 * found[y] / (true[y] + said[y]) for y in sorted({*true, *said})]
-    return float(np.mean(each)) if each else math.nan
+    return math.fsum(each) / len(each) if each else math.nan
 
 
 def matthews(labels: Labels, predicted: Labels) -> float:
