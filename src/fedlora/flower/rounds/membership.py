@@ -66,30 +66,25 @@ def is_quarantined(policy: Policy, refusals: Mapping[str, int], name: str) -> bo
     return bool(policy.quarantine) and refusals.get(name, 0) >= policy.quarantine
 
 
-@dataclass(frozen=True)
-class PolicyWatch:
-    """A policy's file. check: raises `FedLoRAError` for a policy that this federation cannot play."""
-
-    path: Path
-    check: Callable[[Policy], None]
-
-    def read(self, now: Policy, round: int) -> tuple[Policy, PolicyChanged | None]:
-        """(the new policy, the changes to its clients). A file that cannot be used changes nothing, and `why` describes
-        its error."""
-        try:
-            found = Policy.read(self.path)
-            self.check(found)
-        except FedLoRAError as error:
-            return now, PolicyChanged(round, why=f"{error} The policy before it stays.")
-        if found == now:
-            return now, None
-        old, new = dict(now.clients), dict(found.clients)
-        return found, PolicyChanged(
-            round,
-            {name: rank for name, rank in new.items() if name not in old},
-            tuple(name for name in old if name not in new),
-            {name: (old[name], rank) for name, rank in new.items() if name in old and old[name] != rank},
-        )
+def read_again(
+    path: Path, check: Callable[[Policy], None], now: Policy, round: int
+) -> tuple[Policy, PolicyChanged | None]:
+    """(the policy that its file now has, the changes to its clients). A file that cannot be used changes nothing, and
+    `why` describes its error. check: raises `FedLoRAError` for a policy that this federation cannot play."""
+    try:
+        found = Policy.read(path)
+        check(found)
+    except FedLoRAError as error:
+        return now, PolicyChanged(round, why=f"{error} The policy before it stays.")
+    if found == now:
+        return now, None
+    old, new = dict(now.clients), dict(found.clients)
+    return found, PolicyChanged(
+        round,
+        {name: rank for name, rank in new.items() if name not in old},
+        tuple(name for name in old if name not in new),
+        {name: (old[name], rank) for name, rank in new.items() if name in old and old[name] != rank},
+    )
 
 
 def check_playable(policy: Policy, server: Server, state: ServerState, codec: Codec, participation: float) -> None:
@@ -136,4 +131,4 @@ def capped(server: Server, policy: Policy) -> Server:
     return replace(server, max_weight_share=policy.share)
 
 
-__all__ = ["Drawn", "PolicyWatch", "capped", "check_playable", "check_quorum", "draw", "is_quarantined"]
+__all__ = ["Drawn", "capped", "check_playable", "check_quorum", "draw", "is_quarantined", "read_again"]

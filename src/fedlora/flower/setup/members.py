@@ -15,14 +15,14 @@ from __future__ import annotations
 import datetime
 import fcntl
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedlora.adapters.reader import AdapterFile
 from fedlora.core import files
 from fedlora.core.echo import quoted
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.errors import ConfigError
 from fedlora.flower.ownership import check_owner
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.membership import check_quorum
@@ -119,7 +119,7 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
             _check_ranks(there, {name: rank})
         elif rank is not None and rank != known:
             raise ConfigError(
-                f"{name!r} already takes part, with rank {_said(known)}: --new {name} writes its join file again. For "
+                f"{name!r} already takes part, with rank {known}: --new {name} writes its join file again. For "
                 f"another rank, admit its request again with --rank {rank}."
             )
         facts = server_facts(settings, Agreement.read(there.agreement))
@@ -135,8 +135,8 @@ def remove(home: Path, name: str) -> bool:
         ConfigError: no such site; the rounds could not continue without it.
     """
     with changing(home) as (there, settings, policy):
-        parts = [there.key(name), there.request(name), there.join(name)] if _plain(name) else []
-        present = [path for path in parts if path.is_file()]
+        check_site(name)
+        present = [p for p in (there.key(name), there.request(name), there.join(name)) if p.is_file()]
         if name not in policy.clients and not present:
             raise ConfigError(f"there is no site {quoted(name)}; there are {', '.join(map(quoted, policy.clients))}.")
         if name in policy.clients:
@@ -244,18 +244,6 @@ def _tell(there: FederationFolder, name: str) -> bool:
             f"not told: {error} Start `fedlora flower serve` again, which tells it."
         ) from error
     return True
-
-
-def _plain(name: str) -> bool:
-    """Whether it can be a site's name, and is not a path."""
-    with suppress(FedLoRAError):
-        check_site(name)
-        return True
-    return False
-
-
-def _said(rank: Rank) -> str:
-    return str(rank) if isinstance(rank, int) else f"{min(rank.values())} to {max(rank.values())} by module"
 
 
 __all__ = ["Admitted", "admit", "changing", "invite", "remove"]

@@ -92,14 +92,14 @@ def server_unit(
     )  # fmt: skip
 
 
-def proxy_unit(folder: Path, port: int, *, user: str | None = None, memory: str = "512M", label: str = "") -> str:
+def proxy_unit(folder: Path, port: int, *, user: str | None = None, label: str = "") -> str:
     """The unit for nginx in front of it. Only it may open a port below 1024. Raises `ConfigError`."""
     there = FederationFolder(folder)
     nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin") or "/usr/sbin/nginx"
     command = [nginx, "-e", str(there.proxy_state / "error.log"), "-c", str(there.proxy)]
     return _unit(
         folder, unit_name("proxy", label), "fedlora: the proxy before a federation's server", command, user=user,
-        memory=memory, writable=[there.proxy_state], restart="always", after=f" {unit_name('server', label)}",
+        memory="512M", writable=[there.proxy_state], restart="always", after=f" {unit_name('server', label)}",
         capabilities="CAP_NET_BIND_SERVICE" if port < 1024 else "", compiles=False, users=port >= 1024,
         more=f"ExecReload={_words([nginx, *command[1:], '-s', 'reload'])}\nLimitNOFILE={FILES}\n",
     )  # fmt: skip

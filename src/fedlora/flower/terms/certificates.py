@@ -48,7 +48,7 @@ def write_loopback(folder: Path) -> None:
     files.write(folder / "ca.crt", _pem(signer.certificate))
 
 
-def write_public(folder: Path, name: str, *, days: int = SERVER_DAYS) -> None:
+def write_public(folder: Path, name: str) -> None:
     """Write ca.crt, ca.key, server.crt and server.key for the server's name; an existing authority signs again.
 
     Raises:
@@ -63,9 +63,9 @@ def write_public(folder: Path, name: str, *, days: int = SERVER_DAYS) -> None:
                 f"the authority {folder / 'ca.crt'} itself has expired. Move ca.crt and ca.key away, call this again, "
                 f"and hand every site its new join file."
             )
-        days = min(days, left.days)
+        days = min(SERVER_DAYS, left.days)
     else:
-        signer = _authority(f"fedlora {name}"[:64], AUTHORITY_DAYS)
+        signer, days = _authority(f"fedlora {name}"[:64], AUTHORITY_DAYS), SERVER_DAYS
         write_private(folder / "ca.key", _private(signer.key, serialization.PrivateFormat.PKCS8))
         files.write(folder / "ca.crt", _pem(signer.certificate))
     _write_server(folder, signer, (name,), days)
