@@ -153,7 +153,7 @@ def test_a_block_is_filled_and_filled_again_the_same(experiment: Experiment, tmp
         ("<!-- end -->", " <!-- end -->", "looks like a marker"),
         ("mini budgets", "mini pictures", "an experiment, a profile"),
         ("mini budgets", "mini prices", "one of loss, accuracy"),
-        ("mini budgets", "mini prices loss", "says nothing of prices"),
+        ("mini budgets", "mini prices loss", "has nothing on prices"),
         ("mini budgets", "paper budgets", "has no profile 'paper'"),
         ("tiny mini", "huge mini", "cannot be read"),
     ],

@@ -192,7 +192,7 @@ def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('over = ["method"]', 'over = ["methods"]', "'methods' is no axis; .* split, method"),
+        ('over = ["method"]', 'over = ["methods"]', "'methods' is not an axis; .* split, method"),
         ('axes = {{ split = ["skewed"] }}', 'axes = {{ split = ["odd"] }}', "split = 'odd'"),
         ('title = "Tiny"', "titel = 3", "titel: Extra inputs"),
         ("[run.model]", "[run.model", "is not TOML"),
@@ -295,7 +295,7 @@ def test_an_impossible_key_names_the_cell(experiment: Experiment) -> None:
         ({"tune": Tune(key="train.lr.x", values=[1, 2])}, "train.lr: .*valid number"),
         ({"tune": Tune(key="train.steps.x", values=[1, 2])}, "'train.steps.x' is no key"),
         ({"tune": Tune(key="model.checkpointing", values=[0, 1])}, "model.checkpointing: input .* boolean; got 0.0"),
-        ({"tune": Tune(key="train.class_weights.x", values=[1, 2])}, "train.class_weights.x is none: it became None"),
+        ({"tune": Tune(key="train.class_weights.x", values=[1, 2])}, "train.class_weights.x is not one: it became None"),
         ({"tune": Tune(key="train", values=[1, 2])}, "train"),
         ({"tune": Tune(key="train.optimizer", values=[1, 2])}, "train.optimizer"),
         ({"tune": Tune(key="nothing.at_all", values=[1, 2])}, "unknown key 'nothing'"),

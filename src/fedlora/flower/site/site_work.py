@@ -114,7 +114,7 @@ def told_to_server(error: BaseException, folder: Path) -> str:
         for path, name in _places(folder).items():
             words = words.replace(path, name)
         return f"{kind}: {shown(words, 2000)}"
-    return f"{kind}: the reason is only in the site's log (state/logs/trainer.log), as it may contain data of the site"
+    return f"{kind}: the reason is only in the site's own log (state/logs/trainer.log), as it may contain its data"
 
 
 def _no_room(error: BaseException | None) -> bool:
