@@ -264,8 +264,7 @@ def _dataclasses(*hints: Any) -> list[type]:
     found: list[type] = []
     seen, left = set[Any](), list(hints)
     while left:
-        hint = left.pop()
-        if hint in seen:
+        if (hint := left.pop()) in seen:
             continue
         seen.add(hint)
         left += typing.get_args(hint)

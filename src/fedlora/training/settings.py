@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -73,7 +72,8 @@ class Section(BaseModel):
     @classmethod
     def _as_of_toml(cls, value: object, of: ValidationInfo) -> object:
         """Convert to TOML's types: Python callers may pass tuples, other mappings and numpy integers."""
-        return _plain(value, whole=_whole(cls, str(of.field_name)))
+        kinds = _scalars(cls.model_fields[str(of.field_name)].annotation)
+        return _plain(value, whole=int in kinds and float not in kinds)
 
 
 def _plain(value: object, *, whole: bool) -> object:
@@ -88,13 +88,6 @@ def _plain(value: object, *, whole: bool) -> object:
     if isinstance(value, Mapping):
         return {_plain(key, whole=whole): _plain(item, whole=whole) for key, item in value.items()}
     return int(value) if isinstance(value, Integral) else value
-
-
-@cache
-def _whole(table: type[Section], key: str) -> bool:
-    """Whether a key's values, or those in its lists, are whole numbers."""
-    kinds = _scalars(table.model_fields[key].annotation)
-    return int in kinds and float not in kinds
 
 
 def _scalars(annotation: Any) -> set[Any]:
