@@ -243,13 +243,13 @@ def played(home: Path, kind: str, mb: float, rounds: int, method: str) -> dict[s
         facts: dict[str, Any] = {"rounds": []}
         while len(facts["rounds"]) < rounds:
             time.sleep(0.5)
-            for name, process in (("superlink", processes[0]), ("run", processes[-1])):
-                if process.poll():
-                    raise RuntimeError((home / f"{name}.log").read_text()[-2000:])
             if not facts["rounds"] and not watch.peaks["ServerApp"]:
                 idle = watch.peaks["SuperLink"]
             with contextlib.suppress(OSError, ValueError):
                 facts = json.loads((home / "facts.json").read_text())
+            for name, process in (("superlink", processes[0]), ("run", processes[-1])):
+                if len(facts["rounds"]) < rounds and process.poll() is not None:
+                    raise RuntimeError((home / f"{name}.log").read_text()[-2000:])
         times = [row["at"] for row in facts["rounds"]]
         seconds = [after - before for before, after in pairwise(times)]
         cpu = watch.seconds_since(times[0]) / max(1, rounds - 1)
