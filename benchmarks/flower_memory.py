@@ -1,6 +1,7 @@
 """Bytes and memory on Flower: fedlora's strategy beside a bare Flower app that averages the same arrays, in one run.
 
-    python benchmarks/flower_memory.py [--mb 100] [--rounds 3] [--only bare,fedlora] [--method fedit] [--json FILE]
+    python benchmarks/flower_memory.py [--mb 100] [--rounds 3] [--only bare,fedlora] [--method fedit]
+                                       [--quick] [--json FILE]
 
 A SuperLink and three SuperNodes on this machine, without TLS; no model and no training, so that all of a round is what
 its messages take. Each site sends back an adapter of `--mb` megabytes, float32.
@@ -10,7 +11,7 @@ fedlora: `FedLoRA` with `--method` (fedit averages factors: the same arithmetic)
 SuperLink, and the allocator as `serve` sets it. glibc: the same with glibc's own defaults.
 
 Peak: VmHWM of a process, which its kernel counts; `before` is that of the imports alone. Processor seconds are of all
-processes of a contestant, from the first round's end on.
+processes of a contestant and a round, from the first round's end on. At least 2 rounds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -241,13 +243,13 @@ def played(home: Path, kind: str, mb: float, rounds: int, method: str) -> dict[s
         facts: dict[str, Any] = {"rounds": []}
         while len(facts["rounds"]) < rounds:
             time.sleep(0.5)
-            for name, process in (("superlink", processes[0]), ("run", processes[-1])):
-                if process.poll():
-                    raise RuntimeError((home / f"{name}.log").read_text()[-2000:])
             if not facts["rounds"] and not watch.peaks["ServerApp"]:
                 idle = watch.peaks["SuperLink"]
             with contextlib.suppress(OSError, ValueError):
                 facts = json.loads((home / "facts.json").read_text())
+            for name, process in (("superlink", processes[0]), ("run", processes[-1])):
+                if len(facts["rounds"]) < rounds and process.poll() is not None:
+                    raise RuntimeError((home / f"{name}.log").read_text()[-2000:])
         times = [row["at"] for row in facts["rounds"]]
         seconds = [after - before for before, after in pairwise(times)]
         cpu = watch.seconds_since(times[0]) / max(1, rounds - 1)
@@ -268,31 +270,55 @@ def played(home: Path, kind: str, mb: float, rounds: int, method: str) -> dict[s
     }  # fmt: skip
 
 
+def shown(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The page's table: peaks and what is above the imports, in MB."""
+    head = ["", "a round, s", "processor, s", "ServerApp, MB", "above imports", "SuperLink, MB", "above idle",
+            "database, MB"]  # fmt: skip
+    found = [head]
+    for row in rows:
+        memory = []
+        for name in ("ServerApp", "SuperLink"):
+            peak, before = row["peak"][name] / 1e6, row["before"][name] / 1e6
+            memory += [f"{peak:.0f}", f"{(peak - before) / row['mb']:.1f} x"]
+        found.append([f"{row['kind']} ({row['method']}), {SITES} x {row['mb']:g} MB", f"{median(row['seconds']):.1f}",
+                      f"{row['processor']:.1f}", *memory, f"{max(row['database']) / 1e6:.0f}"])  # fmt: skip
+    return found
+
+
+def goals(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    from measure import Goal
+
+    by = {row["kind"]: row for row in rows}
+    if "fedlora" not in by:
+        return []
+    own, mb = by["fedlora"], by["fedlora"]["mb"] * 1e6
+    app = (own["peak"]["ServerApp"] - 0.4e9) / mb
+    link = (own["peak"]["SuperLink"] - own["before"]["SuperLink"]) / mb
+    found = [Goal("Flower: ServerApp's peak less 0.4 GB, in adapters", app, "<= 6", form=".1f"),
+             Goal("Flower: SuperLink's peak above an idle one, in adapters", link, "<= 4", form=".1f")]  # fmt: skip
+    if "bare" in by:
+        ratio = own["processor"] / by["bare"]["processor"]
+        found.append(Goal("Flower: a round's processor time", ratio, "<= 1.5", "a bare app, `flower_memory.py`"))
+    return found
+
+
 def main() -> None:
-    from measure import as_json, machine
+    from measure import report
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mb", type=float, default=100.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="bare,fedlora")
     parser.add_argument("--method", default="fedit")
+    parser.add_argument("--quick", action="store_true", help="an adapter of 2 MB, 2 rounds")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = []
+    mb, rounds = (2.0, 2) if options.quick else (options.mb, options.rounds)
+    began, rows = time.perf_counter(), list[dict[str, Any]]()
     for kind in options.only.split(","):
         with tempfile.TemporaryDirectory() as scratch:
-            rows.append(row := played(Path(scratch), kind, options.mb, options.rounds, options.method))
-        wall = median(row["seconds"]) if row["seconds"] else float("nan")
-        print(f"{kind} ({row['method']}), {SITES} x {options.mb:g} MB: a round {wall:.1f} s, {row['processor']:.1f} of "
-              f"a processor; database {max(row['database']) / 1e6:.0f} MB at most, checkpoints "
-              f"{row['checkpoints'] / 1e6:.0f} MB")  # fmt: skip
-        for name in ("ServerApp", "SuperLink"):
-            before, peak = row["before"][name], row["peak"][name]
-            more = (peak - before) / 1e6 / options.mb
-            print(f"  {name}: {peak / 1e6:.0f} MB at most, {before / 1e6:.0f} before: {more:+.1f} x the adapter")
-        sys.stdout.flush()
-    if options.json:
-        options.json.write_text(as_json({"machine": machine(), "rows": rows}) + "\n")
+            rows.append(played(Path(scratch), kind, mb, rounds, options.method))
+    report(options.json, began, tables={"apps": shown(rows)}, goals=goals(rows), figures=rows)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,9 @@ SWITCHES = {
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "NO_COLOR": "1",
 }
-GIVES_BACK = {  # glibc's: what is freed of 256 kB or more goes back to the system at once, however large others were
+# glibc's: what is freed of 256 kB or more goes back to the system at once, however large others were. It costs
+# processor time; docs/explanation/scale.md has the figures of both.
+GIVES_BACK = {
     "MALLOC_MMAP_THRESHOLD_": "262144",
     "MALLOC_TRIM_THRESHOLD_": "262144",
     "MALLOC_ARENA_MAX": "2",
