@@ -1,6 +1,6 @@
 """The server's work, as a multiple of a thin SVD: every method, and the paper's pseudo-code.
 
-    python benchmarks/aggregation.py [--workloads W1,W2,W3,W4] [--repeats 7] [--quick] [--json FILE] [--compare FILE]
+    python benchmarks/aggregation.py [--workloads W1,W2,W3,W4] [--repeats 5] [--quick] [--json FILE] [--compare FILE]
 
 The baseline is `baseline.thin_svd`: QR, QR and the SVD of the small core, in float32, from gauge-fixed clients to a
 readout for every client. The methods run in a `Server`, from raw (B_i, A_i) to a download for every client, so that
@@ -155,7 +155,7 @@ def compare(table: Table, stored: Mapping[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workloads", type=lambda text: text.split(","), default=list(WORKLOADS))
-    parser.add_argument("--repeats", type=int, default=7, help="three times as many of W1")
+    parser.add_argument("--repeats", type=int, default=5, help="three times as many of W1")
     parser.add_argument("--quick", action="store_true", help="few modules, two repeats: whether it runs")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--compare", type=Path)

@@ -5,7 +5,7 @@
 25 clients of ranks 8 to 32 on one module of d x d, float32, the second round, so that readouts are no zeros. Rows: the
 changes' Gram matrix alone (readouts included); the aggregation by glora with each rule. Each is a multiple of the
 aggregation without a rule. A rule that moves changes adds what clients were sent to the mean, which has as many columns
-more as these readouts have different ones. One row is a round without a rule of that many, from one client more: what
+more as these readouts have different ones. One row is a round without a rule of that many, from some clients more: what
 the exact sum costs by itself where a rule leaves nobody out. One thread, contestants interleaved, processor time.
 """
 
@@ -71,18 +71,21 @@ def contestants(d: int) -> dict[str, Callable[[], object]]:
         sent = [[Sent(u.adapter.modules[name], b[name]) for u, b in zip(uploads, begun, strict=True)]]
         return changes(sent, uploads, {})
 
-    def of_as_many_columns() -> Upload:
+    def of_as_many_columns() -> list[Upload]:
         sent = [server.download(state, u.client).adapter.modules[name].factors for u in uploads]
         at, _ = distinct(torch.cat([B for B, _ in sent], dim=1), torch.cat([A for _, A in sent]))
         of_B, of_A = (t.std() for t in uploads[-1].adapter.modules[name].factors)
-        more = LoRA(of_B * torch.randn(d, len(at)), of_A * torch.randn(len(at), d))
-        return Upload(Client("more", len(at)), 100, Adapter({name: more}))
+        more = []
+        for k, columns in enumerate(torch.split(at, max(RANKS))):
+            lora = LoRA(of_B * torch.randn(d, len(columns)), of_A * torch.randn(len(columns), d))
+            more.append(Upload(Client(f"more{k}", len(columns)), 100, Adapter({name: lora})))
+        return more
 
     more = of_as_many_columns()
     return {
         PLAIN: lambda: server.aggregate(state, uploads),
         GRAM: gram,
-        AS_MANY: lambda: server.aggregate(state, [*uploads, more]),
+        AS_MANY: lambda: server.aggregate(state, [*uploads, *more]),
         **{name: partial(replace(server, rule=rule).aggregate, state, uploads) for name, rule in RULES.items()},
     }
 

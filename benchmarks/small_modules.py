@@ -1,9 +1,9 @@
 """Many small modules: 2,000 of 16 x 16 through the server, over a loop of thin SVDs and over `svd` in the same server.
 
-    python benchmarks/small_modules.py [--repeats 7] [--quick] [--json FILE]
+    python benchmarks/small_modules.py [--repeats 5] [--quick] [--json FILE]
 
 Three clients of rank 4. The loop weighs and stacks the factors and takes `baseline.bare_thin_svd`, one module after
-the other, in their dtype. Modules in float64 and those with deficient factors take the reference's way: 500 of them.
+the other, in their dtype. Modules in float64 and those with deficient factors take the reference's way: 250 of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from measure import Contestant, Goal, Ratio, contest, on_stderr, report
 from workloads import Shape, Workload, draw_factors
 
 LOOP, SCRIPT = "a loop of thin SVDs", "`baseline.bare_thin_svd`"
-SMALL = {"float32": (2000, ""), "float64": (500, ""), "float32, deficient": (500, "deficient")}
+SMALL = {"float32": (2000, ""), "float64": (250, ""), "float32, deficient": (250, "deficient")}
 
 
 def small_modules(kind: str, quick: bool) -> dict[str, Contestant]:
@@ -50,7 +50,7 @@ def small_modules(kind: str, quick: bool) -> dict[str, Contestant]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="a tenth of the modules")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()

@@ -228,7 +228,7 @@ class TestPlainProse:
 class TestDrawings:
     """Drawings are what their scripts draw; what the page says of it is computed here by numpy."""
 
-    @pytest.mark.parametrize("name", ["gauge", "times"])
+    @pytest.mark.parametrize("name", ["gauge"])
     def test_the_drawing_is_the_script_s(self, name: str) -> None:
         drawn = runpy.run_path(str(DOCS / "images" / f"draw_{name}.py"))["drawing"]()
         assert (DOCS / "images" / f"{name}.svg").read_text(encoding="utf-8") == drawn

@@ -337,6 +337,7 @@ def test_a_value_of_the_search_whose_run_fails_is_dropped(experiment: Experiment
     assert "over train.lr = 0.001, 0.01" in (choice(experiment, "mini", cell, {}, every).why or "")
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda p: p.stem)
 def test_every_experiment_of_the_repository_can_be_planned(path: Path) -> None:
     """All cells of all profiles are configurations."""

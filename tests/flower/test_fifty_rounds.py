@@ -44,7 +44,7 @@ def rows(path: Path) -> dict[str, int]:
 
 
 @pytest.mark.filterwarnings("ignore:No path_separator found:DeprecationWarning")  # flwr's, of its alembic.ini
-@pytest.mark.parametrize("rounds", [4, pytest.param(50, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])])
 def test_no_row_and_no_file_is_left_of_a_finished_round(tmp_path: Path, rounds: int) -> None:
     """Every table has as many rows after a round as before the first: none holds a message, or a piece of one."""
     ruler: Any = {"validation": Ruler(), "test": Ruler()}

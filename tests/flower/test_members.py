@@ -240,7 +240,7 @@ def test_a_site_goes_and_comes_back(fed: FederationFolder, tmp_path: Path) -> No
         members.remove(fed.path, "acme")
     with pytest.raises(ConfigError, match=r"without 'cork': server\.quorum = 2 .*one site"):
         members.remove(fed.path, "cork")
-    with pytest.raises(ConfigError, match=r"'\.\./\.\./etc'"):
+    with pytest.raises(ConfigError, match=r"'\.\./\.\./etc'.* name of a site"):
         members.remove(fed.path, "../../etc")
     with pytest.raises(ConfigError, match="the site 'acme'"):
         members.admit(fed.path, request)

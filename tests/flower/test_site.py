@@ -99,7 +99,7 @@ def test_a_site_is_made_from_the_join_file_and_says_what_comes_next(place: Place
     assert "nothing listens at port" in said.out and "not yet" in said.out
     assert request.fingerprint in said.out and f"fedlora flower node {here.path}" in said.out
     again = made()
-    assert again.code == 2 and "already the folder of the site 'acme'" in again.err and "--rotate" in again.err
+    assert again.code == 2 and "site 'acme'" in again.err and "--rotate" in again.err
     assert Request.read(here.request) == request
 
 

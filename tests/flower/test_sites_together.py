@@ -159,6 +159,7 @@ def test_a_site_with_another_model_is_named_and_costs_nobody_the_round(
     assert not list((tmp_path / "sites" / "berlin").rglob("round-*"))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("content", "said"),
     [

@@ -431,7 +431,8 @@ def test_a_site_trains_without_reports_of_the_libraries(tmp_path: Path, program:
     done = program(Path(str(fedlora.cli.__file__)).with_name("__main__.py"), "train", "--base", base, "--data",
                    blue_and_green(tmp_path), "--client", "a", "--labels", "blue,green", "--steps", 1,
                    "-o", tmp_path / "o").ended()  # fmt: skip
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    said = [line for line in done.stderr.splitlines() if " fedlora train: " not in line]  # what it is doing
+    assert done.returncode == 0 and not said, said
 
 
 def test_a_round_that_another_process_saved_meanwhile_is_not_counted_twice(

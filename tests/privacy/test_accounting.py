@@ -29,6 +29,7 @@ def gaussian_delta(epsilon: float, z: float, rounds: int) -> float:
 
 
 @PLD
+@pytest.mark.quick(2)
 @pytest.mark.usefixtures("fine_losses")
 @pytest.mark.parametrize(
     ("z", "rounds", "delta", "sampling", "expected"),

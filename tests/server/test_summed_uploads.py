@@ -121,6 +121,7 @@ def test_the_result_is_that_of_uploads_that_are_kept(case: str, dtype: torch.dty
             assert ours.factors[0].dtype == theirs.factors[0].dtype
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("missing", ["renormalise", "zero"])
 @pytest.mark.parametrize("method", AVERAGING)
 def test_averages_of_factors_are_those_of_uploads_that_are_kept(method: str, missing: Any) -> None:

@@ -10,6 +10,7 @@ import typer
 
 from fedlora.cli.options import AsJson, DataRoot, Sets, refuse_idle
 from fedlora.cli.screen import Table, cell, console, notes, print_json
+from fedlora.doing import doing
 from fedlora.errors import ConfigError, counted
 from fedlora.runs.quiet import quiet_libraries
 
@@ -95,7 +96,7 @@ def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: boo
     if config.privacy is None:
         raise ConfigError(f"{file} has no table [privacy], so there is nothing to plan.")
     quiet_libraries()
-    with notes.status("reading the model"):
+    with notes.status("reading the model"), doing("planning", closed=True):
         prepared = prepare(config, data_root)
         found = plan(prepared)
     if as_json:

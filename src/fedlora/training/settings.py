@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from numbers import Integral
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -50,7 +51,6 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     of_each: ClassVar[Key] = Key()  # for keys whose fields have no Key
-    gone: ClassVar[Mapping[str, tuple[object, str]]] = {}  # removed key -> its last default, and what to do instead
 
     if not TYPE_CHECKING:  # the fields are the arguments
 
@@ -63,17 +63,6 @@ class Section(BaseModel):
 
         __init__.__pydantic_base_init__ = True  # pydantic builds nested tables without this
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_is_gone(cls, raw: Any) -> Any:
-        """Ignore a removed key that has its last default: stored results still name it."""
-        old = {key for key in cls.gone if key in raw} if isinstance(raw, dict) else set()
-        for key in old:
-            default, instead = cls.gone[key]
-            if raw[key] != default:
-                raise ValueError(f"the key {key!r} is gone, and it is {raw[key]!r} here. {instead}")
-        return {key: value for key, value in raw.items() if key not in old} if old else raw
-
     @classmethod
     def keys(cls) -> dict[str, Key]:
         """Key -> its properties."""
@@ -84,22 +73,28 @@ class Section(BaseModel):
     @classmethod
     def _as_of_toml(cls, value: object, of: ValidationInfo) -> object:
         """Convert to TOML's types: Python callers may pass tuples, other mappings and numpy integers."""
-        kinds = _scalars(cls.model_fields[str(of.field_name)].annotation)
-        return _plain(value, whole=int in kinds and float not in kinds)
+        return _plain(value, whole=_whole(cls, str(of.field_name)))
 
 
 def _plain(value: object, *, whole: bool) -> object:
     if isinstance(value, str) and "\0" in value:
         raise ValueError("has a NUL, which no name, path or text may have")
-    if isinstance(value, Mapping) and not isinstance(value, dict):
-        value = dict(value)
-    if isinstance(value, dict):
-        return {_plain(key, whole=whole): _plain(item, whole=whole) for key, item in value.items()}
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, float):
+        return int(value) if whole and value.is_integer() else value
     if isinstance(value, list | tuple):
         return [_plain(item, whole=whole) for item in value]
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    return int(value) if whole and isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, Mapping):
+        return {_plain(key, whole=whole): _plain(item, whole=whole) for key, item in value.items()}
+    return int(value) if isinstance(value, Integral) else value
+
+
+@cache
+def _whole(table: type[Section], key: str) -> bool:
+    """Whether a key's values, or those in its lists, are whole numbers."""
+    kinds = _scalars(table.model_fields[key].annotation)
+    return int in kinds and float not in kinds
 
 
 def _scalars(annotation: Any) -> set[Any]:
@@ -190,8 +185,6 @@ class TrainSection(Section):
     changes from round to round; it is constant within one. class_weights: an example's weight in the training loss, by
     class: "balanced" (from each client's own counts), or a table {name = weight}, in which unnamed classes have 1.
     """
-
-    gone = {"together": (1, "Clients train one after the other; run.workers = 2 trains two at the same time.")}
 
     lr: Annotated[float, Field(gt=0), Key(former=1e-3)] = 3e-3
     optimizer: Optimizer = "adam"

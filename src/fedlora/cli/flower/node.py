@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
-from fedlora.cli.flower.common import ending_for_systemd, needed, say, typed
+from fedlora.cli.flower.common import ending_for_systemd, needed, typed
+from fedlora.cli.screen import say
+from fedlora.doing import doing
 from fedlora.errors import ConfigError
 
 
@@ -61,6 +63,7 @@ def node(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     say(f"site {join.site} of {join.federation}, server {join.address}")
-    with ending_for_systemd(), node_process.held(here) as lock:
+    waiting = doing("waiting until the server lets this site in")
+    with ending_for_systemd(), node_process.held(here) as lock, waiting:
         node_process.wait_until_admitted(ask, say)
         node_process.become_supernode(node_process.supernode_command(here, join.address, key), here, lock)

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, say, typed
+from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, typed
 from fedlora.cli.options import AsJson
-from fedlora.cli.screen import Table, cell, console, print_json
+from fedlora.cli.screen import Table, cell, console, print_json, say
 from fedlora.errors import counted
 
 

@@ -116,30 +116,28 @@ class HttpInbox:
         return f"it announced a reply, but only {coming.count - len(coming.missing)} of {coming.count} pieces arrived"
 
     def _look(self, message_id: str, limit: Limit) -> Arrival | None:
+        from flwr.common.serde_utils import metadata_from_proto
+
         coming = self._coming.get(message_id)
-        if coming is None:
-            try:
-                coming = self._announced(message_id, limit)
-            except TooLarge as error:
-                return Arrival(message_id, None, error.size, too_large(error.size, limit.bytes))
-            if coming is None:
-                return None
-            self._coming[message_id] = coming
         try:
+            if coming is None:
+                coming = self._announced(message_id, limit)
+                if coming is None:
+                    return None
+                self._coming[message_id] = coming
             if not self._pull(coming, limit):
                 return None
             message = put_together(coming.told.metadata.message_id, coming.contents, limit)
+            about = metadata_from_proto(coming.told.metadata)  # the SuperLink's, not the sender's
+            message.__dict__["_metadata"] = about
+            found = Arrival(message_id, message, coming.size)
         except TooLarge as error:
-            self._confirm(coming)
-            return Arrival(message_id, None, error.size, too_large(error.size, limit.bytes))
+            found = Arrival(message_id, None, error.size, too_large(error.size, limit.bytes))
         except _Unreadable as error:
+            found = Arrival(message_id, None, coming.size if coming is not None else 0, str(error))
+        if coming is not None:
             self._confirm(coming)
-            return Arrival(message_id, None, coming.size, str(error))
-        self._confirm(coming)
-        from flwr.common.serde_utils import metadata_from_proto
-
-        message.__dict__["_metadata"] = metadata_from_proto(coming.told.metadata)  # from the SuperLink, not the sender
-        return Arrival(message_id, message, coming.size)
+        return found
 
     def _announced(self, message_id: str, limit: Limit) -> _Coming | None:
         """The reply to one message, if the SuperLink has one, and the ids of its objects."""

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedlora.doing import doing
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import children
 from fedlora.flower.ownership import serving
@@ -98,12 +99,13 @@ class Supervisor:
                 return standing(self.folder)
             self._greet()
             try:
-                self._wait_for_room()
-                self._bring_up()
-                while not self.telling.standing().finished:
-                    self._wait_for_nodes()
-                    done = self.telling.progress.round
-                    self._after(self._play(), self.telling.progress.round > done)
+                with doing("rounds", standing(self.folder).rounds) as self.telling.step:
+                    self._wait_for_room()
+                    self._bring_up()
+                    while not self.telling.standing().finished:
+                        self._wait_for_nodes()
+                        done = self.telling.progress.round
+                        self._after(self._play(), self.telling.progress.round > done)
             except Stopped:
                 self._say("asked to stop: ending the run; finished rounds are stored")
             finally:

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from flwr.app import RecordDict
 
+from fedlora.doing import beating
 from fedlora.errors import FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.messages.wire import receive_message, send_message
@@ -274,7 +275,8 @@ def _answer(connection: socket.socket, work: Work, path: Path) -> bool:
         if do not in ("train", "evaluate") or record is None:
             return True
         try:
-            reply: RecordDict | None = work(do, record)
+            with beating(_say, str(do)):
+                reply: RecordDict | None = work(do, record)
             words: dict[str, object] = {}
         except Changed:
             send_message(connection, {"changed": True}, None)
