@@ -30,6 +30,7 @@ SAID = {
     "privacy": "noise and ledger",
     "core": "what travels", "linalg": "thin matrices", "data": "text, dealt out", "seeds": "random streams",
     "errors": "errors that teach", "given_files": "what people name", "versions": "what is installed",
+    "doing": "what is under way",
 }  # fmt: skip
 Edges = Mapping[str, frozenset[str]]
 
