@@ -210,7 +210,8 @@ def main() -> None:
         Goal(f"peak memory of {crowd} clients over 3", many / few, "<= 1.1", "engine.py"),
     ]
     tables = {"workers": table, "memory": held, "besides training": besides}
-    figures = {"rounds": rounds, "workers' memory": memory, "shares": shares, "peak memory": {"3": few, crowd: many}}
+    peaks = {"3": few, str(crowd): many}
+    figures = {"rounds": rounds, "workers' memory": memory, "shares": shares, "peak memory": peaks}
     report(args.json, began, tables=tables, goals=goals, figures=figures)
 
 
