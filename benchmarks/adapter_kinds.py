@@ -16,6 +16,7 @@ import math
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -26,18 +27,18 @@ from support.peft_kinds import KINDS, REFUSED, judged, refusal
 PAGE = Path(__file__).parent.parent / "docs" / "reference" / "adapter-kinds.md"
 HEAD = """# Kinds of adapters
 
-Made by `python benchmarks/adapter_kinds.py --write`. Look here to see whether fedlora reads your kind of adapter, and
-how exactly. Each row has two adapters that peft made, on a tiny base model in float64, and is a test:
-`tests/adapters/test_kinds.py`. Numbers are relative errors against peft's own dense models, rounded up to a power of
-ten: *copied* means that fedlora read and wrote the adapter and peft loaded it; *merged* is
-`fedlora merge --weights 0.7,0.3`, loaded by peft; *merged again* is that result merged with the first adapter. Files in
-16 and 32 bit have the rounding of their type; everything else is as exact as float64, except a factor whose numbers are
-a millionth (`small numbers`). A row that *fails* is a known defect, named in that test.
+Does fedlora read your kind of adapter, and how exactly? `python benchmarks/adapter_kinds.py --write` made this page.
+Each kind has two adapters that peft made, on a tiny base model in float64, and is a test:
+`tests/adapters/test_kinds.py`. Numbers are relative errors against peft's own dense models, at most this power of ten:
+*copied* means that fedlora read and wrote the adapter and peft loaded it; *merged* is `fedlora merge --weights
+0.7,0.3`, loaded by peft, and this result merged with the first adapter. Files in 16 and 32 bit have the rounding of
+their type; everything else is as exact as float64, except a factor whose numbers are a millionth (`small numbers`). A
+kind that *fails* is a known defect, named in that test.
 
 ## What is read
 
-| adapters | copied | merged | merged again |
-|---|---|---|---|
+| copied | merged | adapters |
+|---|---|---|
 """
 REFUSALS = """
 ## What is refused
@@ -49,27 +50,35 @@ fedlora refuses these in one line that names what is in the second column.
 """
 
 
-def rounded(error: float) -> str:
-    """0, or the next power of ten."""
-    return f"1e{math.ceil(math.log10(error))}" if error > 1e-17 else "0"
+def rounded(error: float, least: int) -> str:
+    """0, or the next power of ten, 10^least at least: below that lies only rounding of float64."""
+    return f"1e{max(math.ceil(math.log10(error)), least)}" if error > 1e-17 else "0"
+
+
+def grouped(numbers: Mapping[str, tuple[str, str]]) -> str:
+    """A row for each pair of numbers, the most frequent one first. numbers: kind -> (copied, merged)."""
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for name, pair in numbers.items():
+        kinds.setdefault(pair, []).append(name)
+    rows = sorted(kinds.items(), key=lambda row: -len(row[1]))
+    return "\n".join(f"| {' | '.join(pair)} | {'; '.join(names)} |" for pair, names in rows)
 
 
 def table() -> str:
-    lines = []
+    read = {}
     for name, case in KINDS.items():
         with tempfile.TemporaryDirectory() as folder:
             try:
                 found = judged(case, Path(folder))
-                numbers = [rounded(x) for x in (found.copied, found.merged, found.again)]
+                read[name] = rounded(found.copied, -15), rounded(max(found.merged, found.again), -14)
             except Exception as error:  # a defect that the tests know
-                numbers = [f"fails ({type(error).__name__})", "", ""]
-        lines.append(f"| {name} | {' | '.join(numbers)} |")
+                read[name] = f"fails ({type(error).__name__})", ""
     refused = []
     for name, (case, words) in REFUSED.items():
         with tempfile.TemporaryDirectory() as folder:
             line = refusal(case, Path(folder))
         refused.append(f"| {name} | `{words}` |" if words in line else f"| {name} | ACCEPTED |")
-    return HEAD + "\n".join(lines) + "\n" + REFUSALS + "\n".join(refused) + "\n"
+    return HEAD + grouped(read) + "\n" + REFUSALS + "\n".join(refused) + "\n"
 
 
 def main() -> int:

@@ -1,31 +1,28 @@
-"""The engine: what share of a round is not training, and does memory grow with the number of clients?
+"""The engine: what two worker processes gain and take of memory, and what a round does besides training.
 
-    python benchmarks/engine.py [--rounds 2] [--clients 3,12] [--repeats 3] [--flower] [--json FILE]
+    python benchmarks/engine.py [--clients 6] [--repeats 3] [--quick] [--json FILE]
 
-(a) A demo round's seconds outside forward, backward and optimiser: download, upload, aggregation, diagnostics, and in
-local training the swap of adapters, batching and bookkeeping; no evaluation. (b) Peak memory of a process with 50
-clients against one with 3, of the same model and data. (c) Rounds of 3 and of 12 clients by one worker with one thread
-and with two, and by two workers, a round of each in turn; with --flower, of Flower's simulation (Ray) after them. (d)
-What two workers take of memory beside one: the proportional share (PSS) of all processes together.
+All on the demo's model and data. (a) Rounds of `--clients` clients of four steps, a round of each in turn: by one
+worker with one thread, by one with two threads, and by two workers. These are seconds by the clock: the machine must
+be idle. (b) The memory of a run of four clients: the proportional share (PSS) of all its processes together, at most,
+with one and with two workers. (c) A round's seconds outside forward, backward and optimiser: download, upload,
+aggregation, diagnostics, and in local training the swap of adapters, batching and bookkeeping; no evaluation. (d) Peak
+memory of a process with 50 clients against one with 3.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import io
-import json
 import resource
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from statistics import median
 
 import torch
 from transformers.utils import logging
@@ -35,7 +32,7 @@ from fedlora.runs.crew import crewed
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from measure import as_json, elapsed, machine
+from measure import Goal, Ratio, elapsed, median, on_stderr, report
 
 DEMO = Path(str(files("fedlora") / "demo.toml"))
 QUICK = ["data.test=0.02", "data.validation=0.02", "server.quorum=1"]
@@ -74,15 +71,10 @@ def overhead(rounds: int) -> dict[str, float]:
     compute = _Compute()
     network = prepared.trainer._model.network  # type: ignore[attr-defined]
     phases: dict[str, float] = {}
+    begun = start(prepared.server, prepared.seed_adapter)
     with compute.watched(network):
         began = time.perf_counter()
-        for record in simulate(
-            prepared.server,
-            prepared.clients,
-            prepared.trainer,
-            start(prepared.server, prepared.seed_adapter),
-            rounds=rounds,
-        ):
+        for record in simulate(prepared.server, prepared.clients, prepared.trainer, begun, rounds=rounds):
             for phase, seconds in record.seconds.items():
                 phases[phase] = phases.get(phase, 0.0) + seconds
         total = time.perf_counter() - began
@@ -104,7 +96,7 @@ def peak_memory(clients: int) -> float:
 
 def _one_round_and_peak(clients: int) -> None:
     ranks = [(2, 8, 16)[k % 3] for k in range(clients)]
-    sets = [*QUICK, "run.rounds=1", "train.steps=2", f"clients.ranks={ranks}", "clients.alpha=100"]
+    sets = [*QUICK, "run.rounds=1", "train.steps=1", f"clients.ranks={ranks}", "clients.alpha=100"]
     prepared = prepare(load_config(DEMO, sets))
     for _ in simulate(
         prepared.server, prepared.clients, prepared.trainer, start(prepared.server, prepared.seed_adapter), rounds=1
@@ -134,23 +126,6 @@ def worker_rounds(clients: int, repeats: int) -> dict[str, list[float]]:
                 torch.set_num_threads(threads)
                 seconds[name].append(elapsed(lambda name=name: next(playing[name])))  # type: ignore[misc]
     return {name: times[1:] for name, times in seconds.items()}
-
-
-def flower_rounds(clients: int, repeats: int) -> list[float]:
-    """The same rounds in Flower's simulation, two of its processes at work; without the first."""
-    from fedlora.flower.setup.init_steps import trial as write_trial
-    from fedlora.flower.site.node_process import free_port
-    from flower_simulation import simulate_federation
-
-    sets = [*QUICK, "train.steps=4", f"clients.ranks={[(2, 4, 8)[k % 3] for k in range(clients)]}"]
-    sets += ["clients.alpha=100", f"run.rounds={repeats + 1}", "run.threads=1", "data.validation=0.01"]
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch) / "f"
-        write_trial(folder, load_config(DEMO, sets), free_port())
-        with contextlib.redirect_stdout(io.StringIO()):
-            simulate_federation(folder)
-        lines = (folder / "server" / "rounds.jsonl").read_text().splitlines()
-    return [json.loads(line)["seconds"] for line in lines][1:]
 
 
 def worker_memory(workers: int) -> tuple[float, float]:
@@ -193,14 +168,14 @@ def _memory(workers: int) -> None:
 
 
 def main() -> None:
+    began = time.perf_counter()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--clients", default="3,12")
+    parser.add_argument("--clients", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--flower", action="store_true", help="needs Ray: pip install 'flwr[simulation]'")
+    parser.add_argument("--quick", action="store_true", help="two clients, one repeat")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--peak", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--memory", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -210,34 +185,33 @@ def main() -> None:
     if args.peak:
         _one_round_and_peak(args.peak)
         return
-    shares = overhead(args.rounds)
-    few, many = peak_memory(3), peak_memory(50)
-    print("| | measured | goal |\n|---|---:|---|")
-    outside = shares["outside forward, backward, optimiser"]
-    print(f"| a demo round outside forward, backward and optimiser | {outside:.1%} | <= 10 % |")
-    for name, share in shares.items():
-        if name.startswith("share"):
-            print(f"| {name} | {share:.2%} | |")
-    print(f"| peak memory, 50 clients / 3 clients | {many / few:.3f} ({many:.0f} / {few:.0f} MB) | <= 1.1 |")
-    rounds: dict[int, dict[str, list[float]]] = {}
-    print("\n| clients | worker | a round, s (median) | against 1 worker, 1 thread | goal |\n|---:|---|---:|---:|---|")
-    for clients in map(int, args.clients.split(",")):
-        rounds[clients] = worker_rounds(clients, args.repeats)
-        if args.flower:
-            rounds[clients]["Flower's simulation"] = flower_rounds(clients, args.repeats)
-        base = median(rounds[clients]["1 worker, 1 thread"])
-        for name, times in rounds[clients].items():
-            goal = {"2 workers": ">= 1.7, and ahead of Flower"}.get(name, "")
-            print(f"| {clients} | {name} | {median(times):.2f} | {base / median(times):.2f} | {goal} |", flush=True)
+    clients, repeats, crowd = (2, 1, 6) if args.quick else (args.clients, args.repeats, 50)
+    on_stderr("rounds of one and of two workers")
+    rounds = worker_rounds(clients, repeats)
+    on_stderr("memory of one and of two workers")
     memory = {workers: worker_memory(workers) for workers in (1, 2)}
-    before, peak = memory[1]
-    print("\n| | MB | of one worker | goal |\n|---|---:|---:|---|")
-    allowed = 1.3 + (peak - before) / peak
-    print(f"| 1 worker, at most | {peak:.0f}, of which activations and the like {peak - before:.0f} | 1 | |")
-    print(f"| 2 workers, at most | {memory[2][1]:.0f} | {memory[2][1] / peak:.2f} | <= {allowed:.2f} |")
-    if args.json:
-        found = {"machine": machine(), "shares": shares, "memory": {"3": few, "50": many}}
-        args.json.write_text(as_json({**found, "rounds": rounds, "workers' memory": memory}))
+    on_stderr("what a round does besides training")
+    shares = overhead(1)
+    on_stderr("memory of few and of many clients")
+    few, many = peak_memory(3), peak_memory(crowd)
+    on_stderr("")
+    base, two = rounds["1 worker, 1 thread"], rounds["2 workers"]
+    gain, took = Ratio.of(base, two), memory[2][1] / memory[1][1]
+    outside = shares["outside forward, backward, optimiser"]
+    table = [["a round", "seconds", "times as fast"]]
+    table += [[name, f"{median(times):.2f}", str(Ratio.of(base, times))] for name, times in rounds.items()]
+    held = [["processes", "before the first round, MB", "at most, MB"]]
+    held += [[f"{workers} worker{'s' * (workers > 1)}", *(f"{mb:.0f}" for mb in memory[workers])] for workers in memory]
+    besides = [["a round's time", "share"], *([name, f"{x:.2%}"] for name, x in shares.items() if name != "total")]
+    goals = [
+        Goal.of(f"two workers, rounds of {clients} clients, times as fast as one", gain, ">= 1.8", "engine.py"),
+        Goal("memory of two workers, over one", took, "<= 1.6", "engine.py"),
+        Goal("a round outside forward, backward and optimiser", outside, "<= 0.1", "engine.py", form=".1%"),
+        Goal(f"peak memory of {crowd} clients over 3", many / few, "<= 1.1", "engine.py"),
+    ]
+    tables = {"workers": table, "memory": held, "besides training": besides}
+    figures = {"rounds": rounds, "workers' memory": memory, "shares": shares, "peak memory": {"3": few, crowd: many}}
+    report(args.json, began, tables=tables, goals=goals, figures=figures)
 
 
 if __name__ == "__main__":

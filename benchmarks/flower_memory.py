@@ -1,128 +1,296 @@
-"""What a federation's server needs: peak memory of its ServerApp and of its SuperLink, and how its files grow.
+"""Bytes and memory on Flower: fedlora's strategy beside a bare Flower app that averages the same arrays, in one run.
 
-    python benchmarks/flower_memory.py [--rank 256] [--rounds 3] [--json FILE]
+    python benchmarks/flower_memory.py [--mb 100] [--rounds 3] [--only bare,fedlora] [--method fedit] [--json FILE]
 
-Three sites over TLS on this machine, processes as they are deployed; each site measures after each round. The demo's
-model with adapters on all its linear layers: rank 256 makes 43 MB of it. Baseline: the same federation with rank 1,
-which is what Python, torch and Flower take. Peak: VmHWM of the process, which its kernel counts.
+A SuperLink and three SuperNodes on this machine, without TLS; no model and no training, so that all of a round is what
+its messages take. Each site sends back an adapter of `--mb` megabytes, float32.
+
+bare: Flower's FedAvg on PyTorch state dicts, as in its own examples, under its own flower-superlink.
+fedlora: `FedLoRA` with `--method` (fedit averages factors: the same arithmetic), `Node` at the sites, fedlora's
+SuperLink, and the allocator as `serve` sets it. glibc: the same with glibc's own defaults.
+
+Peak: VmHWM of a process, which its kernel counts; `before` is that of the imports alone. Processor seconds are of all
+processes of a contestant, from the first round's end on.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import FedAvg
 
-from fedlora.adapters.io import read_adapter
-from fedlora.flower.places import FederationFolder
-from fedlora.flower.serving import database
-from fedlora.flower.serving.trial import Trial
-from fedlora.flower.setup.init_steps import trial as write_trial
-from fedlora.flower.site.node_process import free_port
-from fedlora.runs.config import load_config
-from measure import as_json, machine
+SITES = 3
+PROJECT = """[project]
+name = "wire"
+version = "1.0.0"
+description = "benchmark"
+license = { file = "LICENSE" }
+dependencies = ["flwr>=1.41.0"]
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+[tool.flwr.app]
+publisher = "fedlora"
+fab-format-version = 1
+flwr-version-target = "1.41.0"
+[tool.flwr.app.components]
+serverapp = "wire.app:server_app"
+clientapp = "wire.app:client_app"
+"""
+KINDS = {"serverapp": "ServerApp", "superlink": "SuperLink", "clientapp": "ClientApps", "supernode": "SuperNodes"}
 
-DEMO = Path(__file__).parent.parent / "src" / "fedlora" / "demo.toml"
-KINDS = {"ServerApp": "serverapp", "SuperLink": "superlink"}
-
-
-def config_of(rank: int, rounds: int) -> Any:
-    sets = ["clients.count=3", f"clients.ranks={rank}", "train.steps=1", "run.threads=1", "server.quorum=2"]
-    sets += ["lora.targets=all-linear", "evaluate.every=1", "evaluate.clients_at_end=false"]
-    sets += [f"run.rounds={rounds}", "data.validation=0.01", "data.test=0.01"]
-    return load_config(DEMO, sets)
-
-
-def own_processes() -> dict[int, str]:
-    """Process -> its command line, of all that this one started, and they."""
-    parents, lines = {}, {}
-    for place in Path("/proc").iterdir():
-        if place.name.isdigit():
-            try:
-                parents[int(place.name)] = int((place / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                lines[int(place.name)] = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-            except (OSError, ValueError):
-                continue
-    mine, found = {os.getpid()}, dict[int, str]()
-    while more := {process for process, parent in parents.items() if parent in mine} - mine:
-        mine |= more
-    for process in mine - {os.getpid()}:
-        found[process] = lines[process]
-    return found
+# ---------------------------------------------------------------------------- the apps, in processes that Flower starts
+server_app, client_app = ServerApp(), ClientApp()
 
 
-def peaks(over: threading.Event, every: float = 0.1) -> dict[str, int]:
-    """Kind of process -> the largest VmHWM seen, in bytes, until `over` is set."""
-    found = dict.fromkeys(KINDS, 0)
-    while not over.wait(every):
-        for process, line in own_processes().items():
-            for kind, word in KINDS.items():
-                if word not in line.split(" --", 1)[0]:
-                    continue
-                try:
-                    status = Path(f"/proc/{process}/status").read_text()
-                except OSError:
-                    continue
-                high = next((row for row in status.splitlines() if row.startswith("VmHWM")), None)
-                if high is not None:
-                    found[kind] = max(found[kind], int(high.split()[1]) * 1024)
-    return found
+def plan() -> dict[str, Any]:
+    return dict(json.loads(os.environ["WIRE_PLAN"]))
 
 
-def played(folder: Path, rank: int, rounds: int) -> dict[str, Any]:
-    write_trial(folder, config_of(rank, rounds), free_port())
-    home, over, found = FederationFolder(folder), threading.Event(), dict[str, Any]()
-    watching = threading.Thread(target=lambda: found.update(peaks(over)))
-    watching.start()
-    sizes, done = list[dict[str, int]](), threading.Event()
+def seed_factors() -> dict[str, torch.Tensor]:
+    """The adapter of so many megabytes: rank 64 on square matrices of 1024."""
+    d, r = 1024, 64
+    count = max(1, round(plan()["mb"] * 1e6 / (4 * 2 * d * r)))
+    made = torch.Generator().manual_seed(0)
+    return {f"m{k}.{f}": torch.randn((d, r) if f == "B" else (r, d), generator=made)
+            for k in range(count) for f in "BA"}  # fmt: skip
 
-    def grow() -> None:
-        while not done.wait(0.2):
-            rows = home.rounds.read_text().count("\n") if home.rounds.is_file() else 0
-            files = sum(path.stat().st_size for path in home.checkpoints.glob("*") if path.is_file())
-            now = {"round": rows, "database": database.size(home.database), "checkpoints": files}
-            if not sizes or sizes[-1] != now:
-                sizes.append(now)
 
-    growing = threading.Thread(target=grow)
-    growing.start()
-    began = time.perf_counter()
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """What training makes of it here."""
+    return tensor + torch.rand(()) * 1e-3
+
+
+def own_peak() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+@server_app.main()
+def serve(grid: Grid, context: Context) -> None:
+    import fedlora.flower.rounds.strategy  # noqa: F401 - in both, so that `before` is of the same imports
+
+    facts: dict[str, Any] = {"before": own_peak(), "rounds": []}
+    home = Path(plan()["home"])
+
+    def note(*_: Any) -> None:
+        facts["rounds"].append({"at": time.time(), "peak": own_peak(), "database": (home / "state.db").stat().st_size})
+        (home / "facts.json").write_text(json.dumps(facts))
+
+    while len(list(grid.get_node_ids())) < SITES:
+        time.sleep(0.5)
+    (play_bare if plan()["kind"] == "bare" else play_fedlora)(grid, note)
+
+
+def play_bare(grid: Grid, note: Any) -> None:
+    strategy = FedAvg(fraction_evaluate=0.0, min_train_nodes=SITES, min_available_nodes=SITES)
+    strategy.start(
+        grid, ArrayRecord(seed_factors()), num_rounds=plan()["rounds"], timeout=3600.0,
+        evaluate_fn=lambda round, arrays: note() if round else None,
+    )  # fmt: skip
+
+
+def play_fedlora(grid: Grid, note: Any) -> None:
+    from fedlora import Adapter, LoRA, Server, build
+    from fedlora.flower.rounds.strategy import FedLoRA
+    from fedlora.flower.terms.policy import Policy
+    from fedlora.server.server import start
+
+    t, home = seed_factors(), Path(plan()["home"])
+    seed = Adapter({name: LoRA(t[f"{name}.B"], t[f"{name}.A"]) for name in dict.fromkeys(n[:-2] for n in t)})
+    server, names = Server(build(plan()["method"]), quorum=SITES), [f"site-{k}" for k in range(SITES)]
+    state = start(server, seed)
+    del t, seed
+    strategy = FedLoRA(
+        server, Policy(dict.fromkeys(names, 64), deadline=3600.0), state, folder=home / "checkpoints", record=home,
+        identify=lambda grid: dict(zip(names, sorted(grid.get_node_ids()), strict=True)), after_round=note,
+    )  # fmt: skip
+    del state
+    strategy.start(grid, num_rounds=plan()["rounds"])
+
+
+@client_app.train()
+def train(message: Message, context: Context) -> Message:
+    if plan()["kind"] == "bare":
+        arrays = ArrayRecord({k: moved(t) for k, t in message.content["arrays"].to_torch_state_dict().items()})  # type: ignore[union-attr]
+        return Message(
+            RecordDict({"arrays": arrays, "metrics": MetricRecord({"num-examples": 10})}), reply_to=message
+        )  # fmt: skip
+    from fedlora.core.trainer import Trained
+    from fedlora.flower.site.node import Node
+
+    class Moves:
+        def train(self, download: Any, adapter: Any, position: int) -> Trained:
+            modules = {name: lora.map(moved) for name, lora in adapter.modules.items()}
+            return Trained(replace(adapter, modules=modules), 10, 0.5, position + 1)
+
+    name = json.loads(str(message.content["config"]["parcel"]))["client"]  # type: ignore[index]
+    return Message(Node(name, Moves(), Path(plan()["home"]) / name).work(message.content), reply_to=message)
+
+
+# ---------------------------------------------------------------------------------------------- who starts and watches
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+class Watch(threading.Thread):
+    """Every process that has this contestant's plan in its environment: its peak, and its processor seconds by time."""
+
+    def __init__(self, mark: str) -> None:
+        super().__init__(daemon=True)
+        self.mark, self.over, self.peaks = mark.encode(), threading.Event(), dict.fromkeys(KINDS.values(), 0)
+        self.first: dict[str, int] = {}
+        self.spent: dict[int, list[tuple[float, float]]] = {}
+
+    def run(self) -> None:
+        known: dict[int, str | None] = {}
+        while not self.over.wait(0.3):
+            for process in [int(place.name) for place in Path("/proc").iterdir() if place.name.isdigit()]:
+                with contextlib.suppress(OSError, IndexError, ValueError):
+                    if process not in known:
+                        known[process] = self._kind(process)
+                    if (kind := known[process]) is not None:
+                        self._note(process, kind)
+
+    def _kind(self, process: int) -> str | None:
+        if self.mark not in Path(f"/proc/{process}/environ").read_bytes():
+            return None
+        line = Path(f"/proc/{process}/cmdline").read_bytes().decode()
+        found = [name for word, name in KINDS.items() if word in line.split("--")[0].replace("-", "")]
+        return found[0] if found else "others"
+
+    def _note(self, process: int, kind: str) -> None:
+        status = Path(f"/proc/{process}/status").read_text()
+        if kind in self.peaks:
+            high = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+            self.peaks[kind] = max(self.peaks[kind], high)
+        fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        self.spent.setdefault(process, []).append((time.time(), ticks))
+
+    def seconds_since(self, begin: float) -> float:
+        """Processor seconds of all these processes after `begin`."""
+        total = 0.0
+        for seen in self.spent.values():
+            before = max((ticks for at, ticks in seen if at <= begin), default=0.0)
+            total += seen[-1][1] - before
+        return total
+
+
+def played(home: Path, kind: str, mb: float, rounds: int, method: str) -> dict[str, Any]:
+    from fedlora.flower import children
+
+    (home / "app" / "wire").mkdir(parents=True)
+    (home / "flwr").mkdir()
+    (home / "app" / "pyproject.toml").write_text(PROJECT)
+    (home / "app" / "LICENSE").write_text("none\n")
+    (home / "app" / "wire" / "__init__.py").write_text("")
+    (home / "app" / "wire" / "app.py").write_text(
+        "from flower_memory import client_app, server_app\n__all__ = ['client_app', 'server_app']\n"
+    )  # fmt: skip
+    port, here = free_port(), Path(__file__).parent
+    (home / "flwr" / "config.toml").write_text(
+        f'[superlink]\ndefault = "here"\n[superlink.here]\naddress = "127.0.0.1:{port}"\ninsecure = true\n'
+    )
+    said = json.dumps({"home": str(home), "kind": kind, "mb": mb, "rounds": rounds, "method": method})
+    env = children.environment(home / "flwr") | {"WIRE_PLAN": said, "OMP_NUM_THREADS": "1"}
+    env["PYTHONPATH"] = f"{here.parent / 'src'}:{here}"
+    served = env | children.GIVES_BACK if kind == "fedlora" else env
+    own = ["flower-superlink"] if kind == "bare" else [sys.executable, "-m", children.SUPERLINK]
+    watch, processes = Watch(said), list[subprocess.Popen[bytes]]()
+    watch.start()
+
+    def started(name: str, *command: str, env: dict[str, str] = env) -> None:
+        with (home / f"{name}.log").open("wb") as log:
+            processes.append(subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                              start_new_session=True))  # fmt: skip
+
     try:
-        Trial(folder).play()
+        started("superlink", *own, "--insecure", "--host", "127.0.0.1", "--port", str(port), "--database",
+                str(home / "state.db"), "--disable-runtime-dependency-installation", env=served)  # fmt: skip
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            time.sleep(0.3)
+        for k in range(SITES):
+            started(f"node-{k}", "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{port}", "--port",
+                    str(free_port()))  # fmt: skip
+        idle = 0
+        started("run", "flwr", "run", str(home / "app"), "here", "--stream")
+        facts: dict[str, Any] = {"rounds": []}
+        while len(facts["rounds"]) < rounds:
+            time.sleep(0.5)
+            for name, process in (("superlink", processes[0]), ("run", processes[-1])):
+                if process.poll():
+                    raise RuntimeError((home / f"{name}.log").read_text()[-2000:])
+            if not facts["rounds"] and not watch.peaks["ServerApp"]:
+                idle = watch.peaks["SuperLink"]
+            with contextlib.suppress(OSError, ValueError):
+                facts = json.loads((home / "facts.json").read_text())
+        times = [row["at"] for row in facts["rounds"]]
+        seconds = [after - before for before, after in pairwise(times)]
+        cpu = watch.seconds_since(times[0]) / max(1, rounds - 1)
     finally:
-        done.set()
-        over.set()
-        growing.join()
-        watching.join()
-    adapter, _ = read_adapter(home.path / "server" / "adapter")
-    size = sum(t.numel() * t.element_size() for lora in adapter.modules.values() for t in lora.tensors().values())
-    largest = {key: max(one[key] for one in sizes) for key in ("database", "checkpoints")}
-    return {"rank": rank, "adapter": size, "seconds": time.perf_counter() - began, "peak": found, "largest": largest,
-            "growth": sizes}  # fmt: skip
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for process in processes:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+            time.sleep(2)
+        children.end_all(children.started_for(home / "flwr"))
+        watch.over.set()
+        watch.join()
+    return {
+        "kind": kind, "method": method if kind != "bare" else "FedAvg", "mb": mb, "seconds": seconds, "processor": cpu,
+        "before": {"ServerApp": facts["before"], "SuperLink": idle}, "peak": watch.peaks,
+        "peaks": [row["peak"] for row in facts["rounds"]], "database": [row["database"] for row in facts["rounds"]],
+        "checkpoints": sum(p.stat().st_size for p in home.glob("checkpoints/*") if p.is_file()),
+    }  # fmt: skip
 
 
 def main() -> None:
+    from measure import as_json, machine
+
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rank", type=int, default=256)
+    parser.add_argument("--mb", type=float, default=100.0)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--only", default="bare,fedlora")
+    parser.add_argument("--method", default="fedit")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        rows = [played(Path(scratch) / str(rank), rank, options.rounds) for rank in (1, options.rank)]
-    base, full = rows
-    print(f"adapter: {full['adapter'] / 1e6:.1f} MB; three sites, {options.rounds} rounds, {full['seconds']:.0f} s")
-    for kind in KINDS:
-        small, large = base["peak"][kind], full["peak"][kind]
-        times = (large - small) / full["adapter"]
-        print(f"{kind:12} {large / 1e6:8.0f} MB, {small / 1e6:.0f} MB of it with rank 1: + {times:.1f} x the adapter")
-    for key, value in full["largest"].items():
-        print(f"{key:12} {value / 1e6:8.0f} MB at most, {value / full['adapter']:.1f} x the adapter")
+    rows = []
+    for kind in options.only.split(","):
+        with tempfile.TemporaryDirectory() as scratch:
+            rows.append(row := played(Path(scratch), kind, options.mb, options.rounds, options.method))
+        wall = median(row["seconds"]) if row["seconds"] else float("nan")
+        print(f"{kind} ({row['method']}), {SITES} x {options.mb:g} MB: a round {wall:.1f} s, {row['processor']:.1f} of "
+              f"a processor; database {max(row['database']) / 1e6:.0f} MB at most, checkpoints "
+              f"{row['checkpoints'] / 1e6:.0f} MB")  # fmt: skip
+        for name in ("ServerApp", "SuperLink"):
+            before, peak = row["before"][name], row["peak"][name]
+            more = (peak - before) / 1e6 / options.mb
+            print(f"  {name}: {peak / 1e6:.0f} MB at most, {before / 1e6:.0f} before: {more:+.1f} x the adapter")
+        sys.stdout.flush()
     if options.json:
         options.json.write_text(as_json({"machine": machine(), "rows": rows}) + "\n")
 

@@ -140,7 +140,7 @@ def finished(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Finishe
 def forked() -> Any:
     """The context of processes that are forked from one which has imported what runs need, started once: for tests that
     kill processes, and for those whose own code would start such a server with less in it."""
-    from support.processes import fork_server
+    from support.fork_server import fork_server
 
     return fork_server()
 

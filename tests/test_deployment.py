@@ -182,7 +182,7 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     state = start(prepared.server, prepared.seed_adapter)
     expected = list(simulate(prepared.server, prepared.clients, prepared.trainer, state, rounds=ROUNDS))[-1]
     kind = prepared.server.method.State
-    of = begun(folder.path, measure=False).whose
+    of = begun(folder.path).whose
     loaded = checkpoint.load_newest(folder.checkpoints, FlowerState, kind, of=of)
     assert loaded is not None and loaded[0] == ROUNDS
     assert bits(loaded[1].state.server) == bits(expected.state.server)

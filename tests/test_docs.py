@@ -71,7 +71,7 @@ def test_every_link_inside_the_repository_leads_somewhere(page: Path) -> None:
 
 
 def test_every_commit_that_a_page_names_is_in_the_history() -> None:
-    """A figure names its commit. One that was rewritten afterwards is nobody's any more. Expected: what git says."""
+    """A figure names its commit, which must still be in the history. Expected: git's answer."""
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=True).stdout
@@ -88,7 +88,7 @@ def test_every_commit_that_a_page_names_is_in_the_history() -> None:
 
 
 def test_the_tree_has_a_line_for_every_package() -> None:
-    """One line each, twenty-one at most; what is inside, the files' own first lines say."""
+    """One line each, twenty-one at most; the files' first lines say the rest."""
     page = (ROOT / "docs" / "explanation" / "architecture.md").read_text(encoding="utf-8")
     tree = page.split("## The tree")[1].split("```")[1]
     source = ROOT / "src" / "fedlora"

@@ -189,8 +189,8 @@ def test_fedex_keeps_the_residual_of_clients_that_nearly_agree(near: float, miss
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("P", [1.0, 0.6])
 def test_fedex_s_residual_holds_what_storing_the_averaged_pair_costs(dtype: torch.dtype, P: float) -> None:
-    """Dense float64. In opposite coordinates the averaged pair's product is 16 times the clients' updates, and what its
-    rounding costs on either side is no rounding of the update."""
+    """Dense float64. In opposite coordinates the averaged pair's product is 16 times the clients' updates, so its
+    rounding, on either side, exceeds rounding of the update."""
     method, (B, A) = build("fedex-lora"), (noise((20, 3), "B"), noise((3, 16), "A"))
     pairs = [x.map(lambda t: t.to(dtype)) for x in (LoRA(8 * B, A / 8), LoRA(B / 8, 8 * A))]
     updates = [Update(f"c{k}", P / 2, 3, x, dtype) for k, x in enumerate(pairs)]

@@ -91,7 +91,7 @@ def test_no_row_takes_the_memory_or_the_hour(name: str, content: bytes, reason: 
 
 
 def test_rows_are_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Python takes for the rows, measured, against what is refused beforehand."""
+    """The memory that Python takes for the rows, as measured, against the estimate that refuses."""
     import tracemalloc
 
     shapes = {

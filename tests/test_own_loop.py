@@ -29,7 +29,7 @@ from support.tutorials import cells
 PAGE = Path(__file__).parent.parent / "docs" / "tutorials" / "own-training-loop.md"
 MOVES = [name for name in METHODS if build(name).roles(0).moves_base]
 # They move the base, keep a half at home, freeze one, take turns; the others are like one of these.
-SOME = ("fedit", "fedex-lora", "fedsa-lora", "ffa-lora", "glora", "rolora")
+SOME = ("fedex-lora", "fedsa-lora", "ffa-lora", "glora", "rolora")
 ROUNDS = 4  # a change of the base is there from the second on; two of each half of an alternating method
 
 

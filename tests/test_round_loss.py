@@ -15,9 +15,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from fedlora import Adapter, Download, Server, build
+from fedlora.cli.screen import Screen
 from fedlora.core.messages import Client
 from fedlora.core.trainer import Trained, round_loss
 from fedlora.server.server import start
@@ -87,12 +87,14 @@ def test_on_the_screen(record: RoundRecord, monkeypatch: pytest.MonkeyPatch, ter
     import fedlora.cli.runs
 
     out = io.StringIO()
-    notes = Console(file=out, width=200, force_terminal=terminal, color_system=None)
-    monkeypatch.setattr(fedlora.cli.runs, "notes", notes)
-    with fedlora.cli.runs._progress("glora", 2, 4, "accuracy", 0) as watch:
+    notes = Screen(file=out, width=200, force_terminal=terminal, color_system=None)
+    for module in (fedlora.cli.runs, fedlora.cli.screen):
+        monkeypatch.setattr(module, "notes", notes)
+    watch = fedlora.cli.runs._Watch("glora", 2, 4, "accuracy", 0)
+    with watch.bar:
         for _ in record.losses:
             watch.client_done()
-        watch.round_done(record, 4)
+        watch.round_done(record)
     assert "loss 0.725" in out.getvalue() and "loss 0.500" not in out.getvalue() and "loss 9.000" not in out.getvalue()
 
 

@@ -29,7 +29,8 @@ SAID = {
     "attacks": "clients that lie",
     "privacy": "noise and ledger",
     "core": "what travels", "linalg": "thin matrices", "data": "text, dealt out", "seeds": "random streams",
-    "errors": "errors that teach", "given_files": "what people name", "versions": "what is installed",
+    "errors": "errors that teach", "doing": "what is under way", "given_files": "what people name",
+    "versions": "what is installed",
 }  # fmt: skip
 Edges = Mapping[str, frozenset[str]]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import warnings
 
+from fedlora.doing import beating
+
 _NEEDED = ("click", "typer", "rich", "pydantic")  # every command imports them, and the core does not install them
 
 
@@ -14,6 +16,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", r"'click[.]utils[.]get_", DeprecationWarning)
     try:
         from fedlora.cli import main as command_line
+        from fedlora.cli.screen import say
     except ModuleNotFoundError as error:
         if error.name not in _NEEDED:
             raise
@@ -28,7 +31,9 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    command_line()
+    words = [word for word in sys.argv[1:3] if word.isidentifier()]
+    with beating(say, " ".join(["fedlora", *words])):
+        command_line()
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ def test_the_inputs_are_what_the_test_says(name: str, made: Callable[[str], Made
     assert any(not torch.equal(x.states[0][k], x.states[1][k]) for k in both)
 
 
-@pytest.mark.quick(23)
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("name", cases(READ))
 def test_what_is_read_is_written_with_the_same_meaning(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     """peft loads the copy on a fresh base: its weights and logits are those of the original."""

@@ -136,6 +136,7 @@ def as_it_is(draft: Draft) -> None:
     pass
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("kind", KINDS)
 def test_sound_adapters_are_accepted_and_right(kind: str, judge: Judge, tmp_path: Path) -> None:
     """Two of each kind: what the fuzzer changes is sound before. Two operations at most may say no: `apply` does not
@@ -240,7 +241,7 @@ def known(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.xfail(strict=True, reason=DEFECTS[name])] if name in DEFECTS else []
 
 
-@pytest.mark.quick(24)
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("what", [pytest.param(name, marks=known(name)) for name in NAMED])
 def test_a_named_attack_is_refused_in_a_line_or_right(what: str, judge: Judge, tmp_path: Path) -> None:
     """Beside a sound adapter of the same base."""
@@ -285,6 +286,7 @@ WAYS: dict[str, Callable[[Path, bytes], object]] = {
 }  # fmt: skip
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("way", list(WAYS))
 @pytest.mark.parametrize("file", [CONFIG_FILE, WEIGHTS_FILE])
 def test_a_file_that_changes_while_it_is_read(

@@ -213,6 +213,7 @@ def plain(written_by_peft, tmp_path):
 
 
 class TestReadAdapter:
+    @pytest.mark.quick(12)
     @pytest.mark.parametrize("name", READABLE)
     def test_the_update_is_the_one_of_peft(self, name, written_by_peft):
         build, model, _, directory = written_by_peft(name)
@@ -398,7 +399,7 @@ def like(name, ranks, dtype=torch.float32):
 
 
 class TestWriteAdapter:
-    @pytest.mark.quick(23)
+    @pytest.mark.quick(12)
     @pytest.mark.parametrize(
         ("ranks", "scaling"),
         [((4,), 2.0), ((4,), 0.7), ((3,), 1 / 3), ((3, 4, 8), 1.0), ((3, 4, 8), 0.7), ((2, 1), 1 / 3)],
@@ -410,6 +411,7 @@ class TestWriteAdapter:
         write_adapter(tmp_path / "out", adapter, AdapterSpec(spec.config, scaling))
         assert_peft_loads(build, tmp_path / "out", adapter, scaling)
 
+    @pytest.mark.quick(12)
     @pytest.mark.parametrize("name", READABLE)
     def test_what_was_read_is_written_with_the_same_meaning(self, name, written_by_peft, tmp_path):
         build, model, scaling, directory = written_by_peft(name)

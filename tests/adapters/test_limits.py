@@ -270,11 +270,11 @@ for folder in sys.argv[1:]:
 @pytest.mark.quick(1)
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="memory is measured as Linux tells it")
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(5))
+@pytest.mark.parametrize("part", range(10))
 def test_any_file_up_to_the_limits_is_judged_soon_and_in_little_memory(
     part: int, tmp_path: Path, program: Callable[..., Program]
 ) -> None:
-    names = list(WORST)[part::5]
+    names = list(WORST)[part::10]
     folders = [put(tmp_path / str(k), *WORST[name]()) for k, name in enumerate(names)]
     (tmp_path / "child.py").write_text(CHILD)
     done = program(tmp_path / "child.py", *folders).ended()

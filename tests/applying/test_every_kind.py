@@ -292,12 +292,9 @@ def test_an_added_bias_of_one_is_zero_for_the_modules_of_others(tmp_path: Path) 
 RESULTS = ("copy", "resized", *RULES)
 # Of those that are much alike one each: vocabularies that grew, tied tensors, saved modules, biases, heads, programs.
 QUICK = (
-    "grown, embedding saved", "both saved, with embeddings", "grown, tokens of both", "grown, tokens, head saved",
-    "grown, LoRA of both", "grown, tied, tokens by name", "grown, tied, saved together", "grown, GPT-NeoX",
-    "grown, a head with a bias", "grown, T5", "answers, a head of another name", "bias all, head saved",
-    "classes, bias lora_only", "classes, lora_bias", "classes, a saved module of several",
-    "classes of tokens, bias all", "features, saved", "sequences, saved", "no task, saved", "AdaLoRA, bias all",
-    "Unsloth",
+    "grown, embedding saved", "grown, tokens of both", "grown, LoRA of both", "grown, tied, saved together",
+    "grown, T5", "answers, a head of another name", "classes, lora_bias", "classes, a saved module of several",
+    "sequences, saved", "AdaLoRA, bias all", "Unsloth",
 )  # fmt: skip
 
 
@@ -323,7 +320,7 @@ def made(result: str, one: Path, two: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "results"), list(asked()))
 def test_what_one_takes_all_take_and_results_too(name: str, results: tuple[str, ...], tmp_path: Path) -> None:
-    """The second adapter is made where a result is of two; `apply` of the first has asked the same of it."""
+    """The second adapter is made only if a result needs two; `apply` of the first tests the same."""
     kind = KINDS[name]
     kind.base().double().save_pretrained(tmp_path / "small")
     start = grown(kind)

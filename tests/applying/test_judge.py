@@ -69,8 +69,8 @@ def test_what_peft_passes_over_is_refused(what: str, tmp_path: Path, main: Calla
 
 
 def test_a_layer_that_the_base_lacks_is_not_made_up(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """An update of a matrix that nobody has: a head that the base's file lacks, or a layer that it lost. transformers
-    draws such matrices at random, another one each time."""
+    """An update of a missing matrix: a head or a layer that the base's file lacks. transformers draws such matrices at
+    random, a new one each time."""
     adapter, base = small(tmp_path / "head", target_modules=["q_proj", "lm_head"], task_type="CAUSAL_LM")
     llama().model.save_pretrained(base)
     rewrite(adapter, lambda t: [t.pop(k) for k in list(t) if "base_layer" in k])
@@ -115,7 +115,7 @@ ABSURD: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("what", ABSURD)
 def test_a_config_that_no_model_has_is_refused_soon(what: str, tmp_path: Path, main: Callable[..., Said]) -> None:
-    """Before anything of that size is built, or at the limit of what is."""
+    """Before fedlora builds anything of that size, or at the limit."""
     config, why = ABSURD[what]
     adapter, base = small(tmp_path)
     begun = time.process_time()

@@ -49,7 +49,7 @@ def test_as_a_process_it_gives_the_same_bits_without_a_warning_and_bad_input_is_
     assert "Traceback" not in done.stderr and "Warning" not in done.stderr
     same_run(RunFolder(tmp_path / "run"), finished.folder)
     done = process("run", tmp_path / "nowhere.toml", "--out", tmp_path / "none")
-    assert "No such file" in Said(done.returncode, done.stdout, done.stderr).complaint()
+    assert "No such file" in Said(done.returncode, done.stdout, done.stderr).error()
     assert done.stdout == "" and not (tmp_path / "none").exists()
 
 

@@ -21,7 +21,7 @@ from fedlora.cli.flower import doctor
 from fedlora.cli.flower.common import typed
 from fedlora.cli.formats import Format, Printed, show
 from fedlora.cli.method_names import parse_methods, plain_label
-from fedlora.cli.screen import console
+from fedlora.cli.screen import Screen, console
 from fedlora.errors import ConfigError
 from fedlora.experiments.table_source import Table
 from fedlora.flower.setup.installing import Step
@@ -91,26 +91,29 @@ def test_a_runs_names_are_text(
     fedlora.cli.run_words.show_run(Odd())  # type: ignore[arg-type]
     said = file.getvalue()
     assert f"{ODD}, 3 rounds" in said and f"gauge check: {ODD} moves by" in said and said.count(ODD) == 3
-    bar = Console(
-        file=io.StringIO(),
-        width=300,
-        force_terminal=True,
-        color_system=None,
-        emoji=console._emoji,
-        markup=console._markup,
-    )
-    monkeypatch.setattr(fedlora.cli.runs, "notes", bar)
-    with fedlora.cli.runs._progress(f"{ODD} {{x}}", 2, 2, "accuracy", 0) as watch:
-        watch.round_done(SimpleNamespace(round=1, loss=0.5, metrics={"accuracy": 0.5}, refused={"a": ODD}), 2)  # type: ignore[arg-type]
+    bar = screened(monkeypatch)
+    watch = fedlora.cli.runs._Watch(f"{ODD} {{x}}", 2, 2, "accuracy", 0)
+    state = SimpleNamespace(server=SimpleNamespace(tally=None))
+    with watch.bar:
+        watch.round_done(
+            SimpleNamespace(round=1, loss=0.5, metrics={"accuracy": 0.5}, refused={"a": ODD}, state=state)  # type: ignore[arg-type]
+        )
     assert f"{ODD} {{x}}" in bar.file.getvalue() and f"left out: {ODD}" in bar.file.getvalue()  # type: ignore[attr-defined]
+
+
+def screened(monkeypatch: pytest.MonkeyPatch) -> Screen:
+    """A terminal for the bar and the lines above it."""
+    screen = Screen(file=io.StringIO(), width=300, force_terminal=True, color_system=None)
+    for module in (fedlora.cli.runs, fedlora.cli.screen):
+        monkeypatch.setattr(module, "notes", screen)
+    return screen
 
 
 @pytest.mark.parametrize(("done", "says"), [(0, "round 1"), (3, "round 4"), (4, "round 4")])
 def test_a_bar_begins_where_the_run_does(monkeypatch: pytest.MonkeyPatch, done: int, says: str) -> None:
     """It began at the first round of a resumed run, as if all were trained again."""
-    bar = Console(file=io.StringIO(), width=200, force_terminal=True, color_system=None)
-    monkeypatch.setattr(fedlora.cli.runs, "notes", bar)
-    with fedlora.cli.runs._progress("glora", 4, 3, "accuracy", done):
+    bar = screened(monkeypatch)
+    with fedlora.cli.runs._Watch("glora", 4, 3, "accuracy", done).bar:
         pass
     first = bar.file.getvalue()  # type: ignore[attr-defined]
     assert says in first and f"{3 * done}/12" in first

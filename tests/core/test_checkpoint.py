@@ -92,6 +92,7 @@ def run(server: Server, state: RunState, rounds: int, ranks: Mapping[str, Any]) 
     return last
 
 
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_continues_from_its_checkpoint_bit_for_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def everything_is_wrong_at_first(road: Road) -> None:
     with stopped(road.server, PROXY):
         pass
     tell("the server's certificate has expired", "sites send nothing until it is renewed", "the site",
-         road.wait_said(cork, SITE, "certificate of \\S+ ended on", told))  # fmt: skip
+         road.wait_said(cork, SITE, "certificate of \\S+ is not believed: certificate has expired", told))  # fmt: skip
     assert not road.rounds()
 
     with ThreadPoolExecutor() as at_once:

@@ -167,7 +167,7 @@ def _of_another_authority(public: Path) -> None:
 @pytest.mark.parametrize(
     ("made", "says", "fault"),
     [
-        (_of_another_name, "other.example.org|another name", "the server's certificate has another name"),
+        (_of_another_name, "certificate is not valid for", "the server's certificate has another name"),
         (_of_another_authority, "certificate", "the server's certificate is of another authority"),
     ],
     ids=["another name", "another authority"],

@@ -93,7 +93,7 @@ def test_runs_of_a_cell_that_spent_differently_are_no_cell(experiment: Experimen
     assert isinstance(spent, Spent)
     other = spent.model_copy(update={"epsilon_planned": 3.0})
     results[run.digest] = results[run.digest].model_copy(update={"privacy": other})
-    with pytest.raises(ConfigError, match=r"6, 8: .*not spent the same"):
+    with pytest.raises(ConfigError, match=r"6, 8: .*spent different"):
         spendings(Grid(experiment, "mini", results))
     results[run.digest] = results[run.digest].model_copy(update={"privacy": None})
     with pytest.raises(ConfigError, match=r"1 of its 2 runs .*privacy.*budgets.none"):
@@ -146,14 +146,14 @@ def test_a_block_is_filled_and_filled_again_the_same(experiment: Experiment, tmp
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ("<!-- end -->", "", "not each is ended"),
-        ("old\n", "<!-- filled: tiny mini scores -->\nold\n", "not each is ended"),
+        ("<!-- end -->", "", "does not end each"),
+        ("old\n", "<!-- filled: tiny mini scores -->\nold\n", "does not end each"),
         ("<!-- filled: tiny", "<!--filled: tiny", "looks like a marker"),
         ("budgets -->", "budgets --> ", "looks like a marker"),
         ("<!-- end -->", " <!-- end -->", "looks like a marker"),
         ("mini budgets", "mini pictures", "an experiment, a profile"),
         ("mini budgets", "mini prices", "one of loss, accuracy"),
-        ("mini budgets", "mini prices loss", "says nothing of prices"),
+        ("mini budgets", "mini prices loss", "has nothing on prices"),
         ("mini budgets", "paper budgets", "has no profile 'paper'"),
         ("tiny mini", "huge mini", "cannot be read"),
     ],

@@ -131,7 +131,7 @@ def test_what_a_table_rests_on_stands_below_it(experiment: Experiment) -> None:
         results[run.digest] = results[run.digest].model_copy(update={"target": "clients", **other})
     own, mixed = below("differences")
     assert re.match("other: .*the clients' own models.* The others: .*the server's model", own)
-    assert "The 8 runs are of 2 commits" in mixed and ": aaaaaaa (6), bbbbbbb (2)." in mixed
+    assert "The 8 runs come from 2 commits" in mixed and ": aaaaaaa (6), bbbbbbb (2)." in mixed
     assert "compared in 2 of 4 cases" in mixed
     for digest, result in results.items():
         results[digest] = result.model_copy(update={"target": "clients"})
@@ -170,8 +170,8 @@ def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
             results[run.digest] = results[run.digest].model_copy(update=other)
     said = table_of("scores", Source(Grid(experiment, "mini", results))).below
     for line, what in zip(said, ("commits", "machines", "versions"), strict=True):
-        assert line.startswith(f"The 8 runs are of 2 {what}")
-    assert all("no gap comes" in line for line in said) and "unknown (4)" in said[0]
+        assert line.startswith(f"The 8 runs come from 2 {what}")
+    assert all("compared in 0 of " in line for line in said) and "unknown (4)" in said[0]
 
 
 def test_a_merger_of_another_commit_is_said(experiment: Experiment) -> None:

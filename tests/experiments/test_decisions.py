@@ -285,7 +285,7 @@ def test_seeds_beyond_the_plan_do_not_count(place: Path, once: Experiment, round
 def test_a_plan_is_written_once_and_a_second_says_so(place: Path, main: Callable[..., Said]) -> None:
     invoke("experiment", "plan", "map_rounds", *options(place))
     said = main("experiment", "plan", "map_rounds", *options(place))
-    assert "is there already" in said.error()
+    assert "--again" in said.error()
     first = read_plan(place / "results" / "plans" / "map_rounds.json")
     for _ in range(2):
         invoke("experiment", "plan", "map_rounds", "--again", *options(place))
@@ -309,7 +309,7 @@ def test_changed_questions_need_another_plan(place: Path, main: Callable[..., Sa
     claims.write_text(text.replace("Over rounds: what does", "Over rounds: what might"))
     decide(place, "map_rounds")
     claims.write_text(text.replace("margin = 0.005", "margin = 0.05"))
-    assert "those of its plan" in main("experiment", "decide", "map_rounds", *options(place)).error()
+    assert "its plan of" in main("experiment", "decide", "map_rounds", *options(place)).error()
 
 
 def test_a_damaged_plan_is_a_sentence(place: Path, main: Callable[..., Said]) -> None:

@@ -192,7 +192,7 @@ def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        ('over = ["method"]', 'over = ["methods"]', "'methods' is no axis; .* split, method"),
+        ('over = ["method"]', 'over = ["methods"]', "'methods' is not an axis; .* split, method"),
         ('axes = {{ split = ["skewed"] }}', 'axes = {{ split = ["odd"] }}', "split = 'odd'"),
         ('title = "Tiny"', "titel = 3", "titel: Extra inputs"),
         ("[run.model]", "[run.model", "is not TOML"),
@@ -210,7 +210,7 @@ def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
         ('at = {{ split = "skewed" }}', 'at = {{ splt = "skewed" }}', "tune.at names splt = 'skewed'"),
         ('paper = "tiny"', 'paper = "tiny"\nskip = [{{ split = "odd" }}]', "skip names split = 'odd'"),
         ('paper = "tiny"', 'paper = "tiny"\nmetric = "test last"', "called 'test last'"),
-        ("values = [1e-3, 1e-2]", 'key = "run.seed"\nvalues = [1, 2]', "no setting to search"),
+        ("values = [1e-3, 1e-2]", 'key = "run.seed"\nvalues = [1, 2]', "tune.key = "),
         ("seeds = [0, 1]", 'seeds = [0, 1]\nset = {{ "train.lr" = 0.1 }}', "profile mini sets train.lr.*the search"),
         ("seeds = [0, 1]", "seeds = [0, 1]\nset = {{ run = {{ seed = 3 }} }}", "profile mini sets run.seed"),
         ("[run.run]", "[run.run]\nseed = 5", "profiles.NAME"),
@@ -295,7 +295,7 @@ def test_an_impossible_key_names_the_cell(experiment: Experiment) -> None:
         ({"tune": Tune(key="train.lr.x", values=[1, 2])}, "train.lr: .*valid number"),
         ({"tune": Tune(key="train.steps.x", values=[1, 2])}, "'train.steps.x' is no key"),
         ({"tune": Tune(key="model.checkpointing", values=[0, 1])}, "model.checkpointing: input .* boolean; got 0.0"),
-        ({"tune": Tune(key="train.class_weights.x", values=[1, 2])}, "train.class_weights.x is none: it became None"),
+        ({"tune": Tune(key="train.class_weights.x", values=[1, 2])}, "train.class_weights.x is not one: it became None"),
         ({"tune": Tune(key="train", values=[1, 2])}, "train"),
         ({"tune": Tune(key="train.optimizer", values=[1, 2])}, "train.optimizer"),
         ({"tune": Tune(key="nothing.at_all", values=[1, 2])}, "unknown key 'nothing'"),
@@ -337,6 +337,7 @@ def test_a_value_of_the_search_whose_run_fails_is_dropped(experiment: Experiment
     assert "over train.lr = 0.001, 0.01" in (choice(experiment, "mini", cell, {}, every).why or "")
 
 
+@pytest.mark.quick(8)
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda p: p.stem)
 def test_every_experiment_of_the_repository_can_be_planned(path: Path) -> None:
     """All cells of all profiles are configurations."""

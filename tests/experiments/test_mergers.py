@@ -283,10 +283,10 @@ def test_controls_go_by_the_rate_of_what_they_are_held_against(experiment: Exper
     ("mergers", "says"),
     [
         ({"a": {"rho": 0.5}}, "'a' names no method"),
-        ({"a": {"control": "magic"}}, "no control: 'magic'"),
+        ({"a": {"control": "magic"}}, "not a control: 'magic'"),
         ({"a": {"control": "no adapter", "like": "b"}, "b": {"name": "svd"}}, "takes control alone"),
         ({"a": {"control": "least error"}}, "takes control and like"),
-        ({"a": {"control": "least error", "like": "b"}}, "which is no method"),
+        ({"a": {"control": "least error", "like": "b"}}, "which is not a method"),
         ({"a": {"control": "least error", "like": "b"}, "b": {"name": "svd"}}, "rank budget of a glora"),
         ({"a": {"name": "glora", "roh": 0.5}}, "roh"),
     ],
@@ -302,7 +302,7 @@ def test_runs_that_cannot_be_merged_are_refused(folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"need run.rounds = 1 and server.heads"):
         searches(load_experiment(folder / "wrong.toml"), "mini")
     (folder / "wrong.toml").write_text(ONCE.replace('merged = "method"', 'merged = "methods"'))
-    with pytest.raises(ConfigError, match="'methods' is no axis"):
+    with pytest.raises(ConfigError, match="'methods' is not an axis"):
         load_experiment(folder / "wrong.toml")
 
 

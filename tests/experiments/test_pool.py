@@ -92,9 +92,8 @@ def test_the_processes_end_when_the_one_that_asked_is_killed(tmp_path: Path) -> 
 from pathlib import Path
 from fedlora.experiments import pool
 from fedlora.experiments.pool import run_in_processes
-from fedlora.workers.lifeline import Executor
 from support.pool_tasks import nothing, sleep_long
-pool.Executor = lambda size, preload, begin: Executor(size, [], begin)  # what runs import, these need not
+pool._IMPORTED = ()  # what runs import, these need not
 if __name__ == "__main__":
     tasks = [Path({str(tmp_path)!r}) / name for name in "ab"]
     yes = lambda task: True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import tracemalloc
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,13 +16,18 @@ import pytest
 pytest.importorskip("flwr")
 
 import httpx
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.app.message import remove_content_from_message
 from flwr.common.serde import message_to_proto
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_id, get_object_tree
 
+from fedlora import Adapter, LoRA
+from fedlora.core.messages import Client, Upload
+from fedlora.core.method import Roles
 from fedlora.errors import ConfigError
+from fedlora.flower.messages.records import record_upload, upload_record
 from fedlora.flower.rounds import bounded_pull
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.bounded_pull import HttpInbox, TooLarge, answers_at_most, heartbeats_outlive_errors
@@ -46,7 +52,7 @@ class Link:
         self.grid = SimpleNamespace(_runtime_client=self, node=None, run=SimpleNamespace(run_id=1))
 
     def hold(self, reply: Message) -> str:
-        """A reply as a node pushes it. Returns the id of what it answers."""
+        """A reply as a node pushes it. Returns the id of the answered message."""
         reply.metadata.__dict__["_message_id"] = reply.object_id
         answers = reply.metadata.reply_to_message_id
         self.trees[answers] = get_object_tree(reply)
@@ -210,6 +216,46 @@ def test_the_same_array_under_many_names_is_counted_once_and_does_no_harm(link: 
     assert len({id(a.data) for a in found.values()}) == 1
 
 
+def test_arrays_are_no_pieces_of_arrays(link: Link) -> None:
+    """flwr would take them for pieces, of the size of their data: a hundred of a hundred of them are no message."""
+    sent = reply(arrays(x=bytes(MB // 4)))
+    answers = link.hold(sent)
+    inner = next(i for i, content in link.objects.items() if content.startswith(b"Array "))
+    body = json.dumps({"dtype": "float32", "shape": [1], "stype": "x", "arraychunk_ids": [0] * 100}).encode()
+    bomb = b"Array %s %d\0" % (inner.encode(), len(body)) + body
+    outer = get_object_id(bomb)
+    for i, content in link.objects.items():
+        if content.startswith(b"ArrayRecord"):
+            link.objects[i] = content.replace(inner.encode(), outer.encode())
+    link.objects[outer] = bomb
+    link.trees[answers].children.append(ObjectTree(object_id=outer))
+    arrival = pulled(link, answers)
+    assert arrival.message is None and "chunk" in arrival.why
+
+
+def test_a_reply_is_in_memory_once_from_its_pieces_to_its_tensors() -> None:
+    """Counted by tracemalloc, which sees bytes: of 16 arrays at most 3 beside the reply itself (its pieces, put
+    together, unsalted)."""
+    shapes = {f"m{k}": (8, 2**14) for k in range(16)}
+    adapter = Adapter({name: LoRA(None, torch.ones(8, 2**14)) for name in shapes})
+    client, roles = Client("one", 8), Roles(B="frozen")
+    sent = reply(upload_record(Upload(client, 10, adapter), run="r", round=0, loss=0.5, kept=[]))
+    whole = {i: o.deflate() for i, o in get_all_nested_objects(sent).items()}
+    one, key = 4 * 8 * 2**14, sent.object_id
+    del sent
+    tracemalloc.start()
+    try:
+        contents = {i: bytes(bytearray(content)) for i, content in whole.items()}
+        before = tracemalloc.get_traced_memory()[0]
+        message = bounded_pull.put_together(key, contents, Limit(64 * MB, 1000, MB))
+        upload, _, _ = record_upload(message.content, client, run="r", round=0, shapes=shapes, roles=roles, heads={})
+        more = tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+    assert all(torch.equal(lora.tensors()["A"], torch.ones(8, 2**14)) for lora in upload.adapter.modules.values())
+    assert before > 16 * one and more < 4 * one, (more / one, "arrays")
+
+
 @pytest.mark.parametrize("size", [3, 30])
 def test_pieces_that_differ_are_pulled_no_further_than_the_limit(link: Link, size: int) -> None:
     import random
@@ -267,7 +313,7 @@ def test_a_tree_as_deep_as_protobuf_allows_costs_nothing(link: Link) -> None:
 
 
 def test_pieces_that_are_announced_and_never_sent_hold_up_nobody(link: Link) -> None:
-    """flwr waits two hours for them. Here the others' replies come, and what came of this one can be asked."""
+    """flwr waits two hours for them. The others' replies arrive, and the inbox reports how much of this one did."""
     slow = link.hold(reply(arrays(x=b"abcd" * 10), 1))
     fast = link.hold(reply(arrays(x=b"efgh" * 10), 2))
     missing = next(i for i, content in link.objects.items() if content.startswith(b"ArrayChunk") and b"abcd" in content)
@@ -283,7 +329,7 @@ def test_pieces_that_are_announced_and_never_sent_hold_up_nobody(link: Link) -> 
     other = link.hold(reply(arrays(x=b"ijkl" * 10), 3))
     link.late.add(next(i for i, content in link.objects.items() if b"ijkl" in content))
     assert list(inbox.look({other: LIMIT})) == []
-    assert "pieces of it came" in inbox.half(other) and inbox.half("nobody's") == ""
+    assert "pieces arrived" in inbox.half(other) and inbox.half("nobody's") == ""
 
 
 FORGED = {

@@ -43,7 +43,7 @@ def test_a_rule_is_of_the_servers_settings_and_travels_only_where_there_is_one(t
 
 
 def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In rounds.jsonl and in the log; who is left out trained all the same, and is nobody's refusal."""
+    """In rounds.jsonl and in the log; a client that is left out has trained and is not refused."""
     caplog.set_level(logging.INFO, logger="fedlora")
     strategy, grid = federation(tmp_path, Server(build("glora"), rule=Krum(liars=1)), FIVE, record=tmp_path / "record")
     strategy.start(grid, num_rounds=2)
@@ -90,8 +90,8 @@ def test_a_site_refused_for_what_it_sent_is_one_of_the_liars(tmp_path: Path, rub
 
 
 def test_the_share_cap_is_of_those_who_count(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A claim of a billion among five, with a cap of 0.25, and one of them refused: 0.25 of the four who are left, in
-    every module. Of three, whom 0.25 cannot hold, each has a third, and log and line say so."""
+    """A claim of a billion among five, with a cap of 0.25, and one of them refused: each of the other four gets
+    0.25, in every module. With three, 0.25 is impossible: each gets a third, and log and line say so."""
     server = Server(build("glora"), quorum=2)
     policy = Policy(FIVE, max_weight_share=0.25, retries=0)
     strategy, grid = federation(tmp_path, server, FIVE, policy=policy, record=tmp_path / "o")

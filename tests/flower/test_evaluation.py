@@ -211,7 +211,7 @@ def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
 
 
 def test_a_site_that_cannot_measure_is_named_and_stops_nobody(tmp_path: Path) -> None:
-    """acme is out of memory when it measures, cork is offline for good; berlin's score is what rounds are chosen by."""
+    """acme is out of memory when it measures, cork is offline for good; berlin's score alone chooses rounds."""
     fed = FederationOnDisk(tmp_path, evaluate={"every": 2})
     grid = fed.grid()
 
@@ -288,7 +288,7 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
             self.closed = True
 
     monkeypatch.setattr("fedlora.flower.rounds.recording.make_tracker", Tracker)
-    monkeypatch.setattr("fedlora.flower.rounds.measured_where.check_trackers", lambda names: None)
+    monkeypatch.setattr("fedlora.flower.rounds.choosing.check_trackers", lambda names: None)
     fed = FederationOnDisk(tmp_path, run={"rounds": 3, "track": ["tensorboard"]})
     grid = fed.grid()
     kill_at(grid, 7, "train")

@@ -44,6 +44,7 @@ from support.flower_grid import RANKS, RUN, Toy, Watching, bits, close, federati
 # ---- parity ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(13)
 @pytest.mark.parametrize(
     "method",
     [
@@ -248,8 +249,8 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
     "an earlier round": (said(round=-1), "this is round 0"),
     "another run": (said(run="other"), "of 'test'"),
     "another form": (said(form="subspace"), "'factors' was asked for"),
-    "kept names": (said(kept=[1, 2]), "no list of names"),
-    "kept names that nobody has": (said(kept=["x" * 1000]), "no list of names"),
+    "kept names": (said(kept=[1, 2]), "list of kept parts"),
+    "kept names that nobody has": (said(kept=["x" * 1000]), "list of kept parts"),
     "no json": (altered(config=lambda r: ConfigRecord({"protocol": PROTOCOL, "upload": "{"})), "not JSON"),
     "deep json": (
         altered(config=lambda r: ConfigRecord({"protocol": PROTOCOL, "upload": "[" * 100000})),
@@ -265,6 +266,7 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
 }
 
 
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_bad_reply_costs_its_sender_the_round_and_nobody_else(tmp_path: Path, name: str) -> None:
     """The state is what it is without that client, bit for bit but for the tally's reasons; the reason is recorded."""
@@ -355,6 +357,7 @@ def test_too_few_replies_are_tried_again_and_then_end_the_run(tmp_path: Path, mo
     assert again.round == 2
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("method", ["glora", "fedsa-lora", "fedex-lora", "ffa-lora"])
 @pytest.mark.parametrize("lost", ["before the reply", "after the reply"])
 def test_killed_and_resumed_is_the_same_trajectory(tmp_path: Path, method: str, lost: str) -> None:

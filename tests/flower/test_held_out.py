@@ -74,7 +74,7 @@ def test_a_file_that_grows_between_rounds_is_measured_on_nothing_that_was_traine
 
 
 def test_another_file_is_refused_with_a_way_out(tmp_path: Path, dealt: list[tuple[set[Any], set[Any]]]) -> None:
-    """None of the rows that it holds out is left: which of the new ones it trained on before, nobody knows."""
+    """None of its held-out rows is left, and nothing says on which of the new rows it trained before."""
     made = FederationOnDisk(tmp_path, run={"rounds": 1})
     made.play()
     data = tmp_path / "acme.jsonl"
@@ -164,7 +164,7 @@ def test_the_same_file_gives_the_same_parts_in_the_same_order(tmp_path: Path) ->
 
 
 def test_what_is_kept_and_told_holds_nothing_of_the_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither in the record nor in what is said of one that is gone, damaged, or of other rows."""
+    """Neither in the record nor in messages about a record that is missing, damaged, or for other rows."""
     record = tmp_path / "held_out.json"
     secret = drawn(texts(40, "Jane Doe"))
     with pytest.raises(ConfigError, match=r"held_out\.json") as gone:

@@ -77,7 +77,7 @@ def test_a_request_is_signed_by_its_key(join: JoinFile, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"changed after .*signed"):
             Request.read(path)
     path.write_text(request.text().replace("[facts]", "[fact]"))
-    with pytest.raises(ConfigError, match=r"its request\.toml anew"):
+    with pytest.raises(ConfigError, match=r"its request\.toml again"):
         Request.read(path)
 
 
@@ -86,20 +86,20 @@ def test_other_files_are_named(join: JoinFile, tmp_path: Path) -> None:
     path = tmp_path / "file"
     for content, words in (
         (private, "holds a private key"),
-        (public, "a public key alone"),
+        (public, "only a public key"),
         (join.text().encode(), "the server's join file"),
         (b"\xff\xfe\x00", "cannot be read"),
         (b"a = 1\n" * 200_000, "1,200,000 bytes.* 1,048,576 "),
         (b"a = [" + b"[" * 5000, "cannot be read"),
         (b"format = 'fedlora-request/1'\n[facts.versions]\ntorch = 07:32:00", "a date or a time"),
         (b"title = 'x'", "has no format = 'fedlora-request/1'"),
-        (Request.make(join, private, {}).text().encode().replace(b"request/1", b"request/2"), "of another fedlora"),
+        (Request.make(join, private, {}).text().encode().replace(b"request/1", b"request/2"), "from another fedlora"),
     ):
         path.write_bytes(content)
         with pytest.raises(ConfigError, match=words):
             Request.read(path)
     path.write_text(Request.make(join, private, {}).text())
-    with pytest.raises(ConfigError, match=r"a site's request, .*join file"):
+    with pytest.raises(ConfigError, match=r"a site's request.*join file"):
         JoinFile.read(path)
     with pytest.raises(ConfigError, match="No such file"):
         JoinFile.read(tmp_path / "nothing.toml")
@@ -121,11 +121,11 @@ def test_fingerprints_are_those_of_ssh(tmp_path: Path) -> None:
 def test_keys_of_other_kinds_are_refused() -> None:
     form = (serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
     edwards = ed25519.Ed25519PrivateKey.generate().public_key().public_bytes(*form).decode()
-    with pytest.raises(ConfigError, match=r"'ssh-ed25519' .*key that Flower"):
+    with pytest.raises(ConfigError, match=r"Flower .*'ssh-ed25519'.*ssh-keygen"):
         certificates.public_key(edwards)
     pem = ec.generate_private_key(ec.SECP384R1()).public_key()
     text = pem.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo).decode()
-    with pytest.raises(ConfigError, match="no public key in OpenSSH"):
+    with pytest.raises(ConfigError, match="OpenSSH"):
         certificates.public_key(text)
     with pytest.raises(ConfigError, match="private key"):
         certificates.public_key(certificates.new_key()[0].decode())
@@ -137,7 +137,7 @@ def test_keys_of_other_kinds_are_refused() -> None:
         ("", "names no site"), ("acme", "without a rank"), ("acme=", "whole number from 1"),
         ("acme=0", "from 1 to 4096"),
         ("acme=-2", "whole number from 1"), ("acme=1e3", "whole number"), ("acme=99999999999", "whole number"),
-        ("acme=5000", "got 5000"), ("acme=8,acme=4", "is there already"), ("acme=8,ACME=4", "as 'acme'"),
+        ("acme=5000", "got 5000"), ("acme=8,acme=4", "exists already"), ("acme=8,ACME=4", "as 'acme'"),
         ("../up=8", "the name of a site"), ("a b=8", "cannot be"), ("é=8", "cannot be"),
         (".a=8", "cannot be"),
         ("-a=8", "cannot be"), (f"{'a' * 64}=8", "up to 63 letters"), ("=8", "cannot be"),
@@ -149,14 +149,12 @@ def test_odd_sites_are_refused_by_name(text: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    "name",
     [
-        ("https://fl.example.org", "an URL"), ("fl.example.org/x", "an URL"), ("10.0.0.1", "an address"),
-        ("::1", "an address"), ("[::1]", "an address"), ("fl.example.org:443", "the port by --port"), ("", "got ''"),
-        ("-fl.org", "parts of letters"), ("fl..org", "parts of letters"), ("*.example.org", "parts of letters"),
-        ("größe.org", "xn--"), ("a" * 300, "parts of letters"), ("fl example", "parts of letters"),
+        "https://fl.example.org", "fl.example.org/x", "10.0.0.1", "::1", "[::1]", "fl.example.org:443", "", "-fl.org",
+        "fl..org", "*.example.org", "größe.org", "a" * 300, "fl example",
     ],
 )  # fmt: skip
-def test_odd_server_names_are_refused(name: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_odd_server_names_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"such as fl\.example\.org; got"):
         server_name(name)

@@ -19,7 +19,7 @@ pytest.importorskip("flwr")
 from fedlora.flower.bundle import digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.serving.superlink import SuperLink
-from fedlora.flower.site.join_site import make_site
+from fedlora.flower.site.site_folder import make_site
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
@@ -88,7 +88,7 @@ def test_a_site_runs_no_app_that_it_has_not_approved(tmp_path: Path) -> None:
     node, replies, ran = Running(here, tmp_path / "lines"), link.home / "replies", here.path / "ran"
     try:
         link.start()
-        link.register("acme", here.public_key)
+        link.keep_keys({"acme": here.public_key})
         node.until("admitted: online")
         run = link.run(first)
         node.until("first", path=ran)
@@ -123,7 +123,7 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
         until("nothing listens at port")
         link.start()
         until("this site's key is not registered there")
-        link.register("acme", here.public_key)
+        link.keep_keys({"acme": here.public_key})
         until("admitted: online")
         assert [(node.name, node.status) for node in link.nodes()] == [("acme", "online")]
         assert link.process is not None
@@ -132,7 +132,7 @@ def test_a_node_waits_is_admitted_outlives_the_superlink_and_is_put_out(tmp_path
         until("nothing listens at port", 2)
         link.start()
         until("admitted: online", 2)
-        link.unregister("acme")
+        link.keep_keys({})
         until("this site's key is not registered there", 2)
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(30) == 0

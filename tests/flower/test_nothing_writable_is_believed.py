@@ -159,7 +159,7 @@ def test_the_command_shows_all_that_root_runs_and_sudo_is_not_called_twice(
     assert not list(site.path.rglob("*.service")) and not list(both[0].path.rglob("*.service"))
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setenv("SUDO_USER", "somebody")
-    assert "call it without" in main("flower", "install", site.path, "--print").error()
+    assert "call this without sudo" in main("flower", "install", site.path, "--print").error()
 
 
 def test_what_a_unit_writes_is_made_as_its_user_before_it_starts(both: tuple[FederationFolder, SiteFolder]) -> None:

@@ -35,7 +35,7 @@ def pushed(signer: int, *senders: int) -> list[Any]:
 
 
 def test_what_is_signed_by_one_and_says_another_never_gets_to_flower(capfd: pytest.CaptureFixture[str]) -> None:
-    """Also where one of several messages does, and where the other node is nobody's."""
+    """Also if only one of several messages does, and if the other node does not exist."""
     assert len(pushed(1, 1)) == 1 and len(pushed(2)) == 1
     for senders, other in (((2,), "cork"), ((1, 2), "cork"), ((0,), "node 0"), ((7,), "node 7")):
         with pytest.raises(HTTPException) as refused:
@@ -65,7 +65,7 @@ def test_a_site_that_knows_another_s_message_cannot_answer_it(tmp_path: Path) ->
         for name in ("acme", "cork"):
             for file, content in zip((name, f"{name}.pub"), certificates.new_key(), strict=True):
                 (tmp_path / file).write_bytes(content)
-            link.register(name, tmp_path / f"{name}.pub")
+            link.keep_keys({path.stem: path for path in tmp_path.glob("*.pub")})
             key = private_key(tmp_path / name)
             node = http_request_response(link.address, False, ca, (key, key.public_key()), max_retries=0)
             nodes[name] = node.__enter__()

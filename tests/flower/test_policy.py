@@ -37,8 +37,8 @@ def test_a_share_that_so_few_cannot_keep_makes_all_alike() -> None:
     [
         ("", "no table [clients]"),
         ("[clients]\n", "no clients"),
-        ("[clients]\na = 0\n", "whole numbers from 1"),
-        ("max_rank = 4\n[clients]\na = 8\n", "max_rank = 4"),
+        ("[clients]\na = 0\n", "whole number from 1"),
+        ("[clients]\na = {q = true}\n", "whole number from 1"),
         ("colour = 1\n[clients]\na = 8\n", "unknown field 'colour'"),
         ("max_weight_share = 0\n[clients]\na = 8\n", "positive number"),
         ("[clients\n", "is not TOML"),

@@ -23,11 +23,11 @@ from fedlora import Client, Server, build
 from fedlora.core.messages import Download
 from fedlora.errors import QuorumNotMet
 from fedlora.flower import apps
+from fedlora.flower.children import OWNER
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.messages.envelope import PROTOCOL, opened, with_versions
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.site.node import Node
-from fedlora.flower.site.owner import OWNER
 from fedlora.flower.site.resident import TrainerFailed
 from fedlora.flower.terms.agreement import Facts
 from fedlora.server.server import start
@@ -104,8 +104,8 @@ def test_why_a_trainer_failed_is_the_sites_answer_word_for_word(
 
 
 def test_a_client_app_ends_with_its_node(tmp_path: Path) -> None:
-    """Where a node was started by hand nobody else ends what hangs: a ClientApp that waits for a trainer that is gone,
-    or for a node that will take no answer."""
+    """If a node was started by hand, nothing else ends a ClientApp that hangs: it waits for a trainer that is gone, or
+    for a node that accepts no answer."""
     code = (
         "import time; from types import SimpleNamespace as N; from fedlora.flower import apps\n"
         "apps.ask = lambda *_: (print('asked', flush=True), time.sleep(600))\n"

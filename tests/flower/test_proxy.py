@@ -60,7 +60,10 @@ def pushed(message: Message) -> PushMessagesRequest:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("tensors", "megabytes"), [(0, 0), (1, 600), (8, 0), (448, 0), (2000, 100)])
+@pytest.mark.parametrize(
+    ("tensors", "megabytes"),
+    [(0, 0), pytest.param(1, 600, marks=pytest.mark.exhaustive), (8, 0), (448, 0), (2000, 100)],
+)
 def test_an_honest_list_of_objects_passes_and_one_that_is_made_up_does_not(tensors: int, megabytes: int) -> None:
     """Measured on flwr's own messages. A list that a site makes up costs the SuperLink a quarter of a millisecond for
     each object, while nobody else can write: with 16 MB it was a minute."""
@@ -118,7 +121,7 @@ def test_every_header_that_flowers_nodes_send_goes_on() -> None:
 
 @pytest.mark.parametrize("odd", ['fe"d', "fe$d", "fe\nd", "fe;d", "fe{d", "fe\\d"])
 def test_what_nginx_would_read_otherwise_is_refused(tmp_path: Path, odd: str) -> None:
-    with pytest.raises(ConfigError, match="configuration of nginx"):
+    with pytest.raises(ConfigError, match="'s configuration"):
         nginx_configuration(tmp_path / odd, name="fl.example.org", tensors=8)
-    with pytest.raises(ConfigError, match="configuration of nginx"):
+    with pytest.raises(ConfigError, match="'s configuration"):
         nginx_configuration(tmp_path, name=odd, tensors=8)

@@ -34,7 +34,7 @@ def test_a_key_that_another_has_registered_meanwhile_is_registered(
     monkeypatch.setattr(superlink, "public_key", lambda path: b"key")
     monkeypatch.setattr(database, "forget_unregistered", lambda path, key: None)
     if who == "acme":
-        Raced().register("acme", tmp_path / "acme.pub")
+        Raced().keep_keys({"acme": tmp_path / "acme.pub"})
     else:
         with pytest.raises(superlink.SuperLinkError, match="already in use"):
-            Raced().register("acme", tmp_path / "acme.pub")
+            Raced().keep_keys({"acme": tmp_path / "acme.pub"})

@@ -14,11 +14,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -29,12 +30,12 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fedlora import Client, Server, build
 from fedlora.core.parcels import pack
 from fedlora.errors import CheckpointError, ConfigError, DataError
+from fedlora.flower.children import OWNER, owner_of_this
 from fedlora.flower.messages.envelope import Envelope
 from fedlora.flower.messages.records import SALTED, parcel_record, to_array, to_tensor
 from fedlora.flower.messages.wire import receive_message, send_message
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.node import Node
-from fedlora.flower.site.owner import OWNER, owner_of_this
 from fedlora.flower.site.resident import TrainerFailed, ask, private_directory, serve, socket_of
 from fedlora.flower.site.site_work import Changed, SiteWork, told_to_server
 from fedlora.flower.terms.agreement import Facts
@@ -127,7 +128,7 @@ def test_an_error_of_the_data_stays_at_home(tmp_path: Path) -> None:
     serving(site, work, idle=2)
     with pytest.raises(TrainerFailed) as error:
         ask(site.site, "train", question())
-    assert "Jane" not in str(error.value) and "DataError" in str(error.value) and "own log" in str(error.value)
+    assert "Jane" not in str(error.value) and "DataError" in str(error.value) and "trainer.log" in str(error.value)
     assert "Jane Doe" in error.value.full
     try:
         raise KeyError("Jane Doe")
@@ -174,7 +175,7 @@ def test_trainers_that_all_end_in_time_are_not_waited_for_for_ever(
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
-    """Nothing of the data is in it, and the server's people can tell the site's; whatever it was raised as."""
+    """It contains nothing of the data, but lets the server's operator tell the site; for every kind of exception."""
     full = OSError(errno.ENOSPC, "No space left on device", "/data/jane-doe.csv")
     try:
         try:
@@ -294,7 +295,7 @@ def test_another_base_model_is_refused_before_anything_is_loaded(
 def test_other_targets_are_refused_before_training(tmp_path: Path, base: Path) -> None:
     """Only a loaded model says which modules it has."""
     site = a_site(tmp_path / "s", base)
-    with pytest.raises(ValueError, match=r"of 1 modules .* of one of 4"):
+    with pytest.raises(ValueError, match=r"1 modules .* 4: .*x\.q 8x8"):
         SiteWork(site.site)("train", asked_of(agreed(), site, Facts(targets=("x.q 8x8",))))
     assert not list(site.state.rglob("round-*"))
 
@@ -327,56 +328,76 @@ def trainers(site: SiteFolder) -> list[int]:
     return found
 
 
-def begun(site: SiteFolder) -> bool:
-    """Whether the newest trainer has loaded its model."""
-    return (site.logs / "trainer.log").read_text().count("Loading weights: 100%") >= 2
+def loaded(site: SiteFolder) -> int:
+    """How often a trainer of the site has loaded its model."""
+    return (site.logs / "trainer.log").read_text().count("Loading weights: 100%")
 
 
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("third", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
-def test_real_trainers_stay_change_and_die(
-    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, third: bool
-) -> None:
-    """One process for all messages of one content of the settings; another one, and no second, for another; killed in
-    the middle of its work, the reply says so. third: the next message finds a new one, and it ends with its owner."""
-    site = a_site(tmp_path / "s", base)
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as owner:
+@pytest.fixture
+def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    """Whoever the trainers work for."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         try:
-            stay_change_and_die(site, owner, monkeypatch, third)
+            monkeypatch.setenv(OWNER, str(process.pid))
+            assert owner_of_this() == process.pid
+            yield process
         finally:
-            owner.kill()  # or a test that fails here fails the next one too, by a warning of this one's process
+            process.kill()  # or a test that fails here fails the next one too, by a warning of this one's process
 
 
-def stay_change_and_die(
-    site: SiteFolder, owner: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch, third: bool
-) -> None:
-    monkeypatch.setenv(OWNER, str(owner.pid))
-    assert owner_of_this() == owner.pid
-    one, long = asked_of(agreed(), site), asked_of(agreed(train={"steps": 10**6}), site)
-    first = ask(site.site, "train", one)
-    (pid,) = trainers(site)
-    assert same(ask(site.site, "train", one), first)
-    assert trainers(site) == [pid]
+def killed_at_work(site: SiteFolder, record: RecordDict, at_work: Callable[[], bool]) -> str:
+    """What is said of a message whose trainer, by then the only one, is killed when it is at work."""
     failed: list[TrainerFailed] = []
 
     def asking() -> None:
         try:
-            ask(site.site, "train", long)
+            ask(site.site, "train", record)
         except TrainerFailed as error:
             failed.append(error)
 
     thread = threading.Thread(target=asking)
     thread.start()
-    until_true(lambda: begun(site), 200)
-    (working,) = set(trainers(site)) - {pid}
-    until_true(lambda: trainers(site) == [working], 200)  # its predecessor is gone
-    os.kill(working, signal.SIGKILL)
+    until_true(at_work, 200)
+    until_true(lambda: len(trainers(site)) == 1, 200)  # its predecessor is gone
+    os.kill(*trainers(site), signal.SIGKILL)
     thread.join(60)
-    assert "ended without a word" in str(failed[0]) and "memory" in str(failed[0])
-    if not third:
-        return
+    return str(failed[0])
+
+
+@pytest.mark.timeout(600)
+def test_a_real_trainer_stays_and_dies(tmp_path: Path, base: Path, owner: subprocess.Popen[bytes]) -> None:
+    """One process for all messages of one content of the settings; killed in the middle of its work, the reply says so.
+    The first messages ask for a score without saying on which rows: they are refused, which takes no time."""
+    site = a_site(tmp_path / "s", base)
+    record, seen = asked_of(agreed(train={"steps": 10**6}), site), []
+    for _ in range(2):
+        with pytest.raises(TrainerFailed, match="validation, test"):
+            ask(site.site, "evaluate", record)
+        seen += trainers(site)
+    assert len(seen) == 2 and seen[0] == seen[1] and loaded(site) == 1
+    trainer = psutil.Process(seen[0])
+    idle = trainer.cpu_times().user
+    said = killed_at_work(site, record, lambda: trainer.cpu_times().user > idle + 0.5)
+    assert "ended without a word" in said and "memory" in said
+
+
+@pytest.mark.exhaustive
+@pytest.mark.timeout(600)
+def test_real_trainers_change_and_end_with_their_owner(
+    tmp_path: Path, base: Path, owner: subprocess.Popen[bytes]
+) -> None:
+    """Another process, and no second, for another content of the settings; after one that was killed the next message
+    finds a new one, and it ends with its owner."""
+    site = a_site(tmp_path / "s", base)
+    one, long = asked_of(agreed(), site), asked_of(agreed(train={"steps": 10**6}), site)
+    first = ask(site.site, "train", one)
+    (pid,) = trainers(site)
+    assert same(ask(site.site, "train", one), first)
+    assert trainers(site) == [pid]
+    assert "ended without a word" in killed_at_work(site, long, lambda: loaded(site) == 2)
+    assert pid not in trainers(site)
     ask(site.site, "train", one)
-    last = max(trainers(site))
+    (last,) = trainers(site)
     owner.kill()
     owner.wait()
     until_true(lambda: ended(last))

@@ -15,7 +15,7 @@ pytest.importorskip("flwr")
 
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site import rotation, site_checks
+from fedlora.flower.site import site_checks, site_folder
 from fedlora.flower.site.reach import Found, private_key
 from fedlora.flower.terms.agreement import versions_here
 from fedlora.flower.terms.joining import JoinFile, Request
@@ -99,7 +99,7 @@ def test_a_site_is_made_from_the_join_file_and_says_what_comes_next(place: Place
     assert "nothing listens at port" in said.out and "not yet" in said.out
     assert request.fingerprint in said.out and f"fedlora flower node {here.path}" in said.out
     again = made()
-    assert again.code == 2 and "the site 'acme' already" in again.err and "--rotate" in again.err
+    assert again.code == 2 and "site 'acme'" in again.err and "--rotate" in again.err
     assert Request.read(here.request) == request
 
 
@@ -130,7 +130,7 @@ def test_an_example_longer_than_the_model_reads_is_refused_before_anything_is_ma
     shutil.rmtree(place.site.path)
     place.data.write_text(ROWS.replace("w4 w5", " ".join(["w4 w5"] * 20)))
     said = made()
-    assert said.code == 2 and "reads 16 at most" in said.err and not place.site.path.exists(), said.err
+    assert said.code == 2 and "reads at most 16" in said.err and not place.site.path.exists(), said.err
 
 
 def test_another_base_model_or_version_than_the_servers_is_refused_before_anything_is_made(
@@ -182,13 +182,13 @@ def test_a_key_is_rotated_and_the_old_one_works_until_the_server_has_the_new(
     def look(key: Path) -> Found:
         return Found(known.get(key.read_bytes(), "not admitted"), "")  # type: ignore[arg-type]
 
-    assert rotation.asked(here, look)[0].fate == "not admitted"
+    assert site_folder.asked(here, look)[0].fate == "not admitted"
     known[before] = "admitted"
-    assert rotation.asked(here, look)[1] == here.key
+    assert site_folder.asked(here, look)[1] == here.key
     known = {(later := here.next_key.read_bytes()): "admitted"}
-    found, key = rotation.asked(here, look)  # what a node does, which can write none of them
+    found, key = site_folder.asked(here, look)  # what a node does, which can write none of them
     assert (found.fate, key) == ("admitted", here.next_key) and here.key.read_bytes() == before
-    assert rotation.rotate_key(here.path, {}, look) is None
+    assert site_folder.rotate_key(here.path, {}, look) is None
     assert here.key.read_bytes() == later and not here.next_key.exists()
     assert here.public_key.read_text().strip() == new.public
 
@@ -209,7 +209,7 @@ def test_a_new_join_file_is_taken_and_key_and_data_stay(
     assert (here.key.read_bytes(), here.site.read_bytes(), here.request.read_bytes()) == before
     assert "the site 'berlin'" in main("flower", "site", moved, "--join", place.join("berlin")).err
     place.federation = "fed-2"
-    assert "of the federation fed-2, and" in main("flower", "site", moved, "--join", place.join()).err
+    assert "for the federation fed-2, but" in main("flower", "site", moved, "--join", place.join()).err
     assert JoinFile.read(here.join).federation == "fed-1"
 
 

@@ -57,7 +57,7 @@ def rewrite(made: FederationOnDisk, name: str, **changes: Any) -> None:
 
 
 def state_of(made: FederationOnDisk) -> Any:
-    b = begun(made.home, measure=False)
+    b = begun(made.home)
     loaded = checkpoint.load_newest(b.home.checkpoints, FlowerState, b.server.method.State, of=b.whose)
     assert loaded is not None
     return loaded[1].state.server
@@ -159,6 +159,7 @@ def test_a_site_with_another_model_is_named_and_costs_nobody_the_round(
     assert not list((tmp_path / "sites" / "berlin").rglob("round-*"))
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize(
     ("content", "said"),
     [

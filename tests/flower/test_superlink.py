@@ -60,7 +60,7 @@ def test_a_public_key_is_what_flower_stores(tmp_path: Path) -> None:
     loaded, original = load_pem_public_key(public_key(path)), load_ssh_public_key(path.read_bytes())
     assert loaded.public_numbers() == original.public_numbers()  # type: ignore[union-attr]
     for wrong in (secret, tmp_path / "none.pub"):
-        with pytest.raises(ConfigError, match=rf"{wrong.name} is no public key"):
+        with pytest.raises(ConfigError, match=rf"{wrong.name} is not a public key"):
             public_key(wrong)
 
 
@@ -100,7 +100,7 @@ def test_it_listens_on_loopback_and_knows_only_registered_nodes(tmp_path: Path) 
     command = superlink_command(link.folder, link.address)
     assert command[1:7] == ["-m", children.SUPERLINK, "--host", "127.0.0.1", "--port", "18123"]
     assert "--enable-supernode-auth" in command and "--insecure" not in command
-    with pytest.raises(ConfigError, match=r"federation\.toml cannot be read"):
+    with pytest.raises(ConfigError, match=r"it has no federation\.toml"):
         SuperLink(tmp_path)
 
 
@@ -112,7 +112,7 @@ def test_nobody_there_is_said_and_no_proxy_is_asked(tmp_path: Path, monkeypatch:
     link = SuperLink(home(tmp_path / "f"))
     began = time.monotonic()
     assert not link.answers()
-    with pytest.raises(SuperLinkError, match=r"cannot be spoken to: .*refused"):
+    with pytest.raises(SuperLinkError, match="refused"):
         link.nodes()
     assert time.monotonic() - began < 5
     assert link.env["NO_PROXY"] == "example.org,127.0.0.1,localhost" and os.environ["NO_PROXY"] == "example.org"

@@ -66,8 +66,8 @@ def question() -> Message:
 def test_bytes_that_are_not_approved_never_get_to_flower(
     line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever hash the server claims for them: what counts is the SHA-256 of what came. The answer is an error in the
-    same words; with the digest in site.toml the same bytes pass. Before: Flower unpacked and ran whatever came."""
+    """The SHA-256 of the received bytes counts, not the hash that the server claims. The answer is an error in the same
+    words; with the digest in site.toml the same bytes pass. Before, Flower unpacked and ran any bytes."""
     app, opened, answers = bundle(), list[bytes](), list[Message]()
     other, found = "0" * 64, hashlib.sha256(app).hexdigest()
     site = tmp_path / "site.toml"

@@ -1,5 +1,5 @@
-"""`serve`'s decisions, on a SuperLink that a test plays: what is waited for, what ends it and how, and that it goes on
-where a stand-in for its unit starts it again. Kind: *unit*."""
+"""`serve`'s decisions, on a simulated SuperLink: what it waits for, what ends it and how, and that it continues when a
+stand-in for its unit starts it again. Kind: *unit*."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def served(
     before: Callable[[FakeLink], None] = lambda link: None,
     starts: int = 1,
 ) -> tuple[Standing, FakeLink, list[str]]:
-    """`serve` on these runs, to its end: the standing, the link, and what was said. starts: how often its unit starts
-    it; where it fails (code 1) there is another one, and the last failure is raised."""
+    """`serve` on these runs, to its end: the standing, the link, and the output. starts: how often its unit starts it
+    again after a failure (code 1); the last failure is raised."""
     link, said = FakeLink(home, *scripts), list[str]()
     before(link)
     for left in reversed(range(starts)):

@@ -84,7 +84,7 @@ def test_what_cannot_be_said_is_refused(tmp_path: Path) -> None:
 
 
 def test_roots_folder_gets_no_unit() -> None:
-    """`/srv/x` is nobody's yet, so it would be of who calls; and a unit that names root is refused whoever asks."""
+    """`/srv/x` does not exist yet, so its owner would be the caller; a unit that names root is always refused."""
     for made in (server_unit, site_unit, lambda folder, user: proxy_unit(folder, 443, user=user)):
         with pytest.raises(ConfigError, match="this whole machine"):
             made(Path("/srv/x"), user="root")

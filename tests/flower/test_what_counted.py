@@ -95,6 +95,7 @@ def without_one(folder: Path, method: str, rounds: int, *absent: int) -> tuple[F
 # ---- work that did not count -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("method", KEEPING)
 @pytest.mark.parametrize("harm", HARM)
 def test_refused_work_leaves_no_trace_at_a_site_as_in_the_engine(tmp_path: Path, method: str, harm: str) -> None:
@@ -157,6 +158,7 @@ def test_a_failed_attempt_leaves_no_trace_at_the_sites(tmp_path: Path, method: s
 # ---- backups ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("absent", [(), (4,)], ids=["all are there", "one is away in the first round after it"])
 @pytest.mark.parametrize("method", KEEPING)
 def test_a_restored_server_takes_its_sites_back_with_it(tmp_path: Path, method: str, absent: tuple[int, ...]) -> None:
@@ -246,7 +248,7 @@ def test_where_nothing_is_kept_a_restored_site_goes_on(tmp_path: Path, caplog: p
 
 
 def test_after_a_kill_in_a_private_round_the_newest_state_is_taken(tmp_path: Path) -> None:
-    """The sum was stored and its checkpoint was not: nobody is asked again, and the server cannot know who trained."""
+    """The sum was stored, but not its checkpoint: no site is asked again, and the server cannot know who trained."""
     strategy, grid = private_federation(tmp_path, EQUAL)
     strategy.start(grid, num_rounds=1)
 

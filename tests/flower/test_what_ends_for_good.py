@@ -34,7 +34,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     },
     "evaluate.clients_at_end = 'both' needs": {"evaluate": {"clients_at_end": "both"}},
     "evaluate.clients_at_end = true has no effect": {"data": {"test": 0.0}, "evaluate": {"clients_at_end": True}},
-    "looks at": {"data": {"validation": 0.0}, "evaluate": {"patience": 2}},
+    "evaluate.patience = 2": {"data": {"validation": 0.0}, "evaluate": {"patience": 2}},
     "network.superlink_port": {"network": {"superlink_port": 18099}},
     "asks for fewer": {"run": {"rounds": 1}},
 }

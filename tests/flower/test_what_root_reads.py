@@ -53,6 +53,7 @@ def little_memory() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
+@pytest.mark.quick(3)
 @pytest.mark.timeout(120)  # of a pipe that nobody writes there is no end
 @pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("what", PLANTED)

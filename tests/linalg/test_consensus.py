@@ -353,6 +353,16 @@ def test_captured_is_a_share_also_where_clients_cancel() -> None:
         assert off <= c.error <= 2 * off
 
 
+def test_by_energy_the_gap_is_between_squared_singular_values_of_the_mean() -> None:
+    """Diagonal by hand: sizes 1, 0.4, 0.3, of which two are kept. gap = 1 - (0.3 / 0.4)^2."""
+    sizes = torch.diag(torch.tensor([1.0, 0.4, 0.3]))
+    pair = (torch.eye(9, 3) @ sizes, torch.eye(3, 7))
+    what = Contributions([pair], [1.0], [unit_roundoff(torch.float32)], [U32])
+    found = consensus_mean(what, Budget(2, basis="energy"))
+    assert (found.union_rank, found.tied) == (3, False)
+    assert found.gap == pytest.approx(1 - 0.75**2, rel=1e-6)
+
+
 def test_threads_to_come_have_as_many_as_before() -> None:
     before, seen = torch.get_num_threads(), []
     torch.set_num_threads(2)

@@ -22,6 +22,7 @@ from fedlora import Adapter, Client, LoRA, Server, ServerState, Update, Upload, 
 from fedlora.adapters.reader import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from fedlora.core.method import TailPenalty
 from fedlora.errors import HyperparameterError, LostUpdate, RankMismatch, UploadRefused
+from fedlora.methods._spectral import mean_pair, rounding_noise, rounding_share
 from fedlora.methods.rolora import _alive
 from support.formulas import ROWS, STARTS, Expected, Matrix, Pairs, averaged, best, fair_loss, mean, np64
 
@@ -295,3 +296,52 @@ def test_a_seed_with_zero_slots_starts_clients_alive(label: str) -> None:
     download = server.download(server.init(Adapter({"m": LoRA(torch.zeros(9, 3), A)})), Client("a", 3))
     B, A = receive(download, None).modules["m"].factors
     assert bool((B.any(dim=0) | A.any(dim=1)).all())
+
+
+@pytest.mark.parametrize(("method", "column"), [("hetlora", 3), ("fedex-lora", 3), ("flora", None)])
+def test_slots_that_hold_nothing_start_differently_at_each_client(method: str, column: int | None) -> None:
+    """As LoRA starts: B = 0 and a random row of A, of (key, round, client). column: that every upload leaves empty;
+    None: the method starts all anew."""
+    server = Server(build(method))
+    state = server.init(Adapter({"m": LoRA(torch.zeros(9, 4), torch.ones(4, 7))}))
+    lora = LoRA(*(torch.from_numpy(t).float() for t in drawn(4)[0][1:]))
+    if column is not None:
+        lora = LoRA(lora.B.index_fill(1, torch.tensor(column), 0.0), lora.A.index_fill(0, torch.tensor(column), 0.0))
+    clients = [Client("north", 4), Client("south", 4)]
+    state = server.aggregate(state, [Upload(client, 5, Adapter({"m": lora})) for client in clients])
+    rows = []
+    for client in clients:
+        given = receive(server.download(state, client), None).modules["m"]
+        again = receive(server.download(state, client), None).modules["m"]
+        assert torch.equal(given.A, again.A)
+        row = slice(None) if column is None else column
+        assert not given.B[:, row].any()
+        rows.append(given.A[row])
+    assert rows[0].any()
+    assert not torch.isclose(rows[0], rows[1]).any()
+
+
+def test_fedrot_tells_the_factor_to_which_the_next_round_turns() -> None:
+    """The paper's alternation: rounds from A, then B, then A."""
+    server, told = Server(build("fedrot-lora")), []
+    for before, after, _, _ in play(server, dict.fromkeys(EXAMPLES, 3)):
+        told += [server.method.diagnostics(state.modules["m"])["reference"] for state in (before, after)]
+    assert told == ["A", "B", "B", "A", "A", "B"]
+
+
+def test_directions_that_rounding_of_uploads_could_have_made_are_reported() -> None:
+    """Two float16 uploads that differ by some roundings of float16, in one direction by few. Expected: the share of the
+    mean's energy below those roundings, from numpy's SVD, as `Spectrum.rounding` is defined."""
+    u, rng = float(np.finfo(np.float16).eps) / 2, np.random.default_rng(4)
+    ((_, B, A),) = drawn(3)
+    other = B + u * np.array([12, 12, 2]) * rng.standard_normal(B.shape)
+    B, A, other = (t.astype(np.float16).astype(float) for t in (B, A, other))
+    updates = [
+        Update(name, 0.5, 3, LoRA(torch.from_numpy(b), torch.from_numpy(A)), torch.float16)
+        for name, b in (("a", B), ("b", -other))
+    ]
+    _, stored = rounding_noise(updates, mean_pair(updates))
+    energy = np.linalg.svd(0.5 * (B - other) @ A, compute_uv=False)[:3] ** 2
+    below = energy[energy <= stored**2].sum() / energy.sum()
+    assert 0.001 < below < 0.1
+    assert rounding_share(updates, mean_pair(updates)) == pytest.approx(below, rel=1e-6)

@@ -5,7 +5,6 @@ reference, bit for bit), end to end (`fedlora train` and `merge` on tiny models 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
@@ -83,11 +82,12 @@ def test_two_rounds_by_hand_are_two_rounds_of_the_server(
 def test_a_state_is_of_one_method_and_one_base(tmp_path: Path, main: Callable[..., Said]) -> None:
     a, b = saved(tmp_path, "a", 2), saved(tmp_path, "b", 2)
     assert main("merge", a, b, "--method", "glora", "--state", tmp_path / "s", "-o", tmp_path / "o").code == 0
-    for more, said in ((["fedit"], "state of method 'glora'"), (["glora rho=0.5"], "state of method 'glora'")):
-        done = main("merge", a, b, "--method", *more, "--state", tmp_path / "s", "-o", tmp_path / "p")
-        assert done.code == 2 and said in done.err and not (tmp_path / "p").exists()
-    other = [saved(tmp_path / "other", name, 2, base="big") for name in "ab"]
-    done = main("merge", *other, "--method", "glora", "--state", tmp_path / "s", "-o", tmp_path / "p")
+    for other in ("fedit", "glora rho=0.5"):
+        done = main("merge", a, b, "--method", other, "--state", tmp_path / "s", "-o", tmp_path / "p")
+        assert done.code == 2 and "'method glora'" in done.err and f"'method {other}'" in done.err
+        assert not (tmp_path / "p").exists()
+    big = [saved(tmp_path / "other", name, 2, base="big") for name in "ab"]
+    done = main("merge", *big, "--method", "glora", "--state", tmp_path / "s", "-o", tmp_path / "p")
     assert done.code == 2 and "state of base 'tiny'" in done.err
 
 
@@ -414,27 +414,6 @@ def test_a_site_reads_on_in_its_data_from_round_to_round(tmp_path: Path, main: C
     assert all(sum(row) == 1 for row in moved)
 
 
-@pytest.mark.parametrize(
-    "said", [None, "pipe", "[]", '{"method": ["svd"]}', '{"clients": {"a": 2}}', '{"handed": [1]}']
-)
-def test_a_state_without_its_words_is_not_gone_on_with(
-    said: str | None, tmp_path: Path, main: Callable[..., Said]
-) -> None:
-    """method.json says of which base the state is and what counted: gone, a pipe, or in another form it is told."""
-    state = ["--method", "svd", "--state", tmp_path / "st"]
-    assert main("merge", saved(tmp_path, "a", 2), saved(tmp_path, "b", 2), *state, "-o", tmp_path / "r1").code == 0
-    facts = tmp_path / "st" / "method.json"
-    before = json.loads(facts.read_text())
-    facts.unlink()
-    if said == "pipe":
-        os.mkfifo(facts)
-    elif said is not None:
-        found = json.loads(said)
-        facts.write_text(json.dumps({**before, **found} if isinstance(found, dict) else found))
-    done = main("merge", saved(tmp_path, "c", 2), saved(tmp_path, "d", 2), *state, "-o", tmp_path / "r2")
-    assert done.code == 2 and "method.json" in done.complaint() and not (tmp_path / "r2").exists()
-
-
 def test_fresh_starts_that_differ_are_told(tmp_path: Path, main: Callable[..., Said]) -> None:
     base, data = save_model(tmp_path / "base", bert().bert, classifies=True), blue_and_green(tmp_path)
     common = ["train", "--base", base, "--data", data, "--labels", "blue,green", "--steps", 1, "--targets", "query"]
@@ -452,7 +431,8 @@ def test_a_site_trains_without_reports_of_the_libraries(tmp_path: Path, program:
     done = program(Path(str(fedlora.cli.__file__)).with_name("__main__.py"), "train", "--base", base, "--data",
                    blue_and_green(tmp_path), "--client", "a", "--labels", "blue,green", "--steps", 1,
                    "-o", tmp_path / "o").ended()  # fmt: skip
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    said = [line for line in done.stderr.splitlines() if " fedlora train: " not in line]  # what it is doing
+    assert done.returncode == 0 and not said, said
 
 
 def test_a_round_that_another_process_saved_meanwhile_is_not_counted_twice(
@@ -501,7 +481,7 @@ def test_a_state_that_fails_leaves_no_result_and_no_state(
         monkeypatch.setattr(checkpoint, "_encode", real)
         done = main("merge", *folders, "--method", "glora", "--state", tmp_path / state, "-o", tmp_path / state / "o")
         assert done.code == 0, done.err
-        assert sorted(p.name[:11] for p in (tmp_path / state).iterdir()) == ["method.json", "o", "round-00001"]
+        assert sorted(p.name[:11] for p in (tmp_path / state).iterdir()) == ["o", "round-00001"]
         assert not list(tmp_path.rglob("*.part"))
 
 

@@ -29,6 +29,7 @@ def gaussian_delta(epsilon: float, z: float, rounds: int) -> float:
 
 
 @PLD
+@pytest.mark.quick(2)
 @pytest.mark.usefixtures("fine_losses")
 @pytest.mark.parametrize(
     ("z", "rounds", "delta", "sampling", "expected"),
@@ -135,6 +136,12 @@ def test_the_relation_that_says_zero_is_the_one_in_use() -> None:
         found[name] = accountant.get_epsilon(1e-3)
     assert found["ADD_OR_REMOVE_ONE"] == found["REPLACE_SPECIAL"]
     assert found["REPLACE_ONE"] == pytest.approx(66.7, abs=0.5)  # "23 becomes 67"
+
+
+def test_only_a_large_epsilon_gets_a_remark() -> None:
+    """docs/how-to/privacy.md names the border."""
+    assert accounting.how_strong(accounting.SAYS_LITTLE) == ""
+    assert "privacy.md" in accounting.how_strong(accounting.SAYS_LITTLE + 0.1)
 
 
 @pytest.mark.parametrize("delta", [0, 1, -1e-5, math.nan, 1e-12, "1e-5", True])

@@ -492,14 +492,6 @@ def test_every_method_has_working_defaults(name: str) -> None:
 # ---- agreement with what the tables stand for ------------------------------------------------------------------------
 
 
-def test_a_key_that_went_counts_for_nothing_at_its_old_default_and_else_says_what_to_do() -> None:
-    """Stored results name train.together = 1; their digests are those of a configuration that does not."""
-    assert parsed(train={"together": 1}) == parsed()
-    assert parsed(train={"together": 1, "lr": 1e-3}).digest() == parsed(train={"lr": 1e-3}).digest()
-    with pytest.raises(ConfigError, match=r"'together' is gone, and it is 4 here\. .*run\.workers"):
-        parsed(train={"together": 4})
-
-
 def test_the_demo_config_is_toml_with_known_keys_only() -> None:
     raw = tomllib.loads((files("fedlora") / "demo.toml").read_text(encoding="utf-8"))
     assert parse_config(raw).method.name == "glora"

@@ -26,7 +26,7 @@ from support.known_warnings import FUTURE_NAMES
 from support.processes import Program
 from support.projects import configured, ran
 
-pytestmark = [FUTURE_NAMES, pytest.mark.usefixtures("forked")]
+pytestmark = FUTURE_NAMES
 
 
 def facts(folder: RunFolder) -> dict[str, Any]:
@@ -107,9 +107,8 @@ def test_a_killed_worker_costs_nothing_and_none_is_left(project: Path, tmp_path:
 
 
 def _workers(before: set[int]) -> list[int]:
-    """The processes forked from the server that `forkserver` keeps, which itself stays."""
-    new = {c.pid: c for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE}
-    return [pid for pid, child in new.items() if pid not in before and child.ppid() != os.getpid()]
+    new = [c.pid for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE]
+    return [pid for pid in new if pid not in before]
 
 
 def _gone(pids: list[int]) -> bool:

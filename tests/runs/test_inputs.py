@@ -232,7 +232,7 @@ def lacks(root: Path) -> int:
     return len(missing(load_experiment(root / "mine.toml"), "mini", places))
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("what", INPUTS)
 def test_a_changed_input_is_named_by_whatever_goes_on(
     restored: Path, main: Callable[..., Said], capsys: pytest.CaptureFixture[str], what: str, every: int

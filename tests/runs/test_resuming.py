@@ -115,6 +115,7 @@ def stopped_late(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Run
     return ran(configured(project, *LONG), tmp_path_factory.mktemp("stopped") / "run", 7)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize(
     "damage",
     [

@@ -104,6 +104,7 @@ def test_it_is_finished_and_resuming_shows_the_result_again(
     assert "accuracy than round 1's" in said.out
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("rounds", [1, 2, 3])
 def test_stopped_by_hand_before_it_stops_by_itself_it_is_the_same_run(
     stopped: RunFolder, project: Path, tmp_path: Path, rounds: int

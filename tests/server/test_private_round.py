@@ -377,7 +377,7 @@ def test_a_round_that_was_released_gives_the_same_state_and_asks_nobody() -> Non
 
 
 def test_the_context_knows_state_and_constants() -> None:
-    """A journal refuses the sum of another context, so whatever gives a sum its meaning must be in it."""
+    """A journal refuses a sum of another context, so the context must contain everything that a sum depends on."""
     server = private()
     state, uploads = played(server, 1)
     later = server.aggregate(state, uploads)

@@ -278,8 +278,8 @@ def of_points(rule: Rule, X: Tensor, p: Tensor | None = None) -> tuple[Tensor, f
 
 @pytest.mark.parametrize("sizes", [(4e4, 3e84), (1e-2, 2e17), (1e60, 1e130)])
 def test_far_liars_behind_mixing_carry_nothing_away(sizes: tuple[float, float]) -> None:
-    """*attack*: two of seven, who know that sums of distances to the far one are all alike in float64. Behind mixing
-    the honest are one point, which is the median; the rule went 1e83 away, or said that it left 1e141."""
+    """*attack*: two of seven clients lie. In float64 all sums of distances to the far one are equal. After mixing, the
+    honest changes are one point, the median; the rule once went 1e83 away, or reported an error of 1e141."""
     for seed in range(60):
         g = torch.Generator().manual_seed(seed)
         X = 1 + 0.4 * torch.randn(7, 8, generator=g, dtype=torch.float64)
@@ -307,7 +307,7 @@ def test_who_is_not_at_the_median_is_told_why() -> None:
 
 
 def test_a_bound_of_the_configuration_s_own_bears_any_number_of_liars() -> None:
-    """One of three may lie, who has half of the weight; the median of the round's norms would be his to set."""
+    """One of three may lie and has half of the weight: it could set the median of the round's norms."""
     assert CentredClipping(tau=1.0, liars=1).liars_hold([0.2, 0.3, 0.5]) == 0.0
     assert CentredClipping(liars=1).liars_hold([0.2, 0.3, 0.5]) > 0.0
 
@@ -387,7 +387,7 @@ def test_one_client_or_two(rule: Rule, count: int) -> None:
 
 
 def test_a_twin_in_other_coordinates_is_the_same_point() -> None:
-    """Krum takes the first of two that are one point, whatever rounding says of them."""
+    """Krum takes the first of two equal changes, whatever rounding does to them."""
     server = Server(build("svd", energy=1.0), rule=Krum(liars=1))
     common = noise((12,), "twin")
     wanted = [common, common, *(common + noise((12,), "twin", k) for k in range(5))]

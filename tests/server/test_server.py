@@ -427,7 +427,7 @@ def test_an_integer_beyond_every_float_is_refused_not_a_crash(n: int) -> None:
 
 
 def test_finite_example_counts_whose_sum_overflows_do_not_stop_the_round() -> None:
-    """1.7e308 twice is beyond float64. Refused or weighed, either is right: what is left must be weights of sum 1."""
+    """1.7e308 twice is beyond float64. Refusing and weighing are both right; the remaining weights must add up to 1."""
     server = Server(build("fedit"), quorum=1)
     state = server.init(seed_adapter(4))
     a, b, c, _ = uploads_of(server, state)
@@ -1099,7 +1099,7 @@ def test_an_unknown_client_is_served_and_leaves_no_trace(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["flexlora", "glora"])
 def test_fresh_rows_are_a_function_of_seed_round_client_and_module(name: str) -> None:
-    """After a round of zeros every slot is fresh: B = 0, and rows of A that repeat exactly and are nobody else's."""
+    """After a round of zeros every slot is fresh: B = 0, and rows of A that repeat exactly, others for each client."""
     start = seed_adapter(4)
     zeros = Adapter({m: x.map(torch.zeros_like) for m, x in start.modules.items()}, start.heads)
 

@@ -121,6 +121,7 @@ def test_the_result_is_that_of_uploads_that_are_kept(case: str, dtype: torch.dty
             assert ours.factors[0].dtype == theirs.factors[0].dtype
 
 
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("missing", ["renormalise", "zero"])
 @pytest.mark.parametrize("method", AVERAGING)
 def test_averages_of_factors_are_those_of_uploads_that_are_kept(method: str, missing: Any) -> None:
@@ -304,8 +305,8 @@ def test_a_disk_that_fills_meanwhile_loses_the_round_and_not_the_process() -> No
 
 
 def test_a_round_that_was_interrupted_or_closed_takes_and_closes_nothing_more() -> None:
-    """A caller who goes on after an exception (Ctrl-C in a notebook, a limit of time, a full disk) had a mean without
-    the uploads that were being added up, whose clients were counted. Each step is interrupted once."""
+    """A caller who continued after an exception (Ctrl-C in a notebook, a time limit, a full disk) got a mean without
+    the uploads that were being added up, although their clients counted. Each step is interrupted once."""
     for step in range(3):
         s, _ = pair("glora, cut")
         opened, us = s.open(start(s)), uploads(20)
@@ -346,7 +347,7 @@ def test_an_upload_that_is_written_to_before_it_is_added_up_is_named() -> None:
     """One buffer for all clients, in which the next one trains: each upload that is held would be the last one's."""
     s, _ = pair()
     us, opened = uploads(20), s.open(start(s))
-    with pytest.raises(HyperparameterError, match="'c000' was written to"):
+    with pytest.raises(HyperparameterError, match=r"'c000' was changed .*Tensor\.clone"):
         for u in us:
             opened.add(u)
             next(iter(us[0].adapter.modules["a"].tensors().values())).add_(1.0)
@@ -413,7 +414,7 @@ def test_impossible_limits_say_what_would_do() -> None:
     with pytest.raises(HyperparameterError, match="positive number of megabytes"):
         Server(build("svd"), memory=0)
     tight, _ = pair(room=0.5)
-    with pytest.raises(HyperparameterError, match=r"no client of rank 4.* Give at least 0.0\d+ MB"):
+    with pytest.raises(HyperparameterError, match=r"a client of rank 4.* Give at least 0.0\d+ MB"):
         tight.open(start(tight))
     for wrong in ({"weighting": "rank-partition", "history_limit": 0}, {}):
         with pytest.raises(HyperparameterError, match="history_limit" if not wrong else "all uploads at once"):
@@ -445,5 +446,5 @@ def test_many_additions_make_no_directions() -> None:
 @pytest.mark.parametrize("n", [1e300, 1e-100, 10**300])
 def test_counts_that_sums_cannot_carry_are_refused(n: float) -> None:
     s, _ = pair()
-    with pytest.raises(UploadRefused, match="sums over clients carry"):
+    with pytest.raises(UploadRefused, match=r"num_examples = .*1e-12 to 1e12"):
         s.open(start(s)).add(replace(uploads(1)[0], num_examples=n))

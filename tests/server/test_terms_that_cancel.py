@@ -266,7 +266,7 @@ def test_no_round_is_wiped_out_by_terms_that_cancel(name: str) -> None:
 
 @pytest.mark.parametrize("name", ONE_FACTOR)
 def test_where_one_factor_travels_its_columns_have_nothing_to_cancel_with(name: str) -> None:
-    """What such a method averages is the factor itself, entry by entry: dense float64 mean of what was sent."""
+    """Such a method averages the factor itself, entry by entry. Expected: the dense float64 mean of the uploads."""
     server = Server(build(name))
     state = server.init(Adapter({"q": LoRA(torch.zeros(32, 4), noise((4, 24), "A", dtype=torch.float32) / 5)}))
     uploads = []

@@ -21,8 +21,8 @@ def test_the_norm_that_was_used_is_in_the_line() -> None:
 
 
 def test_who_is_raised_is_told_where_others_are_not() -> None:
-    """Under a geometric median one of four has 46 % instead of 25 %. Where all who are kept are raised alike, as by
-    multi-krum, only those left out are told."""
+    """Under a geometric median one of four has 46 % instead of 25 %. If all kept clients gain equally, as with
+    multi-krum, the log names only those left out."""
     said = told(line("geometric-median (tolerance = 1e-10)", a=0.46, b=0.27, c=0.27, d=0.0))
     assert re.fullmatch(r"geometric-median leaves out d \(1 of 4\) .* a to 184%", said)
     assert told(line("multi-krum (liars = 1)", a=1 / 3, b=1 / 3, c=1 / 3, d=0.0)) == "multi-krum leaves out d (1 of 4)"

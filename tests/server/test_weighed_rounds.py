@@ -222,7 +222,7 @@ def test_methods_whose_options_undo_a_rule_are_refused(name: str, hparams: dict[
 
 @pytest.mark.parametrize("name", METHODS)
 def test_an_average_of_factors_is_refused_under_a_rule_but_by_name(name: str) -> None:
-    """All methods there are: refused where both factors travel and no product is taken; said where it says nothing."""
+    """All methods. `factor_averages` is needed if both factors travel without a product; otherwise it is refused."""
     refused = name in FACTORS
     with pytest.raises(HyperparameterError, match="averages the factors B and A" if refused else "has no effect"):
         Server(method(name), rule=Clip(factor_averages=not refused))
@@ -255,14 +255,14 @@ def test_a_projector_basis_below_the_union_rank_is_refused_in_the_round() -> Non
     beside them; energy may cut."""
     played = list(rounds(Server(build("glora")), MIXED, FOUR))[-1]
     cutting = Server(build("glora", rank=17), rule=Clip(threshold=0.1))
-    with pytest.raises(HyperparameterError, match="rank = 17 cuts 25 directions"):
+    with pytest.raises(HyperparameterError, match="rank = 17 cuts the 25 directions"):
         cutting.aggregate(played.before, played.uploads)
     Server(build("glora", rank=17), rule=Clip(threshold=1e9)).aggregate(played.before, played.uploads)
     Server(build("glora", rank=3, basis="energy"), rule=Clip(threshold=0.1)).aggregate(played.before, played.uploads)
 
 
 def test_a_tiny_change_in_new_directions_buys_none() -> None:
-    """Subspace insertion: a liar's change of norm 1e-6 in new directions leaves the model where it is without it."""
+    """Subspace insertion: a liar's change of norm 1e-6 in new directions does not move the model."""
     server = Server(build("glora"), rule=Clip())
     played = list(rounds(Server(build("glora")), EQUAL, FOUR))[-1]
     sent = server.download(played.before, Client("liar", 4)).adapter

@@ -11,7 +11,7 @@ from fedlora import Adapter, AdapterSpec, LoRA
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup.project import Federation, make_federation
 from fedlora.flower.setup.start import Start
-from fedlora.flower.site.join_site import make_site
+from fedlora.flower.site.site_folder import make_site
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 

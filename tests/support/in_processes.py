@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -55,6 +56,24 @@ def address(resident: dict[str, Tensor], name: str) -> tuple[bool, float]:
 def write(resident: dict[str, Tensor], name: str) -> float:
     resident[name].add_(1)
     return float(resident[name].sum())
+
+
+def own_megabytes(resident: dict[str, Tensor], item: tuple[str, float]) -> tuple[float, float]:
+    """A tensor's sum, and the MB that this process shares with nobody. item: its name, and what to add to it."""
+    name, add = item
+    total = float(resident[name].sum())
+    if add:
+        resident[name].add_(add)
+    time.sleep(0.2)  # so that the other process takes an item too
+    return total, psutil.Process().memory_full_info().uss / 1e6
+
+
+def trained(resident: Any, item: int) -> float:
+    """The size of a gradient through a product large enough for several threads."""
+    weight = torch.linspace(-1, 1, 400 * 400).view(400, 400).requires_grad_()
+    torch.linalg.svdvals(weight @ weight).sum().backward()
+    assert weight.grad is not None
+    return float(weight.grad.norm())
 
 
 def fail(resident: Any, kind: str) -> None:

@@ -189,7 +189,7 @@ def merge_scenario(home: Path) -> list[dict[str, Any]]:
             there += [f"out {sum(len(read_adapter(part)[0].modules) for part in parts)}"]
         rounds = list((home / "state").glob("round-*.safetensors"))
         if rounds:
-            there += [f"state {len(rounds)}" if (home / "state" / "method.json").exists() else "state broken"]
+            there += [f"state {len(rounds)}"]
         return ", ".join(there)
 
     def again() -> None:

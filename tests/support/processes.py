@@ -1,8 +1,7 @@
-"""Runs in processes of their own, which can be killed. Forked from one that has imported everything."""
+"""Runs in processes of their own, which can be killed; fork_server.py forks them."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import subprocess
@@ -10,27 +9,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from support.command_line import call
-
-TESTS = Path(__file__).parent.parent
-
-
-def fork_server() -> Any:
-    """A process that has imported everything, and from which others are forked: seconds saved on each."""
-    context = multiprocessing.get_context("forkserver")
-    ours = [f"support.{name}" for name in ("projects", "processes", "coarse_losses")]
-    context.set_forkserver_preload([*ours, "fedlora.runs.plots"])
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("PYTHONPATH", str(TESTS), prepend=os.pathsep)  # where it finds this module
-        forkserver.ensure_running()
-    return context
 
 
 def said_to(out: Path, err: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_table_is_by_name_and_the_rest_weighs_one() -> None:
 
 
 def test_wrong_weights_are_refused() -> None:
-    """A name that is no class by the data; what is no positive number by the settings."""
+    """The data refuse a name that is no class; the settings refuse a weight that is not positive."""
     with pytest.raises(ConfigError, match=r"names 'rde', .*3 classes are 'blue', 'gree"):
         weigh_classes(of([0, 1, 2]), {"blue": 2.0, "rde": 1.0})
     for wrong in ({"blue": 0.0}, {"blue": float("nan")}, {}, "even"):

@@ -1,4 +1,4 @@
-"""What a model is known by. Kind of evidence: oracle (hashlib over the whole bytes), contract (what is read when)."""
+"""The digest that identifies a model. Kind of evidence: oracle (hashlib over all bytes), contract (which reads)."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_gguf_file_is_one_file_and_a_hub_id_has_none_here(tmp_path: Path) -> N
 def test_a_file_is_read_in_pieces_once_and_again_when_it_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The most that one read asks for is far less than the file; a time of change that was put back deceives nobody."""
+    """No read asks for more than a small part of the file; a modification time that was set back deceives nobody."""
     file, asked, opened = tmp_path / "model.safetensors", [0], []
 
     class Watched(io.FileIO):

@@ -453,7 +453,7 @@ class TestRougeL:
 
 
 def referenced(count: int, seed: int) -> TextData:
-    """Instructions with two references each, and all words of the prompt but the last as what is cut first."""
+    """Instructions with two references each; the cut takes the prompt's words first, except the last."""
     data, draw = instructions(count, seed), random.Random(seed + 1000)
     more = tuple((said, " ".join(draw.sample(WORDS, 3))) for said in data.responses or ())
     spans = tuple((0, len(text.rsplit(" ", 1)[0])) for text in data.text)

@@ -311,8 +311,8 @@ def test_a_regular_expression_means_whole_paths() -> None:
 
 
 def test_a_loss_that_cannot_be_trained_on_is_told() -> None:
-    """It stops the run, quorum or not: no client can do better. One that raises is the client's failure, and what it
-    makes of a model that diverges is refused by the server."""
+    """It stops the run, with or without a quorum: no client can do better. An exception is the client's failure, and
+    the server refuses the upload of a model that diverged."""
     model, server = tiny(), Server(build("fedit"), quorum=1)
     state = start(server, model.seed_adapter(3, seed=0)[0])
 

@@ -146,7 +146,7 @@ class TestCuts:
         ],
     )
     def test_the_earliest_exchange_goes_first_then_the_prompts_front(self, max_length: int, left: list[int]) -> None:
-        """By hand; the template, the system message and the last answer stay whole, and what is lost is counted."""
+        """By hand; the template, the system message and the last answer stay whole, and the lost tokens are counted."""
         (example,) = encode(TALK, talking(PLAIN), max_length=max_length)
         assert example["input_ids"] == left
         assert [y for y in example["labels"] if y != IGNORED][-2:] == [word(5), EOS]

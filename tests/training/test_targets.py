@@ -81,7 +81,7 @@ def test_every_kind_of_target_is_taken() -> None:
 
 
 class TransportError(Exception):
-    """What the hub's library lets through is of its HTTP library, whichever that is (httpx2 today)."""
+    """Exceptions that the hub's library lets through come from its HTTP library (httpx2 today)."""
 
 
 @pytest.mark.parametrize("offline", [True, False])

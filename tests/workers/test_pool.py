@@ -35,6 +35,7 @@ def digits(records: list[RoundRecord]) -> list[Any]:
     return found
 
 
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("method", ["glora", "fedsa-lora"])
 def test_any_number_of_processes_gives_the_same_bits(method: str, size: int) -> None:

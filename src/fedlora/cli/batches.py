@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
-from datetime import datetime
 
 import torch
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import TaskID
 
 from fedlora.cli.privacy_rows import where_to_look
-from fedlora.cli.screen import notes
+from fedlora.cli.screen import bar, notes, say
+from fedlora.doing import doing
 from fedlora.errors import ConfigError
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.runner import Outcome, missing, run_all
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.quiet import quiet_libraries
+from fedlora.workers.processes import available
 
 
 def run_batch(
@@ -44,22 +36,20 @@ def run_batch(
     if private := [run for run in todo if run.config.privacy is not None]:
         place = places.folder(private[0]).path.parent / "*" / "private" / "log"
         notes.warn(where_to_look(place))
-    columns = (
-        TextColumn("{task.description}", markup=False), BarColumn(bar_width=16), MofNCompleteColumn(),
-        TextColumn("{task.fields[unit]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
     rows: dict[str, TaskID] = {}  # digest -> the line of a run that is running
     finished = 0
-    with Progress(*columns, console=notes, refresh_per_second=2, auto_refresh=notes.is_terminal) as progress:
+    with bar("{task.fields[unit]}") as progress, doing(title, len(todo)) as step:
         whole = progress.add_task(title, total=len(todo), unit="runs")
 
         def tick(run: PlannedRun, round: int) -> None:
             rounds = run.config.run.rounds
             if run.digest not in rows:
                 if not notes.is_terminal:
-                    _log(f"{title}: {run.label} begins")
+                    say(f"{title}: {run.label} begins")
                 rows[run.digest] = progress.add_task(run.label, total=rounds, unit="rounds")
             progress.update(rows[run.digest], completed=round)
+            running = [f"{t.description} round {t.completed:.0f} of {t.total:.0f}" for t in progress.tasks[1:5]]
+            step.what = f"{title} ({'; '.join(running)})"
             shares = (task.percentage / 100 for task in progress.tasks if task.id != whole)
             progress.update(whole, completed=finished + sum(shares))
 
@@ -68,10 +58,11 @@ def run_batch(
                 finished += 1
                 if not notes.is_terminal:
                     end = "done" if outcome.error is None else f"failed: {outcome.error.rstrip('.')}"
-                    _log(f"{title}: {finished} of {len(todo)}: {outcome.run.label} {end}, {outcome.seconds:.0f} s")
+                    say(f"{title}: {finished} of {len(todo)}: {outcome.run.label} {end}, {outcome.seconds:.0f} s")
                 if outcome.run.digest in rows:
                     progress.remove_task(rows.pop(outcome.run.digest))
                 progress.update(whole, completed=finished)
+                step.done = finished
                 heard(outcome)
 
 
@@ -106,10 +97,6 @@ def run_stages(
     return failed
 
 
-def _log(line: str) -> None:
-    notes.print(f"{datetime.now():%H:%M:%S} {line}")
-
-
 def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:
     """The number of workers from `--workers`: N, or "auto", which is one for each core that this process may use, or
     one on a GPU, because nobody has measured its memory.
@@ -119,12 +106,7 @@ def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:
     """
     if text == "auto":
         on_gpu = any(run.config.model.device != "cpu" for run in todo) and torch.cuda.is_available()
-        return 1 if on_gpu else max(1, min(len(todo), cores()))
+        return 1 if on_gpu else max(1, min(len(todo), available()))
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--workers must be a whole number of at least 1, or auto; got {text!r}.")
     return int(text)
-
-
-def cores() -> int:
-    """The processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from fedlora.cli.batches import cores, run_stages, worker_count
+from fedlora.cli.batches import run_stages, worker_count
 from fedlora.cli.formats import Format
 from fedlora.cli.method_names import parse_methods, plain_label
 from fedlora.cli.scores import cell_value, show_scores
@@ -41,6 +41,7 @@ from fedlora.runs.config import RunConfig, load_config, overridden
 from fedlora.runs.inputs import contents
 from fedlora.runs.reading import flat
 from fedlora.runs.sections import MethodSection
+from fedlora.workers.processes import available
 
 _BESIDE = ("validation, best", "test, best", "test, last")  # shown beside the compared score
 
@@ -144,7 +145,7 @@ def _say_before(base: RunConfig, seeds: Sequence[int], by_default: bool, workers
     """Print how a comparison changes its config."""
     asked = {"run.threads": base.run.threads > 1, "run.workers": base.run.workers not in (None, 1)}
     threads = "".join(f" in place of {key}" for key, more in asked.items() if more)
-    more = "" if workers != "1" or cores() == 1 else f"; --workers auto uses all {cores()} cores"
+    more = "" if workers != "1" or available() == 1 else f"; --workers auto uses all {available()} cores"
     notes.print(f"each run uses one process and one thread{threads}, so --workers changes no result{more}")
     if len(seeds) == 1 and by_default:
         notes.warn("one seed: there will be no interval; add --seeds 0:8")

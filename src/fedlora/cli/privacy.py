@@ -10,6 +10,7 @@ import typer
 
 from fedlora.cli.options import AsJson, DataRoot, Sets, refuse_idle
 from fedlora.cli.screen import Table, cell, console, notes, print_json
+from fedlora.doing import doing
 from fedlora.errors import ConfigError, counted
 from fedlora.runs.quiet import quiet_libraries
 
@@ -57,10 +58,10 @@ def privacy(
 
     With --budget, --charge or --adopt: a decision about a ledger, which writes one line with the reason.
 
-    A copy of a ledger is recognised by what is known of it in FEDLORA_STATE_DIR (default: ~/.local/state/fedlora), and
-    --adopt writes that anew: this user's other copies on this machine are refused from then on. A ledger that was set
-    back together with that folder, as by a snapshot of a whole virtual machine, is not recognised, nor is an original
-    on another machine."""
+    fedlora recognises a copied ledger by its records in FEDLORA_STATE_DIR (default: ~/.local/state/fedlora). --adopt
+    renews them: from then on fedlora refuses this user's other copies on this machine. It cannot recognise a ledger
+    that was set back together with that folder (a snapshot of a whole virtual machine), nor an original on another
+    machine."""
     from fedlora.cli.privacy_ledger import decide, show_ledger
 
     asked = {"--plan": planned, "--budget": budget is not None, "--charge": charge, "--adopt": adopt}
@@ -95,7 +96,7 @@ def _plan(file: Path, overrides: list[str], data_root: Path | None, as_json: boo
     if config.privacy is None:
         raise ConfigError(f"{file} has no table [privacy], so there is nothing to plan.")
     quiet_libraries()
-    with notes.status("reading the model"):
+    with notes.status("reading the model"), doing("planning", closed=True):
         prepared = prepare(config, data_root)
         found = plan(prepared)
     if as_json:

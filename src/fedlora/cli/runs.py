@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fedlora.cli.options import AsJson, Config, DataRoot, Sets
 from fedlora.cli.run_words import show_run, tell_attack, tell_data
-from fedlora.cli.screen import complain, import_plots, notes, plotted, print_json, tell_gone
+from fedlora.cli.screen import bar, complain, import_plots, notes, plotted, print_json, tell_gone
+from fedlora.doing import doing
 from fedlora.errors import CheckpointError, counted
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.quiet import quiet_libraries
@@ -135,7 +134,8 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
     if folder.exists():
         changes(folder, config)  # report a run that cannot continue before reading anything
     quiet_libraries()
-    with notes.status(f"{label}: reading data and model"):
+    secret = config.privacy is not None
+    with notes.status(f"{label}: reading data and model"), doing("reading data and model", closed=secret):
         prepared = prepare(config, data_root, stored_classes(folder))
     tell_attack(prepared.manifest)
     if len(prepared.clients) == 1:
@@ -151,62 +151,42 @@ def _rounds(config: RunConfig, folder: RunFolder, resume: bool, label: str, data
         notes.warn(words)
     per_round = max(1, round(config.run.participation * len(prepared.clients)))
     done = (newest_round(folder.checkpoints) or 0) if folder.exists() else 0
-    with _progress(label, config.run.rounds, per_round, prepared.metric, done) as watch:
+    watch = _Watch(label, config.run.rounds, per_round, prepared.metric, done)
+    with watch.bar:
         for event in execute_events(prepared, folder, resume=resume):
             if isinstance(event, ClientDone):
                 watch.client_done()
             else:
-                watch.round_done(event, per_round)
-                tally = event.state.server.tally
-                if tally is not None and tally.judged is not None and (said := told(tally.judged.plain())):
-                    watch.tell(f"round {event.round}: {said}")
+                watch.round_done(event)
 
 
 class _Watch:
     """The progress bar's state: finished client updates, the round, the last whole round's loss and the last metric in
     words.
 
-    If nobody watches a bar (a log), each round prints a line instead.
+    If nobody watches a bar (a log), each round prints a line instead. done: rounds finished before this process.
     """
 
-    def __init__(self, progress: Progress, task: Any, metric: str, rounds: int) -> None:
-        self._progress, self._task, self._metric, self._rounds = progress, task, metric, rounds
-
-    def tell(self, line: str, style: str = "yellow") -> None:
-        self._progress.console.print(line, style=style)
+    def __init__(self, label: str, rounds: int, per_round: int, metric: str, done: int) -> None:
+        self._rounds, self._per_round, self._metric = rounds, per_round, metric
+        self.bar = bar("{task.fields[round]}", "clients", "{task.fields[loss]}", "{task.fields[metric]}")
+        self._task = self.bar.add_task(
+            label, total=rounds * per_round, completed=done * per_round, round=f"round {min(done + 1, rounds)}",
+            loss="", metric="",
+        )  # fmt: skip
 
     def client_done(self) -> None:
-        self._progress.update(self._task, advance=1)
+        self.bar.update(self._task, advance=1)
 
-    def round_done(self, done: RoundRecord, per_round: int) -> None:
-        round, metrics = done.round, done.metrics
+    def round_done(self, done: RoundRecord) -> None:
+        round, metrics, tally = done.round, done.metrics, done.state.server.tally
         shown: dict[str, Any] = {"metric": f"{self._metric} {metrics[self._metric]:.3f}"} if metrics else {}
         shown["loss"] = "" if done.loss is None else f"loss {done.loss:.3f}"
         now = f"round {min(round + 1, self._rounds)}"
-        self._progress.update(self._task, completed=round * per_round, round=now, **shown)
-        if not self._progress.console.is_terminal:
+        self.bar.update(self._task, completed=round * self._per_round, round=now, **shown)
+        if not notes.is_terminal:
             said = [f"round {round} of {self._rounds} done", shown["loss"], shown.get("metric", "")]
-            self.tell(", ".join(filter(None, said)), style="none")
-        for client, reason in done.refused.items():
-            self._progress.console.print(f"round {round}: {client} left out: {reason}", style="yellow")
-
-
-@contextmanager
-def _progress(label: str, rounds: int, per_round: int, metric: str, done: int) -> Iterator[_Watch]:
-    """done: rounds finished before this process."""
-    columns = (
-        TextColumn("{task.description}", style="bold", markup=False), TextColumn("{task.fields[round]}"),
-        BarColumn(bar_width=28), MofNCompleteColumn(),
-        TextColumn("clients"), TextColumn("{task.fields[loss]}"), TextColumn("{task.fields[metric]}"),
-        TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=notes, refresh_per_second=2, auto_refresh=notes.is_terminal) as progress:
-        task = progress.add_task(
-            label,
-            total=rounds * per_round,
-            completed=done * per_round,
-            round=f"round {min(done + 1, rounds)}",
-            loss="",
-            metric="",
-        )
-        yield _Watch(progress, task, metric, rounds)
+            notes.print(", ".join(filter(None, said)))
+        notes.warn(*(f"round {round}: {client} left out: {reason}" for client, reason in done.refused.items()))
+        if tally is not None and tally.judged is not None and (judged := told(tally.judged.plain())):
+            notes.warn(f"round {round}: {judged}")

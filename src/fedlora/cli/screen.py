@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console, ConsoleDimensions
-from rich.progress import track
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    track,
+)
 from rich.table import Table as _Table
 from rich.text import Text
 
 from fedlora.core.echo import escaped, shown
+from fedlora.doing import heard, stepped
 from fedlora.errors import ConfigError
 
 T = TypeVar("T")
@@ -36,6 +47,7 @@ class Screen(Console):
         words = all(isinstance(o, str) for o in objects)
         options = {"highlight": False, **({"soft_wrap": True} if words else {}), **options}
         super().print(*(_printable(o) if isinstance(o, str) else o for o in objects), **options)
+        heard()
 
     def warn(self, *lines: str) -> None:
         """Print lines in yellow: what to know before using the result."""
@@ -81,14 +93,30 @@ console = Screen()
 notes = Screen(stderr=True)
 
 
+def say(line: str) -> None:
+    """Print a line to stderr at once, with the time unless systemd's journal adds it."""
+    at = "" if "JOURNAL_STREAM" in os.environ else time.strftime("%H:%M:%S ")
+    notes.print(f"{at}{line}")
+
+
 def print_json(value: Any) -> None:
     """Print JSON to stdout, for programs."""
     print(json.dumps(value, indent=2, sort_keys=True))
 
 
 def tracked(steps: Iterable[T], what: str) -> Iterable[T]:
-    """The steps behind a progress bar if the output is a terminal."""
-    return track(steps, what, console=notes, transient=True) if notes.is_terminal else steps
+    """The steps behind a progress bar if the output is a terminal, and told to `fedlora.doing`."""
+    return stepped(track(steps, what, console=notes, transient=True) if notes.is_terminal else steps, what)
+
+
+def bar(*words: str) -> Progress:
+    """A progress bar: a task's description and how many of how many are done, `words` about it, and times. In a log it
+    stays silent."""
+    columns = (
+        TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
+        *map(TextColumn, words), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
+    )  # fmt: skip
+    return Progress(*columns, console=notes, refresh_per_second=2, auto_refresh=notes.is_terminal)
 
 
 def can_write(out: Path) -> None:

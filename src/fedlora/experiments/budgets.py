@@ -11,7 +11,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import SCORES, Result, Spent
 
-SIMULATIONS = "Private runs of an experiment are simulations: each is a population of its own, and epsilon is its own."
+SIMULATIONS = "Private runs of an experiment are simulations, each with a population and an epsilon of its own."
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ def _spent(line: str, label: str, private: bool, by_seed: Mapping[int, Result]) 
     told: list[Spent] = [result.privacy for result in by_seed.values() if result.privacy is not None]
     if len(told) != (len(by_seed) if private else 0):
         raise ConfigError(
-            f"{line}, {label}: {len(told)} of its {len(by_seed)} runs have [privacy], and by budgets.none "
-            f"{'all have it' if private else 'none has'}."
+            f"{line}, {label}: {len(told)} of its {len(by_seed)} runs have [privacy], but by budgets.none "
+            f"{'all' if private else 'none'} should."
         )
     if not private:
         return Budget(line, label, len(by_seed), scores)
     if any(one != told[0] for one in told):
-        raise ConfigError(f"{line}, {label}: its runs have not spent the same.")
+        raise ConfigError(f"{line}, {label}: its runs spent different amounts.")
     return Budget(line, label, len(by_seed), scores, told[0])
 
 

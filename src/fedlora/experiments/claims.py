@@ -23,13 +23,13 @@ Margin = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 class Family(Part):
     """Questions that share one error rate: is the first better than the second, in this set-up?
 
-    question: in words, for tables and the report. experiment: the one that answers, with two axes. pairs: (first,
-    second), labels of the experiment's first row axis; a gap is positive if the first is better. setups: labels of its
-    other axis; each pair is compared in each of them. metric: the score to compare, on the test set after the last
-    round. beside: another score, shown with its intervals, without a verdict. margin: the largest difference that does
-    not matter, in units of `metric` (nats of log-loss; for accuracy a share, so 0.01 is a point). cap: the most seeds
-    to spend, whatever the pilot says. profile: the experiment's profile that answers. pilot: the profile that gives the
-    spread, on other seeds. claims: the paper's claims, from [claims], that this tests.
+    question: the question in words, for tables and the report. experiment: the experiment that answers; it has two
+    axes. pairs: (first, second), labels of the experiment's first row axis; a gap is positive if the first is better.
+    setups: labels of its other axis; each pair is compared in each of them. metric: the score to compare, on the test
+    set after the last round. beside: another score, shown with its intervals, without a verdict. margin: the largest
+    difference that does not matter, in units of `metric` (nats of log-loss; for accuracy a share, so 0.01 is a point).
+    cap: the most seeds to spend, whatever the pilot says. profile: the experiment's profile that answers. pilot: the
+    profile that gives the spread, on other seeds. claims: the paper's claims, from [claims], that this tests.
     """
 
     question: str
@@ -52,7 +52,7 @@ class Family(Part):
 class HeadOf(Part):
     """Where the head alone was measured, on the same seeds, if not in the experiment itself.
 
-    experiment: the one with the head. setup: one of its set-ups, for all set-ups of the compared experiment.
+    experiment: the experiment with the head. setup: one of its set-ups, for all set-ups of the compared experiment.
     """
 
     experiment: str
@@ -60,11 +60,12 @@ class HeadOf(Part):
 
 
 class Gate(Part):
-    """LoRA must matter: a set-up in which no adapter beats a head alone by more than the margin is discarded, and
-    nothing is compared in it. The key is the experiment.
+    """LoRA must matter: fedlora discards a set-up, and compares nothing in it, if no adapter beats a head alone by more
+    than the margin. The key is the experiment.
 
-    lora: labels of which one must be better; they share the level alpha. head: the label of the control without LoRA.
-    head_of: where that was measured. margin: of log-loss in nats, one-sided t test on the planned seeds.
+    lora: labels, at least one of which must be better; they share the level alpha. head: the label of the control
+    without LoRA. head_of: where the head was measured. margin: in nats of log-loss, for a one-sided t test on the
+    planned seeds.
     """
 
     lora: Annotated[list[str], Field(min_length=1)]
@@ -76,8 +77,8 @@ class Gate(Part):
 class Claim(Part):
     """One claim of the paper.
 
-    sentence: as in the paper. where: its table, figure or section. experiment: what is run for it. metric: the
-    comparison, in words. verdict: the rule by which our results decide, written before them. corrected: a later
+    sentence: as in the paper. where: its table, figure or section. experiment: the experiment that tests it. metric:
+    the comparison, in words. verdict: the rule by which our results decide, written before them. corrected: a later
     correction of it, with the date.
     """
 
@@ -125,12 +126,12 @@ class Claims(Part):
         for name, family in self.families.items():
             unknown = [claim for claim in family.claims if claim not in self.claims]
             if unknown:
-                raise ValueError(f"the family {name} is of the claim {unknown[0]!r}, which is not in the file")
+                raise ValueError(f"the family {name} names the claim {unknown[0]!r}, which is not in the file")
             twice = [q for k, q in enumerate(family.questions) if q in family.questions[:k]]
             if twice:
                 raise ValueError(f"the family {name} asks twice: {twice[0].words}")
             if (other := self.of(family.experiment)) and len({(f.profile, f.pilot) for f in other.values()}) > 1:
-                raise ValueError(f"the families of {family.experiment} name different profiles; one look has one")
+                raise ValueError(f"the families of {family.experiment} name different profiles; give them one profile")
         return self
 
 
@@ -161,8 +162,8 @@ def setup_axis(experiment: Experiment) -> str:
     others = [axis for axis in experiment.axes if axis != experiment.rows[0]]
     if len(others) != 1:
         raise ConfigError(
-            f"experiment {experiment.name} has the axes {', '.join(experiment.axes)}; questions are asked of one with "
-            f"two: what is compared, and set-ups."
+            f"experiment {experiment.name} has the axes {', '.join(experiment.axes)}; but questions need exactly "
+            f"two: the compared methods, and the set-ups."
         )
     return others[0]
 
@@ -177,7 +178,7 @@ def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
         for profile in (family.pilot, family.profile):
             if len(seeds := asked.profile(profile).seeds) < 2:
                 raise ConfigError(
-                    f"profile {profile} of {asked.name} has {len(seeds)} seed, and {whose} compares by a spread over "
+                    f"profile {profile} of {asked.name} has {len(seeds)} seed, but {whose} needs a spread over "
                     f"seeds: give it two or more, better four."
                 )
         shared = sorted({*asked.profile(family.pilot).seeds} & {*asked.profile(family.profile).seeds})
@@ -207,8 +208,8 @@ def _check_data(whose: str, family: Family, experiment: Experiment) -> None:
         mine = [label for label in (question.first, question.second) if (label, question.setup) in own]
         if len(mine) == 1:
             raise ConfigError(
-                f"{whose} asks {question.words}, and their numbers are of different data: that of {mine[0]} is of each "
-                f"client's own model on its own test data, the other's of the server's model on the common test set. "
+                f"{whose} asks {question.words}, but their numbers come from different data: {mine[0]} measures each "
+                f"client's own model on its own test data, the other the server's model on the common test set. "
                 f"Set evaluate.target = 'clients' for both, or name a common test set (data.test = a file)."
             )
 

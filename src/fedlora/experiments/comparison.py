@@ -78,7 +78,7 @@ def comparison(
     if wrong:
         raise ConfigError("; ".join(f"{label}: {why}" for label, why in wrong.items()))
     if reference is not None and reference not in methods:
-        raise ConfigError(f"the reference {reference!r} is none of the methods: {', '.join(methods)}.")
+        raise ConfigError(f"the reference {reference!r} is not one of the methods: {', '.join(methods)}.")
     if tune is not None and (shared := sorted(set(tune.seeds) & set(seeds))):
         raise ConfigError(f"seed {shared[0]} is both searched on and compared on; keep the two apart.")
     if tune is not None and len(set(tune.values)) > 1 and base.data.validation == 0:
@@ -243,8 +243,8 @@ def check_alike(runs: Sequence[PlannedRun], places: ComparedRuns) -> None:
             if other := differing(theirs, facts):
                 words = ", ".join(word for each in other.values() for word in each)
                 raise ConfigError(
-                    f"{label} and {run.label} did not read the same: {words}. It has changed between these runs, and "
-                    f"they cannot be compared. Delete the folders of the older ones and go on with --resume, or choose "
+                    f"{label} and {run.label} did not read the same: {words}. It changed between these runs, so they "
+                    f"cannot be compared. Delete the folders of the older ones and continue with --resume, or choose "
                     f"another --out."
                 )
 

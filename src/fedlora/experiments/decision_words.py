@@ -35,18 +35,18 @@ def caption(found: Answers, alpha: float) -> str:
     margin = margin_in_words(family)
     if all(a.test is None for a in found.answers):
         return (
-            f"None of the {count} question{'s' if count > 1 else ''} has a verdict, and so no number is shown. Asked "
-            f"of {unit}, on held-out test data after the last round, with a margin of {margin} and {found.there} "
-            f"paired seeds."
+            f"None of the {count} question{'s' if count > 1 else ''} has a verdict, so no number is shown. Compared: "
+            f"{unit}, on held-out test data after the last round, with a margin of {margin} and {found.there} paired "
+            f"seeds."
         )
     points = " (hundredths)" if "accuracy" in (family.metric, family.beside) else ""
-    empty = " Without a verdict this table shows no number." if any(a.test is None for a in found.answers) else ""
+    empty = " A question without a verdict has no numbers." if any(a.test is None for a in found.answers) else ""
     return (
-        f"*difference*: by how much the first is better ({unit}, held-out test data, last round), the mean over "
-        f"{found.there} paired seeds with its 95 % interval (of one question); less than the margin, {margin}, is too "
-        f"little to matter. *ahead*: on how many seeds. *beside*: the same of {beside}{points}, without a verdict. The "
-        f"chance that any of the {count} verdict{'s' if count > 1 else ''} is false is at most {alpha:g}, where gaps "
-        f"are nearly normal.{empty}"
+        f"*difference*: how much better the first is ({unit}, held-out test data, last round), mean over {found.there} "
+        f"paired seeds with its 95 % interval (for one question). Below the margin, {margin}, it does not matter. "
+        f"*ahead*: on how many seeds. *beside*: the same for {beside}{points}, without a verdict. The chance of a "
+        f"false verdict{' among the ' + str(count) if count > 1 else ''} is at most {alpha:g}, if gaps are nearly "
+        f"normal.{empty}"
     )
 
 

@@ -88,12 +88,12 @@ def filled(text: str, stored: Stored) -> str:
     odd = [line for line in meant if not re.fullmatch(_BEGIN, line) and line != _END]
     if odd:
         raise ConfigError(
-            f"a page has a line that looks like a marker and is none: {odd[0]!r:.120}. Markers have lines of their "
-            f"own, without a space before or behind: <!-- filled: EXPERIMENT PROFILE KIND --> and {_END}."
+            f"a page has a line that looks like a marker but is not one: {odd[0]!r:.120}. Each marker needs its own "
+            f"line, without spaces around it: <!-- filled: EXPERIMENT PROFILE KIND --> and {_END}."
         )
     begun = len(re.findall(_BEGIN, text, flags=re.MULTILINE))
     if begun != len(_BLOCK.findall(text)):
-        raise ConfigError(f"a page has {begun} blocks '<!-- filled: ... -->', and not each is ended by '<!-- end -->'.")
+        raise ConfigError(f"a page has {begun} blocks '<!-- filled: ... -->', but '<!-- end -->' does not end each.")
     return _BLOCK.sub(lambda found: f"{found[1]}{_block(found['asked'], stored)}{found[3]}", text)
 
 
@@ -125,13 +125,13 @@ def _block(asked: str, stored: Stored) -> str:
     if kind in PLANNED and not planned:
         return "No plan of it is written yet.\n"
     if kind in PLANNED and stored.claims is None:
-        raise ConfigError(f"<!-- filled: {asked} --> is of what claims ask, and there are none (--claims).")
+        raise ConfigError(f"<!-- filled: {asked} --> needs claims, and there are none (--claims).")
     if stored.plans is not None and kind not in ("seeds", "rates") and (late := still_open(stored.plans, grid)):
         return f"No number before all planned seeds are there: {late}.\n"
     if planned and stored.plans is not None and stored.claims is not None:
         found, answers, claims = stored.plan_of(grid, stored.plans, stored.claims)
         if profile != found.profile and kind in PLANNED:
-            raise ConfigError(f"<!-- filled: {asked} -->: the plan of {name} is of profile {found.profile}.")
+            raise ConfigError(f"<!-- filled: {asked} -->: the plan of {name} is for profile {found.profile}.")
         if profile == found.profile:
             waiting = [one for one in answers if not one.complete]
             if waiting and kind not in ("seeds", "rates"):  # for the head alone, maybe from another experiment
@@ -143,7 +143,7 @@ def _block(asked: str, stored: Stored) -> str:
         return f"No run of it is stored yet (0 of {len(grid.runs)}).{_failed(grid)}\n"
     table = table_of(kind, source)
     if not table.rows:
-        raise ConfigError(f"<!-- filled: {asked} -->: experiment {name} says nothing of {kind}.")
+        raise ConfigError(f"<!-- filled: {asked} -->: experiment {name} has nothing on {kind}.")
     below = "".join(f"{line}\n\n" for line in table.below)
     return f"{table.caption}\n\n{markdown(table.columns, table.rows)}\n{below}{_made(grid, plan)}\n"
 

@@ -1,4 +1,4 @@
-"""What scores depend on but numbers do not show: whose model was measured, by which code, on which machine, and choices
+"""Facts that scores depend on but do not show: whose model was measured, by which code, on which machine, and choices
 at the edge of their grid."""
 
 from __future__ import annotations
@@ -108,13 +108,9 @@ def _mixture(axis: str, of: Used, what: str, told: Callable[[Result], str]) -> s
         places.setdefault((run.seed, where), set()).add(origin)
     met = sum(len(each) > 1 for each in places.values())
     each = ", ".join(f"{name} ({count})" for name, count in counts.most_common())
-    meet = (
-        f"Runs of different ones are compared in {met} of {len(places)} cases (a seed in a set-up): part of such a gap "
-        f"may come of that."
-        if met
-        else "All runs of a seed in a set-up are of one: no gap comes of that."
-    )
-    return f"The {len({run.digest for run, _ in of})} runs are of {len(counts)} {what}: {each}. {meet}"
+    meet = f"Different ones are compared in {met} of {len(places)} cases (a seed in a set-up)"
+    why = ", which may explain part of a gap" if met else ""
+    return f"The {len({run.digest for run, _ in of})} runs come from {len(counts)} {what}: {each}. {meet}{why}."
 
 
 def _machines(result: Result) -> str:

@@ -66,7 +66,7 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
     if (place / "manifest.json").is_file():
         raise CheckpointError(
             f"{place} is the folder of one run: its scores are in summary.json, and those of each round in "
-            f"metrics.jsonl. A frame is of many runs: give the --out of fedlora compare, or a folder of results."
+            f"metrics.jsonl. A frame needs many runs: give the --out of fedlora compare, or a folder of results."
         )
     files = sorted(place.glob("*.jsonl")) if place.is_dir() else [place]
     if not files:

@@ -41,15 +41,15 @@ def resolved(mergers: Mapping[str, Merger], labels: Sequence[str] | None = None)
             continue
         control, like = merger["control"], merger.get("like")
         if control not in CONTROLS:
-            raise ConfigError(f"the merger {label!r} is no control: {control!r}; there are {'; '.join(CONTROLS)}.")
+            raise ConfigError(f"the merger {label!r} is not a control: {control!r}; there are {'; '.join(CONTROLS)}.")
         if (like is not None) != (control in _NEEDS) or set(merger) - {"control", "like"}:
             wanted = "control and like" if control in _NEEDS else "control alone"
             raise ConfigError(f"the merger {label!r} takes {wanted}; got {', '.join(merger)}.")
         if like is not None and "name" not in mergers.get(like, {}):
-            raise ConfigError(f"the merger {label!r} is like {like!r}, which is no method of that axis.")
+            raise ConfigError(f"the merger {label!r} is like {like!r}, which is not a method of that axis.")
         made[label] = {"control": control, **({"like": dict(mergers[like])} if like is not None else {})}
         if control == LEAST_ERROR and made[label]["like"]["name"] != "glora":
-            raise ConfigError(f"the merger {label!r} takes the rank budget of a glora; {like!r} is none.")
+            raise ConfigError(f"the merger {label!r} takes the rank budget of a glora, but {like!r} is not one.")
     return made
 
 

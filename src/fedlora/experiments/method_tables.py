@@ -12,9 +12,9 @@ from fedlora.experiments.tables import in_its_unit, orders, placings, score_cell
 
 _PLACES = 5  # so many places have a column of their own on 80 characters
 _SHARED = (
-    "Places: methods of the same score, to one in a hundred thousand, share the better place, which counts for each of "
-    "them; the next place stays empty. Those without a number share the last one. An order with a shared place counts "
-    "as another order."
+    "Places: methods whose scores differ by less than one in a hundred thousand share the better place; the next place "
+    "stays empty. Methods without a number share the last place. An order with a shared place counts as an order of "
+    "its own."
 )
 
 
@@ -26,8 +26,9 @@ def places(source: Source) -> Table:
     seeds = grid.experiment.profile(grid.profile).seeds
     if grid.axes != [grid.rows]:
         raise ConfigError(
-            f"'places' orders the labels of {grid.rows}, and profile {grid.profile} of {grid.experiment.name} has "
-            f"cells of {', '.join(grid.axes)}. Ask for 'scores' or 'differences', or for a profile with one set-up."
+            f"'places' orders the labels of {grid.rows}, but the cells of profile {grid.profile} of "
+            f"{grid.experiment.name} have {', '.join(grid.axes)}. Ask for 'scores' or 'differences', or for a profile "
+            f"with one set-up."
         )
     found = placings(scored, grid.rows) if len(scored) > 1 < len(seeds) else []
     if not found:
@@ -61,7 +62,7 @@ def costs(source: Source) -> Table:
     for run, result in source.grid.used:
         by.setdefault(source.grid.place(run.cell), []).append(result)
     rows = [[*key, *(column(of) for column in _COSTS.values())] for key, of in by.items()]
-    caption = "What a run costs, and its gauge check."
+    caption = "The cost of a run, and its gauge check."
     return Table([*source.grid.axes, *_COSTS], rows, caption, names=len(source.grid.axes) + 1)
 
 

@@ -29,7 +29,7 @@ from fedlora.experiments.tables import (
     score_cells,
 )
 
-_ONE = "Each interval is of one comparison; none is corrected for their number."
+_ONE = "Each interval covers one comparison, without correction for their number."
 
 
 def table_of(kind: str, source: Source) -> Table:
@@ -54,9 +54,9 @@ def _budgets(source: Source) -> Table:
     grid, axes = source.grid, source.grid.experiment.budgets
     columns, rows = budget_rows(spendings(grid), axes.lines if axes else "")
     caption = (
-        f"What each cell spent, and {scale('accuracy')} and {scale('loss')} on held-out test data after the last "
-        "round: mean ± standard deviation over *seeds*. *epsilon* (rounded up) at *delta*; *z*: noise multiplier; "
-        f"*q*: share of the clients that a round asks. {SIMULATIONS}"
+        f"Privacy spent, and {scale('accuracy')} and {scale('loss')} on held-out test data after the last round: "
+        "mean ± standard deviation over *seeds*. *epsilon* (rounded up) at *delta*; *z*: noise multiplier; *q*: "
+        f"share of the clients asked in a round. {SIMULATIONS}"
     )
     return Table(columns, rows, caption, notes(grid, ""))
 
@@ -74,8 +74,8 @@ def _prices(source: Source) -> Table:
     intervals = f", with 95 % intervals. {_ONE}" if counts[-1] > 1 else ". One seed has no interval."
     caption = "" if peace is None else (
         f"{capital(scale(source.words))} on held-out test data after the last round, the mean over {seeds}. In "
-        f"brackets against {experiment.rows[0]} {experiment.reference}: *cost*, by how much {name} is worse where "
-        f"{peace.axis} is {peace.label}; *saved*, by how much it is better elsewhere; paired by seed{intervals}"
+        f"brackets, against {experiment.rows[0]} {experiment.reference}: *cost*, how much worse {name} is where "
+        f"{peace.axis} is {peace.label}; *saved*, how much better elsewhere; paired by seed{intervals}"
     )  # fmt: skip
     told = [[cell or "not run" for cell in row] for row in rows]
     return Table([experiment.rows[0], *columns[1:]], told, caption, notes(source.grid, ""))
@@ -135,7 +135,7 @@ def _differences(source: Source) -> Table:
 _VERDICTS = {
     "higher": "Higher: the score is above the reference's; the 95 % interval excludes zero.",
     "lower": "Lower: the score is below the reference's; the 95 % interval excludes zero.",
-    "undecided": "Undecided: the 95 % interval contains zero; these seeds cannot tell the two apart.",
+    "undecided": "Undecided: the 95 % interval contains zero.",
     "equal": "Equal: the same score on every seed, so there is no interval.",
     "no spread": "No spread: the same difference on every seed, so there is no interval.",
 }
@@ -148,12 +148,12 @@ def _gap(d: Difference) -> list[str]:
 def _of_gaps(grid: Grid, number: str, cells: Sequence[CellScore], minus: str, count: int) -> str:
     """count: the number of intervals."""
     family = _ONE if count < 2 else (
-        f"Each interval is of one comparison: with {count} of them the chance that at least one leaves out zero "
+        f"Each interval covers one comparison; with {count} of them, the chance that at least one excludes zero "
         f"without a real difference is up to {min(100, 5 * count)} %."
     )  # fmt: skip
     return (
-        f"{capital(in_its_unit(grid.which(number), cells))}: {minus}, paired by seed (*pairs*: how many), mean and "
-        f"95 % interval (Student's t). {_better(cells)} {family}"
+        f"{capital(in_its_unit(grid.which(number), cells))}: {minus}, paired by seed (*pairs*: their number), mean "
+        f"and 95 % interval (Student's t). {_better(cells)} {family}"
     )
 
 
@@ -189,14 +189,14 @@ def _mechanism(source: Source) -> Table:
     rows = [[*key, *(_fact(fmean(column)) for column in zip(*lists, strict=True)), str(len(lists))]
             for key, lists in found.items()]  # fmt: skip
     caption = (
-        "What each merger makes of the same uploads, the mean over seeds. *relative error*: of the merged update "
-        "against the exact mean of the clients' products B A (0: it is the mean; 1: as far as no update). *norm*: "
+        "Each merger's result on the same uploads, the mean over seeds. *relative error*: distance of the merged "
+        "update from the exact mean of the clients' products B A (0: equal; 1: as far as no update). *norm*: "
         "Frobenius, over all modules. *rank*: the largest of any module."
         if merged else
-        "Of the last round, the mean over seeds. *factor averages would be off by*: the relative error of averages "
-        "of zero-padded factors against the exact mean of the products, on each method's own uploads. *gauge "
-        "drift*: how far the method's update moves, relatively, when the same uploads are written in other "
-        "coordinates of condition 10."
+        "The last round, the mean over seeds. *factor averages would be off by*: relative error of averages of "
+        "zero-padded factors against the exact mean of the products, on each method's own uploads. *gauge drift*: how "
+        "far, relatively, the method's update moves when the same uploads are written in other coordinates of "
+        "condition 10."
     )  # fmt: skip
     return Table([*grid.axes, *columns, "seeds"], rows, caption, notes(grid, searched=False))
 
@@ -212,9 +212,9 @@ def _times(source: Source) -> Table:
         "hours of one process": f"{times.wall / 3600:.1f}",
     }
     caption = (
-        "All runs of the profile, each in a process of its own thread. *examples a second*: while clients train, with "
-        "what `remember_prefix` computes once a process. *hours of one process*: with data, evaluation and mergers. "
-        "What else the machine did at that time is not known: these are no benchmarks."
+        "All runs of the profile, each in a process with one thread. *examples a second*: while clients train, "
+        "including the work that `remember_prefix` does once in a process. *hours of one process*: including data, "
+        "evaluation and mergers. These are no benchmarks: other programs may have used the machine."
     )
     return Table([*row], [[*row.values()]], caption, notes(source.grid, ""))
 

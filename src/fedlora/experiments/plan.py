@@ -269,7 +269,7 @@ def _check_number_key(config: RunConfig, key: str, where: str) -> None:
     for part in key.split("."):
         value = getattr(value, part, None)
     if not isinstance(value, int | float):
-        raise ConfigError(f"{where}: the search is over numbers, and {key} is none: it became {value!r}.")
+        raise ConfigError(f"{where}: the search is over numbers, but {key} is not one: it became {value!r}.")
 
 
 def _apply(raw: dict[str, Any], changes: Changes) -> None:

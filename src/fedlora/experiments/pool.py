@@ -18,6 +18,7 @@ from fedlora.workers.lifeline import Executor
 T = TypeVar("T")
 R = TypeVar("R")
 _TRIES = 2
+_IMPORTED = ("fedlora.runs.execution", "fedlora.runs.preparation", "peft")  # once, for all processes
 _LOOK = 0.3  # seconds between two checks of the running tasks
 
 
@@ -92,7 +93,7 @@ class _Slot(Generic[R]):
     def start(self, function: Callable[[T], R], task: T) -> Future[R]:
         self.idle = False
         if self._executor is None:
-            self._executor = Executor(1, ["fedlora.runs.execution", "fedlora.runs.preparation", "peft"], self._begin)
+            self._executor = Executor(1, _begin, self._begin, server=_IMPORTED)
         return self._executor.submit(function, task)
 
     def end(self) -> None:
@@ -100,3 +101,7 @@ class _Slot(Generic[R]):
         if self._executor is not None:
             self._executor.end(at_once=not self.idle)  # finished work is stored completely
         self._executor = None
+
+
+def _begin(number: int, begin: Callable[[], None]) -> None:
+    begin()

@@ -86,7 +86,7 @@ def _cell(price: Price | None) -> str:
     if price is None:
         return ""
     if price.unlike:
-        return f"{price.mean:.3f} (of other data: not compared)"
+        return f"{price.mean:.3f} (other data: not compared)"
     if math.isnan(price.better):
         return "none: a run has no number"
     amount = (-price.better if price.peaceful else price.better) + 0.0  # no minus before a zero

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from filelock import Timeout
 
 from fedlora.data.demo import PACKAGED
+from fedlora.doing import doing
 from fedlora.errors import FedLoRAError, FilesChanged, WorkerDied
 from fedlora.experiments.origin import made_by, note
 from fedlora.experiments.places import Places, by_machine
@@ -216,7 +217,8 @@ def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
         folder = places.folder(run)
         config = with_ledger(run.config, str(folder.path / LEDGER))
         try:
-            prepared = prepare(config, places.data_root, places.classes(run))
+            with doing("reading data and model", closed=config.privacy is not None):
+                prepared = prepare(config, places.data_root, places.classes(run))
         finally:  # what fails on half-written data or code says nothing about the planned run
             _check_unchanged(run)
         _check_one_kind(run, prepared.manifest, places)

@@ -72,14 +72,14 @@ class SeedPlan(Part):
         """What a reader of verdicts must know about their history. Empty for one plan before its runs."""
         count = len(self.before) + 1
         said = [
-            f"Plan {k} of {count}, of {written}, had {seeds} seeds. What is said now was planned after it: if its "
+            f"Plan {k} of {count}, of {written}, had {seeds} seeds. The present plan came after it: if its "
             f"runs were seen, no error rate holds."
             for k, (written, seeds) in enumerate(self.before.items(), start=1)
         ]
         if self.results.there:
             said.append(
-                f"{self.results.there} of the {self.results.of} planned runs were there when the plan was written: it "
-                f"may have been written after they were seen, and then no error rate holds."
+                f"{self.results.there} of the {self.results.of} planned runs existed when the plan was written. If "
+                f"it followed from them, no error rate holds."
             )
         return said
 
@@ -184,8 +184,8 @@ def spreads_of(name: str, family: Family, experiment: Experiment, pilot: Scores)
         alike = [s for q, s in there.items() if (q.first, q.second) == (question.first, question.second)]
         if not alike:
             raise ConfigError(
-                f"the pilot of {experiment.name} is not done: the family {name} asks {question.words}, and on none of "
-                f"its set-ups are all seeds {', '.join(map(str, seeds))} of both there. Run it first: fedlora "
+                f"the pilot of {experiment.name} is not done: the family {name} asks {question.words}, but no "
+                f"set-up has all seeds {', '.join(map(str, seeds))} of both. Run it first: fedlora "
                 f"experiment run {experiment.called} --profile {family.pilot}"
             )
         found[question.words] = there.get(question, max(alike))
@@ -230,8 +230,8 @@ def write_plan(path: Path, plan: SeedPlan, *, again: bool) -> SeedPlan:
         old = read_plan(path)
         if not again:
             raise ConfigError(
-                f"{path} is there already, of {old.written}: {len(old.seeds)} seeds. A plan is written once, before "
-                f"its runs. --again writes another one, which says that this one was there."
+                f"{path} exists already, of {old.written}, with {len(old.seeds)} seeds. A plan is written once, before "
+                f"its runs. --again writes another one, which mentions this one."
             )
         plan = plan.model_copy(update={"before": {**old.before, old.written: len(old.seeds)}})
     files.write(path, json.dumps(plan.model_dump(mode="json"), indent=1, sort_keys=True) + "\n")
@@ -266,11 +266,11 @@ def check_plan(plan: SeedPlan, claims: Claims, experiment: Experiment) -> None:
     )
     if changed:
         more = f" and {len(changed) - 5} more" if len(changed) > 5 else ""
-        what = f"the runs of {'; '.join(changed[:5])}{more} are defined otherwise: [run], an axis or the profile has"
+        what = f"the runs of {'; '.join(changed[:5])}{more} are defined differently: [run], an axis or the profile has"
     if what:
         raise ConfigError(
-            f"the questions of {experiment.name} are not those of its plan of {plan.written}: {what} changed since. "
-            f"Put that back, or plan again (fedlora experiment plan {experiment.called} --again): it will show it."
+            f"the questions of {experiment.name} differ from its plan of {plan.written}: {what} changed since. Undo "
+            f"that, or plan again (fedlora experiment plan {experiment.called} --again); the plan will show it."
         )
 
 

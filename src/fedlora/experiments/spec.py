@@ -40,7 +40,7 @@ class Tune(Part):
     """A search over one number, before the runs that count.
 
     key: the searched key. values: the values to try; the best on validation is taken. over: the axes for whose labels
-    the best value is chosen. at: labels of other axes, to which the search is confined. seeds: of the search alone.
+    the best value is chosen. at: labels of other axes, to which the search is confined. seeds: for the search alone.
     """
 
     key: str = "train.lr"
@@ -53,9 +53,9 @@ class Tune(Part):
 class Profile(Part):
     """A scale to run at.
 
-    seeds: one run of each cell for each. set: further changes of the configuration; a cell's own take precedence.
+    seeds: each cell runs once for each seed. set: further changes of the configuration; a cell's own take precedence.
     axes: axis -> the labels to run, instead of all. tune: values of the search, instead of the experiment's. metric:
-    instead of the experiment's. note: for the report.
+    the number to compare, instead of the experiment's. note: a note for the report.
     """
 
     seeds: Annotated[list[int], Field(min_length=1)]
@@ -67,7 +67,7 @@ class Profile(Part):
 
 
 class Peace(Part):
-    """The place without an attack. What a row loses there is its price (`prices`).
+    """Where nobody attacks: a row's loss there is its price (table `prices`).
 
     axis: the axis of attacks, not a row axis. label: its label for no attack.
     """
@@ -77,9 +77,9 @@ class Peace(Part):
 
 
 class Budgets(Part):
-    """The cost of privacy (`budgets`), in an experiment with two axes.
+    """The cost of privacy (table `budgets`), in an experiment with two axes.
 
-    axis: the one whose labels are budgets. none: its label without [privacy]. lines: the axis with a line per label.
+    axis: the axis whose labels are budgets. none: its label without [privacy]. lines: the axis with a line per label.
     """
 
     axis: str
@@ -90,16 +90,16 @@ class Budgets(Part):
 class Experiment(Part):
     """One experiment's file.
 
-    name: the experiment's name; default: the file's. title, question: words for tables and the report. metric: the
-    number to compare, such as "test, last". rows: the axes that are rows of its table; the first one's labels are
-    compared. columns: the axes that are columns; default: all others. reference: a label of the first row axis, with
-    which the others are compared. paper: its key in paper_numbers.toml. claims: names of claims in claims.toml, for
-    readers. run: the tables of a run's configuration, common to all; relative paths start at this file. axes: axis ->
-    label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes one that an earlier axis, and nothing else,
-    made. tune: the search. profiles: scales to run at, by name. skip: combinations of labels that are not cells. peace:
-    where nobody attacks, for a table of each row's cost there and its saving elsewhere. budgets: for a table and a
-    picture of scores by epsilon. merged: an axis whose labels are not changes of the run but mergers of its uploads:
-    one run serves them all.
+    name: the experiment's name; default: the file's. title: a title for tables and the report. question: the question,
+    for tables and the report. metric: the number to compare, such as "test, last". rows: the axes that are rows of its
+    table; the first one's labels are compared. columns: the axes that are columns; default: all others. reference: a
+    label of the first row axis, with which the others are compared. paper: its key in paper_numbers.toml. claims: names
+    of claims in claims.toml, for readers. run: the tables of a run's configuration, common to all; relative paths start
+    at this file. axes: axis -> label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes one that only an
+    earlier axis made. tune: the search for the best value of a key. profiles: scales to run at, by name. skip:
+    combinations of labels that are not cells. peace: the label without an attack, for a table of each row's cost there
+    and its saving elsewhere. budgets: the axes of a table and a picture of scores by epsilon. merged: an axis whose
+    labels are not changes of the run but mergers of its uploads: one run serves them all.
     """
 
     name: str
@@ -176,7 +176,7 @@ def load_experiment(path: Path) -> Experiment:
         experiment = Experiment.model_validate({"name": path.stem, **raw})
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"the experiment {path} is not one: {wrong}.") from error
+        raise ConfigError(f"{path} is not an experiment: {wrong}.") from error
     _check_labels(experiment, path)
     experiment._folder = path.parent
     return experiment
@@ -217,12 +217,12 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
         refuse("rows = [] names no axis; a table has at least one.")
     for axis in [*experiment.rows, *experiment.columns, *(tune.over if tune else [])]:
         if axis not in axes:
-            refuse(f"{axis!r} is no axis; there are {', '.join(axes)}.")
+            refuse(f"{axis!r} is not an axis; there are {', '.join(axes)}.")
     if experiment.reference is not None:
         look("reference", experiment.rows[0], experiment.reference)
     if experiment.merged is not None:
         if experiment.merged not in axes:
-            refuse(f"merged = {experiment.merged!r} is no axis; there are {', '.join(axes)}.")
+            refuse(f"merged = {experiment.merged!r} is not an axis; there are {', '.join(axes)}.")
         resolved(axes[experiment.merged])
     if experiment.peace is not None:
         look("peace", experiment.peace.axis, experiment.peace.label)
@@ -232,7 +232,7 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
         budgets = experiment.budgets
         look("budgets", budgets.axis, budgets.none)
         if budgets.lines not in axes or {budgets.axis, budgets.lines} != {*axes}:
-            refuse(f"budgets has an axis and lines, which are two axes and all that there are; got {', '.join(axes)}.")
+            refuse(f"budgets needs exactly two axes, `axis` and `lines`; there are {', '.join(axes)}.")
     for name, profile in experiment.profiles.items():
         if {} in profile.set.values():
             refuse(f"profile {name} sets a table to {{}}; only a label takes tables away, those of an earlier axis.")
@@ -251,7 +251,7 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
     for axis, label in (tune.at if tune else {}).items():
         look("tune.at", axis, label)
     if tune is not None and tune.key in NOT_TO_SEARCH:
-        refuse(f"tune.key = {tune.key!r}: that is no setting to search.")
+        refuse(f"tune.key = {tune.key!r} cannot be searched.")
     if "run.seed" in flat(experiment.run):
         refuse("[run.run] sets seed, but runs take the seeds of their profile: write [profiles.NAME] seeds instead.")
     if tune is not None and tune.key in flat(experiment.run):

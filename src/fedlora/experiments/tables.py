@@ -136,8 +136,8 @@ def without_number(cells: Sequence[CellScore]) -> list[str]:
     """A line for each cell with numbers on only some of its runs; "0 of 5" already says it if there are none."""
     return [
         f"{', '.join(cell.cell.values())}: no number on seed{'s' if len(cell.none) > 1 else ''} "
-        f"{', '.join(map(str, cell.none))}: the run diverged, failed, stopped early or never got there. So "
-        f"there is no mean, and no difference from another."
+        f"{', '.join(map(str, cell.none))}: the run diverged, failed, stopped early or did not get there. So "
+        f"there is no mean and no difference from another."
         for cell in cells
         if cell.none and cell.scores
     ]
@@ -167,7 +167,7 @@ def of_two_units(cells: Sequence[CellScore], axis: str) -> list[str]:
     ]
 
 
-_APART = "and are not compared: no difference and no place is formed between them. To compare them,"
+_APART = "which are not compared: there is no difference and no place between them. To compare them,"
 _METRICS = f"different metrics {_APART} give these cells one evaluate.metric."
 _DATA = (
     f"different data {_APART} measure the clients' own models of all of them: set evaluate.target = 'clients'; or set "

@@ -40,11 +40,10 @@ def gates(source: Source) -> Table:
         return Table(columns, rows, "", found.gate_notes)
     where = f" (measured in {gate.head_of.experiment}, {gate.head_of.setup})" if gate.head_of else ""
     caption = (
-        f"By how much LoRA's held-out log-loss (nats) is lower than that of the control without LoRA, "
-        f"{gate.head}{where}: mean ± standard deviation over {found.there} paired seeds. A set-up is carried by LoRA "
-        f"where one of the methods named is ahead by more than {gate.margin:g} nats (one-sided t test at "
-        f"{claims.alpha / len(gate.lora):g}). *seeds that it would take*: to show such a lead in {claims.power:.0%} of "
-        f"cases."
+        f"How much lower LoRA's held-out log-loss (nats) is than that of {gate.head}, the control without LoRA{where}: "
+        f"mean ± standard deviation over {found.there} paired seeds. LoRA carries a set-up if one of these methods is "
+        f"ahead by more than {gate.margin:g} nats (one-sided t test at {claims.alpha / len(gate.lora):g}). *seeds that "
+        f"it would take*: to show such a lead in {claims.power:.0%} of cases."
     )
     return Table(columns, rows, caption, found.gate_notes)
 
@@ -71,11 +70,11 @@ def seeds(source: Source) -> Table:
     )
     cases, pilot = f"{claims.power:.0%} of cases", len(source.grid.experiment.profile(families[0].pilot).seeds)
     caption = (
-        f"*spread*: the standard deviation over the pilot's {pilot} seeds of the paired gap between two methods "
-        f"({units}), and of which question. *seeds that it takes*: to find equal methods equivalent, within {margins}, "
-        f"in {cases}; at most {caps} were to be spent. The last two columns say what the planned seeds can do at that "
-        f"spread, if gaps are normal: the smallest difference that they show in {cases}, and how often they find equal "
-        f"methods equivalent."
+        f"*spread*: standard deviation, over the pilot's {pilot} seeds, of the paired gap between two methods "
+        f"({units}), with its question. *seeds that it takes*: to find equal methods equivalent, within {margins}, in "
+        f"{cases}; the limit was {caps}. The last two columns say what the planned seeds can do at that spread, if "
+        f"gaps are normal: the smallest difference that they show in {cases}, and how often they find equal methods "
+        f"equivalent."
     )
     columns = ["family", "largest spread of a gap in the pilot", "seeds that it takes", "seeds planned",
                "smallest gap that these show", "chance that equals are found equivalent"]  # fmt: skip
@@ -105,8 +104,7 @@ def rates(source: Source) -> Table:
         rows.append([rate.of, chosen + (f" ({rate.at_the_edge} tried)" if rate.at_the_edge else ""), *means])
     told = " or ".join(map(scale, metrics_of(score_cells(source.grid)))) or "the score"
     caption = (
-        f"The value of {tune.key} that the search chose for each row, and {told} on validation data at each value "
-        f"tried, the mean over seed{'s' if len(tune.seeds) > 1 else ''} {', '.join(map(str, tune.seeds))} of the "
-        "search."
+        f"The {tune.key} that the search chose for each row, and {told} on validation data at each value tried, the "
+        f"mean over seed{'s' if len(tune.seeds) > 1 else ''} {', '.join(map(str, tune.seeds))} of the search."
     )
     return Table(["", "chosen", *(f"validation at {value}" for value in values)], rows, caption)

@@ -27,7 +27,6 @@ from fedlora.flower.messages.envelope import TOLD
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.site.owner import end_with, owner_of_this
 from fedlora.flower.site.resident import TrainerFailed, ask
 from fedlora.flower.site.site_work import Do
 from fedlora.flower.terms.agreement import Disagreement
@@ -46,7 +45,7 @@ def main(grid: Grid, context: Context) -> None:
     from fedlora.flower.rounds.playing import play, told
 
     if is_http(grid):  # Flower's own SIGINT does not reach a main thread that waits to push to a dead SuperLink
-        end_with(os.getppid())
+        children.end_with(os.getppid())
     folder = Path(str(context.run_config["folder"]))
     with _kept_log(FederationFolder(folder).logs / "serverapp.log"), heartbeats_outlive_errors(grid):
         try:
@@ -98,8 +97,8 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
             f"this node was started with {', '.join(sorted(map(str, said))) or 'nothing'} for its configuration, and "
             f"needs site, the path of its site.toml; `fedlora flower node` starts it so."
         )
-    if (owner := owner_of_this()) is not None:  # Flower lets a ClientApp wait for ever for a node that has ended
-        end_with(owner)
+    if (owner := children.owner_of_this()) is not None:  # a ClientApp would wait for ever for a gone node
+        children.end_with(owner)
     site_file = Path(str(said["site"]))
     began = time.monotonic()
     _say_told(message.content)

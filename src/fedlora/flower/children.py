@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -36,6 +38,7 @@ GIVES_BACK = {  # glibc's: what is freed of 256 kB or more goes back to the syst
 }
 SUPERLINK = "fedlora.flower.serving.superlink_process"
 _OF = "FEDLORA_PROCESS_OF"
+OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that its SuperNode starts: its trainer ends with it
 _LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -86,11 +89,29 @@ def end_all(left: Iterable[psutil.Process], seconds: float = 5.0) -> None:
         _, left = psutil.wait_procs(left, seconds)
 
 
-def last_words(text: str, lines: int = 1) -> str:
-    """The last meaningful lines of a log, without the frames that Flower draws."""
+def owner_of_this() -> int | None:
+    """The process for which a trainer started by this one works, from the environment; None if the SuperNode was
+    started by hand: then two idle minutes end the trainer."""
+    named = os.environ.get(OWNER, "")
+    return int(named) if named.isdecimal() and int(named) > 1 and Path(f"/proc/{named}").exists() else None
+
+
+def end_with(owner: int) -> None:
+    """From now on, end this process when that process ends, whatever it is doing."""
+    threading.Thread(target=_wait_for, args=(owner,), daemon=True).start()
+
+
+def _wait_for(owner: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        select.select([os.pidfd_open(owner)], [], [])  # a later process with the same number is not mistaken for it
+    os._exit(0)
+
+
+def last_words(text: str) -> str:
+    """The last meaningful line of a log, without the frames that Flower draws."""
     plain = [line.strip("│╭╮╰╯─ \t\r") for line in text.splitlines()]
     said = [line for line in plain if line and line not in ("Error", "Traceback (most recent call last):")]
-    return "\n".join(said[-lines:]) if said else "it said nothing"
+    return said[-1] if said else "it said nothing"
 
 
 def tail(path: Path, size: int = 20_000) -> str:
@@ -117,6 +138,6 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
 
 
 __all__ = [
-    "GIVES_BACK", "SUPERLINK", "SWITCHES", "end", "end_all", "environment", "last_words", "started", "started_for",
-    "tail", "trim",
+    "GIVES_BACK", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all", "end_with", "environment", "last_words",
+    "owner_of_this", "started", "started_for", "tail", "trim",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ def owner(folder: Path) -> str:
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError as error:
-        raise ConfigError(f"the owner of {folder}, user id {uid}, has no name that a unit could say.") from error
+        raise ConfigError(f"the owner of {folder}, user id {uid}, has no name, which a unit needs.") from error
 
 
 def check_owner(there: FederationFolder) -> None:
@@ -33,8 +33,8 @@ def check_owner(there: FederationFolder) -> None:
     if there.path.stat().st_uid != os.getuid():
         name = owner(there.path)
         raise ConfigError(
-            f"{there.path} belongs to the user {name!r}, and its server runs as that one: what another user writes "
-            f"here it could not read. Call this as {name!r}: sudo -u {name} ..."
+            f"{there.path} belongs to the user {name!r}, and its server runs as {name!r}: it could not read files of "
+            f"another user. Call this as {name!r}: sudo -u {name} ..."
         )
 
 
@@ -53,8 +53,8 @@ def opened_here(path: Path, how: int) -> int:
         if error.errno != errno.ELOOP:
             raise
         raise ConfigError(
-            f"{path} is a link, or lies in one, and would lead what is written there to another file. fedlora makes no "
-            f"such link: look who did, and remove it."
+            f"{path} is a link, or lies in one, so a write there would go to another file. fedlora makes no such link: "
+            f"find out who did, and remove it."
         ) from error
 
 

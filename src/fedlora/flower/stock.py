@@ -55,7 +55,7 @@ def stock_strategy(
         found = stock_key(key)
         if found is None or tensor.shape[0 if found[1] == "A" else 1] != r:
             raise ConfigError(
-                f"{key!r} of shape {tuple(tensor.shape)} is no LoRA factor of rank {r} of a linear layer."
+                f"{key!r} of shape {tuple(tensor.shape)} is not a LoRA factor of rank {r} of a linear layer."
             )
         pairs.setdefault(found[0], {})[found[1]] = tensor.detach().cpu().float()
     factor = alpha / r

@@ -1,9 +1,9 @@
 """Thin-matrix numerics in torch alone: gauge, consensus subspace, spectra. No d_out x d_in matrix below S = d.
 
-`basics` what everything rests on; `batches` many small matrices in few calls; `gauge` one client's factors; `shortest`
-a sum of products as one pair; `distinct` columns that pairs share; `spectrum` an update in energy order; `product` that
-of pairs side by side; `consensus` the mean update of a round, cut or whole, written to be read; `fast` what runs in its
-place where that is safe.
+`basics` shared basics; `batches` many small matrices in few calls; `gauge` one client's factors; `shortest` a sum of
+products as one pair; `distinct` columns that pairs share; `spectrum` an update in energy order; `product` the same for
+pairs side by side; `consensus` the mean update of a round, cut or whole, written to be read; `fast` replaces it where
+that is safe.
 """
 
 from fedlora.linalg.basics import eigh, gram, norm, rank_tolerance, right_svd, unit_roundoff

@@ -1,10 +1,10 @@
-"""What the other files of this package rest on: roundoffs, Gram matrices, eigenproblems, one-sided SVDs.
+"""The basics of this package: roundoffs, Gram matrices, eigenproblems, one-sided SVDs.
 
 Two rules, from measurements (docs/decisions/0002-numerics.md, 0013-exact-means-exact.md):
 
 * everything between the stored factors and the stored result is float64; the result is stored in the compute dtype;
-* whether a direction of *one client's* factors is rounding noise is decided relative to the roundoff u of the dtype
-  that they were *stored* in. The mean of clients is never cut by such a tolerance.
+* whether a direction of *one client's* factors is rounding noise depends on the roundoff u of the dtype in which they
+  were *stored*. No such tolerance ever cuts the clients' mean.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from fedlora.linalg.shapes import Float, Tensor
 
-# Bytes of a panel of a tall matrix in float64: with what is made of it it stays in cache, and the allocator keeps it.
+# Bytes of one float64 panel of a tall matrix: the panel and its products stay in cache, and the allocator reuses them.
 PANEL = 2**19
 
 
@@ -23,17 +23,17 @@ def unit_roundoff(dtype: torch.dtype) -> float:
 
 
 def rank_tolerance(dtype: torch.dtype) -> float:
-    """The relative size under which a singular value of factors stored in `dtype` counts as rounding noise.
+    """The relative size below which a singular value of factors stored in `dtype` counts as rounding noise.
 
-    u itself for the narrow types; 1e-11 for float64, whose factors often come through a gauge of condition up to 1e3
-    that multiplied their noise. Calibrated by benchmarks/rank_tolerance.py; see docs/decisions/0003-rank-tolerance.md.
+    u itself for narrow types. 1e-11 for float64, because a gauge of condition up to 1e3 often multiplies the noise of
+    its factors. Calibrated by benchmarks/rank_tolerance.py; see docs/decisions/0003-rank-tolerance.md.
     """
     return max(unit_roundoff(dtype), 1e-11)
 
 
 def norm(X: Tensor, dim: int | None = None) -> Tensor:
-    """The Euclidean norm of all numbers, or along a dimension, in float64: of tiny and of huge ones too, whose squares
-    are zero or infinite: they are brought near 1 by a power of two first, which rounds nothing.
+    """The Euclidean norm of all numbers, or along a dimension, in float64. Also right for tiny and huge numbers, whose
+    squares are zero or infinite: a power of two scales them near 1 first, which rounds nothing.
     """
     X = X.double()
     plain: Tensor = torch.linalg.vector_norm(X, dim=dim)
@@ -49,10 +49,10 @@ def norm(X: Tensor, dim: int | None = None) -> Tensor:
 
 
 def gram(X: Float[Tensor, "*m d n"], dtype: torch.dtype = torch.float64) -> Float[Tensor, "*m n n"]:
-    """X^T X in `dtype`. Of many matrices few at a time, which stay in cache. Above a size by panels of rows, which do,
-    and by strips of the lower triangle.
+    """X^T X in `dtype`. Batches go a few matrices at a time, large matrices by panels of rows and strips of the lower
+    triangle, so that the work stays in cache.
 
-    1.3 to 1.7x faster on a CPU than the whole product of the whole, which a cast of all of X would precede.
+    On a CPU 1.3 to 1.7x faster than casting all of X and forming the whole product.
     """
     n, strip = X.shape[-1], 48
     if X.dim() == 2:
@@ -68,7 +68,7 @@ def gram(X: Float[Tensor, "*m d n"], dtype: torch.dtype = torch.float64) -> Floa
         P = X[..., top : top + panel, :].to(dtype)
         for at in range(0, n, strip):
             G[..., at:, at : at + strip].baddbmm_(P[..., at:].mT, P[..., at : at + strip])
-    for at in range(0, n, strip):  # mirrored in place: of this size a second matrix would cost more than the products
+    for at in range(0, n, strip):  # mirrored in place: a second matrix of this size would cost more than the products
         block = G[..., at : at + strip, at : at + strip]
         block.copy_(block.tril() + block.tril(-1).mT)
         G[..., at : at + strip, at + strip :] = G[..., at + strip :, at : at + strip].mT
@@ -76,8 +76,8 @@ def gram(X: Float[Tensor, "*m d n"], dtype: torch.dtype = torch.float64) -> Floa
 
 
 def eigh(G: Float[Tensor, "*m n n"]) -> tuple[Float[Tensor, "*m n"], Float[Tensor, "*m n n"]]:
-    """Eigenvalues (ascending) and eigenvectors of a symmetric G, where G is. A small one on a GPU goes to the CPU and
-    back, for its eigenproblem is a chain of tiny steps. How small was not measured; no GPU was at hand.
+    """Eigenvalues (ascending) and eigenvectors of a symmetric G, on G's device. The CPU solves a small G of a GPU,
+    because an eigenproblem is a chain of tiny steps. The size limit is not measured; no GPU was at hand.
     """
     if G.device.type == "cpu" or G.shape[-1] > 512:
         values, vectors = torch.linalg.eigh(G)
@@ -89,9 +89,9 @@ def eigh(G: Float[Tensor, "*m n n"]) -> tuple[Float[Tensor, "*m n"], Float[Tenso
 def right_svd(X: Float[Tensor, "d n"]) -> tuple[Float[Tensor, " m"], Float[Tensor, "n m"]]:
     """Singular values (descending) and right singular vectors V of a tall X (d >= n, else of either shape), in float64.
 
-    X = (X V s^-1) s V^T; the left factor is for the caller to form, of only those columns that it keeps.
+    X = (X V s^-1) s V^T; the caller forms the left factor, for only the columns that it keeps.
 
-    float32 data go through the Gram matrix X^T X in float64: its round-off, 1e-16 s_1^2, leaves singular values right
+    float32 data go through the Gram matrix X^T X in float64: its roundoff, 1e-16 s_1^2, leaves singular values right
     down to 1e-8 s_1, which is below the float32 noise in X itself. float64 data go through QR and the SVD of R.
     """
     if X.dtype == torch.float64:

@@ -1,4 +1,4 @@
-"""Work on many small matrices in few calls: those of one kind side by side, as many as stay in a core's cache."""
+"""Processes many small matrices in few calls: stacks those of one kind, as many as fit in a core's cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from fedlora.linalg.parallel import Each, Y, one_by_one
 from fedlora.linalg.shapes import Tensor
 
-# Bytes of one stacked operand, so that it and what is made of it stay in a core's cache.
+# Bytes of one stacked operand, so that it and its products stay in a core's cache.
 CACHED = 2**20
 
 
@@ -22,8 +22,8 @@ def in_batches(
     each: Each = one_by_one,
     most: int = CACHED,
 ) -> list[Y]:
-    """`work` on the places of equal kinds together, in batches of about `most` bytes, which are the same for any
-    `each`: the results by place.
+    """Calls `work` on the indices of equal kinds, in batches of about `most` bytes, and returns the results by index.
+    `each` runs the batches; it does not change them.
 
     Example:
         >>> in_batches(lambda at: [f"{k} of {at}" for k in at], ["a", "b", "a"], nbytes=[8] * 3)
@@ -43,19 +43,19 @@ def in_batches(
 
 
 def stacked(matrices: Sequence[Tensor]) -> Tensor:
-    """They as one tensor; a single one is not copied."""
+    """The matrices as one tensor; a single one is not copied."""
     return torch.stack(list(matrices)) if len(matrices) > 1 else matrices[0][None]
 
 
 def norms(tensors: Sequence[Tensor]) -> list[float]:
-    """||X||_F of each, those of one shape at once: in float32, and in float64 where that has no number for it or they
-    came so. Not finite where an entry is not."""
+    """||X||_F of each, tensors of one shape at once: in float32; in float64 if float32 overflows or the tensor is
+    float64. Not finite if an entry is not."""
     kinds = [(t.shape, t.dtype, t.device) for t in tensors]
     return in_batches(partial(_norms, tensors), kinds, [8 * t.numel() for t in tensors])
 
 
 def _norms(tensors: Sequence[Tensor], members: list[int]) -> list[float]:
-    """Those of the tensors at `members`, which have one shape and dtype."""
+    """The norms of the tensors at `members`, which have one shape and dtype."""
     X = stacked([tensors[k].detach() for k in members])
     X = X.reshape(len(members), X[0].numel())
     wide = torch.promote_types(X.dtype, torch.float32)

@@ -1,9 +1,9 @@
-"""How far the terms b_j a_j of an update B A cancel: their sizes added up, beside the size of what they add up to.
+"""How far the terms b_j a_j of an update B A cancel: the sum of their sizes, next to the size of their sum.
 
     terms = sum_j ||b_j|| ||a_j||,        cancels = terms / ||B A||
 
-1 to r where columns stand at right angles, and without bound in bad coordinates, or where somebody wants it so. What a
-number format leaves of such columns is a share of `terms`, which may be any number of times ||B A||.
+1 to r for orthogonal columns; unbounded in bad coordinates, or if a client wants it so. A number format rounds such
+columns by a share of `terms`, which may be any multiple of ||B A||.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from fedlora.linalg.parallel import Each, one_by_one
 from fedlora.linalg.shapes import Tensor
 from fedlora.linalg.shortest import shortest
 
-# What float64 leaves of a sum, relative to its terms: what is below that is nothing.
+# The rounding of a float64 sum, relative to its terms: anything smaller counts as zero.
 ARITHMETIC = 64 * unit_roundoff(torch.float64)
 
 
 def may_cancel(
     pairs: Sequence[tuple[Tensor, Tensor]], times: float = 100.0, each: Each = one_by_one
 ) -> list[tuple[bool, float]]:
-    """Of each pair (whether `terms` may be more than `times` ||B A||, ||B A|| where it is not), from r x r Gram
-    matrices in the factors' own dtype, float32 at least. Never False where it is so, for `times` up to 300. Cost: r^2
-    (d_out + d_in), of pairs of one shape at once.
+    """For each pair (whether `terms` may exceed `times` ||B A||, ||B A|| if not), from r x r Gram matrices in the
+    factors' own dtype, at least float32. Never a wrong False, for `times` up to 300. Cost: r^2 (d_out + d_in), pairs of
+    one shape at once.
     """
     kinds = [(B.shape, A.shape, B.dtype, A.dtype, B.device) for B, A in pairs]
     return in_batches(partial(_measured, pairs, times), kinds, [8 * max(B.numel(), A.numel()) for B, A in pairs], each)
@@ -47,7 +47,7 @@ def _measured(pairs: Sequence[tuple[Tensor, Tensor]], times: float, members: lis
     for k, size, square in zip(members, terms.tolist(), squares.tolist(), strict=True):
         if size == 0 and not all(bool(t.any()) for t in pairs[k]):
             found.append((False, 0.0))
-        elif not 1e-15 < size < 1e15:  # squares of such sizes are no numbers of float32, or round to none
+        elif not 1e-15 < size < 1e15:  # squares of such sizes overflow or underflow float32
             found.append((True, 0.0))
         else:
             found.append((square * times**2 <= size**2, math.sqrt(max(square, 0.0))))
@@ -55,7 +55,7 @@ def _measured(pairs: Sequence[tuple[Tensor, Tensor]], times: float, members: lis
 
 
 def terms_and_size(B: Tensor, A: Tensor) -> tuple[float, float]:
-    """(sum_j ||b_j|| ||a_j||, ||B A||), of any sizes, in float64: the second from orthogonal columns (`shortest`)."""
+    """(sum_j ||b_j|| ||a_j||, ||B A||), for any sizes, in float64: the second from orthogonal columns (`shortest`)."""
     terms = float((norm(B.detach(), dim=0) * norm(A.detach(), dim=1)).sum())
     left, right = shortest([(1.0, B, A)])
     return terms, float(norm(norm(left, dim=0) * norm(right, dim=1)))

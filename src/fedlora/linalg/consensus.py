@@ -1,16 +1,16 @@
 """The mean update of a round, projected on the consensus subspace of its clients: the paper's aggregation, in float64.
 
-    mean = sum_i p_i B_i A_i            of the factors as they were stored; no tolerance ever takes part of it away
+    mean = sum_i p_i B_i A_i            from the factors as stored; no tolerance ever removes part of it
     K    = sum_i p_i U_i U_i^T          the clients' votes, U_i from `gauge_split`
     U_ref = TopEig_R(K),  result = U_ref U_ref^T mean, as its SVD
 
-All of it happens in coordinates of the columns that the clients sent: with the stacked [B_1 B_2 ..] = Q T and
-[A_1; A_2; ..]^T = P W the mean is Q C P^T, and C, K and every energy are small matrices in float64. What is left out is
-added up there too, so that `captured`, `dropped` and `error` are measurements.
+The work is done in coordinates of the columns that the clients sent: with the stacked [B_1 B_2 ..] = Q T and
+[A_1; A_2; ..]^T = P W the mean is Q C P^T, and C and K are small float64 matrices. The energy of the discarded part is
+summed there too, so `captured`, `dropped` and `error` are measured.
 
-The order in which directions are kept, where the budget R does not hold all (docs/decisions/0013-exact-means-exact.md):
-those that clients vote for, by K's eigenvalue; those without a vote in which the mean is more than rounding, by its
-energy there; last those that are rounding in every respect. This is the reference; `fast` is what runs where it can.
+If the budget R cannot hold every direction, they are kept in this order (docs/decisions/0013-exact-means-exact.md):
+those with votes, by K's eigenvalue; those without a vote where the mean exceeds rounding, by its energy there; last,
+those that are nothing but rounding. This file is the reference; `fast` replaces it where that is safe.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Tie = Literal["energy", "paper", "error"]
 Basis = Literal["projector", "energy"]
 
 _U64 = unit_roundoff(torch.float64)
-# What float64 arithmetic may cost, relative to the terms: LAPACK's SVD of a graded matrix is off by some 50 roundoffs.
+# The rounding of float64 arithmetic, relative to the terms: LAPACK's SVD of a graded matrix errs by some 50 roundoffs.
 ARITHMETIC = 256 * _U64
-# Singular values of the votes are known to this, relative to the largest.
+# The precision of the votes' singular values, relative to the largest.
 _RESOLVED = 1e-13
 
 
@@ -42,10 +42,10 @@ _RESOLVED = 1e-13
 class Contributions:
     """What the clients of one round sent for one matrix.
 
-    pairs: (B_i (d_out, r_i), A_i (r_i, d_in)) of each, all of one dtype, the compute dtype. weights: p_i. roundoffs:
-    the unit roundoff of the dtype in which each arrived. tolerances: `rank_tolerance` of it, or the user's.
-    rest: a pair of the mean that is no client's and has no vote, weighed already; in the compute dtype. stored_in: of
-    the result; None: that of the pairs.
+    pairs: (B_i (d_out, r_i), A_i (r_i, d_in)) of each client, all in the compute dtype. weights: p_i. roundoffs: the
+    unit roundoff of the dtype in which each arrived. tolerances: `rank_tolerance` of that dtype, or the user's value.
+    rest: a part of the mean that belongs to no client and has no vote, already weighted; in the compute dtype.
+    stored_in: the dtype of the result; None: the dtype of the pairs.
     """
 
     pairs: Sequence[tuple[Tensor, Tensor]]
@@ -57,17 +57,17 @@ class Contributions:
 
     @property
     def every_pair(self) -> list[tuple[Tensor, Tensor]]:
-        """The clients', and the rest."""
+        """The clients' pairs, then the rest."""
         return [*self.pairs] if self.rest is None else [*self.pairs, self.rest]
 
     @property
     def ranks(self) -> list[int]:
-        """Columns of every pair."""
+        """The number of columns of each pair."""
         return [B.shape[1] for B, _ in self.every_pair]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the result."""
+        """The dtype of the result."""
         return self.stored_in or self.every_pair[0][0].dtype
 
     @property
@@ -79,18 +79,18 @@ class Contributions:
         return [*self.tolerances] if self.rest is None else [*self.tolerances, rank_tolerance(self.dtype)]
 
     def per_column(self, values: Sequence[float]) -> Float[Tensor, " S"]:
-        """Each pair's value once for each of its columns, float64."""
+        """Repeats each pair's value for each of its columns. float64."""
         each = [x for x, r in zip(values, self.ranks, strict=True) for _ in range(r)]
         return torch.tensor(each, dtype=torch.float64).to(self.every_pair[0][0].device)
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of the mean is kept and by whose choice.
+    """How much of the mean is kept, and who chooses it.
 
-    rank: R. tie: where R cuts a block of equal eigenvalues TopEig_R is not unique. "energy": keep those directions of
-    the block that hold most of the mean (unique again, and of least error). "paper": whatever the eigensolver returns.
-    "error": raise `RankTie`. basis: "projector", the paper's, or "energy", the strongest directions of the mean itself.
+    rank: R. tie: what to do if R cuts a block of equal eigenvalues, where TopEig_R is not unique. "energy": keep the
+    directions of the block that hold most of the mean (unique again, least error). "paper": whatever the eigensolver
+    returns. "error": raise `RankTie`. basis: "projector" (the paper) or "energy", the mean's strongest directions.
     """
 
     rank: int
@@ -101,18 +101,17 @@ class Budget:
 
 @dataclass(frozen=True, eq=False)
 class ConsensusMean:
-    """The projected mean in energy order, and what is worth knowing about how it was cut.
+    """The projected mean in energy order, and how it was cut.
 
-    bases, alignments: of each client U_i (d_out, k_i) and ||U_i^T u_j||^2 (l,) with each component; empty where the
-    clients are not known singly.
-    union_rank: directions beyond rounding that R chose among. gap: (lambda_R - lambda_R+1) / lambda_R at the cut; inf
-    where nothing was cut. tied: the cut went through a block of eigenvalues equal within what rounding can tell.
-    captured: the share of the mean's energy that the result holds.
-    dropped: the share that anything other than R took: directions taken for rounding, and rounding itself.
-    error: ||result - mean|| / ||mean||, what was left out and rounding together; never less than it is, and at most
-    twice above the roundoff of float64.
+    bases, alignments: for each client, U_i (d_out, k_i) and ||U_i^T u_j||^2 (l,) with each component; empty if the
+    clients' own updates are not available.
+    union_rank: the number of directions beyond rounding that R chose among. gap: (lambda_R - lambda_R+1) / lambda_R at
+    the cut; inf if nothing was cut. tied: the cut went through eigenvalues that rounding cannot tell apart.
+    captured: the share of the mean's energy in the result.
+    dropped: the share lost for a reason other than R: directions taken for rounding, and rounding itself.
+    error: ||result - mean|| / ||mean||, from the discarded part and rounding together; never below the true error, and
+    at most twice the true error plus the roundoff of float64.
     rounding: the share of the result's energy in directions that rounding of the stored factors could have made.
-    size: ||mean||_F.
     """
 
     spectrum: Spectrum
@@ -129,17 +128,17 @@ class ConsensusMean:
 
 
 def consensus_mean(sent: Contributions, budget: Budget) -> ConsensusMean:
-    """The mean of what the clients sent, within the budget.
+    """The mean of the clients' updates, within the budget.
 
     Raises:
-        RankTie: with tie="error", where R cuts a tie.
+        RankTie: with tie="error", if R cuts a tie.
     """
     p, pairs = sent.per_column(sent.every_weight), sent.every_pair
     core = _core(torch.cat([B for B, _ in pairs], dim=1), torch.cat([A for _, A in pairs], dim=0), p)
     blocks = list(zip(torch.split(core.left, sent.ranks, dim=1), torch.split(core.right, sent.ranks), strict=True))
     own = [
         gauge_split(B, A, tolerance=tolerance, canonical=budget.canonical).U
-        for (B, A), tolerance in zip(blocks, sent.tolerances, strict=False)  # the rest has no vote
+        for (B, A), tolerance in zip(blocks, sent.tolerances, strict=False)  # `rest` has no vote
     ]
     columns = torch.cat([core.left[:, :0], *(U * math.sqrt(w) for U, w in zip(own, sent.weights, strict=True))], dim=1)
     owners = [k for k, U in enumerate(own) for _ in range(U.shape[1])]
@@ -166,15 +165,15 @@ def consensus_of_sums(
     floor: float,
     terms: float,
 ) -> ConsensusMean:
-    """The mean that was added up densely, within the budget, where the clients' factors are no longer there.
+    """Cuts a mean that was summed densely, without the clients' factors, to the budget.
 
     Args:
-        mean: float64. votes, doubts: K, and sum_i (p_i tolerance_i)^2 U_i U_i^T, float64; None where the budget leaves
-            nothing out, or goes by the mean's energy.
-        dtype: of the result. roundoff: of all clients, by weight, not of those in the cut as in `tie_tolerance`: dtypes
-            may differ, and the widest would make ties of most cuts. It decides what counts as a tie.
-        floor: how large rounding of the stored factors can be in one direction of the mean. terms: the sizes of what
-            was added up.
+        mean: float64. votes, doubts: K, and sum_i (p_i tolerance_i)^2 U_i U_i^T, float64; None if the budget cuts
+            nothing or goes by the mean's energy.
+        dtype: of the result. roundoff: decides what counts as a tie; of all clients, by weight. With mixed dtypes, the
+            widest would turn most cuts into ties, and the clients in the cut (`tie_tolerance`) are not known here.
+        floor: the largest size that rounding of the stored factors can have in one direction of the mean. terms: the
+            sizes of the summed terms.
 
     Raises:
         RankTie: as `consensus_mean`.
@@ -184,7 +183,7 @@ def consensus_of_sums(
     root, noise, roundoffs = empty, empty[0], mean.new_tensor([roundoff])
     if votes is not None and doubts is not None:
         values, X = torch.linalg.eigh(votes)
-        resolved = values > d_out * _U64 * values[-1].clamp(min=0)  # what is less is rounding of K itself
+        resolved = values > d_out * _U64 * values[-1].clamp(min=0)  # smaller values are rounding of K itself
         values, X = values[resolved], X[:, resolved]
         root, noise = X * values.sqrt(), (X * (doubts @ X)).sum(dim=0) / values
         roundoffs = roundoffs.expand(len(values))
@@ -199,9 +198,9 @@ def consensus_of_sums(
 class _Core:
     """The mean in orthonormal coordinates, float64: mean = Q C P^T with C = left diag(p) right.
 
-    Q (d_out, m), P (d_in, n), orthonormal; None for the identity, where there are more columns than d. left (m, S): the
-    stacked B's columns, scaled by `scale` (S,) to a norm in [1, 2). right (S, n): the stacked A's rows, by its inverse.
-    terms (S,): p_j ||b_j|| ||a_j||, the sizes of what was added up.
+    Q (d_out, m), P (d_in, n): orthonormal; None means the identity, if there are more columns than d. left (m, S): the
+    stacked B's columns, scaled by `scale` (S,) to a norm in [1, 2). right (S, n): the stacked A's rows, scaled by its
+    inverse. terms (S,): p_j ||b_j|| ||a_j||, the sizes of the summed terms.
     """
 
     Q: Tensor | None
@@ -215,8 +214,8 @@ class _Core:
 
 @dataclass(frozen=True, eq=False)
 class _Votes:
-    """K = columns columns^T, in coordinates. columns (m, S_v): sqrt(p_i) U_i. noise, roundoffs (S_v,): of each column's
-    client p_i tolerance_i^2, and the unit roundoff of the dtype in which it came."""
+    """K = columns columns^T, in coordinates. columns (m, S_v): sqrt(p_i) U_i. For each column's client: noise (S_v,) is
+    p_i tolerance_i^2, roundoffs (S_v,) the unit roundoff of the dtype in which it arrived."""
 
     columns: Tensor
     noise: Tensor
@@ -244,8 +243,8 @@ def _lift(basis: Tensor | None, coordinates: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Chosen:
-    """basis (m, keep): coordinates of U_ref. left_out, dropped: energies of the mean outside it, all of it and what is
-    not R's doing."""
+    """basis (m, keep): coordinates of U_ref. left_out: the mean's energy outside it. dropped: the part of `left_out`
+    that R did not cause."""
 
     basis: Tensor
     union_rank: int
@@ -256,7 +255,7 @@ class _Chosen:
 
 
 def _chosen(votes: _Votes, C: Tensor, floor: float, budget: Budget) -> _Chosen:
-    """U_ref in coordinates. floor: how large rounding can be in one direction of the mean."""
+    """U_ref in coordinates. floor: the largest size that rounding can have in one direction of the mean."""
     X, s = _every_direction(votes.columns)
     voted = count_above(s, _RESOLVED * float(s[0])) if len(s) and s[0] > 0 else 0
     rest = X[:, voted:]
@@ -265,7 +264,7 @@ def _chosen(votes: _Votes, C: Tensor, floor: float, budget: Budget) -> _Chosen:
     energy = (X.mH @ C).square().sum(dim=1)
     loud = energy.sqrt() > floor
     certain = torch.zeros(X.shape[1], dtype=torch.bool, device=X.device)
-    # Rounding makes directions of the differences between clients that share one, so their own noise counts there.
+    # Differences between clients that share a direction are made of rounding, so these clients' own noise counts there.
     shares = (votes.columns.mH @ X[:, :voted]).square() / s[:voted].square()
     certain[:voted] = s[:voted].square() > votes.noise @ shares
     sound = certain | loud
@@ -292,7 +291,7 @@ def _chosen(votes: _Votes, C: Tensor, floor: float, budget: Budget) -> _Chosen:
 
 
 def _every_direction(votes: Tensor) -> tuple[Tensor, Tensor]:
-    """All left singular vectors (m, m) of the votes and their singular values (m,), zero where nobody votes."""
+    """All left singular vectors (m, m) of the votes and their singular values (m,), zero where there are no votes."""
     m = votes.shape[0]
     if votes.shape[1] == 0:
         return torch.eye(m, dtype=votes.dtype, device=votes.device), votes.new_zeros(m)
@@ -308,17 +307,17 @@ def _left_vectors(X: Tensor) -> Tensor:
 
 
 def tie_tolerance(votes: Tensor, directions: Tensor, eigenvalues: Tensor, roundoffs: Tensor) -> float:
-    """The relative gap under which the two eigenvalues at the cut count as equal: sqrt(u), u of the clients in it.
+    """The relative gap under which the two eigenvalues at the cut count as equal: sqrt(u), u of the clients in the cut.
 
-    An eigenvalue is a sum of its clients' votes, and moves by the roundoff of each times its share; a cut inside a gap
-    g moves by u / g, so under sqrt(u) it would keep less than half of the digits. docs/decisions/0004-ties.md.
+    An eigenvalue is a sum of its clients' votes, and moves by the roundoff of each times its share. A cut inside a gap
+    g moves by u / g, so below sqrt(u) it keeps fewer than half of the digits. docs/decisions/0004-ties.md.
     """
     shares = (votes.mH @ directions).square() / eigenvalues
     return float((roundoffs @ shares).max().sqrt())
 
 
 def tied_block(values: Tensor, keep: int, tolerance: float) -> slice:
-    """The eigenvalues (descending) that equal the one at the cut."""
+    """The range of eigenvalues (descending) that equal the one at the cut."""
     at_cut = values[keep - 1]
     inside = ((values - at_cut).abs() <= tolerance * at_cut).nonzero()
     return slice(int(inside[0]), int(inside[-1]) + 1)
@@ -327,7 +326,7 @@ def tied_block(values: Tensor, keep: int, tolerance: float) -> slice:
 def _untied(
     X: Tensor, energy: Tensor, values: Tensor, keep: int, tolerance: float, C: Tensor, budget: Budget
 ) -> tuple[Tensor, Tensor]:
-    """X and energy with the tied block turned so that its strongest directions come first."""
+    """X and energy with the tied block rotated, so that its strongest directions come first."""
     at_cut = float(values[keep - 1])
     if budget.tie == "error":
         raise RankTie(
@@ -368,16 +367,16 @@ class _Projected:
 
 
 def _projected(core: _Core, votes: _Votes, stored: float, budget: Budget, dtype: torch.dtype) -> _Projected:
-    """stored: how large rounding of the stored factors can be in one direction of the mean."""
+    """stored: the largest size that rounding of the stored factors can have in one direction of the mean."""
     largest = float(core.C.abs().max()) if core.C.numel() else 0.0
-    unit = 2.0 ** math.floor(math.log2(largest)) if largest else 1.0  # squares of tiny numbers are zero
+    unit = 2.0 ** math.floor(math.log2(largest)) if largest else 1.0  # squares of tiny numbers would underflow
     C, terms, stored = core.C / unit, float(torch.linalg.vector_norm(core.terms / unit)), stored / unit
     energy = float(C.square().sum())
     if budget.basis == "energy":
         chosen = _strongest(C, budget, stored, votes.roundoffs)
     else:
         chosen = _chosen(votes, C, stored, budget)
-    whole = chosen.basis.shape[1] == C.shape[0]  # then no basis is needed, and none rounds
+    whole = chosen.basis.shape[1] == C.shape[0]  # then no basis is needed, and none adds rounding
     O, s, Wh = torch.linalg.svd(C if whole else chosen.basis.mH @ C, full_matrices=False)
     kept, level, rounding = cut_by_rounding(s.tolist(), terms=terms, stored=stored, stored_in=dtype)
     require_some(s[:kept] * unit, dtype)
@@ -390,9 +389,9 @@ def _projected(core: _Core, votes: _Votes, stored: float, budget: Budget, dtype:
     sides = ((U.mH, stored_U.mH), (Vh, stored_Vh))
     of_U, of_Vh = (rounding_of(x.clone(), y, root, stored_s.sqrt()).sqrt() for x, y in sides)
     off = float(storing_error(of_U, of_Vh, root)) / unit
-    off += ARITHMETIC * terms  # of the float64 arithmetic; an upper bound
+    off += ARITHMETIC * terms  # an upper bound on rounding in float64 arithmetic
     spectrum = with_canonical_signs(stored_U.clone(), stored_s, stored_Vh.clone(), level * unit, rounding)
-    if kept == 0:  # exact cancellation, or nothing was sent: there is no mean to be a share of
+    if kept == 0:  # exact cancellation, or nothing was sent: shares of the mean are undefined
         return _Projected(spectrum, directions, chosen, 1.0, 0.0, 0.0, 0.0, 0.0)
     captured, dropped, error = accounts(
         energy, left_out=chosen.left_out + trimmed, dropped=chosen.dropped + trimmed, off=off
@@ -403,7 +402,7 @@ def _projected(core: _Core, votes: _Votes, stored: float, budget: Budget, dtype:
 def _strongest(C: Tensor, budget: Budget, stored: float, roundoffs: Tensor) -> _Chosen:
     """The top-R left singular vectors of the mean itself: least error, unbounded influence.
 
-    gap: between squared singular values. Source: named as future work in the paper's conclusion.
+    gap: between squared singular values. Source: the paper's conclusion names this as future work.
     """
     O, s, _ = torch.linalg.svd(C, full_matrices=False)
     energy, keep = s.square(), min(budget.rank, len(s))
@@ -416,10 +415,10 @@ def _strongest(C: Tensor, budget: Budget, stored: float, roundoffs: Tensor) -> _
 
 
 def rounding_of(exact: Tensor, stored: Tensor, root: Tensor, stored_root: Tensor) -> Tensor:
-    """What storing a side (*, l, d), U^T or Vh, costs each column of (U sqrt(s)) (sqrt(s) Vh), squared (*, l).
+    """The squared error (*, l) in each column of (U sqrt(s)) (sqrt(s) Vh) from storing one side (*, l, d), U^T or Vh.
 
-    That product is what `effective` hands out, so the rounding of its making counts too. root, stored_root (*, l):
-    sqrt(s), of the exact and of the stored one. `exact` (float64) is used up.
+    `effective` returns that product, so the rounding of forming it counts too. root, stored_root (*, l): sqrt(s) of
+    the exact and of the stored spectrum. `exact` (float64) is overwritten.
     """
     made = stored * stored_root[..., None]
     off: Tensor = torch.linalg.vector_norm(exact.mul_(root[..., None]).sub_(made.double()), dim=-1)
@@ -427,16 +426,16 @@ def rounding_of(exact: Tensor, stored: Tensor, root: Tensor, stored_root: Tensor
 
 
 def storing_error(of_U: Tensor, of_Vh: Tensor, root: Tensor) -> Tensor:
-    """A bound of ||stored - exact||_F, from the rounding of each column of U sqrt(s) and row of sqrt(s) Vh (*, l).
+    """Bounds ||stored - exact||_F from the rounding of each column of U sqrt(s) and row of sqrt(s) Vh (*, l).
 
-    By the triangle inequality. Two independent roundings are together 1 / sqrt(2) of their sum.
+    By the triangle inequality; two independent roundings together are 1 / sqrt(2) of their sum.
     """
     both: Tensor = torch.linalg.vector_norm(of_U * root, dim=-1) + torch.linalg.vector_norm(of_Vh * root, dim=-1)
     return both
 
 
 def accounts(energy: float, *, left_out: float, dropped: float, off: float) -> tuple[float, float, float]:
-    """(captured, dropped, error) of a result, from squared norms: of the mean, of what of it was left out, and of what
-    of that was not R's doing; off: the norm of what rounding cost."""
+    """(captured, dropped, error) of a result. energy, left_out, dropped: squared norms of the mean, of its discarded
+    part, and of the share of that which R did not cause. off: the norm of the rounding errors."""
     lost = (math.sqrt(left_out) + off) ** 2 / energy * (1 + 1e-12)
     return max(1 - lost, 0.0), min((math.sqrt(dropped) + off) ** 2 / energy, 1.0), math.sqrt(lost)

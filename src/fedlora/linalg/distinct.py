@@ -1,4 +1,4 @@
-"""Columns that several pairs have in common, once: a server sends the same few to many clients."""
+"""Merges columns that several pairs share: a server sends the same few columns to many clients."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import torch
 
 from fedlora.linalg.shapes import Tensor
 
-_LOOKED_AT = 64  # entries of a column by which one that may equal it is found
+_LOOKED_AT = 64  # the entries of a column by which possible duplicates are found
 
 
 def distinct(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """(columns to keep, where each one is among them).
+    """(columns to keep, the index of each column among them).
 
-    left (d_out, S), right (S, d_in): a column is left[:, j] with right[j]. One that may equal another is found by some
-    of its entries; it is compared whole before that stands for it.
+    left (d_out, S), right (S, d_in): a column is left[:, j] with right[j]. Some of its entries find a possible
+    duplicate; the columns are compared whole before one replaces the other.
     """
     some_left = left[:: max(1, len(left) // _LOOKED_AT)].mT
     some_right = right[:, :: max(1, right.shape[1] // _LOOKED_AT)]

@@ -1,9 +1,9 @@
-"""What runs in the place of `consensus.consensus_mean`: matrices of one shape at once, from Gram matrices in float64.
+"""Replaces `consensus.consensus_mean` where that is safe: matrices of one shape at once, from Gram matrices in float64.
 
-The same coordinates, by a Cholesky factor of the columns' Gram matrix instead of a QR: [B_1 B_2 ..] D = Q T with
-T^T T their Gram matrix, Q = B D T^-1 never formed. Then the mean is Q (T w A), and U and V^T are one tall product each.
-It answers where that is safe: float32, columns not nearly dependent, every client's rank beyond doubt, no tie at the
-cut. What is not goes to `consensus_mean`, one by one. `tests/linalg/test_consensus.py` compares them on every hard
+It uses the same coordinates, but from a Cholesky factor of the columns' Gram matrix instead of a QR: [B_1 B_2 ..] D =
+Q T, with T^T T the Gram matrix; Q = B D T^-1 is never formed. The mean is then Q (T w A), and U and V^T take one tall
+product each. Safe means: float32, columns far from dependent, every client's rank beyond doubt, no tie at the cut. All
+other matrices go to `consensus_mean`, one by one. `tests/linalg/test_consensus.py` compares the two on every hard
 family.
 """
 
@@ -36,19 +36,19 @@ from fedlora.linalg.parallel import Each, one_by_one
 from fedlora.linalg.spectrum import Spectrum, canonical_signs, cut_by_rounding
 
 _U64 = unit_roundoff(torch.float64)
-# The least pivot of columns of norm 1. What is made from their Gram matrix is orthonormal to 1e-16 over its square.
+# The least pivot for columns of norm 1. Results from their Gram matrix are orthonormal to 1e-16 over its square.
 _LEAST_PIVOT, _CERTAIN_PIVOT = 1e-4, 0.1
-# Bytes of a batch's factor in float64. Its tall matrices are gone through in panels, its small ones all at once.
+# Bytes of a batch's factor in float64. Tall matrices are processed in panels, small ones all at once.
 _AT_ONCE = 2**22
-# Singular values of the mean, relative to the largest, down to which an eigenproblem of its square does for both sides;
-# and the least that the largest may be, relative to the terms that were added up.
+# The smallest singular value, relative to the largest, that an eigenproblem of the mean's square gives accurately on
+# both sides; and the least size of the largest one, relative to the summed terms.
 _LEAST_OF_MEAN, _LEAST_OF_TERMS = 1e-4, 1e-2
 
 
 def consensus_means(
     sent: Sequence[Contributions], budgets: Sequence[Budget], each: Each = one_by_one
 ) -> list[ConsensusMean]:
-    """[consensus_mean(...) for each matrix]. each: how to go through the batches, which are the same however that is.
+    """[consensus_mean(...) for each matrix]. each: runs the batches; how it runs them does not change the batches.
 
     Raises:
         RankTie: as `consensus_mean`.
@@ -63,7 +63,7 @@ def consensus_means(
         most=_AT_ONCE,
     )
     made = {k: mean for k, mean in zip(ordinary, found, strict=True) if mean is not None}
-    # Clients that sent nothing for a matrix are what most often keeps it from here: once more without them.
+    # The usual reason for None is a client that sent nothing for a matrix: try again without such clients.
     others = [k for k in range(len(sent)) if k not in made]
     active = {k: [bool(B.any()) for B, _ in sent[k].pairs] for k in others}
     some = [k for k in others if any(active[k]) and not all(active[k])]
@@ -76,7 +76,7 @@ def consensus_means(
 
 
 def _kind(sent: Contributions, budget: Budget) -> tuple[object, ...] | None:
-    """What matrices of one batch have in common; None for one that is left to the reference."""
+    """A key that the matrices of one batch share; None for a matrix that goes to the reference."""
     B, A = sent.every_pair[0]
     narrow = B.dtype == sent.dtype == torch.float32
     ordinary = narrow and budget.basis == "projector" and min(sent.weights, default=0) > 0
@@ -86,7 +86,7 @@ def _kind(sent: Contributions, budget: Budget) -> tuple[object, ...] | None:
 
 
 def _only(sent: Contributions, active: Sequence[bool]) -> Contributions:
-    """What those of the clients sent that are active."""
+    """The contributions of the active clients alone."""
     at = [k for k, on in enumerate(active) if on]
     pairs, weights = [sent.pairs[k] for k in at], [sent.weights[k] for k in at]
     roundoffs, tolerances = [sent.roundoffs[k] for k in at], [sent.tolerances[k] for k in at]
@@ -106,10 +106,10 @@ def _with_idle(mean: ConsensusMean, sent: Contributions, active: Sequence[bool])
 
 @dataclass(frozen=True, eq=False)
 class _Clients:
-    """The clients' columns, block by block, those of lower ranks filled up to the largest r by a column of zeros.
+    """The clients' columns, block by block; blocks of lower rank are padded with zero columns to the largest r.
 
-    at (c, r): the columns, S for one that fills up. own (m, c, r, r): the Cholesky factors of their columns' Gram
-    matrices, lower, so that B_i D = U_i own^T; 1 on the diagonal of what fills up.
+    at (c, r): the columns' indices, S for padding. own (m, c, r, r): the lower Cholesky factors of their Gram matrices,
+    so that B_i D = U_i own^T; 1 on the diagonal for padding.
     """
 
     at: Tensor
@@ -118,7 +118,7 @@ class _Clients:
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """P (m, mm, R): coordinates of U_ref; None where nothing is cut. gaps, tied: of each matrix."""
+    """P (m, mm, R): coordinates of U_ref; None if nothing is cut. gaps, tied: one for each matrix."""
 
     P: Tensor | None
     gaps: list[float]
@@ -127,11 +127,11 @@ class _Cut:
 
 @dataclass(frozen=True, eq=False)
 class _Batch:
-    """m matrices of one shape, their clients' factors side by side, the rest behind them.
+    """m matrices of one shape, with their clients' factors side by side and the rest last.
 
-    B (m, d_out, S), A (m, S, d_in): float32, and float64 panel by panel where they are multiplied. The others float64:
-    scale (m, S): D, which makes B's columns 1 long. w (m, S): p / D. sizes (m, S): ||a_j||. H: Gram of A's rows, or
-    None where S > d_in. T (m, mm, S): B D in coordinates, itself where S > d_out.
+    B (m, d_out, S), A (m, S, d_in): float32; products cast them to float64 panel by panel. All others are float64:
+    scale (m, S): D, which scales B's columns to norm 1. w (m, S): p / D. sizes (m, S): ||a_j||. H: Gram of A's rows,
+    None if S > d_in. T (m, mm, S): B D in coordinates; B D itself if S > d_out.
     """
 
     sent: Sequence[Contributions]
@@ -167,7 +167,7 @@ class _Batch:
         return cls(sent, B, A, scale, p / scale, sizes, H, T, clients, sound)
 
     def means(self, budget: Budget) -> list[ConsensusMean | None]:
-        """One for each matrix, None where it is not safe."""
+        """One mean for each matrix; None if it is not safe."""
         mm, nothing_cut = self.T.shape[1], budget.rank >= self.T.shape[1]
         Tw = self.T * self.w[:, None, :]
         C = None
@@ -188,13 +188,13 @@ class _Batch:
         s, O = values.flip(1)[:, :rank].clamp(min=1e-300).sqrt(), O.flip(2)[:, :, :rank]
         sound = sound & (s[:, 0] > _LEAST_OF_TERMS * terms)
         left_out = torch.zeros_like(total)
-        if not nothing_cut:  # a difference of two sums, which says no less than this
+        if not nothing_cut:  # a difference of two sums cannot resolve less than this
             left_out = total - values.sum(dim=1) + 64 * _U64 * total
             sound = sound & (left_out > 1e-11 * total)
         if not bool(sound.any()):
             return [None] * len(self.sent)
         directions = O if cut.P is None else cut.P @ O
-        rows = directions.mT @ (Tw if C is None else C)  # s V^T in the coordinates of A's rows, or itself
+        rows = directions.mT @ (Tw if C is None else C)  # s V^T, in coordinates of A's rows if C is None
         Vh = None
         weak = s < _LEAST_OF_MEAN * s[:, :1]
         if bool((weak.any(dim=1) & sound).any()):
@@ -207,12 +207,12 @@ class _Batch:
         return self._results(Ut, s, Vh, (off_U, off_V), directions, total, left_out, terms, cut, sound, mm)
 
     def _consensus(self, budget: Budget, square: Tensor, sound: Tensor) -> tuple[_Cut, Tensor]:
-        """The top-R eigenvectors of K in coordinates, and where they may be trusted."""
+        """The top-R eigenvectors of K in coordinates, and the matrices for which they are reliable."""
         at, own = self.clients.at, self.clients.own
         bases = torch.linalg.solve_triangular(own, _blocks(self.T, at).mT, upper=False).mT  # U_i
         root = torch.tensor([s.weights for s in self.sent], dtype=torch.float64).sqrt()
         bases = bases * root.to(own)[:, :, None, None]
-        votes = self.T.new_zeros(*self.T.shape[:2], self.T.shape[2] + 1)  # the rest has none
+        votes = self.T.new_zeros(*self.T.shape[:2], self.T.shape[2] + 1)  # `rest` has no vote
         votes[:, :, at.flatten()] = bases.transpose(1, 2).flatten(2)
         votes = votes[:, :, :-1]
         values, X = eigh(votes @ votes.mT)
@@ -224,7 +224,7 @@ class _Batch:
         R = budget.rank
         sound = sound & (values[:, -1] > torch.maximum(4 * noise, 1e-10 * values[:, 0]))
         gaps, tied = (1 - values[:, R] / values[:, R - 1]).tolist(), [False] * len(values)
-        for k, s in enumerate(self.sent):  # none can be tied by more than the widest roundoff in the round
+        for k, s in enumerate(self.sent):  # the round's widest roundoff bounds every tie tolerance
             if gaps[k] <= max(s.roundoffs) ** 0.5 and bool(sound[k]):
                 roundoffs = s.per_column([*s.roundoffs, *[0.0] * (s.rest is not None)])
                 tolerance = tie_tolerance(votes[k], X[k, :, R - 1 : R + 1], values[k, R - 1 : R + 1], roundoffs)
@@ -234,14 +234,14 @@ class _Batch:
                     _, turn = eigh(X[k, :, block].mT @ square[k] @ X[k, :, block])
                     X[k, :, block] = X[k, :, block] @ turn.flip(1)
                 elif tied[k] and budget.tie == "error":
-                    sound[k] = False  # the reference says why
+                    sound[k] = False  # the reference raises the error
         return _Cut(X[:, :, :R], gaps, tied), sound
 
     def _with_weak_ones(self, weak: Tensor, directions: Tensor, s: Tensor, rows: Tensor, *, exact: bool) -> Tensor:
-        """Vh (m, l, d_in) where some components are so weak that rows / s would not be orthonormal. Sets directions, s.
+        """Vh (m, l, d_in) if some components are so weak that rows / s is not orthonormal. Changes directions and s.
 
-        The eigenvectors of C C^T know the span of the weak ones to a part in 1e8, but not each of them: their own rows,
-        cleared of what the strong ones have, are solved again.
+        The eigenvectors of C C^T give the span of the weak components to 1e-8, but not each component. So their rows,
+        made orthogonal to the strong ones, are decomposed again.
         """
         Vh = torch.empty(*rows.shape[:2], self.A.shape[2], dtype=torch.float64, device=rows.device)
         for k in range(len(weak)):
@@ -261,7 +261,7 @@ class _Batch:
         return Vh
 
     def _left(self, directions: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What `_stored` makes U^T of."""
+        """The two factors from which `_stored` makes U^T."""
         if self.B.shape[2] > self.B.shape[1]:
             return directions.mT, None
         inner = torch.linalg.solve_triangular(self.T, directions, upper=True)
@@ -275,7 +275,7 @@ class _Batch:
         floors = torch.linalg.vector_norm(tolerances * self.w * self.sizes, dim=1)
         sign = canonical_signs(Ut.mT)
         Ut, Vh, single = Ut.mul_(sign[:, :, None]), Vh.mul_(sign[:, :, None]), s.float()
-        U = _turned(Ut)  # row after row in memory, for readouts and files, as Vh
+        U = _turned(Ut)  # row-major, like Vh, for readouts and files
         bases, alignments = self._clients(directions)
         cost = storing_error(off[0], off[1], s.sqrt()) + ARITHMETIC * terms
         numbers = [x.tolist() for x in (total, left_out, terms, floors, cost, sound, single[:, 0] > 0, s)]
@@ -308,11 +308,11 @@ class _Batch:
         along = pad(self.T.mT @ directions, (0, 0, 0, 1))[:, at]  # (B_i D)^T U
         scores = torch.linalg.solve_triangular(own, along, upper=False).square().sum(dim=2)
         D = torch.diag_embed(_filled(self.scale, at, 1.0))
-        to_basis = torch.linalg.solve_triangular(own, D, upper=False).mT  # U_i = B_i of it
-        # Histories are float32. So can their products be, of columns that are far from depending on each other.
+        to_basis = torch.linalg.solve_triangular(own, D, upper=False).mT  # U_i = B_i to_basis_i
+        # Histories are float32. If the columns are far from dependent, these products can be float32 too.
         dtype = torch.float32 if float(_diagonal(own).amin()) > _CERTAIN_PIVOT else torch.float64
         for i, B in enumerate(torch.split(self.B, ranks, dim=2)[:count]):
-            # One piece of memory for each client, for its history lives as long as it stays away.
+            # Each client gets its own memory, because its history lives for as long as the client stays away.
             each = (B.to(dtype) @ to_basis[:, i, : ranks[i], : ranks[i]].to(dtype)).float().unbind()
             for k, (basis, score) in enumerate(zip(each, scores[:, i].unbind(), strict=True)):
                 bases[k][i], alignments[k][i] = basis, score
@@ -328,7 +328,7 @@ def _own(
     scale: Tensor,
     sound: Tensor,
 ) -> tuple[_Clients, Tensor]:
-    """The clients, and of which matrices all have factors of full rank, beyond what rounding can do."""
+    """The clients, and which matrices have, beyond rounding, factors of full rank from every client."""
     S, ranks = T.shape[2], sent[0].ranks[: len(sent[0].pairs)]
     r, starts = max(ranks), accumulate(ranks, initial=0)
     at = torch.tensor([[*range(i, i + k), *[S] * (r - k)] for i, k in zip(starts, ranks, strict=False)]).to(T.device)
@@ -341,7 +341,7 @@ def _own(
     fine = fine & (_diagonal(L).amin(dim=2) > torch.clamp(4 * tolerance * r**0.5, min=1e-3)).all(dim=1)
     unscale = 1 / _filled(scale, at, 1.0)
     of_A = unscale[..., :, None] * of_A * unscale[..., None, :]
-    squares = L.mT @ of_A @ L  # whose eigenvalues are the squares of Ahat_i's singular values
+    squares = L.mT @ of_A @ L  # its eigenvalues are the squares of Ahat_i's singular values
     lengths = _diagonal(of_A).sqrt()
     level = torch.linalg.vector_norm(L.mT.abs() @ lengths[..., None], dim=(2, 3))
     least = torch.maximum(1e-12 * _diagonal(squares).sum(dim=2), (2 * tolerance * level).square())
@@ -351,7 +351,7 @@ def _own(
 
 
 def _own_grams(X: Tensor, gram_of_all: Tensor | None, at: Tensor) -> Tensor:
-    """X_i^T X_i (m, c, r, r) of the clients' columns of X (m, n, S), from the Gram matrix of all where there is one."""
+    """X_i^T X_i (m, c, r, r) of the clients' columns of X (m, n, S), cut from the Gram matrix of all if it is given."""
     if gram_of_all is None:
         own = _blocks(X, at).double()
         return own.mT @ own
@@ -369,7 +369,7 @@ def _filled(each: Tensor, at: Tensor, by: float) -> Tensor:
 
 
 def _turned(X: Tensor) -> Tensor:
-    """X^T of each (m, l, d), row after row in memory. Torch turns large matrices three times faster one by one."""
+    """X^T of each (m, l, d), row-major. Torch transposes large matrices three times faster one by one."""
     turned = X.new_empty(X.shape[0], X.shape[2], X.shape[1])
     if X[0].numel() < PANEL // 8:
         return turned.copy_(X.mT)
@@ -383,15 +383,15 @@ def _diagonal(X: Tensor) -> Tensor:
 
 
 def _cholesky(G: Tensor, sound: Tensor) -> tuple[Tensor, Tensor]:
-    """L with G = L L^T of matrices with a diagonal of ones, and which of those that were sound still are."""
+    """L with G = L L^T for matrices with a unit diagonal, and which sound matrices are still sound."""
     L, failed = torch.linalg.cholesky_ex(G)
-    L = torch.where(failed[:, None, None] > 0, torch.eye(L.shape[1]).to(L), L)  # not to be used, only to be finite
+    L = torch.where(failed[:, None, None] > 0, torch.eye(L.shape[1]).to(L), L)  # never used, but must be finite
     return L, sound & (failed == 0) & (_diagonal(L).amin(dim=1) > _LEAST_PIVOT)
 
 
 def _stored(small: Tensor, tall: Tensor | None, s: Tensor) -> tuple[Tensor, Tensor]:
-    """small (m, l, S) @ tall (m, S, d), U^T or V^T, from float64 in float32, and what `rounding_of` says of it (m, l).
-    Panel by panel, so that what is made of one stays in cache. tall: float32; None: small is the product, used up."""
+    """small (m, l, S) @ tall (m, S, d), U^T or V^T, stored in float32, and its `rounding_of` (m, l). tall: float32; if
+    None, `small` is the product already and is overwritten. Works in panels, so that each panel stays in cache."""
     root, stored_root, off = s.sqrt(), s.float().sqrt(), torch.zeros_like(s)
     d = (small if tall is None else tall).shape[2]
     made = torch.empty(*small.shape[:2], d, dtype=torch.float32, device=small.device)
@@ -403,7 +403,7 @@ def _stored(small: Tensor, tall: Tensor | None, s: Tensor) -> tuple[Tensor, Tens
 
 
 def _panels(m: int, S: int, d: int) -> Iterator[tuple[slice, slice]]:
-    """Matrices and columns of (m, S, d) that make up about `PANEL` bytes, until all have come."""
+    """Splits (m, S, d) into slices of matrices and columns of about `PANEL` bytes."""
     columns = min(d, max(256, PANEL // (8 * S)))
     matrices = max(1, PANEL // (8 * S * columns))
     for first, start in product(range(0, m, matrices), range(0, d, columns)):

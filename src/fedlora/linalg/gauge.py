@@ -1,11 +1,11 @@
-"""What of one client's factors (B, A) does not depend on the gauge, and what of them may be rounding.
+"""Separates the part of one client's factors (B, A) that does not depend on the gauge from possible rounding.
 
-    U, Ahat = gauge_fix(B, A, tolerance=u)           U^T U = I, U Ahat = B A up to what rounding of B and A can be
-    split   = gauge_split(B, A, tolerance=u)         the same, and beside it that rest: nothing of B A is lost
-    splits  = gauge_splits(pairs, tolerances=us)     of many, those of one shape at once
+    U, Ahat = gauge_fix(B, A, tolerance=u)           U^T U = I, U Ahat = B A up to rounding of B and A
+    split   = gauge_split(B, A, tolerance=u)         the same, and the rest: no part of B A is lost
+    splits  = gauge_splits(pairs, tolerances=us)     many pairs, those of one shape at once
 
-A rank decision belongs here and nowhere else: it says which directions of this client have a vote in the consensus. It
-never says what belongs to the mean of clients.
+Only here is the rank of a client decided: which of its directions have a vote in the consensus. This never decides
+which directions belong to the clients' mean.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ Canonical = Literal["product", "B"]
 class Split:
     """B A = U Ahat + U_rest A_rest, with [U U_rest] orthonormal.
 
-    U (d_out, k) and Ahat (k, d_in): the directions that are there beyond doubt. U_rest (d_out, q) and A_rest (q, d_in):
-    those that rounding of the stored factors could have made; q = 0 where they hold nothing.
+    U (d_out, k) and Ahat (k, d_in): the directions beyond rounding. U_rest (d_out, q) and A_rest (q, d_in): the
+    directions that rounding of the stored factors could have made; q = 0 if they hold nothing.
     """
 
     U: Tensor
@@ -50,12 +50,12 @@ def gauge_fix(
     tolerance: float,
     canonical: Canonical = "product",
 ) -> tuple[Float[Tensor, "d_out k"], Float[Tensor, "k d_in"]]:
-    """(U, Ahat) with U^T U = I and U @ Ahat = B @ A up to rounding: what of (B, A) does not depend on the gauge.
+    """(U, Ahat) with U^T U = I and U @ Ahat = B @ A up to rounding: the part of (B, A) that no gauge changes.
 
     Arguments as for `gauge_split`, float64 results. k is the numerical rank, 0 for a zero update.
 
     Source: paper section 4.1, Eq. (gauge fixing), with its footnote: a rank-deficient B gives rank(B) columns. A plain
-    QR would complete them with arbitrary ones, which then enter the consensus with full weight.
+    QR would add arbitrary columns, which would enter the consensus with full weight.
     """
     split = gauge_split(B, A, tolerance=tolerance, canonical=canonical)
     return split.U, split.Ahat
@@ -68,7 +68,7 @@ def gauge_split(
     tolerance: float,
     canonical: Canonical = "product",
 ) -> Split:
-    """One client's update, parted into what is there beyond doubt and what rounding of its factors could have made.
+    """Splits one client's update into directions beyond rounding and directions that rounding could have made.
 
     Args:
         B, A: one client's factors, any dtype.
@@ -80,7 +80,7 @@ def gauge_split(
         a `Split` in float64.
     """
     B, A = B.double(), A.double()
-    # Columns of B to a norm in [1, 2) by powers of two (exact), the inverse on the rows of A: a diagonal gauge is gone.
+    # Powers of two (exact) scale B's columns to a norm in [1, 2), A's rows by the inverse. Removes a diagonal gauge.
     norms = torch.linalg.vector_norm(B, dim=0)
     scale = torch.where(norms > 0, torch.exp2(-torch.floor(torch.log2(norms))), 1.0)
     B, A = B * scale, A / scale[:, None]
@@ -91,17 +91,17 @@ def gauge_split(
     U, Ahat = Q @ W, T @ A
     k = count_above(s, tolerance * float(torch.linalg.vector_norm(s)))
     if canonical == "product" and k:
-        # Directions of col(B) that A never uses. What rounding of B and A leaves there is bounded row by row.
+        # A never uses these directions of col(B). Each row bounds the rounding of B and A there.
         noise = tolerance * float(torch.linalg.vector_norm(T[:k].abs() @ torch.linalg.vector_norm(A, dim=1)))
         O, used, _ = torch.linalg.svd(Ahat[:k], full_matrices=A.shape[1] < k)
         kept = count_above(used, noise)
-        if kept < k:  # else the span of U is right as it is
+        if kept < k:  # otherwise the span of U is right already
             U = torch.cat([U[:, :k] @ O, U[:, k:]], dim=1)
             Ahat = torch.cat([O.mH @ Ahat[:k], Ahat[k:]])
             k = kept
     terms = float(torch.linalg.vector_norm(torch.linalg.vector_norm(A, dim=1)))  # columns of B have norms near 1
     rest = float(torch.linalg.vector_norm(Ahat[k:]))
-    end = len(Ahat) if rest > 8 * unit_roundoff(torch.float64) * terms else k  # float64 cannot say more than that
+    end = len(Ahat) if rest > 8 * unit_roundoff(torch.float64) * terms else k  # float64 cannot resolve less
     return Split(U[:, :k], Ahat[:k], U[:, k:end], Ahat[k:end])
 
 
@@ -112,11 +112,11 @@ def gauge_splits(
     canonical: Canonical = "product",
     dtype: torch.dtype = torch.float64,
 ) -> list[Split]:
-    """[gauge_split(B, A, ...) for each pair], the ordinary ones of one shape at once and from Gram matrices.
+    """[gauge_split(B, A, ...) for each pair]; ordinary pairs of one shape go at once, from Gram matrices.
 
-    Ordinary: float32, and well enough conditioned after column scaling that a float64 Gram matrix gives the same span
-    to 1e-9. Whatever is not - deficient, badly conditioned, float64 - goes through `gauge_split` itself. dtype: of the
-    results; all is computed in float64.
+    Ordinary: float32, and after column scaling so well conditioned that a float64 Gram matrix gives the same span to
+    1e-9. All others - deficient, badly conditioned, float64 - go through `gauge_split` itself. dtype: of the results;
+    the computation is float64.
     """
     kinds = [(B.shape, A.shape, B.dtype, A.dtype, t) for (B, A), t in zip(pairs, tolerances, strict=True)]
     work = partial(_split, pairs, tolerances, canonical, dtype)
@@ -148,14 +148,14 @@ def _ordinary(pairs: Sequence[tuple[Tensor, Tensor]], tolerance: float) -> list[
     G = B.mT @ B
     scale = G.diagonal(dim1=1, dim2=2).clamp(min=1e-300).rsqrt()  # columns of B to norm 1
     eigenvalues, V = eigh(scale[:, :, None] * G * scale[:, None, :])
-    s = eigenvalues.clamp(min=1e-30).sqrt()  # of a matrix of trace r: what is that small is not ordinary anyway
+    s = eigenvalues.clamp(min=1e-30).sqrt()  # the trace is r, so a pair with such small eigenvalues is not ordinary
     X, T = scale[:, :, None] * V / s[:, None, :], s[:, :, None] * V.mT / scale[:, None, :]  # X T = I, (B X)^T B X = I
     U, Ahat = B @ X, T @ A
     energies = torch.linalg.eigvalsh(Ahat @ Ahat.mT)
     noise = torch.linalg.vector_norm(T.abs() @ torch.linalg.vector_norm(A, dim=2, keepdim=True), dim=(1, 2))
     made: list[Split | None] = []
     for i, (of_B, of_A, level) in enumerate(zip(s.tolist(), energies.tolist(), noise.tolist(), strict=True)):
-        # Four digits above round-off in both Gram matrices, and twice the noise of the stored factors.
+        # Four digits above roundoff in both Gram matrices, and twice the noise of the stored factors.
         sound = of_B[0] > max(1e-3 * of_B[-1], 2 * tolerance * math.hypot(*of_B))
         sound = sound and of_A[0] > max(1e-12 * of_A[-1], (2 * tolerance * level) ** 2)
         none = (U.new_empty(U.shape[1], 0), A.new_empty(0, A.shape[2]))

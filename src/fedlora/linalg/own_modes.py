@@ -1,7 +1,7 @@
-"""The arithmetic of a server is its own, whatever torch modes its caller has on.
+"""Keeps the server's arithmetic independent of the torch modes that its caller has switched on.
 
-Under autocast a float32 product is one of bfloat16, and the mean moves by 4e-3; what inference mode makes cannot be
-trained. Both are switches of a thread that somebody set for a network.
+Autocast turns a float32 product into a bfloat16 one, which moves the mean by 4e-3. Tensors made in inference mode
+cannot be trained. Both are thread-wide switches that the caller set for a network.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """Autocast and inference mode are off inside, also as a decorator."""
+    """Switches autocast and inference mode off; also works as a decorator."""
     with ExitStack() as off:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):

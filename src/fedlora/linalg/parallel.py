@@ -1,7 +1,7 @@
-"""Work on several matrices at a time, with the same bits for any number of threads.
+"""Processes several matrices at a time, with the same bits for any number of threads.
 
-Each thread has one BLAS thread. Small products on several BLAS threads can be a hundred times slower than on one, where
-others want the cores too; large ones gain as much from going side by side.
+Each thread has one BLAS thread. On a busy machine, small products can be a hundred times slower on several BLAS threads
+than on one; large products gain as much from running side by side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Y = TypeVar("Y")
 
 @runtime_checkable
 class Each(Protocol):
-    """Applies a function to each item, in order or at once: the results in the items' order."""
+    """Applies a function to each item, in order or in parallel; the results come in the items' order."""
 
     def __call__(self, work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]: ...
 
@@ -31,7 +31,7 @@ def one_by_one(work: Callable[[X], Y], items: Sequence[X], /) -> list[Y]:
 
 @contextmanager
 def workers(count: int | None) -> Iterator[Each]:
-    """An `Each` of so many threads; None: as many as torch has."""
+    """An `Each` with `count` threads; None: as many as torch has."""
     count = count or torch.get_num_threads()
     if count == torch.get_num_threads() == 1:
         yield one_by_one
@@ -44,5 +44,5 @@ def workers(count: int | None) -> Iterator[Each]:
 
         try:
             yield at_once
-        finally:  # torch keeps the last number that any thread set for threads to come
+        finally:  # torch gives new threads the number that any thread set last
             pool.submit(torch.set_num_threads, before).result()

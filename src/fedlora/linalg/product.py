@@ -1,11 +1,11 @@
-"""The SVD of B A for factors of several clients side by side: sizes first, and the factors of a rank when it is known.
+"""The SVD of B A for the factors of several clients side by side: the sizes first, the factors once a rank is chosen.
 
-    B = Q_B R_B, A^T = Q_A R_A;   R_B D R_A^T = O S W^T;   the pair of rank k is Q_B O_k S_k^1/2 and its like
+    B = Q_B R_B, A^T = Q_A R_A;   R_B D R_A^T = O S W^T;   the pair of rank k is Q_B O_k S_k^1/2, and A's alike
 
-D holds the weights, so the stored numbers are never touched: all is float64 between them and the stored result. R comes
-from the Cholesky factor of the Gram matrix, which reads each factor once and needs no Q: B X with the small X = R_B^-1
-O_k S_k^1/2. That loses digits as the square of the condition of B. Where float32 could show it, or B is float64,
-Householder's QR takes its place; so it does where terms cancel, for their columns nearly depend on each other.
+D holds the weights, so the stored numbers stay as they are: everything between them and the stored result is float64. R
+is the Cholesky factor of the Gram matrix, which reads each factor once and needs no Q: B X with the small X = R_B^-1
+O_k S_k^1/2. This loses digits with the squared condition of B. If float32 could show that, or B is float64, we use
+Householder's QR instead; also if terms cancel, because their columns are nearly dependent.
 
 Source: the thin exact SVD of docs/explanation/methods.md (FLoRIST's core).
 """
@@ -32,13 +32,13 @@ def svd_of_product(
     tolerance: float | Float[Tensor, " S"],
     dtype: torch.dtype | None = None,
 ) -> Spectrum:
-    """The SVD of B @ A, as `product` has it of several pairs. dtype: of the result; None: that of B and A."""
+    """The SVD of B @ A, as a `product` of one pair. dtype: of the result; None: that of B and A."""
     return product([B], [A], [1.0], tolerance=tolerance, dtype=dtype or B.dtype).spectrum()
 
 
 @dataclass(frozen=True, eq=False)
 class _Side:
-    """One factor as X (d, n) = Q R, Q never formed where R has an inverse that is safe."""
+    """One factor as X (d, n) = Q R; Q is never formed if R has a safe inverse."""
 
     X: Tensor
     R: Tensor
@@ -54,9 +54,9 @@ class _Side:
 
 @dataclass(frozen=True, eq=False)
 class Product:
-    """A weighted sum of products in energy order: `s` descending, and balanced factors of any rank up to their number.
+    """A weighted sum of products in energy order: `s` descending, and balanced factors of any rank up to `len(s)`.
 
-    noise, rounding: as `Spectrum` has them. terms: the norm of the sizes of all terms, before any of them cancel.
+    noise, rounding: as in `Spectrum`. terms: the norm of the sizes of all terms, before any cancel.
     """
 
     s: tuple[float, ...]
@@ -87,13 +87,13 @@ class Product:
         return Spectrum(s[None, :], s, s[:, None]).rank_of_energy(share)
 
     def spectrum(self) -> Spectrum:
-        """All of it, with canonical signs."""
+        """All components, with canonical signs."""
         s = torch.tensor(self.s, dtype=torch.float64).to(self._O.device, self._dtype)
         U, V = (side.times(small).to(self._dtype) for side, small in ((self._left, self._O), (self._right, self._W)))
         return with_canonical_signs(U, s, V.mT, self.noise, self.rounding)
 
     def balanced(self, rank: int) -> tuple[Tensor, Tensor]:
-        """(B, A) of the `rank` strongest components, the root of each size on both; canonical signs."""
+        """(B, A) of the `rank` strongest components, with sqrt(s) on both; canonical signs."""
         root = torch.tensor(self.s[:rank], dtype=torch.float64).sqrt().to(self._O)
         B = self._left.times(self._O[:, :rank] * root)
         A = self._right.times(self._W[:, :rank] * root)
@@ -114,15 +114,15 @@ def product(
     """sum_i w_i B_i A_i, decomposed.
 
     Args:
-        Bs: (d_out, r_i). As: (r_i, d_in). Of any floating types; computed in float64.
+        Bs: (d_out, r_i). As: (r_i, d_in). Any floating types; computed in float64.
         tolerance: relative rounding noise of the stored factors, one for all columns or one for each; it sets
             `Spectrum.noise` and drops nothing. dtype: of the result.
 
     Returns:
-        every component but a tail that `dtype` could not tell from nothing; none where the terms cancel exactly.
+        every component but a tail that `dtype` cannot tell from zero; none if the terms cancel exactly.
 
     Raises:
-        LostUpdate: the sum is not zero, but `dtype` would make it so. OverflowError: it is larger than `dtype` holds.
+        LostUpdate: the sum is not zero, but `dtype` would store zero. OverflowError: `dtype` cannot hold the sum.
     """
     exact = any(t.dtype == torch.float64 for t in (*Bs, *As))
     left, right = _side(Bs, exact), _side([A.mT for A in As], exact)
@@ -159,7 +159,7 @@ def _side(parts: Sequence[Tensor], exact: bool) -> _Side:
 
 
 def _cholesky(G: Tensor) -> Tensor | None:
-    """R with R^T R = G; None where that would lose digits: columns that nearly depend on each other, or zero ones."""
+    """R with R^T R = G; None if that would lose digits, for columns that are nearly dependent or zero."""
     norms = G.diagonal().sqrt()
     if not bool((norms > 0).all()) or not math.isfinite(float(norms.max())):
         return None
@@ -167,7 +167,7 @@ def _cholesky(G: Tensor) -> Tensor | None:
     if bool(failed):
         return None
     inverse = torch.linalg.solve_triangular(R, torch.eye(len(R)).to(R), upper=True)
-    if float(torch.linalg.matrix_norm(inverse)) > _WORST_CONDITION:  # of unit columns, ||R|| is at most sqrt(n)
+    if float(torch.linalg.matrix_norm(inverse)) > _WORST_CONDITION:  # for unit columns ||R|| is at most sqrt(n)
         return None
     found: Tensor = R * norms
     return found

@@ -1,7 +1,7 @@
 """Tensor types that carry their shape, for readers and for the tests.
 
-`Float[Tensor, "d_out r"]` is a plain `Tensor` to a type checker. Where jaxtyping is installed the test suite checks
-each shape at each call (`tests/conftest.py`); elsewhere the annotations cost nothing and need nothing.
+To a type checker `Float[Tensor, "d_out r"]` is a plain `Tensor`. With jaxtyping installed the tests check each shape at
+each call (`tests/conftest.py`); elsewhere the annotations cost nothing.
 """
 
 from __future__ import annotations

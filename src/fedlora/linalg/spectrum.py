@@ -1,4 +1,4 @@
-"""An update in energy order: its SVD, every component kept, and where rounding of the stored factors begins."""
+"""An update in energy order: its SVD with every component, and the level below which components may be rounding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedlora.linalg.basics import count_above, norm, unit_roundoff
 from fedlora.linalg.shapes import Float, Tensor
 
 _U64 = unit_roundoff(torch.float64)
-# The share of an update's energy that readouts may leave out as rounding. More is never thrown away, but reported.
+# The share of an update's energy that readouts may leave out as rounding. A larger share is kept and reported.
 MOST_ROUNDING = 1e-3
 
 
@@ -25,7 +25,7 @@ class Spectrum:
 
     noise: components up to this size may be rounding of the stored factors. Their directions differ from gauge to
     gauge, so readouts leave them out; the update itself keeps them. rounding: the share of the energy in components
-    that rounding could have made, also where that is so much that readouts keep some.
+    that rounding could have made, including those that readouts keep because there is too much to leave out.
     """
 
     TAG: ClassVar[str] = "spectrum/1"
@@ -38,7 +38,7 @@ class Spectrum:
 
     @property
     def rank(self) -> int:
-        """l, all components."""
+        """l, the number of all components."""
         return self.s.shape[0]
 
     @cached_property
@@ -48,7 +48,7 @@ class Spectrum:
 
     @cached_property
     def sound(self) -> int:
-        """How many components, from the strongest, are larger than `noise`."""
+        """The number of leading components larger than `noise`."""
         return count_above(self.s, self.noise)
 
     def head(self, rank: int) -> Spectrum:
@@ -58,12 +58,12 @@ class Spectrum:
     def rank_of_energy(self, share: float) -> int:
         """The least number of leading components whose squares make up `share` of all squares; 1: every component.
 
-        One at least, where there is one: a share above 0 is not made up of none.
+        At least one if there is any.
         """
         if share == 1.0:
             return self.rank
         s = self.s.double() / (self.s[0] if self.rank and float(self.s[0]) else 1.0)  # squares of tiny numbers are zero
-        left_out = s.square().flip(0).cumsum(0).flip(0)  # of cutting before each; exact for small ones
+        left_out = s.square().flip(0).cumsum(0).flip(0)  # by a cut before each one; smallest summed first
         total = float(left_out[0]) if self.rank else 0.0
         kept = int((left_out > (1 - share) * (1 + 1e-9) * total).sum())  # 1 - 0.8 is a little less than 0.2
         return max(kept, 1) if self.rank and float(self.s[0]) else kept
@@ -77,17 +77,17 @@ class Spectrum:
 def with_canonical_signs(U: Tensor, s: Tensor, Vh: Tensor, noise: float = 0.0, rounding: float = 0.0) -> Spectrum:
     """U diag(s) Vh with canonical signs: the entry of largest magnitude of each u_j positive, v_j flipped with it.
 
-    Of one matrix, or of several of one shape.
+    For one matrix, or several of one shape.
     """
     if s.shape[-1] == 0:
         return Spectrum(U, s, Vh, noise, rounding)
     sign = canonical_signs(U)
-    # Both were made by our callers, nobody else has them. Row after row in memory, for readouts and files.
+    # Our callers made both tensors, and nobody else holds them. Row-major, for readouts and files.
     return Spectrum(U.mul_(sign[..., None, :]).contiguous(), s, Vh.mul_(sign[..., None]).contiguous(), noise, rounding)
 
 
 def canonical_signs(U: Tensor) -> Tensor:
-    """Of each column (*, l), what makes its entry of largest magnitude positive."""
+    """The sign for each column (*, l) that makes its entry of largest magnitude positive."""
     return torch.where(U.amax(dim=-2) >= -U.amin(dim=-2), 1.0, -1.0).to(U)
 
 
@@ -99,8 +99,8 @@ def svd_of_matrix(
     dtype: torch.dtype,
     worked_in: torch.dtype = torch.float64,
 ) -> Spectrum:
-    """The SVD of a sum that was formed densely in float64. terms, stored: as `cut_by_rounding` takes them. dtype: of
-    the result. worked_in: of LAPACK's work on X, whose rounding then counts as that of stored factors does."""
+    """The SVD of a dense float64 sum. terms, stored: as for `cut_by_rounding`. dtype: of the result. worked_in: the
+    dtype of LAPACK's work on X; its rounding counts like that of stored factors."""
     require_some(norm(X)[None], dtype)
     U, s, Vh = torch.linalg.svd(X.to(worked_in), full_matrices=False)
     stored = max(stored, max(X.shape) ** 0.5 * unit_roundoff(worked_in) * float(norm(s)))
@@ -109,7 +109,7 @@ def svd_of_matrix(
 
 
 def require_some(s: Float[Tensor, " l"], dtype: torch.dtype) -> None:
-    """Raises `LostUpdate` where `dtype` would make nothing of singular values that are something."""
+    """Raises `LostUpdate` if `dtype` would store nonzero singular values as zero."""
     if s.shape[0] and float(s[0]) > 0 and not bool(s.to(dtype).any()):
         raise LostUpdate(
             f"the mean update has norm {float(norm(s)):.1e}, which {dtype} stores as zero. Updates "
@@ -120,14 +120,14 @@ def require_some(s: Float[Tensor, " l"], dtype: torch.dtype) -> None:
 def cut_by_rounding(
     s: Sequence[float], *, terms: float, stored: float, stored_in: torch.dtype
 ) -> tuple[int, float, float]:
-    """(how many of `s` to keep, `Spectrum.noise`, the share of the energy that rounding of the factors could be).
+    """(how many of `s` to keep, `Spectrum.noise`, the share of the energy that may be rounding of the factors).
 
     Args:
-        s: float64, descending. terms: the hypotenuse of the sizes of the terms that were added up. stored: how large
-            a direction can be that rounding of the stored factors made. stored_in: the dtype of the result.
+        s: float64, descending. terms: the norm of the sizes of the summed terms. stored: the largest size of a
+            direction that rounding of the stored factors can make. stored_in: the dtype of the result.
 
-    What is dropped is smaller, all together, than what the result's dtype or float64's own sum can hold; the whole
-    only where it is rounding from end to end, which exact cancellation leaves.
+    The dropped part is smaller, all together, than the result's dtype or float64's own sum can resolve. Everything is
+    dropped only if it is all rounding, as after exact cancellation.
     """
     unit = s[0] if len(s) else 0.0
     if unit == 0:
@@ -137,7 +137,7 @@ def cut_by_rounding(
     if total <= (64 * _U64 * terms) ** 2:
         return 0, 0.0, 0.0
     invisible = max(0.25 * unit_roundoff(stored_in) * total**0.5, 4 * _U64 * terms) ** 2
-    keep, first, doubtful, tail = len(s), len(s), 0.0, 0.0  # tail: the energy of all from one component on
+    keep, first, doubtful, tail = len(s), len(s), 0.0, 0.0  # tail: the energy from one component to the last
     for k in range(len(s) - 1, -1, -1):
         tail += s[k] * s[k]
         if tail <= invisible:
@@ -146,7 +146,7 @@ def cut_by_rounding(
             doubtful = tail
             if tail <= MOST_ROUNDING * total:
                 first = k
-    while 0 < first < len(s) and s[first] > s[first - 1] * (1 - 1e-6):  # a level between two that are equal is none
+    while 0 < first < len(s) and s[first] > s[first - 1] * (1 - 1e-6):  # never cut between two equal components
         first += 1
     noise = s[first] if first < len(s) else 0.0
     return keep, max(noise, min(64 * _U64 * terms, 0.5)) * unit, min(doubtful / total, 1.0)

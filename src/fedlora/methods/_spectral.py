@@ -1,4 +1,4 @@
-"""What the methods that keep the server's update as its SVD share: an adapter made of chosen components."""
+"""Shared by the methods that keep the server's update as its SVD: builds an adapter from chosen components."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ FactorSplit = Literal["balanced", "left"]
 
 
 def mean_spectrum(updates: Sequence[Update], dtype: torch.dtype | None = None) -> Spectrum:
-    """sum_i p_i B_i A_i in energy order: every component, and the level under which they may be rounding. dtype: of
-    the result; None: that of the updates."""
+    """sum_i p_i B_i A_i in energy order: every component, and the level below which they may be rounding. dtype: of the
+    result; None: that of the updates."""
     Bs, As, p = [u.B for u in updates], [u.A for u in updates], [u.weight for u in updates]
     return product(Bs, As, p, tolerance=_per_column(updates), dtype=dtype or Bs[0].dtype).spectrum()
 
 
 def mean_pair(updates: Sequence[Update]) -> LoRA:
-    """sum_i p_i B_i A_i as one pair in float64: where terms cancel, rounding of p_i B_i would show."""
+    """sum_i p_i B_i A_i as one float64 pair: if terms cancel, rounding of p_i B_i would show."""
     return stack([u.lora.map(Tensor.double) for u in updates], [u.weight for u in updates])
 
 
 def rounding_noise(updates: Sequence[Update], mean: LoRA) -> tuple[float, float]:
-    """How large the terms of their mean pair are, and how large rounding of the factors can be in one direction."""
+    """(the size of the terms of the updates' mean pair, the largest size of rounding in one direction of it)."""
     B, A = mean.factors
     sizes = norm(B, dim=0) * norm(A, dim=1)
     return float(norm(sizes)), float(norm(sizes * _per_column(updates)))
 
 
 def rounding_share(updates: Sequence[Update], mean: LoRA) -> float:
-    """`Spectrum.rounding` of their mean pair, for methods that keep no spectrum; 0 where it is less than a
+    """`Spectrum.rounding` of the updates' mean pair, for methods that keep no spectrum; 0 if it is below one
     hundredth."""
     _, stored = rounding_noise(updates, mean)
     return mean_spectrum(updates).rounding if stored * mean.rank**0.5 > 0.1 * mean.norm() else 0.0
@@ -49,9 +49,9 @@ def _per_column(updates: Sequence[Update]) -> Tensor:
 
 
 def accumulated_spectrum(before: Spectrum, change: LoRA, rank: int) -> tuple[Spectrum, Spectrum]:
-    """(every component of before + change, the `rank` strongest), in the dtype of `before`; the sum is in float64.
+    """(every component of before + change, the `rank` strongest), in the dtype of `before`; summed in float64.
 
-    Nothing was rounded on its way here: the change is a number that the server chose and released itself.
+    The change carries no rounding from uploads: the server chose and released it itself.
     """
     own = LoRA(before.U.double() * before.s.double(), before.Vh.double())
     B, A = stack([own, change.map(lambda t: t.to(own.factors[0]))], [1.0, 1.0]).factors
@@ -60,7 +60,7 @@ def accumulated_spectrum(before: Spectrum, change: LoRA, rank: int) -> tuple[Spe
 
 
 def start_spectrum(seed: LoRA) -> tuple[Spectrum, Tensor | None]:
-    """The state that a common start means: its SVD; and for a fresh start (B = 0) the rows of A that clients share."""
+    """The state for a common start: its SVD; for a fresh start (B = 0) also the rows of A that clients share."""
     B, A = seed.factors
     return svd_of_product(B, A, tolerance=rank_tolerance(B.dtype)), (A if not bool(B.any()) else None)
 
@@ -74,13 +74,13 @@ def instantiate(
     start: Tensor | None,
     seed: tuple[str | int, ...],
 ) -> LoRA:
-    """The adapter of exactly `rank` made of the components `chosen`, alive in every slot.
+    """The adapter of exactly `rank` built from the components `chosen`, trainable in every slot.
 
     Args:
         chosen: (k,) indices into the spectrum, k <= rank.
         split: "balanced" puts sqrt(s_j) on both factors (paper Eq. (balanced readout)); "left" puts s_j on B, as
             FlexLoRA does.
-        start: (r_max, d_in) rows of A for the slots that no component fills, in the first round; None later.
+        start: (r_max, d_in) rows of A for the slots without a component, in the first round; None later.
         seed: names the fresh rows for slots still empty; they carry B = 0, so the update is the chosen sum exactly.
     """
     chosen = chosen.to(spectrum.s.device)

@@ -1,17 +1,16 @@
-"""GLoRA: average the updates in a consensus subspace, read out what suits each client (the paper, sections 4.1-4.3).
+"""GLoRA: averages updates in a consensus subspace, reads out what suits each client (the paper, sections 4.1-4.3).
 
     B_i A_i = U_i Ahat_i,  U_i^T U_i = I             gauge fixing: span(U_i) and Ahat_i are what B_i, A_i mean
     U_ref   = TopEig_R( sum_i p_i U_i U_i^T )        consensus basis, R = ceil(rho sum_i r_i) or absolute
     Z_g     = U_ref^T sum_i p_i B_i A_i              U_ref Z_g is the mean update, projected; exact if R >= union rank
     U_ref Z_g = U diag(s) V^T                        state: the spectrum, and each client's last U_i (its history H_i)
-    read out: components 1..floor(gamma r_i), then those best aligned with H_i, r_i in all;
-              sqrt(s) on both factors
+    read out: components 1..floor(gamma r_i), then those best aligned with H_i, up to r_i; sqrt(s) on both factors
 
-Gauge-invariant in the update and in the state. Any ranks. Not PEFT's unrelated tuner of the same name ("Generalized
-LoRA"). Deviations from the paper, each an option and each named in the diagnostics (`preset="paper"` pins the paper's
-choice): ties at the cut are broken by energy; col(B_i A_i) instead of col(B_i); the freshest history; R from nominal
-ranks. Always: components that are rounding noise are no components, and slots that none fills start as LoRA starts.
-Cost: O(S^2 (d_out + d_in) + S^3), S = sum r_i; the readout of a client whose upload is not of the last round O(r_i R
+Gauge-invariant in the update and in the state. Any ranks. Unrelated to PEFT's tuner of the same name ("Generalized
+LoRA"). Each deviation from the paper is an option, and the diagnostics name it (`preset="paper"` takes the paper's
+choices): energy breaks ties at the cut; col(B_i A_i) instead of col(B_i); the freshest history; R from nominal ranks.
+Two deviations always apply: components that are rounding noise do not count, and unfilled slots start as in LoRA.
+Cost: O(S^2 (d_out + d_in) + S^3), S = sum r_i; reading out for a client that was not in the last round costs O(r_i R
 d_out) for its alignment scores. All terms: docs/explanation/scale.md.
 """
 
@@ -50,7 +49,7 @@ from fedlora.linalg.parallel import Each, one_by_one
 from fedlora.methods._rank_partition import Weighting, partitioned
 from fedlora.methods._spectral import FactorSplit, accumulated_spectrum, instantiate, start_spectrum, whole
 
-PRIVATE = "private sum"  # what stood in for the uploads, in `Cut.approximation`
+PRIVATE = "private sum"  # what replaced the uploads, in `Cut.approximation`
 CountRanks = Literal["nominal", "revealed"]
 Score = Literal["alignment", "energy"]
 
@@ -59,7 +58,7 @@ Score = Literal["alignment", "energy"]
 class Trace:
     """One client's history: the basis U_i (d_out, k_i) of its upload in the aggregation that made state `round`.
 
-    roundoff: of the dtype in which that upload came, which moves U_i by as much; 0: that of the basis itself.
+    roundoff: of the dtype in which that upload arrived, which moves U_i by as much; 0: of the dtype of the basis.
     """
 
     TAG: ClassVar[str] = "glora-trace/1"
@@ -71,12 +70,12 @@ class Trace:
 
 @dataclass(frozen=True)
 class Cut:
-    """What the last aggregation kept, measured. union_rank, gap, tied, captured, dropped, error and rounding as in
+    """What the last aggregation kept, as measured. union_rank, gap, tied, captured, dropped, error and rounding as in
     `linalg.ConsensusMean`.
 
-    server_rank: R. total_rank: sum r_i. client_ranks: of the clients' updates. union_rank is None where uploads were
-    added up without their votes, for R leaves nothing out. approximation: None, or "private sum"
-    (`server.private_round`), of which nothing is known but its own size.
+    server_rank: R. total_rank: sum r_i. client_ranks: of the clients' updates. union_rank is None if uploads were
+    summed without votes, because R leaves nothing out. approximation: None, or "private sum"
+    (`server.private_round`), for which only its own size is known.
     """
 
     TAG: ClassVar[str] = "glora-cut/1"
@@ -96,10 +95,10 @@ class Cut:
 
 @dataclass(frozen=True, eq=False)
 class GLoRAState:
-    """(U_ref, Z_g) as the SVD of its product, each client's newest traces, and how the last cut went.
+    """(U_ref, Z_g) as the SVD of its product, each client's newest traces, and the last cut.
 
     start: the rows of A that a fresh start shares; None later. alignment: client -> ||U_i^T u_j||^2 (l,) of its upload
-    in the last aggregation with each component; absent where it did not come with the rest at no cost.
+    in the last aggregation with each component; absent if the aggregation did not compute it anyway.
     """
 
     TAG: ClassVar[str] = "glora/1"
@@ -114,8 +113,8 @@ class GLoRAState:
 
 
 class _Asked(NamedTuple):
-    """Of one matrix for one client: components 0..core go to everybody, up to `budget` by `score` (n,) of those from
-    `core` on; None: in order. roundoff: in which the scores' basis came."""
+    """For one matrix and client: everybody gets components 0..core; `score` (n,), which begins at `core`, chooses the
+    others up to `budget`; None: in order. roundoff: of the basis behind the scores."""
 
     core: int
     budget: int
@@ -125,26 +124,26 @@ class _Asked(NamedTuple):
 
 @dataclass(frozen=True)
 class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState], TakesMultipliers):
-    """Use it for clients of different ranks and data, where the result must not depend on anyone's coordinates.
+    """Use it for clients with different ranks and data if the result must not depend on anyone's coordinates.
 
     Args:
         rho: rank budget R as a share of the participants' total rank, in (0, 1]; 1 is always exact.
         rank: absolute R instead; overrides rho.
-        gamma: core ratio in [0, 1]: the share of a readout that every client of that rank gets alike.
+        gamma: core ratio in [0, 1]: the share of a readout that is the same for every client of that rank.
         tie: at equal eigenvalues, "energy" (unique), "paper" (whatever the solver returns) or "error".
-        basis: "projector" (the paper: each client's subspace counts by p_i alone, so one large client has bounded
+        basis: "projector" (the paper: a client's subspace counts by p_i alone, which bounds a large client's
             influence) or "energy" (top-R of the mean update itself: least error, unbounded influence).
-        canonical: subspace of the product B_i A_i, or of B_i alone as the paper writes.
+        canonical: subspace of the product B_i A_i, or of B_i alone as in the paper.
         budget: R from "nominal" ranks r_i or from the "revealed" rank(B_i) of the paper's footnote.
         history_lag: 0 reads out by the latest upload; 1 by the newest one older than the state, as Algorithm 1.
         score: tail components by "alignment" ||H_i^T u_j||^2, or by "energy" s_j^2 ||H_i^T u_j||^2.
         factor_split: "balanced" (sqrt(s) on both) or "left" (s on B).
-        rank_tol: relative tolerance in (0, 1) for a client's votes in K, in place of `linalg.rank_tolerance`'s from the
-            stored dtype; never of the mean.
-        history_limit: clients whose history is kept, None: all of them, 0: nobody's. Whose is not reads out by energy.
-            One takes 4 d_out r_i bytes for each matrix.
-        weighting: "examples" uses the p_i that the server hands in; "rank-partition" gives the components that only
-            high-rank clients hold the weight among these (raFLoRA's cure for rank collapse).
+        rank_tol: relative tolerance in (0, 1) for a client's votes in K, instead of `linalg.rank_tolerance` of the
+            stored dtype; never applied to the mean.
+        history_limit: how many clients' histories are kept; None: all, 0: none. Clients without one read out by
+            energy. A history takes 4 d_out r_i bytes for each matrix.
+        weighting: "examples" uses the server's p_i; "rank-partition" gives components that only high-rank clients hold
+            the weight among these clients (raFLoRA's cure for rank collapse).
     """
 
     name: ClassVar[str] = "glora"
@@ -213,7 +212,7 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
     def aggregate_all(
         self, states: Sequence[GLoRAState], updates: Sequence[Sequence[Update]], each: Each = one_by_one
     ) -> list[GLoRAState]:
-        """`aggregate` of several matrices, faster than one by one where they are small and of one shape."""
+        """`aggregate` for several matrices; faster than one by one if they are small and of one shape."""
         dtypes = [us[0].B.dtype for us in updates]
         if self.weighting == "rank-partition":
             updates = [partitioned(us) for us in updates]
@@ -222,7 +221,7 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         return [self._after(*one) for one in zip(states, updates, made, strict=True)]
 
     def _after(self, state: GLoRAState, updates: Sequence[Update], made: ConsensusMean) -> GLoRAState:
-        """The next state, from one aggregation of updates that are known."""
+        """The next state, from one aggregation of known updates."""
         known = list(zip(_of_clients(updates), made.bases, made.alignments, strict=True))
         revealed = {u.client: U.shape[1] for u, U, _ in known}
         rank = self._rank(_columns(updates), sum(revealed.values()) + _columns(updates[len(known) :]))
@@ -242,8 +241,8 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         *,
         voted: bool = True,
     ) -> GLoRAState:
-        """The next state and everybody's history. bases: client -> (U_i, the roundoff in which it came). voted: whether
-        what R chose among is known."""
+        """The next state and every client's history. bases: client -> (U_i, the roundoff in which it arrived). voted:
+        whether the directions that R chose among are known."""
         cut = Cut(
             rank, total_rank, made.union_rank if voted else None, made.gap, made.tied, made.captured, ranks,
             error=made.error, dropped=made.dropped, rounding=made.rounding,
@@ -252,7 +251,7 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         traces = {c: Trace(round, U, roundoff) for c, (U, roundoff) in bases.items() if U.shape[1]}
         kept = {c: state.history.get(c, ())[-1:] if self.history_lag else () for c in traces}
         history = {**state.history, **{c: (*kept[c], trace) for c, trace in traces.items()}}
-        if self.history_limit is not None:  # the longest absent go first
+        if self.history_limit is not None:  # clients that have been absent longest go first
             newest = sorted(history, key=lambda c: (history[c][-1].round, c), reverse=True)[: self.history_limit]
             history = {c: history[c] for c in sorted(newest)}
         return GLoRAState(state.key, round, made.spectrum, None, history, cut, {})
@@ -282,38 +281,38 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         return "products"
 
     def require_multipliers(self, columns: int | None = None) -> None:
-        """R has to reach the union of all subspaces, or be the strongest directions of the reweighted mean.
+        """R must reach the union of all subspaces, or the basis must be the reweighted mean's strongest directions.
 
-        A subspace counts by p_i whatever its client's change weighs: with a smaller R one tiny change of a liar would
-        push others' directions out.
+        A subspace counts by p_i, however small its client's change is: with a smaller R, a hostile client's tiny change
+        would push out others' directions.
         """
         if self.weighting != "examples":
             raise HyperparameterError(
-                f"glora: weighting = {self.weighting!r} weighs clients again, after a robust rule has. Leave it out."
+                f"glora: weighting = {self.weighting!r} weighs clients again after the robust rule did. Leave it out."
             )
         if self.basis == "energy":
             return
         advice = "Set basis = 'energy', or leave rho and rank out"
         if self.rank is None and self.rho < 1:
             raise HyperparameterError(
-                f"glora: rho = {self.rho:g} cuts by the clients' subspaces (basis = 'projector'), which count by p_i "
-                f"however small a change is: a tiny hostile one would buy directions in spite of the rule. {advice}."
+                f"glora: rho = {self.rho:g} cuts by the clients' subspaces (basis = 'projector'). These count by p_i, "
+                f"however small a change is, so a tiny hostile change would buy directions despite the rule. {advice}."
             )
         if self.rank is not None and columns is not None and self.rank < columns:
             raise HyperparameterError(
-                f"glora: rank = {self.rank} cuts {columns} directions that clients may have (r_i, and those of what "
-                f"they were sent) by their subspaces, which count by p_i however small a change is. {advice}."
+                f"glora: rank = {self.rank} cuts the {columns} directions that clients may have (r_i, and those they "
+                f"were sent) by their subspaces, which count by p_i, however small a change is. {advice}."
             )
 
     def summing(self) -> Summing:
-        """What it needs of a round whose uploads do not fit in memory."""
+        """What it needs from a round whose uploads do not fit in memory."""
         if self.weighting == "rank-partition":
             raise HyperparameterError("glora: rank-partition weighting needs all uploads at once; set no memory.")
         if self.history_limit is None:
             raise HyperparameterError(
-                "glora: it keeps U_i of every client, 4 d_out r_i bytes for each matrix, which grows with the clients "
-                "as their uploads do. With server.memory set history_limit: how many of the newest clients to keep, or "
-                "0 for none (readouts then go by energy)."
+                "glora: it keeps every client's U_i, 4 d_out r_i bytes for each matrix, which grows with the clients "
+                "as their uploads do. With server.memory, set history_limit: how many of the newest clients to keep, "
+                "or 0 for none (readouts then go by energy)."
             )
         cuts = self.basis == "projector" and (self.rank is not None or self.rho < 1)
         return Summing(cuts, self.history_limit, self.canonical, self.rank_tol)
@@ -328,7 +327,7 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         return self._next(state, made, rank, sums.nominal, sums.ranks, sums.bases, voted=voted)
 
     def require_accumulating(self) -> None:
-        """Raises `HyperparameterError` for options of the consensus and of histories: a private round has neither."""
+        """Raises `HyperparameterError` for options of consensus and histories, because a private round has neither."""
         kept = ("factor_split",)
         if why := options_without_effect(
             self, self.name, {f.name: f.default for f in fields(GLoRA) if f.name not in kept}
@@ -336,7 +335,7 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
             raise HyperparameterError(why)
 
     def accumulated(self, state: GLoRAState, change: LoRA, rank: int) -> GLoRAState:
-        """The next state, with nobody's history: everybody of one rank gets the same, the strongest components."""
+        """The next state, without histories: all clients of one rank get the same, strongest components."""
         every, spectrum = accumulated_spectrum(state.spectrum, change, rank)
         left_out = every.s[rank:].double().square().sum()
         size = every.s.double().square().sum()
@@ -345,7 +344,7 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         return GLoRAState(state.key, state.round + 1, spectrum, None, {}, cut, {})
 
     def _rank(self, nominal: int | None, revealed: int | None) -> int:
-        """R, from the clients' ranks added up. Source: paper section 4.2, R = ceil(rho sum r_i)."""
+        """R, from the sum of the clients' ranks. Source: paper section 4.2, R = ceil(rho sum r_i)."""
         total = (nominal if self.budget == "nominal" else revealed) or 0
         return self.rank or max(1, math.ceil(self.rho * total - 1e-9))
 
@@ -361,15 +360,15 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         return made
 
     def select(self, state: GLoRAState, client: str | None, rank: int) -> Tensor:
-        """`selected` of one matrix."""
+        """`selected` for one matrix."""
         return self.selected([state], client, [rank])[0]
 
     def selected(self, states: Sequence[GLoRAState], client: str | None, ranks: Sequence[int]) -> list[Tensor]:
         """Indices of the components that `client` gets of each matrix, ascending: the core, then the best aligned tail.
 
-        At most the rank and at most as many as there are. Alignment scores equal within what rounding of the client's
-        upload can tell go in spectral order, so that the set is a function of the subspaces alone. Source: paper
-        section 4.3, Algorithm 3 lines 4-10.
+        At most the rank, and at most as many as there are. Alignment scores that rounding of the client's upload cannot
+        tell apart go in spectral order, so the set depends on the subspaces alone. Source: paper section 4.3,
+        Algorithm 3 lines 4-10.
         """
         asked = [self._asked(state, client, rank) for state, rank in zip(states, ranks, strict=True)]
 
@@ -426,17 +425,17 @@ class GLoRA(AllAtOnce[GLoRAState], FromSums[GLoRAState], Accumulating[GLoRAState
         return rank_tolerance(stored) if self.rank_tol is None else self.rank_tol
 
     def _trace(self, state: GLoRAState, client: str | None) -> Trace | None:
-        """Where H_i is: the newest trace of the client that `history_lag` allows; None where there is none."""
+        """H_i's trace: the client's newest one that `history_lag` allows; None if there is none."""
         traces = state.history.get(client, ()) if client is not None else ()
         usable = [trace for trace in traces if trace.round <= state.round - self.history_lag]
         return usable[-1] if usable else None
 
 
 def _of_clients(updates: Sequence[Update]) -> Sequence[Update]:
-    """Without the last one, where it is nobody's: what clients were sent in the place of their changes."""
+    """The clients' updates, without the last if it belongs to nobody: what the server sent in place of changes."""
     return updates[:-1] if updates[-1].client == NOBODY else updates
 
 
 def _columns(updates: Sequence[Update]) -> int:
-    """sum r_i, and the columns of what is nobody's."""
+    """sum r_i, including columns that belong to nobody."""
     return sum(u.rank for u in updates)

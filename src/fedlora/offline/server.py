@@ -7,19 +7,17 @@ client's slots by what that client sent before.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from fedlora.adapters.collection import Collection
-from fedlora.adapters.limits import Limits
-from fedlora.adapters.untrusted_files import read_json
 from fedlora.core import beside, checkpoint, files
 from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter, LoRA
@@ -31,6 +29,23 @@ from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """All that is kept between rounds, in one checkpoint. base, weights, classes: see `ByHand`. clients: every
+    one that ever took part -> its ranks. handed: per round, SHA-256 of the adapters it produced. counted: SHA-256 of an
+    upload -> the round in which it counted."""
+
+    TAG: ClassVar[str] = "by-hand/1"
+
+    state: ServerState
+    base: str
+    weights: Mapping[str, str]
+    classes: tuple[str, ...]
+    clients: Mapping[str, Mapping[str, int]]
+    handed: tuple[tuple[str, ...], ...]
+    counted: Mapping[str, int]
 
 
 class ByHand:
@@ -71,11 +86,11 @@ class ByHand:
         classes: Sequence[str] = (),
     ) -> None:
         self._server = Server(method, weighting="examples", heads="frozen", missing=missing, rule=rule)  # as given
-        self._label, self._folder, self._base = label, folder, base
+        self._of, self._folder, self._base = f"method {label}", folder, base
         self._bases, self._weights = {base, *also_called}, dict(weights or {})
-        self._classes = list(classes)
+        self._classes = tuple(classes)
         self.clients: dict[str, dict[str, int]] = {}  # every client that ever took part -> its ranks
-        self._handed: list[list[str]] = []  # per round, SHA-256 of the adapters it produced
+        self._handed: tuple[tuple[str, ...], ...] = ()  # per round, SHA-256 of the adapters it produced
         self._counted: dict[str, int] = {}  # SHA-256 of an upload -> the round in which it counted
         self._newest: int | None = None  # the folder's newest round, as far as this server knows
         roles = method.roles(0)
@@ -94,36 +109,34 @@ class ByHand:
         if self._folder is None or not self._folder.is_dir():
             return None
         self._newest = checkpoint.newest_round(self._folder)
-        facts = self._folder / "method.json"
-        if self._newest is not None:  # no round: it was killed before its first one
-            said = _sound(facts)
-            for what, mine, known in (("method", self._label, {self._label}), ("base", self._base, self._bases)):
-                if said.get(what) not in known:
-                    raise CheckpointError(
-                        f"{self._folder} holds the state of {what} {said.get(what)!r}, but this merge has {mine!r}. "
-                        f"Continue with the same {what}, or name another folder with --state."
-                    )
-            kept = said.get("weights") or {}
-            if kept and self._weights and kept != self._weights:
-                raise CheckpointError(
-                    f"{self._folder} holds the state of a base model with other weights (SHA-256 of "
-                    f"{', '.join(f'{name}: {str(digest)[:12]}' for name, digest in list(kept.items())[:2])}) than the "
-                    f"uploads say now ({', '.join(d[:12] for d in list(self._weights.values())[:2])}): somebody "
-                    f"replaced the base model between the rounds. Restore it, or name another folder with --state."
-                )
-            self._weights = kept or self._weights
-            classes = said.get("classes") or []
-            if classes and self._classes and classes != self._classes:
-                raise CheckpointError(
-                    f"{self._folder} holds the state of rounds with the classes {quoted(classes)}, but the uploads "
-                    f"name {quoted(self._classes)}: their heads would mean other classes. Train with the same "
-                    f"--labels at every site and in every round, or name another folder with --state."
-                )
-            self._classes = classes or self._classes
-            self.clients = said.get("clients") or {}
-            self._handed, self._counted = said.get("handed") or [], said.get("counted") or {}
-        loaded = checkpoint.load_newest(self._folder, ServerState, self._server.method.State, tell=log.warning)
-        return loaded[1] if loaded else None
+        kind = self._server.method.State
+        loaded = checkpoint.load_newest(self._folder, _Kept, kind, of=self._of, tell=log.warning)
+        if loaded is None:  # it was killed before its first round
+            return None
+        kept = loaded[1]
+        if kept.base not in self._bases:
+            raise CheckpointError(
+                f"{self._folder} holds the state of base {kept.base!r}, but this merge has {self._base!r}. Continue "
+                f"with the same base, or name another folder with --state."
+            )
+        if kept.weights and self._weights and kept.weights != self._weights:
+            raise CheckpointError(
+                f"{self._folder} holds the state of a base model with other weights (SHA-256 of "
+                f"{', '.join(f'{name}: {digest[:12]}' for name, digest in list(kept.weights.items())[:2])}) than the "
+                f"uploads say now ({', '.join(d[:12] for d in list(self._weights.values())[:2])}): somebody "
+                f"replaced the base model between the rounds. Restore it, or name another folder with --state."
+            )
+        if kept.classes and self._classes and kept.classes != self._classes:
+            raise CheckpointError(
+                f"{self._folder} holds the state of rounds with the classes {quoted(list(kept.classes))}, but the "
+                f"uploads name {quoted(list(self._classes))}: their heads would mean other classes. Train with the "
+                f"same --labels at every site and in every round, or name another folder with --state."
+            )
+        self._base, self._weights = kept.base, dict(kept.weights) or self._weights
+        self._classes = kept.classes or self._classes
+        self.clients = {name: dict(ranks) for name, ranks in kept.clients.items()}
+        self._handed, self._counted = kept.handed, dict(kept.counted)
+        return kept.state
 
     def check_apart(self, out: Path) -> None:
         """Raise `ConfigError` if a result would be written to the state's folder."""
@@ -206,7 +219,7 @@ class ByHand:
 
     def handed_out(self, digests: Sequence[str]) -> None:
         """Record this round's products: SHA-256 of the weights of the result and of each client's adapter."""
-        self._handed.append(list(digests))
+        self._handed = (*self._handed, tuple(digests))
 
     def whole(self) -> Mapping[str, LoRA]:
         """The server's update for each module. Raises `NoGlobalModel`."""
@@ -237,14 +250,13 @@ class ByHand:
         if self._folder is None or self.state is None:
             yield
             return
-        folder = self._folder
-        in_block = False
+        folder, in_block = self._folder, False
+        kept = _Kept(self.state, self._base, self._weights, self._classes, self.clients, self._handed, self._counted)
         try:
             with (
                 files.making(folder),
                 self._alone(folder),
-                self._named(folder),
-                checkpoint.saving(folder, self.state.round, self.state),
+                checkpoint.saving(folder, self.state.round, kept, of=self._of),
             ):
                 in_block = True
                 yield
@@ -254,28 +266,6 @@ class ByHand:
                 raise
             raise CheckpointError(f"the state cannot be written to {folder}: {error.strerror or error}.") from error
         self._newest = self.state.round
-
-    @contextmanager
-    def _named(self, folder: Path) -> Iterator[None]:
-        """Write the facts about a folder's state, and remove new ones if the block fails."""
-        facts = folder / "method.json"
-        about = {
-            "weights": self._weights, "classes": self._classes, "clients": self.clients, "handed": self._handed,
-            "counted": self._counted,
-        }  # fmt: skip
-        said = {"method": self._label, "base": self._base, **about}
-        first = self._newest is None or not facts.is_file()
-        try:
-            if first:
-                files.write(facts, json.dumps(said) + "\n")
-            yield
-            if not first and (before := read_json(facts, Limits())) != {**before, **about}:
-                files.write(facts, json.dumps({**before, **about}) + "\n")
-        except BaseException:
-            if first:
-                with suppress(OSError):
-                    facts.unlink(missing_ok=True)
-            raise
 
     @contextmanager
     def _alone(self, folder: Path) -> Iterator[None]:
@@ -291,35 +281,6 @@ class ByHand:
             yield
         finally:
             os.close(handle)
-
-
-def _sound(facts: Path) -> dict[str, Any]:
-    """The content of method.json. Raises `CheckpointError` if it is missing, or has a field in another form."""
-    try:
-        said = dict(read_json(facts, Limits()))
-    except (AdapterFormatError, OSError) as error:
-        raise CheckpointError(
-            f"{facts} cannot be read ({error}), and without it the state's base model, and which uploads counted "
-            f"already, are unknown. Restore it, or name another folder with --state."
-        ) from error
-    forms = {
-        "method": str,
-        "base": str,
-        "weights": dict,
-        "classes": list,
-        "clients": dict,
-        "handed": list,
-        "counted": dict,
-    }
-    odd = next((key for key, form in forms.items() if not isinstance(said.get(key, form()), form)), None)
-    inner = [*said.get("clients", {}).values()] if odd is None else []
-    if odd is None and not all(isinstance(ranks, dict) for ranks in inner):
-        odd = "clients"
-    if odd is None and not all(isinstance(digests, list) for digests in said.get("handed", [])):
-        odd = "handed"
-    if odd is not None:
-        raise CheckpointError(f"{facts} has {odd} in a form that this program does not write. Restore the file.")
-    return said
 
 
 def _zero_start(uploads: Sequence[Upload]) -> Adapter:

@@ -30,6 +30,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fedlora.core.echo import quoted
+from fedlora.doing import doing
 from fedlora.errors import HyperparameterError
 from fedlora.privacy import extras
 from fedlora.privacy.mechanism import COARSEST_NOISE
@@ -76,6 +77,7 @@ class Spending:
             )
 
 
+@doing("computing epsilon")
 def epsilon_of(spendings: Iterable[Spending], delta: float) -> float:
     """Epsilon of all of them composed on the same clients; 0 for none, infinite if z < 0.001 or dp-accounting finds no
     number.
@@ -108,6 +110,7 @@ def epsilon(noise_multiplier: float, rounds: int, delta: float, sampling: float 
     return epsilon_of([Spending(noise_multiplier, rounds, sampling)], delta)
 
 
+@doing("searching the noise multiplier")
 def noise_multiplier_for(epsilon: float, rounds: int, delta: float, sampling: float = 1.0) -> float:
     """The smallest z whose epsilon is at most the given one, from above, to within a relative 2e-4.
 

@@ -18,10 +18,10 @@ from fedlora.training.settings import Key, Section
 class AttackSection(Section):
     """Lying clients, for experiments; never in a federation. Every output of such a run says so.
 
-    kind: what they do, see docs/how-to/attacks.md. share: of all clients, rounded down, drawn by run.seed; or clients:
-    their names. strength: its meaning and default depend on the kind. space: for some kinds, whether changes are added
-    as products B A ("update") or as the factors' entries ("factors"); default: as the attacked method does. noise: a
-    free rider hides behind noise.
+    kind: what they do, see docs/how-to/attacks.md. share: the share of all clients that lie, rounded down, drawn by
+    run.seed. clients: the names of the liars, instead of a share. strength: its meaning and default depend on the kind.
+    space: for some kinds, whether changes are added as products B A ("update") or as the factors' entries ("factors");
+    default: as the attacked method does. noise: a free rider hides behind noise.
     """
 
     of_each = Key("lying clients are an experiment in one process, for fedlora run; never a federation")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,10 +30,9 @@ def crewed(prepared: Prepared) -> Iterator[Prepared]:
     there = {name: evaluator for name, evaluator in evaluators.items() if evaluator is not None}
     device = prepared.config.model.chosen_device()
     resident = _Aboard(prepared.model, prepared.workers, there)
-    with Processes(
-        resident, prepared.processes, shared=prepared.model.frozen(), begin=partial(_board, device=device),
-        preload=[__name__, "peft", type(prepared.model.network).__module__],
-    ) as processes:  # fmt: skip
+    server = None if device == "cpu" else [__name__, "peft", type(prepared.model.network).__module__]
+    begin = partial(_board, device=device)
+    with Processes(resident, prepared.processes, begin=begin, server=server) as processes:
 
         def spread(name: str) -> ModelEvaluator | None:
             evaluator = there.get(name)
@@ -87,6 +87,7 @@ def _named(probes: Mapping[str, ModelEvaluator]) -> dict[str, ModelEvaluator]:
 def _board(aboard: _Aboard, number: int, *, device: str) -> None:
     """Silence libraries, which report in the owner only. Use one GPU per process, unless the device is given."""
     quiet_libraries()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a forked tokenizer has no threads, and warns of it
     if device != "cpu":
         aboard.model.to(f"cuda:{number % torch.cuda.device_count()}" if device == "cuda" else device)
 

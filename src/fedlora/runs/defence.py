@@ -29,16 +29,17 @@ Norm = Annotated[float, Field(gt=0)] | Literal["median"]
 
 
 class DefenceSection(Section):
-    """A robust rule: it weights the clients' changes by how they lie relative to each other.
+    """Limits clients that lie: a rule weights the clients' changes by how far they are from each other.
 
     docs/how-to/robust-rules.md has the theory.
 
-    rule: its name, or "none". liars: how many clients per round it must tolerate, as a number or a share (below 0.5);
-    krum, multi-krum and mixing need it; with the others it is optional, and they then refuse rounds of too few clients.
-    mixing: first replace each change by the mean of its nearest ones. threshold: clip's, a norm or "median" (the
-    default). tau: centred-clipping's, likewise. iterations: of centred-clipping (default 3), and at most of
-    geometric-median (default 1000). tolerance: geometric-median's (default 1e-10). factor_averages: allow the rule with
-    a method that averages factors, where it bounds nothing; refused otherwise.
+    rule: the rule's name, or "none". liars: how many clients per round it must tolerate, as a number or a share (below
+    0.5); krum, multi-krum and mixing need it; with the other rules it is optional, and they then refuse rounds of too
+    few clients. mixing: first replace each change by the mean of its nearest ones. threshold: for clip, a norm or
+    "median" (the default). tau: for centred-clipping, a norm or "median" (the default). iterations: for
+    centred-clipping their number (default 3), for geometric-median the most (default 1000). tolerance: for
+    geometric-median (default 1e-10). factor_averages: allow methods that average factors, for which the rule bounds
+    nothing; without it they are refused.
     """
 
     rule: RuleName = "none"

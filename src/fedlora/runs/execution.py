@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from fedlora.doing import doing
 from fedlora.errors import BudgetSpent
 from fedlora.runs.crew import crewed
 from fedlora.runs.finishing import finish
@@ -88,7 +89,8 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
         yield played.record
         if last:
             break
-    finish(prepared, folder, state, of, stopped=stopped, trackers=trackers, private=private)
+    with doing("testing, and writing the adapters", closed=private is not None):
+        finish(prepared, folder, state, of, stopped=stopped, trackers=trackers, private=private)
 
 
 def _events(

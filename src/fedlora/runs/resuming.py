@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fedlora.core import checkpoint
+from fedlora.doing import doing
 from fedlora.errors import CheckpointError, counted
 from fedlora.runs.config import KEYS, RunConfig, has_no_effect
 from fedlora.runs.folder import RunFolder
@@ -76,6 +77,7 @@ def check_content(folder: RunFolder, manifest: Mapping[str, Any], stored: Mappin
     _check_alike(folder, stored, manifest, private, [said] * (threads[0] != threads[1]))
 
 
+@doing("comparing with what the run read")
 def check_finished(
     folder: RunFolder, config: RunConfig, data_root: Path | None, known: dict[str, Any] | None = None
 ) -> list[str]:

@@ -48,13 +48,14 @@ DataTask = Literal["sst2", "qqp", "qnli", "mnli", "superni"]
 class RunSection(Section):
     """Length, width and reproducibility of a run.
 
-    rounds: of training and aggregation. participation: share of the clients drawn for each round. seed: for all
-    randomness. threads: torch's (0: its own default); a fixed number gives the same bits. workers: processes that train
-    a round's clients and evaluate, each with one thread or one GPU; "auto" is the machine's cores or GPUs, but at most
-    the clients per round. Any number gives the same bits on a CPU, including 1. checkpoint_every: store the state every
-    so many rounds. keep_checkpoints: how many of the newest to keep; the best by validation stays too. readouts: write
-    each client's readout at the end. keep_uploads: store what clients trained, for the last round or all, as PEFT
-    directories for `fedlora audit`. track: also log to tensorboard, trackio or wandb.
+    rounds: how many rounds of training and aggregation. participation: share of the clients drawn for each round. seed:
+    the seed of all randomness. threads: threads of torch (0: torch's own default); a fixed number gives the same bits.
+    workers: processes that train a round's clients and evaluate, each with one thread or one GPU; "auto" is the
+    machine's cores or GPUs, but at most the clients per round. Any number gives the same bits on a CPU, including 1.
+    checkpoint_every: rounds from one stored state to the next. keep_checkpoints: how many of the newest to keep; the
+    best by validation stays too. readouts: write each client's readout at the end. keep_uploads: store what clients
+    trained, for the last round or all, as PEFT directories for `fedlora audit`. track: also log to tensorboard, trackio
+    or wandb.
     """
 
     rounds: Positive = 10
@@ -101,13 +102,14 @@ class RunSection(Section):
 class ModelSection(Section):
     """The base model, which nobody changes.
 
-    path: a local directory or GGUF file, a hub id, or a packaged model, "demo" (MiniLM) or "smollm2". task: classes, or
-    the next token. device: "cpu", "cuda" or another torch device; "auto" is a GPU if there is one. bf16: compute in
-    bfloat16; on a CPU without instructions for it, that takes as long as float32. checkpointing: recompute activations
-    in the backward pass, which saves memory and costs time. dropout: overrides the model's own dropout if given.
-    four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library bitsandbytes), on which fedex-lora and flora
-    cannot run. remember_prefix: compute the layers before the first one with LoRA only once per text, and remember the
-    output (encoders without dropout): faster, and the same result up to rounding in padded batches.
+    path: a local directory or GGUF file, a hub id, or a packaged model, "demo" (MiniLM) or "smollm2". task:
+    "classification", or "causal-lm" for a language model. device: "cpu", "cuda" or another torch device; "auto" is a
+    GPU if there is one. bf16: compute in bfloat16; on a CPU without instructions for it, that takes as long as float32.
+    checkpointing: recompute activations in the backward pass, which saves memory and costs time. dropout: overrides the
+    model's own dropout if given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library bitsandbytes),
+    on which fedex-lora and flora cannot run. remember_prefix: compute the layers before the first one with LoRA only
+    once per text, and remember the output (encoders without dropout): faster, and the same result up to rounding in
+    padded batches.
     """
 
     path: Annotated[str, Key("each site names its own copy in its site.toml, and the server its own in [at_server]")]
@@ -170,9 +172,9 @@ class ServerSection(Section):
     missing: a module that some clients lack is averaged over those that have it ("renormalise"), or the others count as
     a "zero" update. memory: megabytes for a round's uploads; once they fill half of it, they are added up in float64
     and discarded (most methods support it). workers: matrices aggregated at a time; not set: torch's threads. upload:
-    the uploads' form. gauge_stress: in every round, re-express each upload in fresh random coordinates of this
-    condition number, 1 to 1e12, before aggregation; stored in float32, that changes an update by about 6e-8 times the
-    condition number.
+    "factors" (B and A), or "subspace" (an orthonormal basis and coordinates). gauge_stress: in every round, re-express
+    each upload in fresh random coordinates of this condition number, 1 to 1e12, before aggregation; stored in float32,
+    that changes an update by about 6e-8 times the condition number.
     """
 
     weighting: Annotated[Weighting | None, Key(former="examples")] = None
@@ -208,12 +210,12 @@ class RankEntry(Section):
 class ClientsSection(Section):
     """Who takes part, with which rank, and how one data file is distributed to them.
 
-    count: clients, named site-1, site-2, ...; with one file per client the files name them. ranks: one for each client
-    in that order, or, with `profile`, the values that the profile distributes; a single value (`ranks = 8` or `[8]`)
-    applies to everybody. An entry is a rank or {attention = r, feed_forward = r}. profile: see `fedlora ranks`;
-    flexlora-* have their own ranks. Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64. partition:
-    "dirichlet" label skew with `alpha`, or "iid". alpha: the label skew's, default 1; smaller means more skewed.
-    min_size: fewest examples per client. own_test: a share of each client's data that it never trains on and is
+    count: the number of clients, named site-1, site-2, ...; with one file per client the files name them. ranks: one
+    for each client in that order; with `profile`, the values that the profile distributes; a single value (`ranks = 8`
+    or `[8]`) applies to everybody. An entry is a rank or {attention = r, feed_forward = r}. profile: see `fedlora
+    ranks`; flexlora-* have their own ranks. Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64.
+    partition: "dirichlet" label skew with `alpha`, or "iid". alpha: of the label skew, default 1; smaller means more
+    skewed. min_size: fewest examples per client. own_test: a share of each client's data that it never trains on and is
     measured on (evaluate.clients_at_end), besides the common test set; with data.test = 0 all own sets together form
     the common one. starts: where a client's first adapter begins: the "common" one that the server sends, or its "own",
     with an A that it draws itself, like adapters trained separately.
@@ -283,17 +285,19 @@ class DataSection(Section):
     Give one of three sources; each may also be a Parquet file or "hf://owner/name?config=...&split=...&revision=..."
     through the library datasets. train: one file distributed to the clients ("demo" is built in); clients: id -> that
     client's own file; task: a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE; from the hub without a
-    root), or "superni", where each task is a client. text, pair, label: columns of a classification file. labels: the
-    agreed class names in the order of their numbers: a file may lack one, but a row with another class is an error;
-    default: all classes that occur in the files. prompt, response: columns of an instruction file. validation, test: a
-    share to hold out (of each file), or a separate file; GLUE's test sets are the official validation files. The best
-    state is chosen on validation only. max_train, max_test: the most examples (for superni, per client or task), drawn
-    by the seed. tasks, unseen: how many superni tasks are clients, and how many nobody trains on. task_lists: two files
-    below the root that name them, instead of a draw by the seed. loss_on: an instruction's response, or all of it.
-    messages: the column of conversations, instead of prompt and response; default: "messages", if the rows have it and
-    not the others. template: what surrounds prompts: "chat", the model's own chat template (the default, except for
-    superni, which has its own prompts); "none"; a text with {prompt} in it, followed by the response; or a Jinja chat
-    template. max_length: tokens per example; longer ones are cut.
+    root), or "superni", where each task is a client. text: the column of the text. pair: the column of a second text.
+    label: the column of the class. labels: the agreed class names in the order of their numbers: a file may lack one,
+    but a row with another class is an error; default: all classes that occur in the files. prompt: the column of an
+    instruction. response: the column of its answer. validation: a share of each file to hold out, or a separate file;
+    only this chooses the best state. test: a share of each file to hold out, or a separate file; for GLUE the official
+    validation files. max_train: the most training examples (for superni, per client), drawn by the seed. max_test: the
+    most test examples (for superni, per task), drawn by the seed. tasks: for superni, how many tasks are clients.
+    unseen: for superni, how many tasks nobody trains on. task_lists: two files below the root that name these tasks,
+    instead of a draw by the seed. loss_on: an instruction's "response", or "all" of it. messages: the column of
+    conversations, instead of prompt and response; default: "messages", if the rows have it and not the others.
+    template: what surrounds prompts: "chat", the model's own chat template (the default, except for superni, which has
+    its own prompts); "none"; a text with {prompt} in it, followed by the response; or a Jinja chat template.
+    max_length: tokens per example; longer ones are cut.
     """
 
     train: Annotated[str | None, Key(f"{_EACH_ITS_OWN}. To deal one file out, for a trial, leave --sites out")] = None
@@ -365,12 +369,12 @@ class EvaluateSection(Section):
     "auto" is the server if it has a model. metric: reported, and used to choose the best: "accuracy", "loss" (lower is
     better), for classes also "balanced-accuracy", "macro-f1" and "matthews"; for a language model "perplexity" (lower
     is better), or for its answers (greedy, up to max_new_tokens) "rouge-l" and "exact-match", and
-    "rouge-l-teacher-forced". max_new_tokens: per answer. batch_size: examples at a time. clients_at_end: also measure
-    each client's own readout, once: on its own test set if it has one, otherwise on the common one; "both": on both.
-    patience: stop after this many evaluations in a row whose validation metric does not improve on the best before by
-    more than min_delta; learning rate schedules still follow all run.rounds. min_delta: the smallest improvement that
-    counts. samples: how many held-out prompts to ask a language model; its greedy answers before and after training are
-    kept in samples.jsonl and samples.md.
+    "rouge-l-teacher-forced". max_new_tokens: the longest generated answer. batch_size: examples at a time.
+    clients_at_end: also measure each client's own readout, once: on its own test set if it has one, otherwise on the
+    common one; "both": on both. patience: stop after this many evaluations in a row whose validation metric does not
+    improve on the best before by more than min_delta; learning rate schedules still follow all run.rounds. min_delta:
+    the smallest improvement that counts. samples: how many held-out prompts to ask a language model; its greedy answers
+    before and after training are kept in samples.jsonl and samples.md.
     """
 
     every: Annotated[Positive, Key(lasting="ahead")] = 1

@@ -1,16 +1,16 @@
-"""Uploads whose columns are huge beside what they add up to: a round is not theirs to wipe out.
+"""Guards a round against uploads with columns that are huge but almost cancel.
 
-Columns of 2^20 that cancel are a small update, and a large rounding error of everybody's mean: the next state was 0 or
-1e9 of them. So in every round, with a rule or without, each upload is looked at before it counts:
+Columns of 2^20 that cancel are a small update, but they put a large rounding error into everybody's mean: the next
+state was 0, or 1e9 times the mean. So every round, with a rule or without, checks each upload before it counts:
 
-* little cancels: it goes on as it came, bit for bit.
-* float64 cannot tell the update from rounding of its terms: it is refused by name, and counts for nothing. The measure
-  is the round's: rounding of more than 1e-3 of its own norm and of the lower median one (`changes.measurable`).
-* between the two, methods that take products get it as it came, for they add up in float64. The others get the same
+* little cancels: the upload stays as it came, bit for bit.
+* float64 cannot separate the update from rounding of its terms: the server refuses it by name. The limit is relative to
+  the round: rounding of more than 1e-3 of both its own norm and the lower median norm (`changes.measurable`).
+* in between, methods that take products get it as it came, because they add up in float64. The others get the same
   update as a pair of orthogonal columns (`linalg.shortest`), and the log names the client.
 
-Only where both factors travel: one factor beside a common one has no terms of the client's own making. A diagonal
-gauge, columns of 1e6 beside rows of 1e-6, has no terms that cancel, and averages of factors stay open to it.
+This applies only if both factors travel: one factor with a common one has no terms of the client's own. A diagonal
+gauge, columns of 1e6 with rows of 1e-6, has no terms that cancel, so averages of factors stay exposed to it.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from fedlora.server.terms import Terms
 
 log = logging.getLogger("fedlora.server")
 
-# Over the size of an update, from which on its columns are not handed over. "terms" averages them in float32 too; an
-# average of factors is moved by the root of 1e4, and coordinates of condition 1e3 are an audit's own.
+# Columns go to the method if their terms are at most this many times the update. "terms" averages them in float32 too.
+# Terms of 1e4 move an average of factors by 1e2, and audits themselves use coordinates of condition 1e3.
 _BORNE = {"products": math.inf, "terms": 1e2, "factors": 1e4}
 _SHOWN = 4
 
 
 @dataclass(frozen=True, eq=False)
 class Cancelling:
-    """What to do about a round's uploads. plain: module -> clients whose pair is handed on in place of their columns.
-    refused: client -> why its update cannot be told from rounding."""
+    """What happens to a round's uploads. plain: module -> clients whose columns are replaced by an orthogonal pair.
+    refused: client -> why its update cannot be separated from rounding."""
 
     plain: Mapping[str, Container[str]] = field(default_factory=dict)
     refused: Mapping[str, str] = field(default_factory=dict)
 
     def handed_on(self, module: str, client: str, lora: LoRA) -> LoRA:
-        """The factors that a method gets."""
+        """The factors that the method gets."""
         return plain_pair(lora) if client in self.plain.get(module, ()) else lora
 
 
 def cancelling(terms: Terms, uploads: Sequence[Upload], each: Each) -> Cancelling:
-    """Looks at each module of each upload. Cost: r^2 (d_out + d_in) each, and a QR of both sides where terms cancel."""
+    """Check each module of each upload. Cost: r^2 (d_out + d_in) each, and a QR of both sides if terms cancel."""
     if not terms.roles.both_shared or not uploads:
         return Cancelling()
     held = [(name, k) for name in terms.state.modules for k, u in enumerate(uploads) if name in u.adapter.modules]

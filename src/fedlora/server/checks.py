@@ -1,6 +1,6 @@
-"""What an upload must be before any of it is used: the declared modules, roles, shapes and types, with finite numbers.
+"""Checks an upload before any of it is used: the declared modules, roles, shapes and types, with finite numbers.
 
-Nothing is repaired. Each refusal names the client and the reason, and the state never sees a refused upload.
+The server repairs nothing. Each refusal names the client and the reason, and no refused upload reaches the state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _LARGEST = {dtype: math.sqrt(torch.finfo(dtype).max) for dtype in (torch.float32
 
 
 def check_types(upload: object) -> None:
-    """Raises `UploadRefused` for what is no `Upload` of torch tensors."""
+    """Raises `UploadRefused` if this is not an `Upload` of torch tensors."""
     if not isinstance(upload, Upload) or not isinstance(upload.client, Client):
         raise UploadRefused(f"a {type(upload).__name__}", "it is not an Upload(client, num_examples, adapter).")
     client, adapter = upload.client.id, upload.adapter
@@ -36,22 +36,22 @@ def check_types(upload: object) -> None:
 
 
 def check_count(upload: Upload) -> None:
-    """Raises `UploadRefused` for a num_examples that would drown in a sum over clients, or drown the others."""
+    """Raises `UploadRefused` if num_examples would vanish in a sum over clients, or make the others vanish."""
     if not 1e-12 <= upload.num_examples <= 1e12:
         raise UploadRefused(
             upload.client.id,
-            f"num_examples = {upload.num_examples:g}: sums over clients carry numbers from 1e-12 to 1e12.",
+            f"num_examples = {upload.num_examples:g}: sums over clients can hold numbers from 1e-12 to 1e12.",
         )
 
 
 def check_adapter(
     upload: Upload, *, ranks: Mapping[str, int], roles: Roles, start: Adapter, heads: Mapping[str, Tensor]
 ) -> None:
-    """Raises `UploadRefused` unless the upload's adapter is what this round asked of the client.
+    """Raises `UploadRefused` unless the upload's adapter matches what this round requested from the client.
 
     Args:
-        ranks: module -> r_i for the modules that the client holds. roles: of this round. start: gives each module's
-            (d_out, d_in). heads: the server's own, by name and shape.
+        ranks: module -> r_i, for the modules that the client holds. roles: this round's. start: gives each module's
+            (d_out, d_in). heads: the server's, by name and shape.
     """
     shared = [factor for factor in ("A", "B") if getattr(roles, factor) == "shared"]
     if upload.adapter.base:
@@ -122,7 +122,7 @@ def _check_numbers(upload: Upload) -> None:
             raise UploadRefused(
                 client, f"{name(k)} is {tensor.layout} on {tensor.device.type}; adapters are plain dense tensors."
             )
-    # One pass for both questions: a norm is finite only where every entry is.
+    # One pass answers both: a norm is finite only if every entry is.
     sizes = norms(tensors)
     for k, size in enumerate(sizes):
         if not math.isfinite(size) and not bool(torch.isfinite(tensors[k]).all()):

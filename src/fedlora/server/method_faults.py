@@ -1,4 +1,4 @@
-"""What a method gives back is looked at before it is used, so that a fault of the method is not put on a client."""
+"""Checks what a method returns before it is used, so that no client is blamed for a method's fault."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedlora.errors import FedLoRAError, MethodFault
 
 @contextmanager
 def blamed_on(method: Method[Any], function: str) -> Iterator[None]:
-    """What goes wrong inside one of a method's functions carries the method's name. Our own errors pass."""
+    """Errors inside a method's function become a `MethodFault` with its name. fedlora's own errors pass."""
     try:
         yield
     except FedLoRAError:
@@ -32,8 +32,8 @@ def blamed_on(method: Method[Any], function: str) -> Iterator[None]:
 
 
 def checked_state(method: Method[Any], function: str, state: Any) -> Any:
-    """`state`, if it is one. Raises `MethodFault`."""
-    if type(state) is not method.State:  # a class that inherits from it is one that no checkpoint could read back
+    """`state`, if it is one of the method's. Raises `MethodFault`."""
+    if type(state) is not method.State:  # no checkpoint could read back a subclass
         raise MethodFault(
             f"{method.name}.{function} returned a {type(state).__name__}; its State is {method.State.__name__}."
         )
@@ -41,7 +41,7 @@ def checked_state(method: Method[Any], function: str, state: Any) -> Any:
 
 
 def checked_diagnostics(method: Method[Any], state: Any) -> Mapping[str, object]:
-    """What the method says of a state, if it is a mapping. Raises `MethodFault`."""
+    """The method's diagnostics of a state, if they are a mapping. Raises `MethodFault`."""
     with blamed_on(method, "diagnostics"):
         made = method.diagnostics(state)
     if not isinstance(made, Mapping) or not all(isinstance(key, str) for key in made):
@@ -50,7 +50,7 @@ def checked_diagnostics(method: Method[Any], state: Any) -> Mapping[str, object]
 
 
 def checked_update(method: Method[Any], made: Any, start: LoRA) -> LoRA:
-    """`made`, if it is a whole update of the matrix that `start` is of. Raises `MethodFault`."""
+    """`made`, if it is a whole update of the same matrix as `start`. Raises `MethodFault`."""
     what = f"{method.name}.effective(state) returned"
     if not isinstance(made, LoRA) or len(made.tensors()) < 2:
         raise MethodFault(f"{what} {made!r:.80}; a LoRA with both factors is needed, or None for no global model.")
@@ -63,13 +63,13 @@ def checked_update(method: Method[Any], made: Any, start: LoRA) -> LoRA:
 
 
 def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, roles: Roles) -> Readout:
-    """`made`, if a client can start from it: its rank, its matrix's shape, one dtype, and the parts that its roles say.
+    """`made`, if a client can start from it: its rank, its matrix's shape, one dtype, and the parts that roles require.
 
     Args:
-        start: of the module, which gives d_out, d_in.
+        start: the module's, for d_out and d_in.
 
     Raises:
-        MethodFault: it is something else.
+        MethodFault: it is anything else.
     """
     what = f"{method.name}.readout(state, client, {rank}) returned"
     if not isinstance(made, Readout) or not isinstance(made.lora, LoRA):
@@ -113,10 +113,10 @@ def checked_readout(method: Method[Any], made: Any, start: LoRA, rank: int, role
 def readouts(
     method: Method[Any], states: Mapping[str, Any], start: Adapter, client: str, ranks: Mapping[str, int], roles: Roles
 ) -> dict[str, Readout]:
-    """Module -> what the client is sent of it, at these ranks. states: of each module; start: gives their shapes.
+    """Module -> the readout for the client, at these ranks. states: module -> state; start: gives the shapes.
 
     Raises:
-        MethodFault: it is nothing that a client can start from. RankMismatch: the method cannot serve that rank.
+        MethodFault: no client can start from a readout. RankMismatch: the method cannot serve that rank.
     """
     with blamed_on(method, "readout"):
         made = method_readouts(method, [states[name] for name in ranks], client, list(ranks.values()))
@@ -125,14 +125,14 @@ def readouts(
 
 
 def checked_roles(method: Method[Any], made: Any) -> Roles:
-    """`made`, if these are roles. Raises `MethodFault`."""
+    """`made`, if it is a `Roles`. Raises `MethodFault`."""
     if not isinstance(made, Roles) or not {made.B, made.A, made.heads} <= set(get_args(Role)):
         raise MethodFault(f"{method.name}.roles(round) returned {made!r:.80}; Roles of {get_args(Role)} are needed.")
     return made
 
 
 def _require_finite(what: str, tensor: Tensor) -> None:
-    # A sum is finite only where every entry is, or nearly always: one pass without a mask, for every client's download.
+    # A sum is finite only if every entry is, almost always: one pass without a mask, for every client's download.
     if not math.isfinite(float(tensor.sum())) and not bool(torch.isfinite(tensor).all()):
         raise MethodFault(
             f"{what} holds NaN or Inf, but the clients' uploads did not. The method or its numerics failed; no "

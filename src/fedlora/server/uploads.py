@@ -1,10 +1,10 @@
-"""The one intake of whole uploads: kept until the round is closed, or, beyond a memory limit, added up and forgotten.
+"""The one intake of whole uploads: it keeps them until the round closes or, beyond a memory limit, adds them up.
 
-Without a limit, and while a round's uploads fit in half of it, they are kept as they came, and the round is the plain
-one, bit for bit, whatever their order. Beyond that they are added up in float64, as many at a time as that half holds:
-for each matrix the mean update itself and what else the method asks for (`product_sums`), or the mean factors
-(`factor_sums`). These sums are of fixed size, however many clients there are. Where the other half of the memory does
-not hold them they lie on disk.
+Without a limit, and while a round's uploads fit into half of it, they are kept as they came, and the round is the plain
+one, bit for bit, in any order. Beyond that the server adds them up in float64, as many at a time as that half holds:
+for each matrix the mean update and what else the method requests (`product_sums`), or the mean factors (`factor_sums`).
+These sums have a fixed size, however many clients there are. If the other half of the memory cannot hold them, they are
+on disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fedlora.core.lora import Adapter
 from fedlora.core.messages import Upload
 from fedlora.core.method import Method
 from fedlora.core.summing import FromMeans, FromSums, Summing
-from fedlora.errors import HyperparameterError, UploadRefused
+from fedlora.errors import HyperparameterError, QuorumNotMet, UploadRefused
 from fedlora.linalg.own_modes import own_modes
 from fedlora.linalg.parallel import workers
 from fedlora.server.cancelling import cancelling
@@ -36,20 +36,20 @@ from fedlora.server.terms import Terms
 
 
 def summing(method: Method[Any], memory: float) -> Summing | None:
-    """What to add up for the method: `Summing` as it says itself, or None: its factors.
+    """What to add up for the method: its `Summing`, or None for its factors.
 
     Raises:
-        HyperparameterError: it needs its clients apart, or its options do.
+        HyperparameterError: the method, or its options, need each client's upload.
     """
     if isinstance(method, FromSums):
         with blamed_on(method, "summing"):
             return method.summing()
     if not isinstance(method, FromMeans):
         raise HyperparameterError(
-            f"Server: memory = {memory:g} MB needs a method that can forget uploads, and {method.name} needs "
-            f"all of a round at once. Leave memory out: uploads then take clients x what one sends, 4 r "
-            f"(d_out + d_in) bytes a matrix in float32. Or take a method that can: glora, svd and flexlora average "
-            f"updates, and fedit, fedsa-lora, fedsvd, ffa-lora, padded-average and rolora factors."
+            f"Server: memory = {memory:g} MB needs a method that can drop uploads during a round, but {method.name} "
+            f"needs all of them at once. Leave memory out: each client's upload then takes 4 r (d_out + d_in) bytes a "
+            f"matrix in float32. Or use a method that can: glora, svd and flexlora average updates; fedit, fedsa-lora, "
+            f"fedsvd, ffa-lora, padded-average and rolora average factors."
         )
     with blamed_on(method, "require_means"):
         method.require_means()
@@ -60,13 +60,13 @@ class Uploads:
     """An `Intake` of whole uploads, which may come in any order.
 
     Args:
-        memory: bytes, half of it for the uploads that are held, half for sums; what does not fit there is on disk, but
-            for sums of factors, twice what a client of each rank sends in float32. Closing takes a few copies of the
-            largest matrix in float64 on top, for each of the server's workers. None: all uploads are held.
+        memory: bytes, half for held uploads, half for sums; what does not fit is on disk, except sums of factors,
+            twice what a client of each rank sends in float32. Closing needs a few more float64 copies of the largest
+            matrix for each of the server's workers. None: all uploads are held.
 
     Raises:
-        HyperparameterError: the memory has no room for one client, the disk none for the sums, or the method or its
-            options need all uploads.
+        HyperparameterError: the memory has no room for one client, the disk has none for the sums, or the method or
+            its options need all uploads.
     """
 
     asked = None
@@ -93,11 +93,11 @@ class Uploads:
 
     @own_modes()
     def add(self, upload: Upload) -> None:
-        """Accept one upload, or record and raise why not. Nothing of a refused upload reaches the state.
+        """Accept one upload, or record and raise the refusal. Nothing of a refused upload reaches the state.
 
         Raises:
-            UploadRefused: with the client id and the reason; also numbers of examples that running sums cannot carry.
-            HyperparameterError: an upload that is held was written to since, or the round has ended (`close`).
+            UploadRefused: with the client id and the reason; also for example counts that running sums cannot hold.
+            HyperparameterError: a held upload was changed in the meantime, or the round has ended (`close`).
         """
         with self._one_at_a_time:
             self._add(upload)
@@ -124,7 +124,7 @@ class Uploads:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the uploads that are held for the round; the sums come on top (`summed`)."""
+        """Bytes of the held uploads; the sums come on top (`summed`)."""
         return self._size
 
     @property
@@ -134,20 +134,23 @@ class Uploads:
 
     @own_modes()
     def close(self) -> ServerState:
-        """The next state; where uploads were added up, the same whatever order they came in up to rounding of float64.
+        """The next state. It does not depend on the uploads' order (if they were added up: up to float64 rounding).
 
         Raises:
-            QuorumNotMet: too few good uploads. RankMismatch, RankTie: as the method says.
-            HyperparameterError: an upload was written to after it was added; the round was closed; or an exception
-                ended it, where uploads were added up.
+            QuorumNotMet: too few good uploads. RankMismatch, RankTie: from the method.
+            HyperparameterError: an upload was changed after it was added; the round was closed before; or an exception
+                ended it after uploads were added up.
         """
         with self._one_at_a_time:
             self._require_whole()
             if not self._sums:
                 self._require_unwritten()
-                after = close_whole(self._held, self._attendance)
-                self._lost = True  # an upload that came now would be in no state
-                return after
+                self._lost = True  # no state could include an upload that came now
+                try:
+                    return close_whole(self._held, self._attendance)
+                except QuorumNotMet:
+                    self._lost = False
+                    raise
             self._add_up()
             self._attendance.require_quorum()
             self._lost = True  # the sums are used up
@@ -174,7 +177,7 @@ class Uploads:
 
     @contextmanager
     def _changing_sums(self) -> Iterator[None]:
-        """What interrupts this, an exception or Ctrl-C, leaves sums without some of the uploads: the round is lost."""
+        """An interruption here, an exception or Ctrl-C, leaves sums without some uploads: the round is lost."""
         self._lost = True
         yield
         self._lost = False
@@ -182,23 +185,23 @@ class Uploads:
     def _require_whole(self) -> None:
         if self._lost:
             raise HyperparameterError(
-                "this round takes and closes nothing any more: it was closed, or an exception came while its uploads "
-                "were added up, which leaves sums without some of them. The state before it is unchanged. Open the "
-                "round again (`server.open(state)`) and add all uploads to it."
+                "this round has ended: it was closed, or an exception interrupted it while it added up uploads, so its "
+                "sums lack some of them. The state before it is unchanged. Open the round again "
+                "(`server.open(state)`) and add all uploads to it."
             )
 
     def _require_unwritten(self) -> None:
         for client, upload in self._held.items():
             if _versions(upload) != self._versions[client]:
                 raise HyperparameterError(
-                    f"the upload of client {client!r} was written to after it was added: its numbers are no longer "
-                    f"those that the server checked. The server keeps an upload's own tensors until the round closes, "
-                    f"or until they are added up. Do not change them before, or add a copy: "
+                    f"the upload of client {client!r} was changed after it was added: its numbers are no longer those "
+                    f"that the server checked. The server keeps an upload's own tensors until it adds them up or the "
+                    f"round closes. Do not change them before that, or add a copy: "
                     f"`upload.adapter.map(torch.Tensor.clone)`."
                 )
 
     def _add_up(self) -> None:
-        """Add the uploads that are held to the sums, and drop them."""
+        """Add the held uploads to the sums, and drop them."""
         self._require_unwritten()
         with self._changing_sums():
             self._add_held()
@@ -234,16 +237,16 @@ class Uploads:
 
 
 def _versions(upload: Upload) -> list[int]:
-    """How often each tensor was written to in place, as torch counts; what shares numpy's memory is not seen."""
+    """How often each tensor was written in place, as torch counts; writes through shared numpy memory are not seen."""
     return [0 if t.is_inference() else t._version for t in upload.adapter.tensors()]
 
 
 def _require_room(start: Adapter, memory: float) -> None:
-    """Raises `HyperparameterError` where one client would not fit into half of the memory."""
+    """Raises `HyperparameterError` if one client does not fit into half of the memory."""
     largest = sum(t.numel() * 4 for lora in start.modules.values() for t in lora.factors)
     largest += sum(head.numel() * head.element_size() for head in start.heads.values())
     if largest > memory / 2:
         raise HyperparameterError(
-            f"Server: half of {memory / 2**20:g} MB holds no client of rank {max(start.ranks.values())}, which sends "
-            f"{largest / 2**20:.3g} MB in float32. Give at least {2 * largest / 2**20:.3g} MB."
+            f"Server: half of {memory / 2**20:g} MB cannot hold a client of rank {max(start.ranks.values())}, which "
+            f"sends {largest / 2**20:.3g} MB in float32. Give at least {2 * largest / 2**20:.3g} MB."
         )

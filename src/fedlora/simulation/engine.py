@@ -11,6 +11,7 @@ from typing import Any, get_args
 from fedlora.core.messages import Client, Form
 from fedlora.core.sent import Tamperer
 from fedlora.core.trainer import OneByOne, Trainer, Workers
+from fedlora.doing import doing
 from fedlora.errors import HyperparameterError, repeated
 from fedlora.server import sample_clients
 from fedlora.server.server import Server
@@ -120,20 +121,22 @@ def play(
     workers = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
     if adversary is not None:
         log.warning("clients of this federation lie on purpose: do not use its results: %s", adversary)
-    while state.round < rounds:
-        round = Round(server, state, form, hooks, adversary)
-        chosen = round.asked
-        if chosen is None:
-            chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
-        yield from round.play([by_id[c] for c in chosen], workers)
-        record = round.record()
-        state = record.state
-        if evaluator is not None and (state.round % evaluate_every == 0 or state.round == rounds):
-            with round.clock("evaluate"):
-                metrics = _checked_metrics(evaluator.evaluate(server, state))
-            seconds = {} if server.privacy is not None else dict(round.clock.seconds)
-            record = replace(record, metrics=metrics, seconds=seconds)
-        yield record
+    with doing("rounds", rounds, closed=server.privacy is not None) as step:
+        while state.round < rounds:
+            step.done = state.round
+            round = Round(server, state, form, hooks, adversary)
+            chosen = round.asked
+            if chosen is None:
+                chosen = sample_clients(list(by_id), participation, seed=seed, round=state.round)
+            yield from round.play([by_id[c] for c in chosen], workers)
+            record = round.record()
+            state = record.state
+            if evaluator is not None and (state.round % evaluate_every == 0 or state.round == rounds):
+                with round.clock("evaluate"):
+                    metrics = _checked_metrics(evaluator.evaluate(server, state))
+                seconds = {} if server.privacy is not None else dict(round.clock.seconds)
+                record = replace(record, metrics=metrics, seconds=seconds)
+            yield record
 
 
 def _checked_metrics(metrics: Any) -> Mapping[str, float]:

@@ -16,6 +16,7 @@ from fedlora.core.parcels import held_after, pack
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.sent import Attacked, Sent, Tamperer
 from fedlora.core.trainer import Failed, Job, Workers, round_loss
+from fedlora.doing import stepped
 from fedlora.errors import ClientFailed, HyperparameterError, QuorumNotMet, UploadRefused
 from fedlora.server.intake import Taken, take_in
 from fedlora.server.server import Server
@@ -128,9 +129,10 @@ class Round:
                 self._given[client.id] = job.adapter.map(Tensor.clone)
             yield job
 
-    def _trained(self, clients: Iterable[Client], workers: Workers) -> Iterator[Sent]:
+    def _trained(self, clients: Sequence[Client], workers: Workers) -> Iterator[Sent]:
         """Uploads of clients whose work succeeded."""
-        for job, result in self.clock.over("train", workers.train_all(self._jobs(clients))):
+        trained = self.clock.over("train", workers.train_all(self._jobs(clients)))
+        for job, result in stepped(trained, "clients", len(clients)):
             client = job.download.client.id
             if self._at_work.pop(client, None) is not job:
                 raise HyperparameterError(

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
+from fedlora.doing import doing
 from fedlora.errors import ConfigError
 from fedlora.given_files import parse_json, read_given
 from fedlora.training.hub_models import source
@@ -76,6 +77,7 @@ def model_files(folder: Path) -> list[Path]:
     return sorted(set(found))
 
 
+@doing("hashing the base model")
 def model_content(path: str | os.PathLike[str]) -> dict[str, str]:
     """File name -> SHA-256 for each of `model_files`; for a GGUF file its own; for a hub id those of its cached
     snapshot. Empty if nothing is there."""
@@ -160,6 +162,7 @@ def weight_files(place: Path) -> list[Path]:
     return found
 
 
+@doing("hashing the base model")
 def base_digest(path: str | os.PathLike[str], cache: Path | None = None) -> str:
     """SHA-256 (hex) of a base model's weights: each tensor's name, type, shape and bytes, sorted by name, so that a
     single file and shards of it agree. A GGUF file counts as a whole, with architecture and tokenizer.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedlora.data.text import TextData
+from fedlora.doing import stepped
 from fedlora.errors import ConfigError, DataError, counted
 from fedlora.training.fitting import fit_prompt, fit_talk, talk_of
 from fedlora.training.prompting import Template, find_template
@@ -47,7 +48,7 @@ def encode(
     assert data.responses is not None
     around = find_template(template, tokenizer)
     examples = []
-    for k in range(len(data)):
+    for k in stepped(range(len(data)), "tokenizing"):
         with _in_example(k):
             examples.append(_instruction(data, k, tokenizer, around, max_length, loss_on))
     return examples
@@ -62,7 +63,7 @@ def cut_prompts(
         return []
     around = find_template(template, tokenizer)
     prompts = []
-    for k in range(len(data)):
+    for k in stepped(range(len(data)), "tokenizing"):
         with _in_example(k):
             if around.kind == "chat":
                 whole = talk_of(data.messages(k), tokenizer, around).prompt

@@ -18,6 +18,7 @@ import torch
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory
 from fedlora.data.text import TextData
+from fedlora.doing import doing, stepped
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.training.bfloat16 import bfloat16_autocast
@@ -189,7 +190,8 @@ class ModelEvaluator:
         chosen = [order[k * batch_size : (k + 1) * batch_size] for k in piece.batches]
         flat = [i for batch in chosen for i in batch]  # sorted by length, so they form the same batches again
         if not piece.answers:
-            seen = [self._predictions([held.examples[i] for i in batch]) for batch in chosen]
+            batches = stepped(chosen, "batches")
+            seen = [self._predictions([held.examples[i] for i in batch]) for batch in batches]
             return Seen(dict(zip(piece.batches, seen, strict=True)), {})
         if held.prompts is not None:
             texts = greedy(
@@ -209,15 +211,21 @@ class ModelEvaluator:
             for look in looks:
                 of_it = self._pieces(look)
                 drawn.append((look.groups, [piece.group for piece in of_it]))
+                step.of = (step.of or 0) + len(of_it)
                 yield from of_it
 
-        seen = iter(self._through(self.look, pieces()) if self._through is not None else map(self.look, pieces()))
-        for first in seen:
-            groups, names = drawn.popleft()
-            parts: dict[str, list[Seen]] = {name: [] for name in groups}
-            for name, part in zip(names, [first, *islice(seen, len(names) - 1)], strict=True):
-                parts[name].append(part)
-            yield self._scores(groups, parts)
+        def counted(seen: Iterable[Seen]) -> Iterator[Seen]:
+            for step.done, one in enumerate(seen, 1):
+                yield one
+
+        with doing("measuring") as step:
+            seen = counted((self._through or map)(self.look, pieces()))
+            for first in seen:
+                groups, names = drawn.popleft()
+                parts: dict[str, list[Seen]] = {name: [] for name in groups}
+                for name, part in zip(names, [first, *islice(seen, len(names) - 1)], strict=True):
+                    parts[name].append(part)
+                yield self._scores(groups, parts)
 
     def _pieces(self, look: _Look) -> list[Piece]:
         batch_size = self._limits[2]

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fedlora.doing import stepped
 from fedlora.training.encoding import IGNORED, Example, collate
 from fedlora.training.models import AdaptedModel
 
@@ -36,7 +37,7 @@ def greedy(
     network.eval()
     answers = [""] * len(prompts)
     order = sorted(range(len(prompts)), key=lambda k: len(prompts[k]))
-    for first in range(0, len(order), batch_size):
+    for first in stepped(range(0, len(order), batch_size), "answering"):
         batch = order[first : first + batch_size]
         longest = max(len(prompts[k]) for k in batch)
         pads = [longest - len(prompts[k]) for k in batch]
@@ -63,7 +64,7 @@ def teacher_forced(model: AdaptedModel, examples: Sequence[Example], *, batch_si
     network.eval()
     answers = [""] * len(examples)
     order = sorted(range(len(examples)), key=lambda k: len(examples[k]["input_ids"]))
-    for first in range(0, len(order), batch_size):
+    for first in stepped(range(0, len(order), batch_size), "answering"):
         batch = order[first : first + batch_size]
         inputs = collate([examples[k] for k in batch], tokenizer, model.device)
         best = network(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits.argmax(dim=-1)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fedlora.core.folders import replacing_folder
+from fedlora.doing import doing
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.content import file_digest
@@ -21,6 +22,7 @@ from fedlora.training.settings import Task
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
 
 
+@doing("loading the base model")
 def load_base(
     path: str | os.PathLike[str],
     task: Task,
@@ -158,6 +160,7 @@ def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:
     return {"quantization_config": nf4, "device_map": {"": device}}
 
 
+@doing("unpacking the GGUF model, once")
 def dequantised(file: Path) -> Path:
     """A GGUF language model as a float32 model directory, created once and kept in the cache ($FEDLORA_CACHE)."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

@@ -19,6 +19,7 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Download
 from fedlora.core.trainer import Trained
 from fedlora.data.text import TextData
+from fedlora.doing import stepped
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.bfloat16 import bfloat16_autocast
@@ -75,7 +76,7 @@ class RoundTrainer(ABC):
         cuda = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
             torch.manual_seed(derive_seed(self._seed, "train", download.round, client))
-            for _ in range(steps):
+            for _ in stepped(range(steps), "training"):
                 for loss in self.losses(client, [data[next(order)] for _ in range(batch)]):
                     loss.backward()  # type: ignore[no-untyped-call]
                     total += float(loss.detach()) * batch

@@ -231,14 +231,6 @@ class AdaptedModel:
             task_type={"classification": "SEQ_CLS", "causal-lm": "CAUSAL_LM", None: None}[self.task],
         )
 
-    def frozen(self) -> list[nn.Parameter]:
-        """The base weights, which no client trains, so that processes can share them."""
-        return [
-            parameter
-            for path, parameter in self.network.named_parameters()
-            if ".lora_" not in path and ".modules_to_save." not in path and parameter.is_contiguous()
-        ]
-
     def to(self, device: str) -> None:
         """Move to a device. The base weights must be unchanged."""
         self.network.to(device)

@@ -50,7 +50,6 @@ class Section(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False, protected_namespaces=())
 
     of_each: ClassVar[Key] = Key()  # for keys whose fields have no Key
-    gone: ClassVar[Mapping[str, tuple[object, str]]] = {}  # removed key -> its last default, and what to do instead
 
     if not TYPE_CHECKING:  # the fields are the arguments
 
@@ -62,17 +61,6 @@ class Section(BaseModel):
                 raise ConfigError(f"{type(self).__name__}: {'; '.join(wrong)}.") from error
 
         __init__.__pydantic_base_init__ = True  # pydantic builds nested tables without this
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_is_gone(cls, raw: Any) -> Any:
-        """Ignore a removed key that has its last default: stored results still name it."""
-        old = {key for key in cls.gone if key in raw} if isinstance(raw, dict) else set()
-        for key in old:
-            default, instead = cls.gone[key]
-            if raw[key] != default:
-                raise ValueError(f"the key {key!r} is gone, and it is {raw[key]!r} here. {instead}")
-        return {key: value for key, value in raw.items() if key not in old} if old else raw
 
     @classmethod
     def keys(cls) -> dict[str, Key]:
@@ -91,15 +79,15 @@ class Section(BaseModel):
 def _plain(value: object, *, whole: bool) -> object:
     if isinstance(value, str) and "\0" in value:
         raise ValueError("has a NUL, which no name, path or text may have")
-    if isinstance(value, Mapping) and not isinstance(value, dict):
-        value = dict(value)
-    if isinstance(value, dict):
-        return {_plain(key, whole=whole): _plain(item, whole=whole) for key, item in value.items()}
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, float):
+        return int(value) if whole and value.is_integer() else value
     if isinstance(value, list | tuple):
         return [_plain(item, whole=whole) for item in value]
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    return int(value) if whole and isinstance(value, float) and value.is_integer() else value
+    if isinstance(value, Mapping):
+        return {_plain(key, whole=whole): _plain(item, whole=whole) for key, item in value.items()}
+    return int(value) if isinstance(value, Integral) else value
 
 
 def _scalars(annotation: Any) -> set[Any]:
@@ -113,10 +101,10 @@ def _scalars(annotation: Any) -> set[Any]:
 class LoRASettings(Section):
     """The LoRA settings that all clients share. A client of rank r trains W0 + s B A.
 
-    scaling: s for every rank, so alpha = scaling * r. alpha: in its place, one alpha for all ranks: s = alpha / r.
-    rslora: with alpha, s = alpha / sqrt(r). targets: names or ends of module paths; a string is one regular expression
-    that matches whole paths; "all-linear". dropout: before A, in training. saved: modules that are trained in full and
-    travel beside the factors, such as a classifier with another name than the model's own.
+    scaling: s for every rank, so alpha = scaling * r. alpha: instead of scaling, one alpha for all ranks, so s = alpha
+    / r. rslora: with alpha, s = alpha / sqrt(r). targets: names or ends of module paths; a string is one regular
+    expression that matches whole paths; "all-linear". dropout: dropout before A, in training. saved: modules that are
+    trained in full and travel beside the factors, such as a classifier with another name than the model's own.
 
     Example:
         >>> LoRASettings(targets=["query", "value"], alpha=16.0).scale(4)
@@ -182,16 +170,14 @@ class LoRASettings(Section):
 class TrainSection(Section):
     """One client's round. The optimiser is new each round, as in all reference codes.
 
-    lr: learning rate. optimizer: its name. weight_decay: the optimiser's. steps: optimiser steps per round; 0: train
-    `epochs` instead. epochs: over the client's data, if steps = 0. batch_size: examples per step. accumulation:
-    micro-batches per step, each of examples of similar length: the same gradient, up to rounding, with less padding;
-    "auto": on a CPU four, of at least four examples each; on a GPU one, since many small ones leave it idle. clip: the
-    largest gradient norm; 0 for none. schedule: the learning rate's over all rounds; it is constant within a round.
-    class_weights: an example's weight in the training loss, by class: "balanced" (from each client's own counts), or a
-    table {name = weight}, in which unnamed classes have 1.
+    lr: learning rate. optimizer: "adam", "adamw" or "sgd". weight_decay: weight decay of the optimiser. steps:
+    optimiser steps per round; 0: train `epochs` instead. epochs: passes over the client's data, if steps = 0.
+    batch_size: examples per step. accumulation: micro-batches per step, each of examples of similar length: the same
+    gradient, up to rounding, with less padding; "auto": on a CPU four, of at least four examples each; on a GPU one,
+    since many small ones leave it idle. clip: the largest gradient norm; 0 for none. schedule: how the learning rate
+    changes from round to round; it is constant within one. class_weights: an example's weight in the training loss, by
+    class: "balanced" (from each client's own counts), or a table {name = weight}, in which unnamed classes have 1.
     """
-
-    gone = {"together": (1, "Clients train one after the other; run.workers = 2 trains two at the same time.")}
 
     lr: Annotated[float, Field(gt=0), Key(former=1e-3)] = 3e-3
     optimizer: Optimizer = "adam"

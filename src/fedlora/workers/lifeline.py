@@ -1,8 +1,8 @@
 """An executor whose processes end with their owner, however it ends, and ignore Ctrl-C, which is for the owner.
 
 Each process reads from a pipe into which nothing is ever written. When the pipe's other end is closed, or its owner is
-gone, the reader ends at once, whatever it is doing. (The kernel's own signal, `core.parent`, would not help here: these
-processes are forked by multiprocessing's server process, and keep it alive.)
+gone, the reader ends at once, whatever it is doing. (The kernel's own signal, `core.parent`, would come too early: when
+the owner's thread that started them ends.)
 """
 
 from __future__ import annotations
@@ -12,37 +12,50 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import sys
 import threading
+import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+_mine: weakref.WeakSet[Connection] = weakref.WeakSet()  # the ends that this process holds
 
 
 class Executor:
     """A `ProcessPoolExecutor` of `size` processes, which start with the first work.
 
     Args:
-        preload: modules that are slow to import: the process from which the others are forked imports them once (if it
-            is not running yet). Forked from a clean process, the others start fast and share the code in memory; a fork
-            of this process would copy its threads' locks.
-        begin: called first in each process, with `given`; an exception in it kills the process.
+        begin: called first in each process, with its number, 0 to size - 1, and `given`; an exception in it kills the
+            process.
+        server: None for forks of this process, which share its memory until they write to it. They must not use more
+            threads than one. Otherwise modules that are slow to import: the processes fork from a clean server
+            process, which imports these once (if it is not running yet), and `given` is pickled.
     """
 
-    def __init__(self, size: int, preload: Sequence[str], begin: Callable[..., None], *given: object) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*preload])
-        forkserver.ensure_running()  # not in `submit`: everything others fork from it would ignore Ctrl-C too
+    def __init__(
+        self, size: int, begin: Callable[..., None], *given: object, server: Sequence[str] | None = None
+    ) -> None:
+        context = multiprocessing.get_context("fork" if server is None else "forkserver")
+        if server is not None:
+            context.set_forkserver_preload([*server])
+            forkserver.ensure_running()  # not in `submit`: everything others fork from it would ignore Ctrl-C too
         reader, self._lifeline = context.Pipe(duplex=False)
-        self._inner = ProcessPoolExecutor(size, context, initializer=_begun, initargs=(reader, begin, given))
+        _mine.add(self._lifeline)
+        begun = (os.getpid(), reader, context.Value("i", 0), begin, given)
+        self._inner = ProcessPoolExecutor(size, context, initializer=_begun, initargs=begun)
 
     def submit(self, work: Callable[..., T], *given: object) -> Future[T]:
         """Like `ProcessPoolExecutor.submit`."""
-        with _interrupts_held():
+        with _interrupts_held(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # Python 3.12
             return self._inner.submit(work, *given)
 
     def end(self, *, at_once: bool) -> None:
@@ -63,11 +76,19 @@ def _interrupts_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _begun(lifeline: Connection, begin: Callable[..., None], given: tuple[object, ...]) -> None:
+def _begun(
+    owner: int, lifeline: Connection, number: Any, begin: Callable[..., None], given: tuple[object, ...]
+) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for other in [*_mine]:  # a fork has copies of its owner's ends, and would keep itself alive
+        other.close()
+    if os.getppid() == owner:  # the owner's streams may be locked by a thread of its that no fork has
+        sys.stdout, sys.stderr = (os.fdopen(k, "w", 1, errors="backslashreplace", closefd=False) for k in (1, 2))
     _end_by_signal(lifeline)
     threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
-    begin(*given)
+    with number.get_lock():
+        mine, number.value = number.value, number.value + 1
+    begin(mine, *given)
 
 
 def _end_with(lifeline: Connection) -> None:

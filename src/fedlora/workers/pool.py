@@ -6,24 +6,22 @@ of its download and its own data, and nothing is added up across clients before 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-from torch import Tensor
 
 from fedlora.core.trainer import Failed, Job, OneByOne, Trained, Trainer, Workers
 from fedlora.errors import WorkerDied
 from fedlora.workers.processes import Died, Processes, portable
 
 
-class Pool(Workers):
+class Pool(Processes[Workers], Workers):
     """`size` processes that each train with a copy of `trainer`. They start with the first round; close them, or use
     `with`.
 
     Args:
-        trainer: a trainer, or workers. It must pickle. A copy's changes to itself stay in its process, and are lost
-            with it: `train` must be a function of its arguments.
-        size: number of processes. shared, begin: as in `Processes`; begin is given the workers.
+        trainer: a trainer, or workers, on the CPU. A copy's changes to itself stay in its process, and are lost with
+            it: `train` must be a function of its arguments.
+        size: number of processes.
 
     Raises:
         HyperparameterError: as in `Processes`.
@@ -35,29 +33,11 @@ class Pool(Workers):
         [1, 2]
     """
 
-    def __init__(
-        self,
-        trainer: Trainer | Workers,
-        size: int,
-        *,
-        shared: Sequence[Tensor] = (),
-        begin: Callable[[Workers, int], None] | None = None,
-    ) -> None:
-        inner = trainer if isinstance(trainer, Workers) else OneByOne(trainer)
-        self._processes = Processes(inner, size, shared=shared, begin=begin)
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._processes.__exit__(*exception)
-
-    def close(self) -> None:
-        """End the processes."""
-        self._processes.close()
+    def __init__(self, trainer: Trainer | Workers, size: int) -> None:
+        super().__init__(trainer if isinstance(trainer, Workers) else OneByOne(trainer), size)
 
     def train_all(self, jobs: Iterable[Job]) -> Iterator[tuple[Job, Trained | Failed]]:
-        return train_in(self._processes, train_by, jobs)
+        return train_in(self, train_by, jobs)
 
 
 def train_in(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shlex
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
@@ -13,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from fedlora.cli.screen import complain, notes
+from fedlora.cli.screen import complain
 from fedlora.errors import ConfigError
 
 Folder = Annotated[Path, typer.Argument(help="the folder that `fedlora flower init` made", show_default=False)]
@@ -37,12 +35,6 @@ def ending_for_systemd() -> Iterator[None]:
         raise
     except (RuntimeError, OSError, MemoryError) as error:
         raise typer.Exit(complain(str(error) or type(error).__name__) - 1) from error
-
-
-def say(line: str) -> None:
-    """Print a line to stderr at once, with the time unless systemd's journal adds it."""
-    at = "" if "JOURNAL_STREAM" in os.environ else time.strftime("%H:%M:%S ")
-    notes.print(f"{at}{line}")
 
 
 def typed(path: str | Path) -> str:

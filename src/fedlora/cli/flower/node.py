@@ -9,7 +9,9 @@ from typing import Annotated
 
 import typer
 
-from fedlora.cli.flower.common import ending_for_systemd, needed, say, typed
+from fedlora.cli.flower.common import ending_for_systemd, needed, typed
+from fedlora.cli.screen import say
+from fedlora.doing import doing
 from fedlora.errors import ConfigError
 
 
@@ -18,7 +20,7 @@ def node(
 ) -> None:
     """At a site: take part.
 
-    It checks this site, waits until the server lets it in, and is its SuperNode until SIGTERM or Ctrl-C.
+    It checks this site, waits until the server lets it in, and then runs as its SuperNode until SIGTERM or Ctrl-C.
 
     If the server cannot be reached, does not know this key yet, or has a certificate that fails the check, the node
     says so and waits. If the SuperNode ends, systemd or compose restarts it. Exit codes: 0 after SIGTERM or SIGINT; 1,
@@ -29,7 +31,7 @@ def node(
     from fedlora.flower.places import SiteFolder
     from fedlora.flower.site import node_process, site_checks
     from fedlora.flower.site.reach import Found, Server, look
-    from fedlora.flower.site.rotation import asked
+    from fedlora.flower.site.site_folder import asked
     from fedlora.flower.terms.joining import JoinFile
     from fedlora.runs.quiet import quiet_libraries
 
@@ -43,7 +45,7 @@ def node(
         wrong, told = site_checks.before_start(here)
     if wrong:
         found = "; ".join(wrong).removesuffix(".")
-        raise ConfigError(f"{found}. Nothing was sent. Mend it, and see with: fedlora doctor {typed(folder)}")
+        raise ConfigError(f"{found}. Nothing was sent. Repair it, and check with: fedlora doctor {typed(folder)}")
     for line in told:
         say(line)
     server = Server(join.server, join.port, here.ca)
@@ -61,6 +63,7 @@ def node(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     say(f"site {join.site} of {join.federation}, server {join.address}")
-    with ending_for_systemd(), node_process.held(here) as lock:
+    waiting = doing("waiting until the server lets this site in")
+    with ending_for_systemd(), node_process.held(here) as lock, waiting:
         node_process.wait_until_admitted(ask, say)
         node_process.become_supernode(node_process.supernode_command(here, join.address, key), here, lock)

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, say, typed
+from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, typed
 from fedlora.cli.options import AsJson
-from fedlora.cli.screen import Table, cell, console, print_json
+from fedlora.cli.screen import Table, cell, console, print_json, say
 from fedlora.errors import counted
 
 
@@ -35,12 +35,10 @@ def serve(
     """
     needed()
     from fedlora.flower.places import FederationFolder
-    from fedlora.flower.serving.connection import check_ports
     from fedlora.flower.serving.superlink import SuperLink
     from fedlora.flower.serving.supervisor import Supervisor
 
     place = FederationFolder(folder.resolve())
-    check_ports(place)
     link = SuperLink(folder)
     with ending_for_systemd(), stopping() as stop, _metrics(place, metrics) as seen:
         now = Supervisor(folder, link, say, stop=stop, seen=seen).serve()
@@ -54,7 +52,7 @@ def status(
 ) -> None:
     """At the server: which sites are online and when each was last heard; losses and sites of the last rounds.
 
-    It says what became of each site, also while the server is not running."""
+    It shows the last outcome of each site, even while the server is not running."""
     needed()
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.serving.status import status_of
@@ -142,7 +140,7 @@ def _metrics(place: Any, address: str | None) -> Iterator[Any]:
 
 def _show(found: Any, rounds: int) -> None:
     from fedlora.flower.rounds.lines import size_of
-    from fedlora.flower.serving.status import seen_ago
+    from fedlora.flower.serving.status import since
 
     console.print(found.headline())
     if found.private:
@@ -152,19 +150,19 @@ def _show(found: Any, rounds: int) -> None:
     judged = last.get("clients") or {}
     ruled = ["weight, after the rule"] if judged else []
     table = Table("site", "rank", "node", "last seen", "last round", "loss", "norm", *ruled, "rounds", "sent")
-    for site in found.sites:
-        one = judged.get(site.name)
+    for name, site in found.sites.items():
+        one = judged.get(name)
         weights = [f"{one['before']:.1%}, {one['after']:.1%}" if one else "-"] if judged else []
         table.add_row(
-            cell(site.name), cell(site.rank), site.node,
-            seen_ago(site.seen) if found.answers else "unknown", cell(site.fate or "-"),
-            _number(site.loss), _number(site.norm), *weights, str(site.rounds), size_of(site.uploaded),
+            cell(name), cell(site.rank), site.node, f"{since(site.last_seen)} ago" if site.last_seen else
+            "never" if found.answers else "unknown", cell(site.fate or "-"),
+            _number(site.loss), _number(site.norm), *weights, str(site.rounds), size_of(site.upload_bytes),
         )  # fmt: skip
     console.print(table)
-    for site in found.sites:
+    for name, site in found.sites.items():
         if site.why:
-            console.print(f"{site.name}: {site.fate}: {site.why}")
-    _tell_rule(found.progress, {site.name: site.rank for site in found.sites})
+            console.print(f"{name}: {site.fate}: {site.why}")
+    _tell_rule(found.progress, found.standing.ranks)
     if rounds and found.progress.lines:
         console.print(_rounds_table(found.progress, rounds))
     console.print(f"the SuperLink's database holds {size_of(found.database)}; {size_of(found.free)} of disk are free")
@@ -173,8 +171,8 @@ def _show(found: Any, rounds: int) -> None:
 def _show_private(found: Any, rounds: int) -> None:
     """Print members and ranks, which are public, and the privacy spent; never who was present."""
     table = Table("site", "rank")
-    for site in found.sites:
-        table.add_row(cell(site.name), cell(site.rank))
+    for name, rank in found.standing.ranks.items():
+        table.add_row(cell(name), cell(rank))
     console.print(table)
     if rounds and found.progress.lines:
         console.print(_rounds_table(found.progress, rounds))

@@ -72,16 +72,17 @@ def site(
 def _rotate(folder: Path) -> None:
     from fedlora.flower.places import SiteFolder
     from fedlora.flower.site.reach import look
-    from fedlora.flower.site.rotation import rotate_key
     from fedlora.flower.site.site_checks import server_of
-    from fedlora.flower.terms.facts import site_facts
+    from fedlora.flower.site.site_folder import rotate_key
+    from fedlora.flower.terms.facts import model_facts
     from fedlora.flower.terms.joining import JoinFile
     from fedlora.flower.terms.settings import FederationSettings
     from fedlora.flower.terms.site_file import Site
 
     here = SiteFolder(folder.resolve())
     join = JoinFile.read(here.join)
-    facts = site_facts(Site.read(here.site), FederationSettings.from_travelling(join.settings), here.base_cache)
+    model = Site.read(here.site).model
+    facts = model_facts(model, FederationSettings.from_travelling(join.settings), here.base_cache)
     server = server_of(join, here)
     request = rotate_key(folder, facts.table(), lambda key: look(server, key))
     if request is None:
@@ -101,8 +102,8 @@ def _rotate(folder: Path) -> None:
 def _take(folder: Path, join: Path) -> None:
     """Take the server's new join file into an existing folder."""
     from fedlora.flower.places import SiteFolder
-    from fedlora.flower.site.join_site import take_join
     from fedlora.flower.site.site_checks import app_row
+    from fedlora.flower.site.site_folder import take_join
     from fedlora.flower.terms.site_file import Site
 
     said = take_join(folder, join)
@@ -117,8 +118,8 @@ def _take(folder: Path, join: Path) -> None:
 def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
     """settings: the options typed for site.toml."""
     from fedlora.flower.places import SiteFolder
-    from fedlora.flower.site.join_site import make_site, refuse_existing
     from fedlora.flower.site.site_checks import app_row, checked_server, checked_work
+    from fedlora.flower.site.site_folder import make_site, refuse_existing
     from fedlora.flower.terms.joining import JoinFile
     from fedlora.flower.terms.site_file import Site
     from fedlora.runs.reading import checked

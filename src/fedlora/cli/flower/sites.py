@@ -24,7 +24,7 @@ def admit(
 ) -> None:
     """At the server: admit a site with the request.toml it sent, or invite a new site.
 
-    A running server is told at once.
+    A running server takes the change at once.
 
     A new site:     fedlora flower admit fed --new dublin=4    then hand it fed/join/dublin.toml
                     fedlora flower admit fed request.toml      with what it sends back

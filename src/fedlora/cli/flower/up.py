@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, say
+from fedlora.cli.flower.common import Folder, ending_for_systemd, needed
+from fedlora.cli.screen import say
 
 
 def up(folder: Folder) -> None:

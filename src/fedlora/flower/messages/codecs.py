@@ -24,6 +24,8 @@ from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
+_NONE = Counted()
+
 
 @dataclass(frozen=True, eq=False)
 class Reply:
@@ -42,13 +44,7 @@ class Codec(Protocol):
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
         """Raises `ConfigError` for a method or a policy that such clients cannot serve."""
 
-    def question(
-        self,
-        download: Download,
-        held: Held | None,
-        run: str,
-        counted: Counted = Counted(),  # noqa: B008 - immutable
-    ) -> RecordDict:
+    def question(self, download: Download, held: Held | None, run: str, counted: Counted = _NONE) -> RecordDict:
         """The message to one client. held: what it already holds. run: the federation's name. counted: which of the
         client's work did."""
 
@@ -87,13 +83,7 @@ class OwnClients:
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
         """Accepts any method."""
 
-    def question(
-        self,
-        download: Download,
-        held: Held | None,
-        run: str,
-        counted: Counted = Counted(),  # noqa: B008 - immutable
-    ) -> RecordDict:
+    def question(self, download: Download, held: Held | None, run: str, counted: Counted = _NONE) -> RecordDict:
         return parcel_record(pack(download, held), run, self.envelope, counted)
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
@@ -143,13 +133,7 @@ class StockClients:
         if ranks != {self.r}:
             raise ConfigError(f"stock clients have r = {self.r}; the policy's ranks are {sorted(ranks)}.")
 
-    def question(
-        self,
-        download: Download,
-        held: Held | None,
-        run: str,
-        counted: Counted = Counted(),  # noqa: B008 - immutable
-    ) -> RecordDict:
+    def question(self, download: Download, held: Held | None, run: str, counted: Counted = _NONE) -> RecordDict:
         config = ConfigRecord({**self.config, "server-round": download.round + 1})
         return RecordDict({"arrays": self._peft(download.adapter), "config": config})
 

@@ -1,4 +1,4 @@
-"""Which of its work a site goes on from. The server says so with each question: only it knows what counted."""
+"""Tells a site which of its work to continue from. Each question does so: only the server knows what counted."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _KEY = "counted"  # in a message's config
 
 @dataclass(frozen=True)
 class Counted:
-    """What the server knows of one client's work.
+    """What the server knows about one client's work.
 
-    round: the last one in which it counted. answered: the last one that the client answered, even if it was refused: so
-    far has it read its data. Both from 1; 0: none. sure: False after a kill in a private round, of which the server
-    does not know who counted: `round` is then the last that can be.
+    round: the last one in which the work counted. answered: the last one that the client answered, even if it was
+    refused; the client has read its data up to there. Both from 1; 0: none. sure: False after a kill in a private
+    round, because the server does not know who counted in it; `round` is then the last that may have counted.
     """
 
     TAG: ClassVar[str] = "counted/1"
@@ -31,13 +31,13 @@ class Counted:
 
 
 def put_counted(record: RecordDict, counted: Counted) -> RecordDict:
-    """The message, which now says what counted."""
+    """Adds to the message what counted, and returns it."""
     parts(record, ConfigRecord)["config"][_KEY] = [counted.round, counted.answered, int(counted.sure)]
     return record
 
 
 def counted_of(record: RecordDict) -> Counted:
-    """What a server's message says. Raises `RecordError`."""
+    """Reads it from a server's message. Raises `RecordError`."""
     said = parts(record, ConfigRecord)["config"].get(_KEY)
     if not isinstance(said, list) or len(said) != 3 or not all(isinstance(n, int) and n >= 0 for n in said):
         raise RecordError(f"the message does not say which of this site's work counted, but {quoted(said, 40)}.")

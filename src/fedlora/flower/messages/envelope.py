@@ -56,7 +56,7 @@ def opened(record: RecordDict, sender: str, reader: str) -> Envelope:
     assert config is not None
     said = [config.get(key, "") for key in ("settings", "agreement")]
     if not all(isinstance(text, str) and len(text) <= 16 * 2**20 for text in said):
-        raise RecordError(f"the settings or the agreement in the message of {sender} are no text.")
+        raise RecordError(f"the settings or the agreement in the message of {sender} are not text.")
     return Envelope(str(said[0]), str(said[1]))
 
 

@@ -1,8 +1,8 @@
 """A site measures its own readout on its held-out data: the question, the answer, and the server's checks.
 
-The question is the one that asks for the next round's training, and the site stores what it carries: that round's
-message then leaves it out. The answer is a few numbers: scores by name and how many examples they are of. Nothing of
-the text travels, and no name of a class.
+The question carries the same as the next round's training message, and the site stores that, so the training message
+can leave it out. The answer is a few numbers: scores by name, and the number of examples. No text and no class name
+travels.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ HeldOut = Literal["validation", "test"]
 HELD_OUT: tuple[HeldOut, ...] = ("validation", "test")
 Evaluators = Mapping[str, ModelEvaluator | None]  # a site's, by held-out part
 
-# (least, most) of the scores that do not lie between 0 and 1. Of a loss in nats: as of training (rounds.attempt); of a
-# perplexity: a thousand times that of chance among a million words. No honest model that says anything has more.
+# (least, most) for scores that do not lie between 0 and 1. A loss, in nats, has the limit of training (rounds.attempt);
+# a perplexity a thousand times that of chance among a million words. No useful model exceeds it.
 _BOUNDS = {"matthews": (-1.0, 1.0), "loss": (0.0, 1e6), "perplexity": (1.0, 1e9)}
 _ROOM = 1e-6  # for rounding
 _MOST_EXAMPLES = 1e12
@@ -39,8 +39,8 @@ _MOST_EXAMPLES = 1e12
 
 @dataclass(frozen=True)
 class SiteScores:
-    """What a site measured. scores: by name, finite. examples: how many they are of. kept: names of what it keeps of
-    its own."""
+    """What a site measured. scores: by name, finite. examples: how many were scored. kept: names of the parts that the
+    site keeps for itself."""
 
     scores: Mapping[str, float]
     examples: int
@@ -48,7 +48,7 @@ class SiteScores:
 
 
 def as_question(record: RecordDict, part: HeldOut) -> RecordDict:
-    """A message as it goes out for training as the question what its readout scores on what is held out."""
+    """Turns a training message into the question how its readout scores on a held-out part."""
     parts(record, ConfigRecord)["config"]["measure"] = part
     return record
 
@@ -89,24 +89,24 @@ def measured_record(
 def record_measured(
     record: RecordDict, *, run: str, round: int, part: HeldOut, metric: str, local: Collection[str] = ()
 ) -> SiteScores:
-    """The answer to a question, checked: of this run, round and part, with known scores that can be.
+    """The checked answer to a question: of this run, round and part, with known scores in their possible ranges.
 
     Args:
-        metric: the score's name that must be there. local: names of what a site can keep.
+        metric: the score that must be there. local: names of the parts that a site can keep.
 
     Raises:
         RecordError: the answer fails a check.
     """
     config = parts(record, ConfigRecord).get("config")
     if config is None or config.get("protocol") != PROTOCOL:
-        raise RecordError(f"its measurement is none of {PROTOCOL}; do both sides run the same fedlora?")
+        raise RecordError(f"its measurement is not in {PROTOCOL}; do both sides run the same fedlora?")
     want = json.dumps({"run": run, "round": round, "measure": part}, sort_keys=True)
     if config.get("measured") != want:
         raise RecordError(f"its measurement is {quoted(config.get('measured'), 120)}; {want} was asked for.")
     found = parts(record, MetricRecord).get("metrics") or MetricRecord()
     examples = found.get("num-examples")
     if not isinstance(examples, int) or isinstance(examples, bool) or not 1 <= examples <= _MOST_EXAMPLES:
-        raise RecordError(f"its measurement is of {quoted(examples, 40)} examples; a whole number from 1 is needed.")
+        raise RecordError(f"its measurement counts {quoted(examples, 40)} examples; a whole number from 1 is needed.")
     known = {score_name(name) for name in METRICS}
     scores = {}
     for key, value in found.items():
@@ -117,15 +117,15 @@ def record_measured(
             raise RecordError(f"its measurement has a number {quoted(key, 40)}, which nobody asked for.")
         scores[name] = _possible(name, value)
     if metric not in scores:
-        raise RecordError(f"it has no {metric}: it is no number there. Did the model diverge?")
+        raise RecordError(f"it has no {metric}: the site's value is not a number. Did the model diverge?")
     return SiteScores(scores, examples, tuple(kept_names(config.get("kept"), local)))
 
 
 def _possible(name: str, value: object) -> float:
-    """The score, if its value is possible."""
+    """The score. Raises `RecordError` if its value is impossible."""
     least, most = _BOUNDS.get(name, (0.0, 1.0))
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise RecordError(f"its {name} is {quoted(value, 40)}, which is no number.")
+        raise RecordError(f"its {name} is {quoted(value, 40)}, which is not a number.")
     if not least - _ROOM <= value <= most + _ROOM:
         raise RecordError(f"its {name} is {value:g}; it lies between {least:g} and {most:g}.")
     return float(value)

@@ -1,8 +1,8 @@
 """The parts of a Flower record by kind, without Flower's own accessors.
 
 `RecordDict.array_records` and the like create an object that refers to itself and to the record. Python frees such a
-cycle only when it looks for cycles, and it decides when by the number of objects, not by their size. A server held some
-ten adapters that way.
+cycle only at its next search for cycles, which it starts by the number of objects, not by their size. A server held
+some ten adapters that way.
 """
 
 from __future__ import annotations

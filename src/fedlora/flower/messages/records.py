@@ -33,6 +33,7 @@ from fedlora.flower.messages.envelope import PROTOCOL, Envelope, RecordError, en
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.salt import SALT, salted, unsalted
 from fedlora.flower.terms.agreement import Disagreement, Facts, check
+from fedlora.linalg.stored import stored_bytes
 
 SALTED, NUMPY = "fedlora.salted", "numpy.ndarray"
 _TYPES = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -42,11 +43,10 @@ _HEADER = 4096  # the most bytes of a numpy header to read; real ones have 128
 
 def to_array(tensor: Tensor) -> Array:
     """A tensor for the wire."""
-    t = tensor.detach().cpu().contiguous()
-    name = str(t.dtype).removeprefix("torch.")
+    name = str(tensor.dtype).removeprefix("torch.")
     if name not in _TYPES:
-        raise RecordError(f"tensors of {t.dtype} do not travel; adapters are {', '.join(_TYPES)}.")
-    return Array(name, tuple(t.shape), SALTED, salted(t.reshape(-1).view(torch.uint8).numpy().tobytes()))
+        raise RecordError(f"tensors of {tensor.dtype} do not travel; adapters are {', '.join(_TYPES)}.")
+    return Array(name, tuple(tensor.shape), SALTED, salted(stored_bytes(tensor)))
 
 
 def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
@@ -68,10 +68,10 @@ def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
     if any(d < 0 for d in declared) or len(array.data) - begin != needed:
         came = max(len(array.data) - begin, 0)
         raise RecordError(f"{what} is declared with {needed:,} bytes, and {came:,} came.")
-    data = memoryview(array.data)[begin:] if array.stype == NUMPY else unsalted(array.data)
     if not needed:
         return torch.empty(declared, dtype=dtype)
-    values = torch.frombuffer(bytearray(data), dtype=dtype)
+    data = bytearray(memoryview(array.data)[begin:]) if array.stype == NUMPY else unsalted(array.data)
+    values = torch.frombuffer(data, dtype=dtype)
     if by_columns:
         return values.reshape(declared[::-1]).permute(*reversed(range(len(declared)))).contiguous()
     return values.reshape(declared)
@@ -219,6 +219,8 @@ def record_upload(
 ) -> tuple[Upload, float, list[str]]:
     """(upload, mean loss, names of the client's kept parts), checked against this round's request to this client.
 
+    Each array leaves the record when it is read: a server holds no upload twice.
+
     Args:
         shapes: module -> (d_out, d_in) of the modules that the client holds. heads: the server's, by name and shape.
         facts: the server's; the site must have the same.
@@ -247,7 +249,7 @@ def record_upload(
     lacks, extra = sorted(set(expected) - set(arrays)), sorted(set(arrays) - set(expected))
     if lacks or extra:
         raise RecordError(f"{len(lacks)} tensors are missing {lacks[:2]}, {len(extra)} were not asked for {extra[:2]}.")
-    found = {name: to_tensor(arrays[name], shape, name) for name, shape in expected.items()}
+    found = {name: to_tensor(arrays.pop(name), shape, name) for name, shape in expected.items()}
     modules = {}
     for module in shapes if {"shared"} & {roles.B, roles.A} else ():
         modules[module] = lora = LoRA(found.get(f"B/{module}"), found.get(f"A/{module}"))
@@ -279,9 +281,9 @@ def _expected(
 def kept_names(said: Any, local: Collection[str]) -> list[str]:
     """What a client says that it keeps: some of the local parts, each once."""
     if not isinstance(said, list) or not all(isinstance(name, str) and name in local for name in said):
-        raise RecordError("what it keeps is no list of names of this round's local parts.")
+        raise RecordError("its list of kept parts does not name local parts of this round.")
     if len(set(said)) < len(said):
-        raise RecordError("what it keeps names a part twice.")
+        raise RecordError("its list of kept parts names a part twice.")
     return said
 
 
@@ -294,23 +296,22 @@ def stock_key(key: str) -> tuple[str, str] | None:
 def stock_upload(record: RecordDict, client: Client, shapes: Mapping[str, tuple[int, int]], scale: float) -> Upload:
     """A stock PEFT client's upload: get_peft_model_state_dict in an ArrayRecord, num-examples in a MetricRecord.
 
+    Each array leaves the record when it is read.
+
     Args:
         scale: the client's alpha / r relative to the server's scaling, folded into B.
 
     Raises:
         RecordError: keys or shapes that no LoRA of these modules has.
     """
-    arrays: dict[str, Array] = {}
-    for found in parts(record, ArrayRecord).values():
-        arrays |= found
     modules: dict[str, dict[str, Tensor]] = {}
-    for key, array in arrays.items():
+    for arrays, key in [(found, key) for found in parts(record, ArrayRecord).values() for key in found]:
         module, factor = stock_key(key) or ("", "")
         if module not in shapes:
             raise RecordError(f"{key[:80]!r} is no LoRA factor of this model.")
         (d_out, d_in), r = shapes[module], client.ranks(shapes)[module]
         expected = (d_out, r) if factor == "B" else (r, d_in)
-        modules.setdefault(module, {})[factor] = to_tensor(array, expected, key[:80])
+        modules.setdefault(module, {})[factor] = to_tensor(arrays.pop(key), expected, key[:80])
     lacks = [m for m in shapes if set(modules.get(m, {})) != {"A", "B"}]
     if lacks:
         raise RecordError(f"module {lacks[0]!r} lacks a factor ({len(lacks)} such).")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms
 from flwr.app import ConfigRecord, MetricRecord, RecordDict
 
 from fedlora.flower.messages.parts import parts
@@ -19,16 +19,18 @@ SALT = 48  # bytes before salted ones: a key of 32 and a nonce of 16
 IN_SALT = "salt"  # the salt's key among settings and numbers
 
 
-def salted(data: bytes) -> bytes:
+def salted(data: bytes | memoryview) -> bytes:
     """The bytes under a keystream (ChaCha20), after its key: every piece that Flower cuts from them, however small,
     differs from other messages'."""
     salt = os.urandom(SALT)
-    return salt + _stream(salt, data)
+    return salt + _stream(salt).update(data)
 
 
-def unsalted(data: bytes) -> bytes:
+def unsalted(data: bytes) -> bytearray:
     """The original of `salted`. data: at least `SALT` bytes."""
-    return _stream(data[:SALT], memoryview(data)[SALT:])
+    original = bytearray(len(data) - SALT)
+    _stream(data[:SALT]).update_into(memoryview(data)[SALT:], original)
+    return original
 
 
 def with_salt(record: RecordDict) -> RecordDict:
@@ -40,5 +42,5 @@ def with_salt(record: RecordDict) -> RecordDict:
     return record
 
 
-def _stream(salt: bytes, data: bytes | memoryview) -> bytes:
-    return Cipher(algorithms.ChaCha20(salt[:32], salt[32:]), mode=None).encryptor().update(data)
+def _stream(salt: bytes) -> CipherContext:
+    return Cipher(algorithms.ChaCha20(salt[:32], salt[32:]), mode=None).encryptor()

@@ -36,7 +36,7 @@ def receive_message(connection: socket.socket) -> tuple[dict[str, Any], RecordDi
     """The other side's message. Raises `ConnectionError` if the connection broke."""
     header_size, data_size = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     if header_size + data_size > _MOST:
-        raise ConnectionError(f"a message of {header_size + data_size:,} bytes is no message of ours.")
+        raise ConnectionError(f"a message of {header_size + data_size:,} bytes is not a message of fedlora.")
     header = json.loads(bytes(_exactly(connection, header_size)))
     data = memoryview(_exactly(connection, data_size))
     if header["records"] is None:

@@ -1,8 +1,8 @@
 """One attempt at a round: its questions, each answer's result as it comes, and the outcome.
 
-The round's intake is open from the first question on and checks each upload once, as it comes; the attempt names the
-fates. Nothing here sends, waits or writes. The outcome does not depend on the order of answers (if `Server.memory` is
-too small for all uploads: up to rounding).
+The round's intake opens before the first question and checks each upload once, as it arrives; the attempt decides each
+client's fate. Nothing here sends, waits or writes. The outcome does not depend on the order of answers (if
+`Server.memory` is too small for all uploads: up to rounding).
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Closed:
 
 @dataclass(frozen=True)
 class _Trained:
-    """Facts about an accepted upload. examples: as claimed. count: as counted. memory: what the server will know about
-    the client if the round counts."""
+    """Facts about an accepted upload. examples: as the client claims. count: as the server counts. memory: what the
+    server will know about the client if the round counts."""
 
     examples: float
     count: float
@@ -91,7 +91,7 @@ class Attempt:
         self.number, self.attempt, self.deadline = memory.state.round + 1, attempt, deadline
         self.group = f"{memory.run}-{self.number}-{attempt - 1}"
         self._online, self._told = online, told
-        self._sent: dict[str, Client] = {}  # what was sent is made again when it is looked at: it may be large
+        self._sent: dict[str, Client] = {}  # a large message is not kept, but made again when it is needed
         self._taken: dict[str, _Trained] = {}
         self._fates: dict[str, Fated] = {}
         self._refusals = dict(memory.refusals)
@@ -104,7 +104,7 @@ class Attempt:
         for name in self.drawn.asked:
             memory = state.clients.get(name, ClientMemory())
             client = as_pruned(self.policy.client(name), memory)
-            try:  # the deadline is also the message's, or a straggler would work through stale rounds
+            try:  # the message has the same deadline; otherwise a straggler would work through stale rounds
                 question = self._question(client, memory.held, self.deadline)
             except (RankMismatch, HyperparameterError) as error:
                 self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
@@ -147,7 +147,7 @@ class Attempt:
             return self._refuse(name, shown(error, 500), **came)
         upload = found.upload
         count = upload.num_examples
-        if math.isfinite(count):  # otherwise the intake must refuse it, and no cap may repair it
+        if math.isfinite(count):  # no cap may repair a count that the intake must refuse
             count = min(count, self.policy.max_examples)
         try:
             self._intake.add(replace(upload, num_examples=count))
@@ -204,7 +204,7 @@ class Attempt:
             self._intake.refuse(UploadRefused(name, why))
         after = self._intake.close()
         tally = after.tally or Tally({})
-        for name, reason in tally.refused.items():  # refused only when all uploads were in
+        for name, reason in tally.refused.items():  # refused only after all uploads had arrived
             self._overturn(name, reason)
         trained = [name for name in taken if self._fates[name].fate == "trained"]
         memories, work = dict(state.clients), dict(self.memory.counted)
@@ -215,9 +215,9 @@ class Attempt:
                 continue
             if name in memories:
                 memories[name] = replace(memories[name], held=None)  # its current content is unknown
-            if self._fates[name].fate in ("refused", "failed"):  # as in the engine: its data move on, and nothing else
+            if self._fates[name].fate in ("refused", "failed"):  # as in the engine: only its data position moves on
                 work[name] = replace(work.get(name, Counted()), answered=self.number)
-        if self.private and not self._sent:  # the sum existed: nobody knows who trained for it before the kill
+        if self.private and not self._sent:  # the sum was there already; who trained for it before the kill is unknown
             memories = {name: replace(memory, held=None) for name, memory in memories.items()}
             work = dict.fromkeys([*work, *self.policy.clients], Counted(self.number, self.number, sure=False))
         known = {**self.memory.examples, **{name: claimed[name] for name in trained}}
@@ -244,7 +244,7 @@ class Attempt:
         return {name: "it is in quarantine" for name, fate in others.items() if fate == "quarantined"}
 
     def _read(self, name: str, message: Message, sent: Download) -> Reply:
-        """What a client sent, as an upload; its values are the intake's to check. Raises `RecordError`."""
+        """A client's reply as an upload; the intake checks its values. Raises `RecordError`."""
         try:
             reply = self.codec.reply(message.content, sent, self.memory.state.server, self.memory.run)
         except RecordError:
@@ -257,11 +257,10 @@ class Attempt:
         if not reply.upload.num_examples:
             return replace(reply, loss=None)
         if reply.loss < 0 and math.isfinite(reply.loss):
-            raise RecordError(f"its loss is {reply.loss:.3g}, and none is below 0: it was not measured")
+            raise RecordError(f"its loss is {reply.loss:.3g}; a measured loss is never below 0")
         most = f", above {_MOST_LOSS:,.0f}" if math.isfinite(reply.loss) else ""
         raise RecordError(
-            f"its loss is {reply.loss:.3g}{most}; training that ends so has come apart (a smaller train.lr, or its "
-            f"data)"
+            f"its loss is {reply.loss:.3g}{most}: training diverged (use a smaller train.lr, or check the site's data)"
         )
 
     def _line(

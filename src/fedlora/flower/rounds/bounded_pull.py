@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -112,33 +113,31 @@ class HttpInbox:
         coming, trouble = self._coming.pop(message_id, None), self._trouble.pop(message_id, "")
         if coming is None or trouble:
             return trouble
-        return f"its reply was announced, and {coming.count - len(coming.missing)} of {coming.count} pieces of it came"
+        return f"it announced a reply, but only {coming.count - len(coming.missing)} of {coming.count} pieces arrived"
 
     def _look(self, message_id: str, limit: Limit) -> Arrival | None:
+        from flwr.common.serde_utils import metadata_from_proto
+
         coming = self._coming.get(message_id)
-        if coming is None:
-            try:
-                coming = self._announced(message_id, limit)
-            except TooLarge as error:
-                return Arrival(message_id, None, error.size, too_large(error.size, limit.bytes))
-            if coming is None:
-                return None
-            self._coming[message_id] = coming
         try:
+            if coming is None:
+                coming = self._announced(message_id, limit)
+                if coming is None:
+                    return None
+                self._coming[message_id] = coming
             if not self._pull(coming, limit):
                 return None
             message = put_together(coming.told.metadata.message_id, coming.contents, limit)
+            about = metadata_from_proto(coming.told.metadata)  # the SuperLink's, not the sender's
+            message.__dict__["_metadata"] = about
+            found = Arrival(message_id, message, coming.size)
         except TooLarge as error:
-            self._confirm(coming)
-            return Arrival(message_id, None, error.size, too_large(error.size, limit.bytes))
+            found = Arrival(message_id, None, error.size, too_large(error.size, limit.bytes))
         except _Unreadable as error:
+            found = Arrival(message_id, None, coming.size if coming is not None else 0, str(error))
+        if coming is not None:
             self._confirm(coming)
-            return Arrival(message_id, None, coming.size, str(error))
-        self._confirm(coming)
-        from flwr.common.serde_utils import metadata_from_proto
-
-        message.__dict__["_metadata"] = metadata_from_proto(coming.told.metadata)  # from the SuperLink, not the sender
-        return Arrival(message_id, message, coming.size)
+        return found
 
     def _announced(self, message_id: str, limit: Limit) -> _Coming | None:
         """The reply to one message, if the SuperLink has one, and the ids of its objects."""
@@ -209,18 +208,26 @@ class _Unreadable(Exception):
 
 
 def put_together(message_id: str, contents: dict[str, bytes], limit: Limit) -> Message:
-    """Assemble a message from its objects, after checking its size.
+    """Assemble a message from its objects, after checking its size. It takes them out of `contents` array by array, so
+    that an upload is in memory once.
 
     Raises:
         TooLarge: its arrays. _Unreadable: it is not a message of flwr.
     """
-    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents
+    from flwr.supercore.inflatable.inflatable_utils import inflate_object_from_contents as inflated
 
-    total = unpacked_bytes(contents)
+    arrays, total = _arrays(contents)
     if total > limit.bytes:
         raise TooLarge(total)
     try:
-        message = inflate_object_from_contents(message_id, contents)
+        left, whole = Counter(piece for own in arrays.values() for piece in own), dict[str, Any]()
+        for array, own in arrays.items():
+            whole[array] = inflated(array, {one: contents[one] for one in (array, *own)})
+            left.subtract(own)
+            for piece in own:
+                if not left[piece]:  # arrays of zeros share theirs
+                    del contents[piece]
+        message = inflated(message_id, contents, objects=whole)
     except Exception as error:  # a forged object can raise anything, and its sender is to blame
         raise _Unreadable(f"its reply cannot be put together: {shown(f'{type(error).__name__}: {error}')}") from error
     if not isinstance(message, Message):
@@ -229,19 +236,24 @@ def put_together(message_id: str, contents: dict[str, bytes], limit: Limit) -> M
     return message
 
 
-def unpacked_bytes(contents: Mapping[str, bytes]) -> int:
-    """Bytes of all arrays of an assembled reply: its list of pieces may name one piece many times."""
-    total = 0
-    for content in contents.values():
-        kind, children, begin = _head(content)
-        if kind != "Array":
-            continue
-        try:
-            sizes = [len(contents[child]) - _head(contents[child])[2] for child in children]
-            total += sum(sizes[index] for index in json.loads(content[begin:])["arraychunk_ids"])
-        except Exception as error:
-            raise _Unreadable("an array of its reply has no list of its pieces") from error
-    return total
+def _arrays(contents: Mapping[str, bytes]) -> tuple[dict[str, list[str]], int]:
+    """(array -> its pieces, by ids; the bytes of all arrays once assembled: a list may name one piece many times).
+
+    Only chunks are pieces. flwr would take an array for one, and arrays of arrays grow without limit.
+    """
+    heads = {key: _head(content) for key, content in contents.items()}
+    found, total = dict[str, list[str]](), 0
+    for key, (kind, children, begin) in heads.items():
+        if kind == "Array":
+            if any(heads[child][0] != "ArrayChunk" for child in children if child in heads):
+                raise _Unreadable("an array of its reply has a piece that is no chunk of an array")
+            try:
+                sizes = [len(contents[child]) - heads[child][2] for child in children]
+                total += sum(sizes[index] for index in json.loads(contents[key][begin:])["arraychunk_ids"])
+            except Exception as error:
+                raise _Unreadable("an array of its reply has no list of its pieces") from error
+            found[key] = children
+    return found, total
 
 
 def _head(content: bytes) -> tuple[str, list[str], int]:
@@ -276,32 +288,33 @@ def heartbeats_outlive_errors(grid: Grid) -> Iterator[None]:
     if not is_http(grid):
         yield
         return
-    http = grid._runtime_client._client  # type: ignore[attr-defined]
-    before = http.event_hooks
 
     def soften(response: httpx.Response) -> None:
         if response.status_code >= 500 and response.request.url.path.endswith("/send-task-heartbeat"):
             response.status_code = httpx.codes.SERVICE_UNAVAILABLE
 
-    http.event_hooks = {**before, "response": [*before.get("response", []), soften]}
-    try:
+    with _seen_first(grid._runtime_client, soften):  # type: ignore[attr-defined]
         yield
-    finally:
-        http.event_hooks = before
 
 
 @contextmanager
 def answers_at_most(client: Any, most: int) -> Iterator[None]:
     """Refuse an answer of more than `most` bytes by its head, before its body is read: `TooLarge`."""
-    http = client._client
-    before = http.event_hooks
 
     def refuse(response: Any) -> None:
         said = response.headers.get("content-length", "")
         if said.isdigit() and int(said) > most:
             raise TooLarge(int(said))
 
-    http.event_hooks = {**before, "response": [*before.get("response", []), refuse]}
+    with _seen_first(client, refuse):
+        yield
+
+
+@contextmanager
+def _seen_first(client: Any, by: Callable[[Any], None]) -> Iterator[None]:
+    """Show each response's head to `by` before anybody reads its body."""
+    http, before = client._client, client._client.event_hooks
+    http.event_hooks = {**before, "response": [*before.get("response", []), by]}
     try:
         yield
     finally:
@@ -310,5 +323,5 @@ def answers_at_most(client: Any, most: int) -> Iterator[None]:
 
 __all__ = [
     "HttpInbox", "TooLarge", "answers_at_most", "heartbeats_outlive_errors", "is_http", "put_together",
-    "require_tested", "unpacked_bytes",
+    "require_tested",
 ]  # fmt: skip

@@ -1,22 +1,30 @@
-"""Decides which round is the best, and when to stop, only from the lines of rounds.jsonl.
+"""Who measures a federation's rounds, on what data, by its settings; which round is the best, and when to stop, from
+the lines of rounds.jsonl alone, so that a federation that was killed and continues decides as if it had not been.
 
-So a federation that was killed and continues decides as if it had not been. Scores are the server's, on its validation
-file, or otherwise the sites', each on its held-out data. With sites' scores, two rounds are compared on the sites that
-measured both, weighted by the examples that they count for, none by more than its share: an absent site makes a round
-neither better nor worse, and one that claims a billion examples decides nothing alone.
+The server measures on its own file, if [at_server] names one and evaluate.target is not "clients"; each site measures
+on its held-out share, unless evaluate.target is "server". With both, rounds are compared by the server's scores. With
+sites' scores, two rounds are compared on the sites that measured both, weighted by the examples that they count for,
+none by more than its share: an absent site makes a round neither better nor worse, and one that claims a billion
+examples decides nothing alone.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fedlora.errors import ConfigError
+from fedlora.flower.rounds.server_evaluation import AtServer
+from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.stopping import Patience
+from fedlora.runs.tracking import check_trackers
 from fedlora.server.closing import held_to_share
-from fedlora.training.metrics import is_better
+from fedlora.training.metrics import is_better, score_name
 
+log = logging.getLogger(__name__)
 Line = Mapping[str, Any]
 
 
@@ -80,4 +88,78 @@ class Choosing:
         return patience.stop(lines, rounds, score=self.score, better=self.better, where=where)
 
 
-__all__ = ["Choosing"]
+def check(settings: FederationSettings) -> None:
+    """Raises `ConfigError` for evaluation settings that cannot work; the message names the contradiction."""
+    evaluate, here = settings.evaluate, settings.at_server
+    files_here, at_sites = bool(here.validation or here.test), settings.data.validation or settings.data.test
+    if evaluate.target == "server" and not files_here:
+        raise ConfigError(
+            "evaluate.target = 'server' measures the server's model on files of the server's, and [at_server] names "
+            "none. Give at_server.model with at_server.validation or at_server.test, or set evaluate.target = "
+            "'clients'."
+        )
+    if evaluate.target == "clients" and not at_sites:
+        raise ConfigError(
+            "evaluate.target = 'clients' measures on what each site holds out, and data.validation = 0 and data.test = "
+            "0 hold nothing out. Give a share, or set evaluate.target = 'server'."
+        )
+    if evaluate.clients_at_end == "both":
+        raise ConfigError(
+            "evaluate.clients_at_end = 'both' needs a common test set at the sites, and each has its own only: set it "
+            "to true, or leave it out."
+        )
+    if evaluate.clients_at_end and not settings.data.test:
+        raise ConfigError(
+            "evaluate.clients_at_end = true measures on the test share of each site, and data.test = 0 holds none out."
+        )
+    check_trackers(settings.run.track)
+
+
+def choosing_of(settings: FederationSettings, at_server: AtServer, global_model: bool) -> Choosing | None:
+    """Whose scores compare rounds. Raises `ConfigError` if patience has no scores."""
+    evaluate, metric = settings.evaluate, score_name(settings.evaluate.metric)
+    if at_server.validation is not None and not global_model and evaluate.target == "server":
+        raise ConfigError(
+            f"{settings.method.name} keeps no model at the server to measure, and evaluate.target = 'server'. Set it "
+            f"to 'clients'."
+        )
+    if at_server.validation is not None and global_model and evaluate.target != "clients":
+        log.info("each %s is measured at the server, on at_server.validation", _rounds(evaluate.every))
+        return Choosing(metric, "server")
+    if sites_measure(settings):
+        share = f"{settings.data.validation:g}"
+        log.info(
+            "each %s is measured at the sites, on the share of %s that each holds out", _rounds(evaluate.every), share
+        )
+        return Choosing(metric, "sites")
+    if evaluate.patience is not None:
+        raise ConfigError(
+            f"evaluate.patience = {evaluate.patience} looks at a score of each round, and nothing is measured: "
+            f"data.validation = {settings.data.validation:g} at the sites, evaluate.target = {evaluate.target!r}, and "
+            f"at_server.validation is {'there' if at_server.validation is not None else 'not there'}."
+        )
+    log.info("no round is measured: [at_server] names no validation file, and the sites hold nothing out")
+    return None
+
+
+def due(settings: FederationSettings, round: int) -> bool:
+    """Whether a round is measured."""
+    return round % settings.evaluate.every == 0 or round == settings.run.rounds
+
+
+def sites_measure(settings: FederationSettings) -> bool:
+    """Whether each site measures its readout between rounds."""
+    return settings.data.validation > 0 and settings.evaluate.target != "server"
+
+
+def _rounds(every: int) -> str:
+    return "round" if every == 1 else f"{every}th round, and the last one,"
+
+
+def sites_test(settings: FederationSettings) -> bool:
+    """Whether each site measures its last readout at the end, on its test share."""
+    asked = settings.evaluate.target != "server" or bool(settings.evaluate.clients_at_end)
+    return asked and settings.data.test > 0
+
+
+__all__ = ["Choosing", "check", "choosing_of", "due", "sites_measure", "sites_test"]

@@ -193,7 +193,7 @@ def _stray(arrival: Arrival, asked: Iterable[_Asked], strays: dict[str, str]) ->
     node = arrival.message.metadata.src_node_id if arrival.message is not None else 0
     who = next((one.client for one in asked if one.node == node), f"node {node}")
     log.warning("%s: a reply to a message that is not waited for, late or replayed; it does not count", who)
-    strays[who] = "what came from it answers another message: late or replayed"
+    strays[who] = "its answer is for another message: late or replayed"
 
 
 def inbox_of(grid: Grid) -> Inbox:

@@ -17,11 +17,12 @@ from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError
+from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.choosing import Choosing
-from fedlora.flower.rounds.measured_where import check, choosing_of
-from fedlora.flower.rounds.membership import capped
-from fedlora.flower.rounds.private_federation import planned
+from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
+from fedlora.flower.rounds.membership import check_playable
+from fedlora.flower.rounds.private_federation import check_affordable, planned
+from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.results import check_readouts
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
@@ -30,6 +31,7 @@ from fedlora.flower.rounds.strategy import whose
 from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.privacy import check_policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.private_run import PrivacyPlan
 from fedlora.server.server import Server, start
@@ -67,9 +69,8 @@ class Begun:
         return whose(self.settings.id, self.server, self.state.server)
 
 
-def begun(folder: Path, *, measure: bool = True) -> Begun:
-    """Make all checks of a ServerApp before it asks a site; `fedlora doctor` calls it too. It writes nothing. measure:
-    load the server's model for measuring, if it has one.
+def begun(folder: Path) -> Begun:
+    """Make all checks of a ServerApp before it asks a site; `fedlora doctor` calls it too. It writes nothing.
 
     Raises:
         ConfigError, AdapterFormatError, Disagreement: files that are missing or do not fit; settings that may not
@@ -85,34 +86,36 @@ def begun(folder: Path, *, measure: bool = True) -> Begun:
     seed_adapter, spec = read_adapter(home.start, scaling=settings.lora.unit)
     plan: PrivacyPlan | None = None
     if settings.privacy is not None:
+        check_policy(policy, settings.privacy)
         server, plan = planned(settings, server, seed_adapter)
-    capped(server, policy)
+        if not has_released(home):
+            check_affordable(settings, server, plan)
     state = start(server, seed_adapter)
+    check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
     check_readouts(settings, server, state)
     agreement = Agreement.read(home.agreement)
     config = settings.for_server()
-    if config is None or not measure:
-        at_server = AtServer()
-    else:
+    at_server = AtServer()
+    if config is not None:
         _check_base(settings, agreement, home)
         at_server = load_at_server(config, seed_adapter)
-    choosing = choosing_of(settings, at_server, server.has_global_model(state.server)) if measure else None
+    choosing = choosing_of(settings, at_server, server.has_global_model(state.server))
     rounds = checkpoint.newest_round(home.checkpoints) or 0
     if rounds > settings.run.rounds:
         raise ConfigError(
-            f"{rounds} rounds are played, and run.rounds = {settings.run.rounds} asks for fewer: rounds cannot be "
-            f"taken back. Set run.rounds = {rounds} to keep it as it is, or more to go on."
+            f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can "
+            f"undo a round. Set run.rounds = {rounds} to end here, or more to continue."
         )
     if rounds > (told := rounds_done(home.rounds)):  # a round's line is written before its state
         raise ConfigError(
-            f"{home.checkpoints} has the state of round {rounds}, and {home.rounds} ends with round {told}: these "
-            f"files are of different times. Probably a backup was unpacked over a newer folder. Move this folder away, "
-            f"unpack the backup into an empty place, and start again."
+            f"{home.checkpoints} has the state of round {rounds}, but {home.rounds} ends with round {told}. Probably a "
+            f"backup was unpacked over a newer folder. Move this folder away, unpack the backup into an empty place, "
+            f"and start again."
         )
     history = History.read(home.server / "settings.json")
     examples = at_server.examples if choosing is not None and choosing.by == "server" else None
     held_out = f"server:{examples[:16]}" if examples is not None else "sites"
-    history = history.with_(settings, rounds, held_out if measure else history.held_out)
+    history = history.with_(settings, rounds, held_out)
     return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, agreement, at_server, choosing,
                  rounds, history)  # fmt: skip
 

@@ -12,9 +12,9 @@ from flwr.serverapp import Grid
 
 from fedlora.core import files
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.choosing import sites_test
 from fedlora.flower.rounds.events import Fated, read_events
 from fedlora.flower.rounds.federation import Begun
-from fedlora.flower.rounds.measured_where import sites_test
 from fedlora.flower.rounds.private_words import public_summary
 from fedlora.flower.rounds.recording import Line, Recorder
 from fedlora.flower.rounds.results import Results, taken_part

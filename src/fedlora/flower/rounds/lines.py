@@ -37,7 +37,7 @@ def lines_of(event: Event, rounds: int | None = None) -> list[str]:
     if isinstance(event, PolicyChanged):
         return [f"from round {event.round} on: {change}" for change in _changes(event)]
     if isinstance(event, Ended) and event.why == "complete" and rounds is not None and event.round < rounds:
-        return [f"round {event.round} was the last one that this run was started for; {rounds} are asked for by now"]
+        return [f"round {event.round} was the last one of this start; run.rounds is {rounds} by now"]
     if isinstance(event, Ended):
         return [f"the rounds ended after round {event.round}: {event.why}"]
     return []
@@ -151,7 +151,7 @@ def _beside(event: Done) -> list[str]:
     ]
     if alike := event.line.get("alike"):
         found.append(
-            f"round {event.round}: too few counted to hold each to max_weight_share: those who did are alike in "
+            f"round {event.round}: too few sites counted for max_weight_share, so they have equal weight in "
             f"{', '.join(list(alike)[:3])}{', ...' if len(alike) > 3 else ''}"
         )
     fates = fates_of(event.line)

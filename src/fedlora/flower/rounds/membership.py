@@ -66,30 +66,25 @@ def is_quarantined(policy: Policy, refusals: Mapping[str, int], name: str) -> bo
     return bool(policy.quarantine) and refusals.get(name, 0) >= policy.quarantine
 
 
-@dataclass(frozen=True)
-class PolicyWatch:
-    """A policy's file. check: raises `FedLoRAError` for a policy that this federation cannot play."""
-
-    path: Path
-    check: Callable[[Policy], None]
-
-    def read(self, now: Policy, round: int) -> tuple[Policy, PolicyChanged | None]:
-        """(the new policy, the changes to its clients). A file that cannot be used changes nothing, and `why` describes
-        its error."""
-        try:
-            found = Policy.read(self.path)
-            self.check(found)
-        except FedLoRAError as error:
-            return now, PolicyChanged(round, why=f"{error} The policy before it stays.")
-        if found == now:
-            return now, None
-        old, new = dict(now.clients), dict(found.clients)
-        return found, PolicyChanged(
-            round,
-            {name: rank for name, rank in new.items() if name not in old},
-            tuple(name for name in old if name not in new),
-            {name: (old[name], rank) for name, rank in new.items() if name in old and old[name] != rank},
-        )
+def read_again(
+    path: Path, check: Callable[[Policy], None], now: Policy, round: int
+) -> tuple[Policy, PolicyChanged | None]:
+    """(the policy that its file now has, the changes to its clients). A file that cannot be used changes nothing, and
+    `why` describes its error. check: raises `FedLoRAError` for a policy that this federation cannot play."""
+    try:
+        found = Policy.read(path)
+        check(found)
+    except FedLoRAError as error:
+        return now, PolicyChanged(round, why=f"{error} The policy before it stays.")
+    if found == now:
+        return now, None
+    old, new = dict(now.clients), dict(found.clients)
+    return found, PolicyChanged(
+        round,
+        {name: rank for name, rank in new.items() if name not in old},
+        tuple(name for name in old if name not in new),
+        {name: (old[name], rank) for name, rank in new.items() if name in old and old[name] != rank},
+    )
 
 
 def check_playable(policy: Policy, server: Server, state: ServerState, codec: Codec, participation: float) -> None:
@@ -97,16 +92,25 @@ def check_playable(policy: Policy, server: Server, state: ServerState, codec: Co
     ranks = [ranks_of(policy.client(name), state) for name in policy.clients]
     codec.require(server, state, policy)
     capped(server, policy)
+    drawn = check_quorum(server.quorum, len(policy.clients), participation)
     if server.rule is not None:
-        drawn = len(sample_clients(list(policy.clients), participation, seed=0, round=0))
         shares = policy.largest_shares(server.weighs_by, drawn)
         if near := check_rule(server.rule, server.method, ranks, shares):
             log.warning("%s", near)
-    if server.quorum is not None and server.quorum > len(policy.clients):
-        raise ConfigError(
-            f"the policy names {len(policy.clients)} clients, and the server's quorum is {server.quorum}: no round "
-            f"could ever count."
+
+
+def check_quorum(quorum: int | None, sites: int, participation: float) -> int:
+    """How many sites take part in a round. Raises `ConfigError` for a quorum that they cannot meet."""
+    a_round = len(sample_clients([str(k) for k in range(sites)], participation, seed=0, round=0))
+    if quorum is not None and quorum > a_round:
+        less = (
+            ""
+            if a_round == sites
+            else f", {a_round} of which take part in a round (run.participation = {participation:g})"
         )
+        there = "is one site" if sites == 1 else f"are {sites} sites"
+        raise ConfigError(f"server.quorum = {quorum} can never be met: there {there}{less}.")
+    return a_round
 
 
 def capped(server: Server, policy: Policy) -> Server:
@@ -127,4 +131,4 @@ def capped(server: Server, policy: Policy) -> Server:
     return replace(server, max_weight_share=policy.share)
 
 
-__all__ = ["Drawn", "PolicyWatch", "capped", "check_playable", "draw", "is_quarantined"]
+__all__ = ["Drawn", "capped", "check_playable", "check_quorum", "draw", "is_quarantined", "read_again"]

@@ -38,8 +38,8 @@ def _moved(lora: LoRA, begun: LoRA | None) -> float:
     return float(torch.linalg.vector_norm(tensor if was is None or was.shape != tensor.shape else tensor - was))
 
 
-def far_ones(norms: Mapping[str, float], times: float = FAR) -> dict[str, float]:
-    """client -> its norm in medians, for clients above `times`; infinite if the median is zero.
+def far_ones(norms: Mapping[str, float]) -> dict[str, float]:
+    """client -> its norm in medians, for clients above `FAR`; infinite if the median is zero.
 
     Of an even number of norms it takes the lower median: with two clients, the smaller norm.
 
@@ -51,7 +51,7 @@ def far_ones(norms: Mapping[str, float], times: float = FAR) -> dict[str, float]
         return {}
     middle = statistics.median_low(norms.values())
     found = {name: norm / middle if middle else (math.inf if norm else 0.0) for name, norm in norms.items()}
-    return {name: ratio for name, ratio in found.items() if ratio > times}
+    return {name: ratio for name, ratio in found.items() if ratio > FAR}
 
 
 __all__ = ["FAR", "far_ones", "update_norm"]

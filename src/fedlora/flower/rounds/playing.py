@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Iterator, Mapping
@@ -16,18 +15,18 @@ from fedlora.errors import BudgetSpent, ConfigError, LedgerError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.ownership import locked
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.choosing import due, sites_measure
 from fedlora.flower.rounds.collecting import Clock
 from fedlora.flower.rounds.federation import Begun, begun
 from fedlora.flower.rounds.finishing import finish
-from fedlora.flower.rounds.measured_where import due, sites_measure
 from fedlora.flower.rounds.private_federation import opened_private
 from fedlora.flower.rounds.private_strategy import PrivateFedLoRA
 from fedlora.flower.rounds.recording import Recorder
+from fedlora.flower.rounds.round_lines import fitting_summary
 from fedlora.flower.rounds.site_evaluation import Asking
 from fedlora.flower.rounds.strategy import FedLoRA, Identify, registered_names
 from fedlora.flower.terms.facts import Agreement, server_facts
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.given_files import RECORDS, parse_json, read_given
 from fedlora.runs.private_run import PrivateRun
 from fedlora.training.metrics import score_name
 
@@ -48,7 +47,7 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         recorder = Recorder(b, b.server if private is None else private.server)
         strategy = _strategy(b, private, recorder, identify, clock)
         stopped = recorder.stopped(recorder.lines(strategy.round))
-        summary = _summary(b, strategy.round)
+        summary = fitting_summary(home.summary, settings, strategy.round)
         if summary is not None and (strategy.round == settings.run.rounds or stopped is not None):
             log.info("%s", told(summary))
             return summary
@@ -64,7 +63,7 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
                 raise ConfigError(str(error)) from error
         asked = FederationSettings.load(home.settings).run.rounds  # it may have been raised meanwhile
         if asked > settings.run.rounds and recorder.stopped(recorder.lines(strategy.round)) is None:
-            log.info("%d rounds are asked for by now: it goes on, with the settings of now", asked)
+            log.info("run.rounds is %d by now: the federation continues, with the new settings", asked)
             return {"rounds": strategy.round, "of": asked, "finished": False}
         return finish(grid, b, strategy, recorder, private)
 
@@ -73,26 +72,23 @@ def told(summary: Mapping[str, Any]) -> str:
     """A sentence or two: the federation is over, and how to continue."""
     if not summary.get("finished", True):
         return f"{summary['rounds']} of {summary['of']} rounds are played, and the rest follow."
-    early = summary.get("stopped_early")
-    if early and "privacy" in summary and early.get("best_round") is None:
-        return (
-            f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To go on, raise "
-            f"the budget in the ledger, if the population may lose more (fedlora privacy LEDGER --budget), and start "
-            f"it again."
-        )
+    early, private = summary.get("stopped_early"), "privacy" in summary
     if early:
+        way = "raise evaluate.patience in federation.toml, or leave it out"
+        if private and early.get("best_round") is None:
+            way = (
+                "raise the budget in the ledger, if the population may lose more (fedlora privacy LEDGER --budget), "
+                "and start it again"
+            )
         return (
-            f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To go on, raise "
-            f"evaluate.patience in federation.toml, or leave it out."
+            f"this federation ended at round {summary['rounds']} of {summary['of']}: {early['why']}. To go on, {way}."
         )
-    if "privacy" in summary:
-        return (
-            f"this federation is finished: all {summary['rounds']} rounds are played that epsilon was promised for, "
-            f"and its adapter is in server/adapter. More rounds are another federation, charged to the same ledger."
-        )
+    way = "To go on, raise run.rounds in federation.toml"
+    if private:
+        way = "Epsilon was promised for these: more rounds are another federation, charged to the same ledger"
     return (
         f"this federation is finished: all {summary['rounds']} rounds are played, and its adapter is in "
-        f"server/adapter. To go on, raise run.rounds in federation.toml."
+        f"server/adapter. {way}."
     )
 
 
@@ -106,7 +102,7 @@ def played_by_one(server: Path) -> Iterator[None]:
     server.mkdir(parents=True, exist_ok=True)
     with locked(server / ".lock", lambda who: (
         f"the rounds in {server} are being played by process {who}. Two runs of one federation would undo each other: "
-        f"wait for that one, or end it (`fedlora flower status` shows how far it is)."
+        f"wait for that run, or end it (`fedlora flower status` shows how far it is)."
     )):  # fmt: skip
         yield
 
@@ -151,17 +147,6 @@ def _strategy(
             b.server, b.policy, b.state, participation=settings.run.participation, asking=asking, **more
         )  # fmt: skip
     return strategy
-
-
-def _summary(b: Begun, done: int) -> dict[str, Any] | None:
-    """The existing summary, if it fits these settings and this number of rounds."""
-    try:
-        found = parse_json(read_given(b.home.summary, RECORDS), nan_as_none=True)
-        rounds, settings = found["rounds"], found["settings"]
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-    same = rounds == done and settings == json.loads(b.settings.travelling())
-    return dict(found) if same else None
 
 
 __all__ = ["play", "played_by_one", "told"]

@@ -16,12 +16,10 @@ from fedlora.core.lora import Adapter
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError, LedgerError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.private_words import private_folder
-from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs import private_run
 from fedlora.runs.private_releases import OnDisk, Planned
 from fedlora.runs.private_run import PrivacyPlan, PrivateRun
-from fedlora.server.private_options import Privacy
 from fedlora.server.server import Server
 
 
@@ -32,9 +30,10 @@ def planned(settings: FederationSettings, server: Server, start: Adapter) -> tup
         server: from these settings, without privacy. start: the common one, of the largest rank.
 
     Raises:
-        ConfigError: no [privacy], or a method, server or start that cannot be private: which, and why.
+        ConfigError: a method, server or start that cannot be private: which, and why.
     """
-    section, rounds = _section(settings), settings.run.rounds
+    section, rounds = settings.privacy, settings.run.rounds
+    assert section is not None, "only a federation with [privacy] is planned"
     try:
         privacy = section.build(
             Planned(), clients=section.named(), largest=max(start.ranks.values()), rounds=rounds, participation=1.0,
@@ -53,8 +52,9 @@ def check_affordable(settings: FederationSettings, private: Server, plan: Privac
         ConfigError: the noise would leave nothing, or all rounds would exceed the population's budget; nothing is
             charged.
     """
+    assert private.privacy is not None, "`planned` made it"
     try:
-        private_run.check_plan(plan, _privacy(private), _releases(settings, Path(), "planned"))
+        private_run.check_plan(plan, private.privacy, _releases(settings, Path(), "planned"))
     except (BudgetSpent, LedgerError) as error:
         raise ConfigError(str(error)) from error
 
@@ -65,17 +65,17 @@ def opened_private(
     """The federation after `done` rounds, ready to continue. The first call writes its id.
 
     Raises:
-        ConfigError: as `check_affordable`; a ledger without rounds that were released. CheckpointError.
+        ConfigError: a ledger without rounds that were released. CheckpointError.
     """
+    assert private.privacy is not None, "`planned` made it"
     folder = private_folder(home)
     path = folder / "run.json"
     if not path.is_file():
         if done:
             raise CheckpointError(
-                f"{path} is gone, and {done} private rounds are played: what they were charged as is not known. "
+                f"{path} is missing, but {done} private rounds are played; nothing else says how they were charged. "
                 f"Restore {folder} from a backup."
             )
-        check_affordable(settings, private, plan)
         for secret in (folder, home.checkpoints):  # they show who took part
             secret.mkdir(parents=True, exist_ok=True)
             secret.chmod(0o700)
@@ -85,25 +85,14 @@ def opened_private(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); restore it from a backup.") from error
     try:
-        return private_run.going_on(private, _privacy(private), _releases(settings, folder, run), plan, done)
+        return private_run.going_on(private, private.privacy, _releases(settings, folder, run), plan, done)
     except (CheckpointError, LedgerError, BudgetSpent) as error:
         raise ConfigError(str(error)) from error
 
 
-def _section(settings: FederationSettings) -> FederationPrivacy:
-    if settings.privacy is None:
-        raise ConfigError("this federation has no table [privacy].")
-    return settings.privacy
-
-
-def _privacy(private: Server) -> Privacy:
-    if private.privacy is None:
-        raise ConfigError("this federation has no table [privacy].")
-    return private.privacy
-
-
 def _releases(settings: FederationSettings, folder: Path, run: str) -> OnDisk:
-    return private_run.releases_of(_section(settings), folder, run, settings.run.rounds, 1.0)
+    assert settings.privacy is not None, "only a federation with [privacy] releases"
+    return private_run.releases_of(settings.privacy, folder, run, settings.run.rounds, 1.0)
 
 
 __all__ = ["check_affordable", "opened_private", "planned"]

@@ -54,7 +54,7 @@ class PrivateFedLoRA(FedLoRA):
         self.private, self._terms = private, terms
         self.out_of_budget: Mapping[str, Any] | None = None
         if more.get("asking") is not None or more.get("participation", 1.0) != 1.0:
-            raise ConfigError("a private federation asks all members in every round, and none of them to measure.")
+            raise ConfigError("a private federation asks all members to train in every round, and none to measure.")
         super().__init__(private.server, policy, state, **more)
 
     def start(self, *args: Any, **kwargs: Any) -> Result:
@@ -73,8 +73,9 @@ class PrivateFedLoRA(FedLoRA):
             except Exception as error:
                 self._note(f"the rounds failed: {type(error).__name__}: {error}")
                 raise FedLoRAError(
-                    f"round {self.round + 1} of a private federation failed. Nothing of it was released, or what was "
-                    f"is stored; the reason may tell of single sites, and stands in {self.private.releases.folder}/log."
+                    f"round {self.round + 1} of a private federation failed. Either nothing was released, or the "
+                    f"release is stored. The reason may reveal something about single sites, so it is only in "
+                    f"{self.private.releases.folder}/log."
                 ) from None
 
     # ------------------------------------------------------------------------------------------------------ the rounds
@@ -99,6 +100,7 @@ class PrivateFedLoRA(FedLoRA):
             self._out_of_budget(number, spent)
             return None
         self.fates = {}
+        del trial, intake  # with the sum, and the state before
         line = public_line({**closed.line, "seconds": None}, self.private.spent(number))
         self.lines.put(line)
         self.memory = closed.memory
@@ -163,8 +165,8 @@ class PrivateFedLoRA(FedLoRA):
         )
         if self.private.releases.was_charged(number):
             why = (
-                f"this federation's own round {number} was released and charged already, and its noised sum is not in "
-                f"this folder: the folder is a copy, or was set back. Go on in the folder that has it"
+                f"round {number} of this federation was already released and charged, but its noised sum is not in "
+                f"this folder: the folder is a copy, or an older state. Continue in the folder that has the sum"
             )
         self.out_of_budget = {"round": self.round, "of": self._of, "best_round": None, "best": None, "why": why}
         log.warning("round %d is not played: %s", number, spent, extra=RELEASED)

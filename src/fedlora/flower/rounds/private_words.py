@@ -35,7 +35,7 @@ def public_event(event: Event, members: Sequence[str]) -> Event | None:
     if isinstance(event, Began):
         event = replace(event, attempt=1, asked=tuple(members))
     if isinstance(event, PolicyChanged) and event.why:
-        event = replace(event, why="policy.toml cannot be used; why stands in private/log")
+        event = replace(event, why="policy.toml cannot be used; private/log says why")
     if isinstance(event, Ended):
         event = replace(event, why=event.why if event.why in _WORDS else "failed")
     facts = {field.name: getattr(event, field.name) for field in fields(event)}

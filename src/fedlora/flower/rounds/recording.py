@@ -12,8 +12,8 @@ from typing import Any
 
 from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError
+from fedlora.flower.rounds.choosing import due
 from fedlora.flower.rounds.federation import Begun
-from fedlora.flower.rounds.measured_where import due
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.private_words import RELEASED, public_numbers
 from fedlora.flower.rounds.progress import numbers_of_round

@@ -151,7 +151,7 @@ def check_readouts(settings: FederationSettings, server: Server, state: RunState
     roles = server.roles(state.server)
     if settings.run.readouts and "local" in (roles.B, roles.A, roles.heads):
         raise ConfigError(
-            f"run.readouts = true asks for each site's readout at the server, and with {server.method.name} a part of "
+            f"run.readouts = true asks for each site's readout at the server, but with {server.method.name} a part of "
             f"it never leaves the site ({roles}). Leave run.readouts out."
         )
 

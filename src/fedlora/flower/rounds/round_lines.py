@@ -1,4 +1,4 @@
-"""FED/server/rounds.jsonl: one JSON object for each finished round, in order, each round once.
+"""FED/server/rounds.jsonl: one JSON object for each finished round, in order, each round once; and the summary.
 
 Each write replaces the whole file, so that it is valid JSON at every moment, however a process ends. A round's line is
 written before its checkpoint: a surplus line after a crash is cut off when the run continues, and no line is ever
@@ -7,6 +7,7 @@ missing.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from fedlora.core import files
 from fedlora.errors import CheckpointError
 from fedlora.flower.rounds.events import json_line
+from fedlora.flower.terms.settings import FederationSettings
 from fedlora.given_files import RECORDS, parse_json, read_given
 
 
@@ -60,7 +62,7 @@ class RoundLines:
             try:
                 files.write(self._path, self._text())
             except OSError as error:
-                raise CheckpointError(f"{self._path} cannot be written: {error.strerror}; it is as it was.") from error
+                raise CheckpointError(f"{self._path} cannot be written: {error.strerror}; it is unchanged.") from error
 
 
 def rounds_done(path: Path) -> int:
@@ -69,6 +71,16 @@ def rounds_done(path: Path) -> int:
         return max(_parsed(read_given(path, RECORDS).decode(errors="replace")), default=0)
     except FileNotFoundError:
         return 0
+
+
+def fitting_summary(path: Path, settings: FederationSettings, rounds: int) -> dict[str, Any] | None:
+    """A federation's summary, if it is of these settings and of this number of rounds; None: there is work left."""
+    try:
+        found = parse_json(read_given(path, RECORDS), nan_as_none=True)
+        same = found["rounds"] == rounds and found["settings"] == json.loads(settings.travelling())
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return dict(found) if same else None
 
 
 def _parsed(text: str) -> dict[int, dict[str, Any]]:
@@ -85,4 +97,4 @@ def _parsed(text: str) -> dict[int, dict[str, Any]]:
     return lines
 
 
-__all__ = ["RoundLines", "rounds_done"]
+__all__ = ["RoundLines", "fitting_summary", "rounds_done"]

@@ -5,7 +5,7 @@ The evaluator is that of `fedlora run`, made as in its preparation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ class AtServer:
 
     validation, test: evaluators of its files, None if there are none. examples: a digest of the validation examples.
     digests: SHA-256 of the model's files.
-    labels: the classes. ends: tokens that end an answer.
+    ends: tokens that end an answer.
     """
 
     validation: ModelEvaluator | None = None
@@ -32,7 +32,6 @@ class AtServer:
     examples: str | None = None
     tokenizer: Any = None
     digests: Mapping[str, str] = field(default_factory=dict)
-    labels: Sequence[str] = ()
     ends: tuple[int, ...] = ()
 
 
@@ -68,7 +67,6 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
         examples=text[files["validation"]].digest() if "validation" in files else None,
         tokenizer=model.tokenizer,
         digests=model_content(config.model.location()),
-        labels=labels,
         ends=ends,
     )
 
@@ -86,8 +84,8 @@ def _check_fits(config: RunConfig, start: Adapter, mine: Adapter) -> None:
         name = wrong[0]
         raise ConfigError(
             f"at_server.model = {config.model.path!r} does not fit start/: {name!r} is "
-            f"{there.get(name, 'not there')} in start/ and {here.get(name, 'not there')} of this model ({len(wrong)} "
-            f"such). Is it another base model, or has it other classes or lora.targets?"
+            f"{there.get(name, 'not there')} in start/ and {here.get(name, 'not there')} in this model ({len(wrong)} "
+            f"such). Is it another base model, or does it have other classes or lora.targets?"
         )
 
 

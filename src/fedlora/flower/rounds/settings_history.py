@@ -36,7 +36,7 @@ class History:
             return cls()
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise CheckpointError(
-                f"{path} cannot be read: {error}. It says with which settings the rounds were played; restore "
+                f"{path} cannot be read: {error}. It records the settings of the played rounds; restore "
                 f"it from a backup."
             ) from error
         return cls(tuple(found))

@@ -1,4 +1,4 @@
-"""Ask all sites to measure their own readouts of a state: who is asked, their answers, and the mean."""
+"""Asks all sites to measure their own readouts of a state: who is asked, their answers, and the mean."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.collecting import Answer, Question
 from fedlora.flower.rounds.membership import is_quarantined
+from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.terms.policy import Policy, shares_lost
 from fedlora.server.closing import held_to_share
 from fedlora.server.server import Server
-from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
-_NUMBERS = Limit(2**20, 64, 2**20)  # a reply that is numbers, and names of what a site keeps
+_NUMBERS = Limit(2**20, 64, 2**20)  # a reply of numbers and of the names of parts that a site keeps
 
 
 @dataclass(frozen=True)
 class SiteRound:
     """The sites' measurements of one state.
 
-    measured: site -> its scores, with the number of examples that it claims. unmeasured: site -> why there are none.
+    measured: site -> its scores, with the number of examples that it claims. unmeasured: site -> the reason for none.
     counts: site -> the number of examples that its scores count for. share: the largest share of one site in a mean.
     seconds: the duration; None if nobody was asked.
     """
@@ -47,7 +47,7 @@ class SiteRound:
     seconds: float | None = None
 
     def weights(self) -> dict[str, float]:
-        """Each site's weight, in no unit."""
+        """Each site's relative weight."""
         return held_to_share({name: self.counts.get(name, 0.0) for name in self.measured}, self.share)
 
     def mean(self) -> dict[str, float]:
@@ -64,7 +64,7 @@ class SiteRound:
         return shares_lost({name: float(one.examples) for name, one in self.measured.items()}, self.weights())
 
     def facts(self) -> dict[str, Any]:
-        """The facts as in a line of rounds.jsonl."""
+        """The facts for a line of rounds.jsonl."""
         return {
             "site_metrics": {name: {**one.scores, "examples": one.examples} for name, one in self.measured.items()},
             "site_mean": self.mean(),
@@ -85,43 +85,30 @@ class Asking:
 
 
 class SiteEvaluation:
-    """One measurement of a state at all sites: every client of the policy is asked, drawn or not, but who is not
-    online, and whose uploads are refused. Mutable: it notes what each message carried.
+    """One measurement of a state at all sites: it asks every client of the policy, drawn or not, except those that are
+    not online and those whose uploads are refused. Mutable: it notes what each message carried.
 
-    Args:
-        refusals: client -> how many of its uploads were refused since one was taken. examples: client -> how many it
-            trains on, by the last upload that was taken: its scores count for no more. online: name -> node id.
-            counted: as in `FlowerState`.
+    memory: what the server knows of its clients. A site's scores count for no more examples than it trained on. online:
+    name -> node id.
     """
 
     def __init__(
-        self,
-        server: Server,
-        state: RunState,
-        policy: Policy,
-        refusals: Mapping[str, int],
-        examples: Mapping[str, float],
-        part: HeldOut,
-        run: str,
-        online: Mapping[str, int],
-        counted: Mapping[str, Counted],
+        self, server: Server, policy: Policy, memory: FlowerState, part: HeldOut, online: Mapping[str, int]
     ) -> None:
-        self._server, self._state, self._policy, self._part, self._run = server, state, policy, part, run
-        self._online, self._counted, self._not_asked = online, counted, dict[str, str]()
+        self._server, self._policy, self._known, self._part, self._online = server, policy, memory, part, online
+        self._state, self._run, self._not_asked = memory.state, memory.run, dict[str, str]()
         for name in policy.clients:
-            if is_quarantined(policy, refusals, name):
-                self._not_asked[name] = f"it is in quarantine after {refusals[name]} refused uploads"
-            elif refusals.get(name):
+            if is_quarantined(policy, memory.refusals, name):
+                self._not_asked[name] = f"it is in quarantine after {memory.refusals[name]} refused uploads"
+            elif memory.refusals.get(name):
                 self._not_asked[name] = "its last upload was refused, and until one is taken it does not count"
             elif name not in online:
                 self._not_asked[name] = "it is not online"
-        self._most = {name: min(examples.get(name, 0.0), policy.max_examples) for name in policy.clients}
-        self._carried: dict[
-            str, Held
-        ] = {}  # client -> what it holds if it stored its message, and keeps all that it can
+        self._most = {name: min(memory.examples.get(name, 0.0), policy.max_examples) for name in policy.clients}
+        self._carried: dict[str, Held] = {}  # what a client holds if it stored its message, and keeps all that it can
 
     def questions(self, codec: Codec, ttl: float) -> Iterator[Question]:
-        """A question to each of those asked, made when it is drawn."""
+        """A question for each asked client, made on demand."""
         for name in self._policy.clients:
             if name not in self._not_asked:
                 yield self._question(name, codec, self._memory(name).held, ttl)
@@ -129,7 +116,7 @@ class SiteEvaluation:
     def _question(self, name: str, codec: Codec, held: Held | None, ttl: float) -> Question:
         download = self._server.download(self._state.server, as_pruned(self._policy.client(name), self._memory(name)))
         self._carried[name] = held_after(download, download.start, untrained=True)
-        record = codec.question(download, held, self._run, self._counted.get(name, Counted()))
+        record = codec.question(download, held, self._run, self._known.counted.get(name, Counted()))
         message = Message(
             as_question(record, self._part), self._online[name],
             MessageType.EVALUATE, ttl=ttl, group_id=f"{self._run}-{self._state.round}-measure-{self._part}",
@@ -156,8 +143,8 @@ class SiteEvaluation:
         result = SiteRound(measured, unmeasured, counts, self._policy.share)
         for name, shares in result.capped().items():
             log.warning(
-                "round %d: what %s measured counts %.0f %% instead of %.0f %%: it says that it is of %s examples, it "
-                "is known to have %.6g, and one site counts %.0f %% at most (max_weight_share)",
+                "round %d: the scores of %s count %.0f %% instead of %.0f %%: it claims %s examples, it is known to "
+                "have %.6g, and one site counts %.0f %% at most (max_weight_share)",
                 self._state.round, name, 100 * shares["counted"], 100 * shares["claimed"],
                 shown(measured[name].examples, 20), self._most.get(name, 0.0), 100 * self._policy.share,
             )  # fmt: skip
@@ -165,12 +152,12 @@ class SiteEvaluation:
 
     @property
     def asked(self) -> bool:
-        """Whether anybody was."""
+        """Whether any site was asked."""
         return bool(self._carried)
 
     def memories(self, found: SiteRound) -> Mapping[str, ClientMemory]:
-        """What the server knows of its clients now: who measured holds all that training will start from. Of who did
-        not it knows what it knew."""
+        """What the server knows about its clients now: a client that measured holds everything that training starts
+        from. About the others it knows what it knew before."""
         held = {
             name: replace(self._memory(name), held=replace(self._carried[name], local=one.kept))
             for name, one in found.measured.items()
@@ -190,7 +177,7 @@ class SiteEvaluation:
             )  # fmt: skip
         except RecordError as error:
             return str(error)
-        except Exception as error:  # whatever else a forged record brings about is its sender's
+        except Exception as error:  # a forged record can raise anything, and its sender is to blame
             log.exception("the measurement of %s cannot be read", name)
             return f"its measurement cannot be read: {type(error).__name__}"
 

@@ -43,7 +43,7 @@ from fedlora.flower.rounds.collecting import (
 )
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter, Fated
 from fedlora.flower.rounds.lines import lines_of
-from fedlora.flower.rounds.membership import Drawn, PolicyWatch, capped, check_playable, draw
+from fedlora.flower.rounds.membership import Drawn, capped, check_playable, draw, read_again
 from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.round_lines import RoundLines
@@ -103,7 +103,7 @@ class FedLoRA(Strategy):
         self._folder, self._record, self._participation, self._seed = folder, record, participation, seed
         self._identify, self._codec, self._clock = identify, codec, clock
         self._after_round = after_round
-        self._watch = PolicyWatch(policy_file, self._check) if policy_file is not None else None
+        self._policy_file, self._policy_told = policy_file, ""
         self._events = EventWriter(record / "events.jsonl" if record is not None else None)
         self.lines = RoundLines(None)
         self.memory, self._whose = FlowerState(run, state), whose(run, server, state.server)
@@ -129,7 +129,6 @@ class FedLoRA(Strategy):
         self._asking = asking
         self._stopped: str | None = None
         self._of: int | None = None  # the requested number of rounds
-        self._policy_told = ""
 
     # ------------------------------------------------------------------------------------------------------ the rounds
 
@@ -196,6 +195,7 @@ class FedLoRA(Strategy):
                 if closed is None:
                     continue
                 result.train_metrics_clientapp[number] = MetricRecord({"clients": closed.trained, "loss": closed.loss})
+                del closed  # the next round's state replaces this one's
                 evaluate()
             why = self._stopped or "complete"
         except QuorumNotMet:
@@ -227,6 +227,7 @@ class FedLoRA(Strategy):
                 self._save()
                 if attempt > self.policy.retries:
                     raise QuorumNotMet(f"{error} Not there: {self.refused or 'nobody'}.") from error
+                del trial, intake
                 self._wait_for_nodes(grid)
                 continue
             for fated in closed.overturned:
@@ -234,6 +235,7 @@ class FedLoRA(Strategy):
             self.fates = trial.fates
             judged = closed.memory.state.server.tally.judged if closed.memory.state.server.tally else None
             self._count(trial, judged.left_out if judged is not None else {})
+            del trial, intake  # with the uploads, and the state before: what follows is long, and needs neither
             line = {**closed.line, "seconds": round(self._clock.monotonic() - began, 3)}
             self.lines.put(line)  # before the checkpoint: a surplus line can be cut off, a missing one cannot be made
             self.memory = closed.memory
@@ -294,10 +296,7 @@ class FedLoRA(Strategy):
         if self._asking is None:
             return SiteRound()
         began, self.online = self._clock.monotonic(), self._online(grid)
-        evaluation = SiteEvaluation(
-            self.server, self.memory.state, self.policy, self.memory.refusals, self.memory.examples, part, self.run,
-            self.online, self.memory.counted,
-        )  # fmt: skip
+        evaluation = SiteEvaluation(self.server, self.policy, self.memory, part, self.online)
         answers = collect(
             grid, evaluation.questions(self._codec, self.policy.deadline), deadline=self.policy.deadline,
             clock=self._clock, awaiting=self._awaiting(self.round, "measuring"),
@@ -333,13 +332,12 @@ class FedLoRA(Strategy):
 
     def _read_policy(self, number: int) -> None:
         """Read the policy's file again."""
-        if self._watch is None:
+        if self._policy_file is None:
             return
-        self.policy, change = self._watch.read(self.policy, number)
-        if change is None or (change.why and change.why == self._policy_told):
-            self._policy_told = change.why if change is not None else ""
+        self.policy, change = read_again(self._policy_file, self._check, self.policy, number)
+        told, self._policy_told = self._policy_told, "" if change is None else change.why
+        if change is None or (change.why and change.why == told):
             return
-        self._policy_told = change.why
         self._event(change)
         self.memory = self.memory.after(change)
 

@@ -27,35 +27,30 @@ def check_ports(folder: FederationFolder) -> None:
     """Refuse a folder whose files name other ports than its federation.toml, which would be ignored silently.
 
     Raises:
-        ConfigError: they differ (the message has the file, both ports and what to do), or settings cannot be read.
+        ConfigError: they differ (the message has the file, the port and what to do), or settings cannot be read.
     """
-    network, names = FederationSettings.load(folder.settings).network, sorted(Policy.read(folder.policy).clients)
-    joins, key, wanted = [folder.join(name) for name in names], "network.port", network.port
-    renew = f"`fedlora flower renew {folder.path}` writes all files that follow from it"
-    todo = f"{renew}; hand every site its new join file then. Or set it back."
+    network = FederationSettings.load(folder.settings).network
     if network.name is None:  # a trial: its sites dial this port
-        joins += [folder.site(name).join for name in names]
-        key, wanted = "network.superlink_port", network.superlink_port
-        todo = (
-            "The ports of a trial are set when it is made: set it back, or make the trial anew with `fedlora flower "
-            f"init --superlink-port {wanted}`."
-        )
-    elif f"server {connection(folder)} " not in folder.proxy.read_text(encoding="utf-8"):
-        raise ConfigError(
-            f"{folder.settings} says network.superlink_port = {network.superlink_port}, and {folder.proxy} passes "
-            f"requests on to another port. {renew}. Or set it back."
-        )
-    for path in joins:
-        if (port := _port_of(path)) not in (None, wanted):
-            raise ConfigError(f"{folder.settings} says {key} = {wanted}, and {path} says {port}. {todo}")
-
-
-def _port_of(join: Path) -> int | None:
-    """The port in a join file; None if the file is missing or unreadable, which its readers will report."""
-    try:
-        return JoinFile.read(join).port
-    except ConfigError:
-        return None
+        for name in Policy.read(folder.policy).clients:
+            join = folder.site(name).join
+            if join.is_file() and (port := JoinFile.read(join).port) != network.superlink_port:
+                raise ConfigError(
+                    f"{folder.settings} says network.superlink_port = {network.superlink_port}, and {join} says "
+                    f"{port}. The ports of a trial are set when it is made: set it back, or make the trial anew with "
+                    f"`fedlora flower init --superlink-port {network.superlink_port}`."
+                )
+        return
+    proxy = folder.proxy.read_text(encoding="utf-8")
+    for key, port, words in (
+        ("network.port", network.port, f"{network.port} ssl;"),
+        ("network.superlink_port", network.superlink_port, f"server {connection(folder)} "),
+    ):
+        if words not in proxy:
+            raise ConfigError(
+                f"{folder.settings} says {key} = {port}, and {folder.proxy} has another port. `fedlora flower renew "
+                f"{folder.path}` writes all files that follow from it; hand every site its new join file then. Or set "
+                f"it back."
+            )
 
 
 def superlink_command(folder: FederationFolder, address: str) -> list[str]:
@@ -74,7 +69,7 @@ def public_key(path: Path) -> bytes:
     try:
         key = certificates.public_key(path.read_text(encoding="ascii"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is no public key that Flower takes: {error}") from error
+        raise ConfigError(f"{path} is not a public key that Flower accepts: {error}") from error
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 

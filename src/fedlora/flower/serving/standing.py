@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.errors import FedLoRAError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.private_words import has_released
-from fedlora.flower.rounds.round_lines import rounds_done
+from fedlora.flower.rounds.round_lines import fitting_summary, rounds_done
 from fedlora.flower.rounds.settings_history import History
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.given_files import RECORDS, parse_json, read_given
 
 _LEAST_ROOM = 16_000_000  # bytes
 
@@ -70,12 +67,11 @@ def standing(folder: FederationFolder) -> Standing:
     Raises:
         ConfigError: settings or policy cannot be read.
     """
-    settings = _settings(folder.settings)
+    settings = FederationSettings.load(folder.settings)
     rounds = settings.run.rounds
     ranks = Policy.read(folder.policy).clients
-    summary, done = _json(folder.summary), rounds_done(folder.rounds)
-    why = ""
-    if summary is not None and summary.get("rounds") == done and summary.get("settings") == _travelling(settings):
+    done, why = rounds_done(folder.rounds), ""
+    if (summary := fitting_summary(folder.summary, settings, done)) is not None:
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
     if why == "stopped early" and settings.privacy is not None and _charged_since(settings.privacy, folder):
         why = ""  # it ended for lack of budget, but the ledger may have changed since: ask it again
@@ -123,35 +119,6 @@ def needed_room(folder: FederationFolder) -> int:
             continue
         sizes.append((facts.st_mtime, facts.st_size))
     return _LEAST_ROOM + 2 * (max(sizes)[1] if sizes else 0)
-
-
-def _settings(path: Path) -> FederationSettings:
-    """federation.toml, read again after a change."""
-    try:
-        facts = path.stat()
-    except OSError as error:
-        raise ConfigError(
-            f"{path.parent} is no folder of `fedlora flower init`: it has no {path.name} ({error.strerror})."
-        ) from error
-    return _loaded(path, facts.st_mtime_ns, facts.st_size)
-
-
-def _travelling(settings: FederationSettings) -> Any:
-    """The settings as in a summary: with other settings the federation is not finished, and the ServerApp decides."""
-    return json.loads(settings.travelling())
-
-
-@functools.lru_cache(maxsize=4)
-def _loaded(path: Path, changed: int, size: int) -> FederationSettings:
-    return FederationSettings.load(path)
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        found = parse_json(read_given(path, RECORDS), nan_as_none=True)
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 __all__ = ["Standing", "keys_of", "needed_room", "room_of", "standing"]

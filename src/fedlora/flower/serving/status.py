@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,20 +23,19 @@ from fedlora.privacy.released import filtered
 
 @dataclass(frozen=True)
 class SiteStatus:
-    """One site. node: "online", "offline", "registered" (admitted, never seen), "no key" (not admitted), "unknown" (no
-    SuperLink answers). seen: the last contact with its node, seconds since 1970. fate, loss, norm: of the last round.
-    rounds: the number in which it trained. uploaded: bytes."""
+    """One site, as `status --json` tells it. node: "online", "offline", "registered" (admitted, never seen), "no key"
+    (not admitted), "unknown" (no SuperLink answers). last_seen: the last contact with its node. fate, loss, norm: of
+    the last round. rounds: the number in which it trained."""
 
-    name: str
     rank: Any
     node: str
-    seen: float | None = None
-    fate: str = ""
-    why: str = ""
-    loss: float | None = None
-    norm: float | None = None
-    rounds: int = 0
-    uploaded: int = 0
+    last_seen: str | None
+    fate: str | None
+    why: str
+    loss: float | None
+    norm: float | None
+    rounds: int
+    upload_bytes: int
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Status:
 
     standing: Standing
     progress: Progress
-    sites: tuple[SiteStatus, ...]
+    sites: Mapping[str, SiteStatus]
     served_by: int | None
     answers: bool
     database: int
@@ -94,20 +94,7 @@ class Status:
                 "since": playing.at,
                 "fates": {name: fated.fate for name, fated in self.progress.fates.items()},
             },
-            "sites": {
-                site.name: {
-                    "rank": site.rank if isinstance(site.rank, int) else dict(site.rank),
-                    "node": site.node,
-                    "last_seen": None if site.seen is None else time_at(site.seen),
-                    "fate": site.fate or None,
-                    "why": site.why,
-                    "loss": site.loss,
-                    "norm": site.norm,
-                    "rounds": site.rounds,
-                    "upload_bytes": site.uploaded,
-                }
-                for site in self.sites
-            },
+            "sites": {name: asdict(site) for name, site in self.sites.items()},
             "last_rounds": [
                 {
                     "round": number,
@@ -132,7 +119,7 @@ class Status:
             waiting = [name for name in progress.playing.asked if name not in progress.fates]
             state = f"round {progress.playing.round} of {now.rounds} goes on"
             if not self.private:
-                state += f", {_ago(progress.playing.at)}; no answer yet: {', '.join(waiting)}" if waiting else ""
+                state += f", since {since(progress.playing.at)}; no answer yet: {', '.join(waiting)}" if waiting else ""
         else:
             state = f"{now.done} of {counted(now.rounds, 'round')} done"
         began = f", begun {progress.began[:16].replace('T', ' ')} UTC" if progress.began else ""
@@ -147,21 +134,17 @@ def status_of(folder: FederationFolder) -> Status:
     keys = keys_of(folder)
     line = progress.lines.get(progress.round, {})
     fates = line.get("fates") or {name: {"fate": fate} for name, fate in fates_of(line).items()}
-    sites = []
+    sites = {}
     for name, rank in now.ranks.items():
-        node = nodes.get(name)
-        is_there = node.status if node is not None else "no key" if name not in keys else "unknown"
-        sites.append(
-            SiteStatus(
-                name, rank, is_there if answers or is_there == "no key" else "unknown",
-                node.seen if node is not None else None,
-                str(fates.get(name, {}).get("fate", "")), str(fates.get(name, {}).get("why", "")),
-                (line.get("losses") or {}).get(name), (line.get("norms") or {}).get(name),
-                progress.rounds_of.get(name, 0), progress.uploaded.get(name, 0),
-            )
+        node, last = nodes.get(name), fates.get(name, {})
+        is_there = node.status if node is not None else "unknown" if name in keys else "no key"
+        seen = None if node is None or node.seen is None else time_at(node.seen)
+        sites[name] = SiteStatus(
+            rank, is_there, seen, last.get("fate"), last.get("why", ""), (line.get("losses") or {}).get(name),
+            (line.get("norms") or {}).get(name), progress.rounds_of.get(name, 0), progress.uploaded.get(name, 0),
         )  # fmt: skip
     return Status(
-        now, progress, tuple(sites), holder(folder.lock), answers, database.size(folder.database), room_of(folder)
+        now, progress, sites, holder(folder.lock), answers, database.size(folder.database), room_of(folder)
     )  # fmt: skip
 
 
@@ -170,13 +153,9 @@ def time_at(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def seen_ago(seen: float | None) -> str:
-    """How long ago a node was last seen."""
-    return "never" if seen is None else f"{time_of(max(0.0, time.time() - seen))} ago"
-
-
-def _ago(at: str) -> str:
-    return f"since {time_of(max(0.0, time.time() - datetime.fromisoformat(at).timestamp()))}"
+def since(at: str) -> str:
+    """How long ago a time in that format was."""
+    return time_of(max(0.0, time.time() - datetime.fromisoformat(at).timestamp()))
 
 
 def _nodes(folder: FederationFolder) -> tuple[dict[str, NodeFacts], bool]:
@@ -190,4 +169,4 @@ def _nodes(folder: FederationFolder) -> tuple[dict[str, NodeFacts], bool]:
         link.close()
 
 
-__all__ = ["SiteStatus", "Status", "seen_ago", "status_of"]
+__all__ = ["SiteStatus", "Status", "since", "status_of"]

@@ -2,7 +2,7 @@
 
     link = SuperLink(home)
     link.start()                            flower-superlink, until it answers
-    link.register("acme", key_path)         and `unregister`; `keep_keys` makes its list equal to FED/keys
+    link.keep_keys({"acme": key_path})      its list of nodes becomes that of FED/keys
     link.nodes()                            registered nodes: which are online, since when
     run = link.run()                        the federation's Flower app, from its last checkpoint
     link.look(run).status                   "pending", "running", "finished:completed", ...
@@ -161,34 +161,12 @@ class SuperLink:
 
     # ------------------------------------------------------------------------------------------------ what it is told
 
-    def register(self, name: str, key_path: Path) -> None:
-        """Admit the node `name` with the public key in `key_path`. A previous key of that name is unregistered.
+    def keep_keys(self, keys: Mapping[str, Path]) -> list[str]:
+        """Make its list of nodes equal to `keys` (name -> public key). Returns the changes, a line each.
 
         Raises:
             SuperLinkError: it refuses. ConfigError: not a public key of the kind that Flower accepts.
         """
-        key = public_key(key_path)
-        for node in self.nodes():
-            if node.name == name and node.key == key:
-                return
-            if node.name == name or node.key == key:
-                self._ask("UnregisterNode", "UnregisterNodeRequest", node_id=node.id)
-        database.forget_unregistered(self.folder.database, key)
-        try:
-            self._ask("RegisterNode", "RegisterNodeRequest", public_key=key, name=name)
-        except SuperLinkError:  # `admit` and `serve` may do it at the same moment: the second finds it done
-            if not any(node.name == name and node.key == key for node in self.nodes()):
-                raise
-
-    def unregister(self, name: str) -> bool:
-        """Exclude the node `name`. Returns whether there was one."""
-        found = [node for node in self.nodes() if node.name == name]
-        for node in found:
-            self._ask("UnregisterNode", "UnregisterNodeRequest", node_id=node.id)
-        return bool(found)
-
-    def keep_keys(self, keys: Mapping[str, Path]) -> list[str]:
-        """Make its list of nodes equal to `keys` (name -> public key). Returns the changes, a line each."""
         wanted = {name: public_key(path) for name, path in keys.items()}
         there, gone = set[str](), set[str]()
         for node in self.nodes():
@@ -198,13 +176,21 @@ class SuperLink:
                 self._ask("UnregisterNode", "UnregisterNodeRequest", node_id=node.id)
                 gone.add(node.name)
         for name in wanted.keys() - there:
-            self.register(name, keys[name])
+            self._register(name, wanted[name])
         done = {name: f"{name}: its key is no longer admitted" for name in gone - wanted.keys()}
         done |= {name: f"{name}: an older key is no longer admitted" for name in gone & there}
         done |= {
             name: f"{name}: {'another' if name in gone else 'its'} key is admitted" for name in wanted.keys() - there
         }
         return [done[name] for name in sorted(done)]
+
+    def _register(self, name: str, key: bytes) -> None:
+        database.forget_unregistered(self.folder.database, key)
+        try:
+            self._ask("RegisterNode", "RegisterNodeRequest", public_key=key, name=name)
+        except SuperLinkError:  # `admit` and `serve` may do it at the same moment: the second finds it done
+            if not any(node.name == name and node.key == key for node in self.nodes()):
+                raise
 
     def run(self, app: bytes | None = None) -> int:
         """Start a run of the federation's Flower app, which continues after the last checkpoint; returns its id.
@@ -220,7 +206,7 @@ class SuperLink:
         here = user_config_to_proto({"folder": str(self.home)})
         found = self._ask("StartRun", "StartRunRequest", fab=fab, override_config=here)
         if not found.HasField("run_id"):
-            raise SuperLinkError("the SuperLink took the Flower app and started no run of it.")
+            raise SuperLinkError("the SuperLink accepted the Flower app, but started no run of it.")
         return int(found.run_id)
 
     def stop_run(self, run: int) -> None:
@@ -291,7 +277,7 @@ def _told() -> Iterator[None]:
     except httpx.HTTPStatusError as error:
         raise SuperLinkError(f"the SuperLink refuses: {_words_of(error.response)}") from error
     except (httpx.HTTPError, OSError, ValueError, SystemExit) as error:
-        raise SuperLinkError(f"the SuperLink cannot be spoken to: {error or type(error).__name__}") from error
+        raise SuperLinkError(f"the SuperLink does not respond as expected: {error or type(error).__name__}") from error
 
 
 def _words_of(response: Any) -> str:

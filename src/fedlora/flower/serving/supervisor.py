@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedlora.doing import doing
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import children
 from fedlora.flower.ownership import serving
@@ -24,6 +25,7 @@ from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.rounds.lines import nodes_line, size_of
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving import database
+from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
@@ -62,6 +64,9 @@ class Supervisor:
         seen: called with progress, nodes and standing after each check, for metrics.
         on_up: called when the SuperLink is up. also: called about once a second; an exception from it ends everything.
             A trial uses both to start and watch its nodes.
+
+    Raises:
+        ConfigError: files of the folder name other ports than federation.toml.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Supervisor:
     ) -> None:
         self.folder, self.link, self._say, self._pace = FederationFolder(home.resolve()), link, say, pace
         self.stop, self._on_up, self._also = stop or threading.Event(), on_up, also
+        check_ports(self.folder)
         self.telling = Telling(self.folder, say, pace.remind, seen)
         self._keys_at, self._read = 0, link.log.stat().st_size if link.log.is_file() else 0
 
@@ -93,14 +99,15 @@ class Supervisor:
                 return standing(self.folder)
             self._greet()
             try:
-                self._wait_for_room()
-                self._bring_up()
-                while not self.telling.standing().finished:
-                    self._wait_for_nodes()
-                    done = self.telling.progress.round
-                    self._after(self._play(), self.telling.progress.round > done)
+                with doing("rounds", standing(self.folder).rounds) as self.telling.step:
+                    self._wait_for_room()
+                    self._bring_up()
+                    while not self.telling.standing().finished:
+                        self._wait_for_nodes()
+                        done = self.telling.progress.round
+                        self._after(self._play(), self.telling.progress.round > done)
             except Stopped:
-                self._say("asked to stop: ending the run; the rounds that are done are stored")
+                self._say("asked to stop: ending the run; finished rounds are stored")
             finally:
                 self.link.stop()
             return self.telling.standing()
@@ -109,7 +116,7 @@ class Supervisor:
 
     def _greet(self) -> None:
         if left := self.link.left():
-            self._say(f"{len(left)} processes of an earlier run were still there: ended")
+            self._say(f"{len(left)} processes of an earlier run were still running; they are stopped")
             children.end_all(left)
         gained = database.shrink(self.folder.database)
         self.telling.events(quietly=True)
@@ -122,15 +129,15 @@ class Supervisor:
         if now.privacy is not None:
             self._say(f"private: {promise(now.privacy, now.rounds)}. docs/how-to/privacy.md")
             self._say(
-                f"nothing that is said here tells of single sites: who is online, late or refused stands in "
-                f"{private_folder(self.folder)}/log, for this server's operator alone. Look there after round 1"
+                f"this output says nothing about single sites. {private_folder(self.folder)}/log says who is online, "
+                f"late or refused, for this server's operator alone. Look there after round 1"
             )
 
     def _wait_for_room(self) -> None:
         while (room := room_of(self.folder)) < (needed := needed_room(self.folder)):
             self.telling.again(
                 f"the disk of {self.folder.path} is full: {size_of(room)} free, {size_of(needed)} needed. Make room; "
-                f"it goes on by itself",
+                f"the server then continues by itself",
                 key="full",
             )
             self._sleep(self._pace.look)
@@ -177,9 +184,9 @@ class Supervisor:
                 self.telling.again(f"waiting for sites; {there}", key=there)  # repeated early if it changed
             else:
                 self.telling.again(
-                    f"waiting until all {len(now.clients)} sites are online: a private federation begins then, and "
-                    f"waits for nobody later. Who is missing stands in {private_folder(self.folder)}/log; who will not "
-                    f"come is taken out by `fedlora flower remove`"
+                    f"waiting until all {len(now.clients)} sites are online: a private federation begins only then, "
+                    f"and later waits for no site. {private_folder(self.folder)}/log names the missing sites; remove a "
+                    f"site that will not come with `fedlora flower remove`"
                 )
             self._sleep(self._pace.nodes)
 
@@ -207,7 +214,7 @@ class Supervisor:
                 facts = self._look(run)
                 unanswered = 0 if facts is not None else unanswered + 1
                 if unanswered >= self._pace.unanswered:
-                    raise Lost("the SuperLink lives and does not answer any more; it was ended")
+                    raise Lost("the SuperLink runs but does not answer any more; it was ended")
                 if facts is not None and facts.over:
                     self.telling.events()
                     return facts
@@ -230,7 +237,7 @@ class Supervisor:
         if refused:
             raise ConfigError(words)
         if self.telling.progress.ended == "quorum":
-            self._say("too few sites gave a usable answer; tried again, once enough are online")
+            self._say("too few sites gave a usable answer; the server tries again once enough are online")
             self._sleep(self._pace.thin)
         elif facts.status == "finished:completed" and new:
             self._say(f"{done}: going on")
@@ -278,7 +285,7 @@ class Supervisor:
         words = children.last_words(children.tail(self.link.log))
         return (
             f"the run did not begin within {self._pace.pending:.0f} s: the SuperLink's SuperExec could not start the "
-            f"ServerApp. The SuperLink's last words: {words}"
+            f"ServerApp. The SuperLink's last line: {words}"
         )
 
     def _sleep(self, seconds: float, *, raising: bool = True) -> None:

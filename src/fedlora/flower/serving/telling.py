@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
+from fedlora.doing import Step
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import EventReader
@@ -36,6 +37,7 @@ class Telling:
         self.folder, self._events = folder, EventReader(folder.events)
         self.progress, self.nodes = Progress(), tuple[NodeFacts, ...]()
         self._standing = standing(folder)
+        self.step = Step("rounds")  # what `serve` is doing
         self._there, self._settings = "", self._standing.settings
         self._said_at: dict[str, float] = {}
 
@@ -51,6 +53,11 @@ class Telling:
         """Report the ServerApp's events since the last check."""
         for event in self._events.new():
             self.progress = after(self.progress, event)
+            self.step.done, playing = self.progress.round, self.progress.playing
+            self.step.what = "rounds"
+            if playing is not None and self._standing.privacy is None:  # else who answers is secret
+                answered = f"{len(self.progress.fates)} of {len(playing.asked)} sites have answered"
+                self.step.what = f"round {playing.round}, {answered}; rounds"
             for line in [] if quietly else lines_of(event, self.standing().rounds):
                 self.say(line)
         now = self.standing()

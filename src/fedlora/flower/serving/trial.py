@@ -15,7 +15,6 @@ from pathlib import Path
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.standing import Standing, standing
 from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.serving.supervisor import Supervisor
@@ -30,8 +29,7 @@ class Trial:
     """The processes of a trial. stop: set it, and all end in order.
 
     Raises:
-        ConfigError: the folder has no sites, because it is a federation of several machines, or not a federation; or
-            its files name other ports than federation.toml.
+        ConfigError: the folder has no sites, because it is a federation of several machines, or not a federation.
     """
 
     def __init__(self, folder: Path, say: Say = lambda line: None, *, stop: threading.Event | None = None) -> None:
@@ -39,10 +37,9 @@ class Trial:
         self.names = [name for name in standing(self.folder).clients if self.folder.site(name).site.is_file()]
         if not self.names:
             raise ConfigError(
-                f"{folder} has no sites beside it, for it is not a trial: its sites are on machines of their own. "
-                f"`fedlora flower serve {folder}` plays the server's side."
+                f"{folder} is not a trial: its sites are on machines of their own. `fedlora flower serve {folder}` "
+                f"runs the server's side."
             )
-        check_ports(self.folder)
         self.link, self.nodes = SuperLink(folder), dict[str, subprocess.Popen[bytes]]()
         self._supervisor = Supervisor(
             self.folder.path, self.link, say, stop=stop, on_up=self.start_nodes, also=self._look_after_nodes
@@ -66,7 +63,7 @@ class Trial:
         """Start a node for each site."""
         homes = {name: self.folder.site(name).state / "flwr" for name in self.names}
         if left := [one for home in homes.values() for one in children.started_for(home)]:
-            self._say(f"{len(left)} processes of an earlier trial's nodes were still there: ended")
+            self._say(f"{len(left)} processes of an earlier trial's nodes were still running; they are stopped")
             children.end_all(left)
         if any(node.status == "online" for node in self.link.nodes()):
             self._say("waiting until the SuperLink gives up the nodes of a trial that was killed: up to 60 s")
@@ -85,7 +82,7 @@ class Trial:
                 words = children.last_words(children.tail(self._log(name)))
                 raise TrialFailed(
                     f"the node of {name} ended with code {process.returncode}: {words} (its log is {self._log(name)}). "
-                    f"Called again, the trial goes on after the last round."
+                    f"Call this again to continue after the last round."
                 )
 
     def _log(self, name: str) -> Path:

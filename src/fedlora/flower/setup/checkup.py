@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import stat
 import subprocess
@@ -12,27 +11,25 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from fedlora.adapters.reader import AdapterFile
-from fedlora.core.messages import Client
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import begun
 from fedlora.flower.rounds.lines import size_of
+from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.serving.connection import check_ports, connection
 from fedlora.flower.setup import doors, handshake
 from fedlora.flower.setup.policy_file import Rank
-from fedlora.flower.setup.private_checkup import privacy_rows
-from fedlora.flower.setup.project import check_quorum
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.facts import Agreement, admitted
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
+from fedlora.flower.terms.privacy import promise
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
-from fedlora.runs.defence import check_rule
-from fedlora.server.sampling import sample_clients
+from fedlora.privacy.accounting import epsilon_up
+from fedlora.privacy.ledger import Ledger
 
 Row = tuple[str, str, bool | None]
-_CHUNK = 5 * 2**20  # bytes: the size of Flower's pieces of arrays
 
 
 def checked_folder(folder: Path) -> list[Row]:
@@ -46,21 +43,21 @@ def checked_folder(folder: Path) -> list[Row]:
     rows: list[Row] = [
         ("federation", f"{settings.id}, {name}; {settings.method.name}, {counted(settings.run.rounds, 'round')}", True)
     ]
-    parts: list[Callable[[], list[Row]]] = [
-        lambda: _place(there),
-        lambda: _begins(there),
-        lambda: _start(there, settings, policy.clients),
-        lambda: _sites(there, settings, policy),
-        lambda: privacy_rows(there, settings, policy),
-        lambda: _certificates(there, settings.network),
-        lambda: _private(there),
-        lambda: _doors(there, settings.network),
-    ]
-    for part in parts:
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "place": lambda: _place(there),
+        "serve": lambda: _begins(there),
+        "start": lambda: _start(there, settings, policy.clients),
+        "sites": lambda: _sites(there, settings, policy),
+        "ledger": lambda: _ledger(settings),
+        "certificate": lambda: _certificates(there, settings.network),
+        "private files": lambda: _private(there),
+        "SuperLink": lambda: _doors(there, settings.network),
+    }
+    for what, part in parts.items():
         try:
             rows += part()
         except (FedLoRAError, OSError, ValueError) as error:
-            rows.append(("federation", str(error), False))
+            rows.append((what, str(error), False))
     return rows
 
 
@@ -89,11 +86,6 @@ def _start(there: FederationFolder, settings: FederationSettings, clients: Mappi
         ("start", f"{len(shapes)} modules, {len(start.heads)} tensors beside them", True),
         ("largest message", f"{size_of(message)}, in pieces of 5 MiB", message < 2e9),
     ]
-    if there.proxy.is_file():
-        found = re.findall(r"client_max_body_size (\d+);", there.proxy.read_text(encoding="utf-8"))
-        limit = max(map(int, found), default=2**20)  # for objects; without any, nginx's default
-        chunk = int(os.environ.get("FLWR_PRIVATE_MAX_ARRAY_CHUNK_SIZE", _CHUNK))
-        rows.append(("proxy's body limit", f"{limit / 2**20:.0f} MiB", limit >= 1.2 * chunk))
     rows.append(("rounds done", f"{rounds_done(there.rounds)} of {settings.run.rounds}", True))
     needed = 2 * message * len(clients) * 4 + 8 * message  # the database keeps several rounds, the checkpoints two
     free = shutil.disk_usage(there.path).free
@@ -103,20 +95,10 @@ def _start(there: FederationFolder, settings: FederationSettings, clients: Mappi
 
 def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy) -> list[Row]:
     names = list(policy.clients)
-    try:
-        check_quorum(settings, len(names))
-        quorum = f"{settings.server.quorum or 1} of {len(names)} sites"
-        if settings.privacy is not None:
-            quorum = f"none: all {len(names)} sites are asked, and who is missing counts as zero"
-        rows: list[Row] = [("quorum", quorum, True)]
-    except FedLoRAError as error:
-        rows = [("quorum", str(error), False)]
-    rows += _rule(there, settings, policy)
     ready = [name for name in names if there.key(name).is_file()]
     waits = [name for name in names if name not in ready]
-    needed = settings.server.quorum or 1
     said = f"{len(ready)} of {len(names)} admitted" + (f"; not yet: {', '.join(waits[:5])}" if waits else "")
-    rows.append(("sites", said, True if len(ready) >= needed else None))
+    rows: list[Row] = [("sites", said, True if len(ready) >= (settings.server.quorum or 1) else None)]
     agreement = Agreement.read(there.agreement)
     for name in names:
         rows += [(f"site {name}", wrong, False) for wrong in _wrong(there, settings, agreement, name)]
@@ -126,32 +108,16 @@ def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy
     return rows
 
 
-def _rule(there: FederationFolder, settings: FederationSettings, policy: Policy) -> list[Row]:
-    """Whether a robust rule works with this many sites, and in a round that just reaches the quorum."""
-    rule = settings.defence.build()
-    if rule is None:
+def _ledger(settings: FederationSettings) -> list[Row]:
+    """A private federation's guarantee, and what it has spent."""
+    if (terms := settings.privacy) is None:
         return []
-    start = AdapterFile(there.start, scaling=settings.lora.unit)
-    a_round = len(sample_clients(list(policy.clients), settings.run.participation, seed=0, round=0))
-    ranks = [
-        Client(n, r if isinstance(r, int) else dict(r)).ranks(dict.fromkeys(start.modules))
-        for n, r in policy.clients.items()
+    spent = Ledger(Path(terms.ledger), terms.population).describe(terms.delta)
+    said = f"epsilon {epsilon_up(spent['epsilon'])} in {spent['events']} releases"
+    return [
+        ("privacy", promise(terms, settings.run.rounds), True),
+        ("ledger", f"{terms.ledger}: {said if spent['events'] else 'nothing is charged yet'}", True),
     ]
-    try:
-        server = settings.server.build(settings.method.build(), settings.run.seed, rule)
-        near = check_rule(rule, server.method, ranks, policy.largest_shares(server.weighs_by, a_round))
-    except FedLoRAError as error:
-        return [("robust rule", f"[defence] {error}", False)]
-    quorum = settings.server.quorum or 1
-    if few := rule.overcome(policy.largest_shares(server.weighs_by, quorum)):
-        return [
-            (
-                "robust rule",
-                f"{rule.said}; {few}, so a round that just meets the quorum ({quorum}) will not count",
-                True,
-            )
-        ]
-    return [("robust rule", near or f"{rule.said}, of {a_round} sites in a round", True)]
 
 
 def _wrong(there: FederationFolder, settings: FederationSettings, agreement: Agreement, name: str) -> list[str]:
@@ -189,7 +155,8 @@ def _certificates(there: FederationFolder, network: NetworkSection) -> list[Row]
 
 def _private(there: FederationFolder) -> list[Row]:
     """Files that must be readable only by this user."""
-    secret = [there.certificates / "server.key", there.public / "server.key", there.public / "ca.key", there.database]
+    secret = [private_folder(there)] if private_folder(there).is_dir() else []
+    secret += [there.certificates / "server.key", there.public / "server.key", there.public / "ca.key", there.database]
     secret += sorted(there.state.glob("superlink.db-*"))
     rows: list[Row] = []
     for path in [there.path, *secret]:

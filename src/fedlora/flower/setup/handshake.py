@@ -61,7 +61,7 @@ def _refused(paths: dict[str, Path], name: str) -> str:
             continue
         except ssl.SSLError as error:
             why = getattr(error, "verify_message", None) or error.reason or error
-            return f"a node would refuse {paths['server.crt']}: {why}. For another one: fedlora flower renew"
+            return f"a node would refuse {paths['server.crt']}: {why}. To make a new one: fedlora flower renew"
     return ""
 
 

@@ -10,12 +10,13 @@ from fedlora.core.folders import replacing_folder
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.membership import check_quorum
 from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.setup.dealing import dealt_out, write_rows
 from fedlora.flower.setup.policy_file import Rank
-from fedlora.flower.setup.project import Federation, check_quorum, write_federation
+from fedlora.flower.setup.project import Federation, write_federation
 from fedlora.flower.setup.start import Start, check_ranks, given_start, made_start
-from fedlora.flower.site.join_site import fill_site
+from fedlora.flower.site.site_folder import fill_site
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.facts import Agreement, model_facts
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
@@ -23,7 +24,6 @@ from fedlora.flower.terms.settings_from_run import read_run_file
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.config import RunConfig
 from fedlora.runs.preparation import prepare
-from fedlora.server.sampling import sample_clients
 
 
 def federation(
@@ -37,19 +37,18 @@ def federation(
     """
     if port == superlink_port:
         raise ConfigError(
-            f"--port and --superlink-port are both {port}, and two programs cannot listen on one: the proxy takes the "
-            f"first, the SuperLink, on loopback, the second."
+            f"--port and --superlink-port are both {port}, but two programs cannot listen on one port: the proxy uses "
+            f"the first, the SuperLink, on loopback, the second."
         )
     network = NetworkSection(name=name, port=port, superlink_port=superlink_port)
     settings = read_run_file(config, overrides, labels, network=network)
     settings = with_members(with_quorum(settings, len(clients)), clients)
-    check_quorum(settings, len(clients))
     if start is not None:
         begun = given_start(start, settings)
     elif settings.at_server.model is None:
         raise ConfigError(
-            f"{config} has no model.path, and the start is made of the base model. Give the path, or a start that was "
-            f"made elsewhere: --start DIR."
+            f"{config} has no model.path, but the common start needs the base model. Give the path, or an existing "
+            f"start: --start DIR."
         )
     else:
         begun = made_start(settings, settings.at_server.model, max(clients.values()))
@@ -64,10 +63,10 @@ def federation(
 
 def with_quorum(settings: FederationSettings, sites: int) -> FederationSettings:
     """The settings with a quorum; the default is more than half of a round's participants. Otherwise one early site
-    would play all rounds alone."""
+    would play all rounds alone. Raises `ConfigError` for one that can never be met."""
+    asked = check_quorum(settings.server.quorum, sites, settings.run.participation)
     if settings.server.quorum is not None or settings.privacy is not None:  # a private round has no quorum
         return settings
-    asked = len(sample_clients([str(k) for k in range(sites)], settings.run.participation, seed=0, round=0))
     server = settings.server.model_copy(update={"quorum": asked // 2 + 1})
     return settings.model_copy(update={"server": server})
 
@@ -95,7 +94,6 @@ def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
     clients: dict[str, Rank] = {c.id: c.rank if isinstance(c.rank, int) else dict(c.rank) for c in prepared.clients}
     settings = with_members(with_quorum(dealt.settings, len(clients)), clients)
     start = Start(prepared.seed_adapter, prepared.spec)
-    check_quorum(settings, len(clients))
     check_private(settings, start)
     facts = model_facts(config.model.path, settings)
     agreement, _ = Agreement().with_(facts, "the trial's own model")

@@ -52,15 +52,16 @@ def steps(
     """
     if os.geteuid() == 0 and "SUDO_USER" in os.environ:
         raise ConfigError(
-            "this calls sudo by itself, for three commands that it shows first: call it without. (As root all of "
-            "fedlora would run, and whoever can write its virtual environment would be root.)"
+            "call this without sudo: it calls sudo itself, for three commands that it shows first. (Otherwise all of "
+            "fedlora would run as root, and anybody who can write its virtual environment would be root.)"
         )
     home = folder.resolve()
-    texts = _site(home, user, memory, metrics, label) if is_site(home) else _server(home, user, memory, metrics, label)
+    units_of = _site if is_site(home) else _server
+    texts, folders = units_of(home, user, memory, metrics, label)
     for name in texts:
         _check_free(place / name, home)
     root = () if os.geteuid() == 0 else ("sudo",)
-    made = [place for place in _folders_of(home, user) if not place.is_dir()]
+    made = [place for place in folders if not place.is_dir()]  # a unit does not start if one is missing
     as_user = ("runuser", "-u", user or owner(home), "--") if not root else ("sudo", "-u", user or owner(home))
     put = ("install", "-m", "0644", "-o", "root", "-g", "root", "/dev/stdin")
     return [
@@ -75,56 +76,47 @@ def carry_out(todo: list[Step]) -> None:
     """Run them in order, until one fails. Raises `ConfigError`."""
     for step in todo:
         if shutil.which(step.words[0]) is None:
-            raise ConfigError(f"{step.words[0]} is not here. `--print` shows what root is to run in its place.")
+            raise ConfigError(f"{step.words[0]} is not here. `--print` shows the script for root to run instead.")
         code = subprocess.run(step.words, input=step.said.encode(), check=False).returncode
         if code:
             raise ConfigError(
-                f"`{shlex.join(step.words)}` ended with code {code}. Where this user may not sudo, let somebody who "
-                f"may read what `--print` shows, and run it."
+                f"`{shlex.join(step.words)}` ended with code {code}. If this user may not use sudo, let "
+                f"somebody who may read the script of `--print`, and run it."
             )
 
 
-def _site(home: Path, user: str | None, memory: str | None, metrics: str | None, label: str) -> dict[str, str]:
+Made = tuple[dict[str, str], list[Path]]  # units by name, and the folders that they write
+
+
+def _site(home: Path, user: str | None, memory: str | None, metrics: str | None, label: str) -> Made:
     if metrics is not None:
-        raise ConfigError("--metrics is of a federation's server; a site has none. Leave it out.")
+        raise ConfigError("--metrics is for a federation's server, not for a site. Leave it out.")
     more = {} if memory is None else {"memory": memory}
     site = Site.read(SiteFolder(home).site)
     reads = [Path(path) for path in (site.data, site.model) if Path(path).is_absolute()]
-    return {units.unit_name("site", label): units.site_unit(home, user=user, label=label, reads=reads, **more)}
+    unit = units.site_unit(home, user=user, label=label, reads=reads, **more)
+    return {units.unit_name("site", label): unit}, [SiteFolder(home).state]
 
 
-def _server(home: Path, user: str | None, memory: str | None, metrics: str | None, label: str) -> dict[str, str]:
+def _server(home: Path, user: str | None, memory: str | None, metrics: str | None, label: str) -> Made:
     there = FederationFolder(home)
     settings = FederationSettings.load(there.settings)
     if settings.network.name is None:
         raise ConfigError(f"{home} is a trial on this machine, which `fedlora flower up` plays: it has no units.")
-    ledger, known = _ledger(home), None
-    if ledger is not None:
-        known = _known(user or owner(home))
+    ledger, known = None, None
+    if settings.privacy is not None:
+        ledger, known = Path(settings.privacy.ledger), _known(user or owner(home))
     more = {} if memory is None else {"memory": memory}
     mine = settings.at_server
     reads = [Path(path) for path in (mine.model, mine.validation, mine.test) if path and Path(path).is_absolute()]
-    return {
+    texts = {
         units.unit_name("proxy", label): units.proxy_unit(home, settings.network.port, user=user, label=label),
         units.unit_name("server", label): units.server_unit(
             home, user=user, metrics=metrics, ledger=ledger, known=known, label=label, reads=reads, **more
         ),
     }
-
-
-def _ledger(home: Path) -> Path | None:
-    """A private federation's ledger."""
-    privacy = FederationSettings.load(FederationFolder(home).settings).privacy
-    return Path(privacy.ledger) if privacy is not None else None
-
-
-def _folders_of(home: Path, user: str | None) -> list[Path]:
-    """The folders that units write: a unit does not start if one is missing."""
-    if is_site(home):
-        return [SiteFolder(home).state]
-    there, ledger = FederationFolder(home), _ledger(home)
-    outside = [] if ledger is None else [ledger.parent, _known(user or owner(home))]
-    return [*there.written, there.proxy_state, *outside]
+    outside = [ledger.parent, known] if ledger is not None and known is not None else []
+    return texts, [*there.written, there.proxy_state, *outside]
 
 
 def _known(user: str) -> Path:
@@ -145,7 +137,7 @@ def _check_free(path: Path, home: Path) -> None:
         return
     if found is not None and found[1].replace("%%", "%") != str(home):
         raise ConfigError(
-            f"{path} is the unit of {found[1]}: a second one on this machine gets a name of its own, such as --name "
+            f"{path} is the unit of {found[1]}. Give a second one on this machine its own name, such as --name "
             f"{home.name}. If that folder was moved here: systemctl disable --now {path.stem}, and delete {path} first."
         )
 

@@ -7,8 +7,7 @@
     FED/join/NAME.toml     the join file for the site
     FED/removed/           removed files, by name and time
 
-A change is made completely or not at all: after an error the previous files are restored, and a call that a crash cut
-short can be repeated.
+Each file is written completely or not at all, and a call that an error or a crash cut short can be repeated.
 """
 
 from __future__ import annotations
@@ -16,19 +15,21 @@ from __future__ import annotations
 import datetime
 import fcntl
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedlora.adapters.reader import AdapterFile
 from fedlora.core import files
 from fedlora.core.echo import quoted
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.errors import ConfigError
 from fedlora.flower.ownership import check_owner
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.membership import check_quorum
+from fedlora.flower.serving.standing import keys_of
 from fedlora.flower.serving.superlink import SuperLink, SuperLinkError
-from fedlora.flower.setup.policy_file import Rank, read_policy_text, with_client, without_client
-from fedlora.flower.setup.project import check_quorum, join_file
+from fedlora.flower.setup.policy_file import Rank, with_client, without_client
+from fedlora.flower.setup.project import join_file
 from fedlora.flower.setup.start import check_ranks
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts
@@ -68,11 +69,10 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
             base model, other versions.
     """
     asked = Request.read(request)
-    with changing(home) as there:
-        settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
+    with changing(home) as (there, settings, policy):
         if asked.federation != settings.id:
             raise ConfigError(
-                f"the request of {asked.site!r} is for the federation {quoted(asked.federation)}, and this one is "
+                f"the request of {asked.site!r} is for the federation {quoted(asked.federation)}, but this one is "
                 f"{settings.id!r}: the site joined with another server's join.toml. Send it {there.join(asked.site)}."
             )
         name, before = asked.site, policy.clients.get(asked.site)
@@ -83,20 +83,16 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         agreement, learned, told = admitted(
             settings, Agreement.read(there.agreement), name, Facts.requested(asked.facts)
         )
-        wanted = {
-            there.agreement: agreement if learned else None,
-            there.request(name): request.read_bytes(),
-            there.key(name): f"{asked.public}\n".encode(),
-        }
-        text = read_policy_text(there.policy)
-        after = text if now == before else with_client(text, name, now)
         known = there.key(name).is_file() and old is None and now == before and not learned
         if old is not None:
             _retire(there, name, "rotated", [there.key(name)], copy=True)
-        _write_all({**{p: c for p, c in wanted.items() if isinstance(c, bytes)}, there.policy: after.encode()})
+        files.write(there.request(name), request.read_bytes())
+        files.write(there.key(name), f"{asked.public}\n")
         if learned:
             agreement.write(there.agreement)
-        online = _tell(there, name, there.key(name))
+        if now != before:
+            files.write(there.policy, with_client(there.policy.read_text(encoding="utf-8"), name, now))
+        online = _tell(there, name)
     return Admitted(name, asked.fingerprint, now, before, old, known, learned, told, online)
 
 
@@ -112,20 +108,19 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
     Raises:
         ConfigError: an invalid name, a new site without a rank, a rank that contradicts the policy's.
     """
-    with changing(home) as there:
-        settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
+    with changing(home) as (there, settings, policy):
         known = policy.clients.get(name)
         if known is None:
             check_site(name, list(policy.clients))
             _check_member(settings, name)
             if rank is None:
-                raise ConfigError(f"{quoted(name)} is a new site, and has no rank yet: --new {name}=8.")
+                raise ConfigError(f"{quoted(name)} is a new site and has no rank yet; give one: --new {name}=8.")
             checked_rank(rank, name)
             _check_ranks(there, {name: rank})
         elif rank is not None and rank != known:
             raise ConfigError(
-                f"{name!r} takes part with rank {_said(known)}: --new {name} writes its file anew. For another rank, "
-                f"admit its request again with --rank {rank}."
+                f"{name!r} already takes part, with rank {known}: --new {name} writes its join file again. For "
+                f"another rank, admit its request again with --rank {rank}."
             )
         facts = server_facts(settings, Agreement.read(there.agreement))
         made = join_file(there, settings, name, known if known is not None else rank or 1, facts.table())
@@ -139,39 +134,37 @@ def remove(home: Path, name: str) -> bool:
     Raises:
         ConfigError: no such site; the rounds could not continue without it.
     """
-    with changing(home) as there:
-        settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
-        parts = [there.key(name), there.request(name), there.join(name)] if _plain(name) else []
-        present = [path for path in parts if path.is_file()]
+    with changing(home) as (there, settings, policy):
+        check_site(name)
+        present = [p for p in (there.key(name), there.request(name), there.join(name)) if p.is_file()]
         if name not in policy.clients and not present:
             raise ConfigError(f"there is no site {quoted(name)}; there are {', '.join(map(quoted, policy.clients))}.")
         if name in policy.clients:
             left = len(policy.clients) - 1
             if not left:
-                raise ConfigError(f"{name!r} is the only site: without it nobody is left. Stop the server instead.")
+                raise ConfigError(f"{name!r} is the only site; no other would be left. Stop the server instead.")
             try:
-                check_quorum(settings, left)
+                check_quorum(settings.server.quorum, left, settings.run.participation)
             except ConfigError as error:
                 raise ConfigError(f"without {name!r}: {error} Lower it in {there.settings} first.") from error
-            files.write(there.policy, without_client(read_policy_text(there.policy), name))
+            files.write(there.policy, without_client(there.policy.read_text(encoding="utf-8"), name))
         _retire(there, name, "removed", present, copy=False)
-        return _tell(there, name, None)
+        return _tell(there, name)
 
 
 # -------------------------------------------------------------------------------------------------------------- inside
 
 
 @contextmanager
-def changing(home: Path) -> Iterator[FederationFolder]:
-    """A federation's folder, for one change at a time. Raises `ConfigError`."""
+def changing(home: Path) -> Iterator[tuple[FederationFolder, FederationSettings, Policy]]:
+    """A federation's folder, settings and policy, for one change at a time. Raises `ConfigError`."""
     there = FederationFolder(home.resolve())
-    if not there.settings.is_file():
-        raise ConfigError(f"{home} is no folder of `fedlora flower init`: it has no {there.settings.name}.")
+    settings = FederationSettings.load(there.settings)
     check_owner(there)
     try:
         with (there.path / "members.lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield there
+            yield there, settings, Policy.read(there.policy)
     except OSError as error:
         raise ConfigError(f"{home} cannot be changed: {error}.") from error
 
@@ -186,8 +179,8 @@ def _rank(there: FederationFolder, name: str, before: Rank | None, given: int | 
         return given
     if not there.join(name).is_file():
         raise ConfigError(
-            f"nobody asked the site {name!r} to take part: it is not in {there.policy}, and has no join file here. If "
-            f"it is welcome, give it a rank: fedlora flower admit ... --rank 8."
+            f"the site {name!r} was not invited: it is not in {there.policy}, and has no join file here. To admit it, "
+            f"give it a rank: fedlora flower admit ... --rank 8."
         )
     return JoinFile.read(there.join(name)).rank
 
@@ -203,14 +196,14 @@ def _old_key(there: FederationFolder, asked: Request, rotate: bool) -> str | Non
     for path in sorted(there.key(asked.site).parent.glob("*.pub")):
         if path != there.key(asked.site) and certificates.fingerprint(path.read_text()) == new:
             raise ConfigError(
-                f"the key {new} is {path.stem!r}'s already, and each site has a key of its own: was a site's folder "
-                f"copied? Make a new one there: fedlora flower site FOLDER --rotate."
+                f"the key {new} already belongs to {path.stem!r}, and each site needs its own: was a site's folder "
+                f"copied? Make a new key there: fedlora flower site FOLDER --rotate."
             )
     for path in sorted((there.path / "removed").glob(f"{asked.site}-*-rotated.pub")):
         if certificates.fingerprint(path.read_text()) == new:
             raise ConfigError(
-                f"the key {new} was {asked.site!r}'s until it was rotated ({path.name}), and does not come back: this "
-                f"is an old request. Ask for the one that was made last."
+                f"the key {new} is an old one of {asked.site!r}, rotated since ({path.name}), so this is an old "
+                f"request. Ask for the newest one."
             )
     if not there.key(asked.site).is_file():
         return None
@@ -219,26 +212,10 @@ def _old_key(there: FederationFolder, asked: Request, rotate: bool) -> str | Non
         return None
     if not rotate:
         raise ConfigError(
-            f"{asked.site!r} is admitted with the key {old}, and this request has another one, {new}. If the site says "
-            f"that it has made a new key (ask by telephone), call this again with --rotate."
+            f"{asked.site!r} is admitted with the key {old}, but this request has another one, {new}. If the site "
+            f"confirms by telephone that it made a new key, call this again with --rotate."
         )
     return old
-
-
-def _write_all(contents: Mapping[Path, bytes]) -> None:
-    """Write all of these files, in this order, or none: after an error the previous ones are restored."""
-    before = {path: path.read_bytes() if path.is_file() else None for path in contents}
-    done: list[Path] = []
-    try:
-        for path, content in contents.items():
-            done.append(path)
-            files.write(path, content)
-    except BaseException:
-        for path in reversed(done):
-            with suppress(OSError):
-                old = before[path]
-                path.unlink(missing_ok=True) if old is None else files.write(path, old)
-        raise
 
 
 def _retire(there: FederationFolder, name: str, why: str, paths: list[Path], *, copy: bool) -> None:
@@ -254,31 +231,19 @@ def _retire(there: FederationFolder, name: str, why: str, paths: list[Path], *, 
         place.chmod(0o700)
 
 
-def _tell(there: FederationFolder, name: str, key: Path | None) -> bool:
+def _tell(there: FederationFolder, name: str) -> bool:
     """Tell a running SuperLink. Raises `ConfigError` if it refuses: `serve` will tell it at its next start."""
     link = SuperLink(there.path)
     if not link.answers():
         return False
     try:
-        link.unregister(name) if key is None else link.register(name, key)
+        link.keep_keys(keys_of(there))
     except SuperLinkError as error:
         raise ConfigError(
-            f"{name!r} is {'removed' if key is None else 'admitted'} here, and the running SuperLink was not told: "
-            f"{error} Start `fedlora flower serve` again, which tells it."
+            f"{name!r} is {'admitted' if there.key(name).is_file() else 'removed'} here, and the running SuperLink was "
+            f"not told: {error} Start `fedlora flower serve` again, which tells it."
         ) from error
     return True
-
-
-def _plain(name: str) -> bool:
-    """Whether it can be a site's name, and is not a path."""
-    with suppress(FedLoRAError):
-        check_site(name)
-        return True
-    return False
-
-
-def _said(rank: Rank) -> str:
-    return str(rank) if isinstance(rank, int) else f"{min(rank.values())} to {max(rank.values())} by module"
 
 
 __all__ = ["Admitted", "admit", "changing", "invite", "remove"]

@@ -12,7 +12,6 @@ from typing import Any
 
 from fedlora.adapters.io import write_adapter
 from fedlora.core.folders import replacing_folder
-from fedlora.errors import ConfigError
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.connection import LOOPBACK
@@ -24,7 +23,6 @@ from fedlora.flower.terms import certificates
 from fedlora.flower.terms.facts import Agreement, server_facts
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.server.sampling import sample_clients
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,16 +33,6 @@ class Federation:
     clients: Mapping[str, Rank]
     start: Start
     agreement: Agreement = field(default_factory=Agreement)
-
-
-def check_quorum(settings: FederationSettings, sites: int) -> None:
-    """Raises `ConfigError` for a quorum that this number of sites cannot meet."""
-    quorum, share = settings.server.quorum, settings.run.participation
-    a_round = len(sample_clients([str(k) for k in range(sites)], share, seed=0, round=0))
-    if quorum is not None and quorum > a_round:
-        less = "" if a_round == sites else f", {a_round} of which take part in a round (run.participation = {share:g})"
-        there = "is one site" if sites == 1 else f"are {sites} sites"
-        raise ConfigError(f"server.quorum = {quorum} can never be met: there {there}{less}.")
 
 
 def write_federation(building: Path, home: Path, made: Federation) -> None:
@@ -98,7 +86,6 @@ def write_derived(building: Path, home: Path, made: Federation, authority: Feder
 
 def make_federation(folder: Path, made: Federation) -> None:
     """Make the folder of a federation with sites elsewhere. Raises `ConfigError`; then nothing is left."""
-    check_quorum(made.settings, len(made.clients))
     with replacing_folder(folder) as building:
         write_federation(building, folder.resolve(), made)
 
@@ -116,4 +103,4 @@ def join_file(
     return JoinFile(settings.id, name, largest, server, port, ca, agreed, dict(facts), digest(bundle()))
 
 
-__all__ = ["Federation", "check_quorum", "join_file", "make_federation", "write_derived", "write_federation"]
+__all__ = ["Federation", "join_file", "make_federation", "write_derived", "write_federation"]

@@ -53,9 +53,7 @@ _HEADERS = (
 """The headers that go on. Others, such as Authorization or X-Forwarded-For, are not looked at."""
 
 
-def nginx_configuration(
-    folder: Path, *, name: str, tensors: int, port: int = 443, superlink_port: int = 18080, listen: str = ""
-) -> str:
+def nginx_configuration(folder: Path, *, name: str, tensors: int, port: int = 443, superlink_port: int = 18080) -> str:
     """The text of FED/proxy/nginx.conf.
 
     It works for root (workers then run as nobody) and for any user. It writes only below FED/proxy/state, and no body
@@ -67,31 +65,30 @@ def nginx_configuration(
         tensors: in the largest reply: two for each adapted module, and the heads.
         port: where sites connect.
         superlink_port: the SuperLink's, on loopback.
-        listen: an address of this machine to listen on; "" for all of them.
 
     Raises:
         ConfigError: a path or name that an nginx configuration cannot contain.
     """
     home = folder.resolve()
-    for word in (str(home), name, listen):
+    for word in (str(home), name):
         if not word.isprintable() or set(word) & set("\"'\\${};"):
             raise ConfigError(
-                f"{word!r} cannot stand in a configuration of nginx: it has a quote, a backslash, one of ${{}}; or "
-                f"something that is not printed. Take another folder or name."
+                f"{word!r} cannot be written into nginx's configuration: it has a quote, a backslash, one of ${{}}; or "
+                f"an unprintable character. Use another folder or name."
             )
     passed = "\n".join(
         f"        proxy_set_header {header} $http_{header.lower().replace('-', '_')};" for header in _HEADERS
     )
     return filled(
         "nginx.conf", at=home / "proxy", certs=home / "certs", public=home / "public", name=name, port=port,
-        passed=passed, listens=_listens(listen, port), superlink_port=superlink_port, body=BODY_LIMIT,
+        passed=passed, listens=_listens(port), superlink_port=superlink_port, body=BODY_LIMIT,
         calls="|".join(FLEET), small=CALL_LIMIT, listed=listed_limit(tensors), gate=_GATE,
         files=FILES, connections=CONNECTIONS,
     )  # fmt: skip
 
 
-def _listens(address: str, port: int) -> str:
-    where = [f"{address}:{port}"] if address else [f"{port}", *([f"[::]:{port}"] if _has_ipv6() else [])]
+def _listens(port: int) -> str:
+    where = [f"{port}", *([f"[::]:{port}"] if _has_ipv6() else [])]
     return "\n".join(f"        listen {one} ssl;" for one in where)
 
 

@@ -19,7 +19,6 @@ from fedlora.flower.setup.project import Federation, write_derived
 from fedlora.flower.setup.start import Start
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.facts import Agreement
-from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 
 
@@ -40,8 +39,7 @@ def renew(home: Path) -> Renewed:
     Raises:
         ConfigError: no such folder, or an authority whose key is not here.
     """
-    with changing(home) as there:
-        settings, policy = FederationSettings.load(there.settings), Policy.read(there.policy)
+    with changing(home) as (there, settings, policy):
         adapter, spec = read_adapter(there.start, scaling=settings.lora.unit)
         made = Federation(settings, policy.clients, Start(adapter, spec), Agreement.read(there.agreement))
         loopback, public = _certificates(there, settings)

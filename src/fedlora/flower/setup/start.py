@@ -67,8 +67,8 @@ def given_start(folder: Path, settings: FederationSettings) -> Start:
         odd = sorted(scale for scale in scales if not math.isclose(scale, unit, rel_tol=1e-9))
         if odd:
             raise ConfigError(
-                f"the start {folder} has alpha / r = {odd[0]:g}, and lora.scaling = {unit:g} is the federation's. Set "
-                f"lora.scaling = {odd[0]:g}, or take another start."
+                f"the start {folder} has alpha / r = {odd[0]:g}, but the federation has lora.scaling = {unit:g}. Set "
+                f"lora.scaling = {odd[0]:g}, or use another start."
             )
     _check_targets(file, settings)
     _check_head(file, settings)
@@ -86,8 +86,8 @@ def check_ranks(shapes: Mapping[str, tuple[int, int]], clients: Mapping[str, Ran
             module, r = next(iter(over.items()))
             raise ConfigError(
                 f"the site {quoted(name)} has rank {r}, and {quoted(module)} of the model is a matrix of "
-                f"{' x '.join(map(str, shapes[module]))}: more than its longer side trains nothing. "
-                f"LoRA's ranks are mostly 2 to 64."
+                f"{' x '.join(map(str, shapes[module]))}: a rank beyond its longer side trains "
+                f"nothing. Most LoRA ranks are 2 to 64."
             )
 
 
@@ -104,7 +104,7 @@ def _check_targets(file: AdapterFile, settings: FederationSettings) -> None:
     if outside or unused:
         what = f"adapts {quoted(outside[0])}" if outside else f"adapts no module called {quoted(unused[0])}"
         raise ConfigError(
-            f"the start {file.directory} {what}, and lora.targets = {quoted(targets)} is the federation's: the sites "
+            f"the start {file.directory} {what}, but the federation has lora.targets = {quoted(targets)}: the sites "
             f"would train other modules than the server has. Make the two agree."
         )
 
@@ -116,7 +116,7 @@ def _check_head(file: AdapterFile, settings: FederationSettings) -> None:
         return
     path, found = next(iter(rows.items()))
     raise ConfigError(
-        f"the start {file.directory} has a head {quoted(path)} of {found} rows, and there are {len(labels)} classes "
+        f"the start {file.directory} has a head {quoted(path)} of {found} rows, but there are {len(labels)} classes "
         f"({', '.join(map(str, labels))}): it was trained for others."
     )
 

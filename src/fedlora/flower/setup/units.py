@@ -92,14 +92,14 @@ def server_unit(
     )  # fmt: skip
 
 
-def proxy_unit(folder: Path, port: int, *, user: str | None = None, memory: str = "512M", label: str = "") -> str:
+def proxy_unit(folder: Path, port: int, *, user: str | None = None, label: str = "") -> str:
     """The unit for nginx in front of it. Only it may open a port below 1024. Raises `ConfigError`."""
     there = FederationFolder(folder)
     nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin") or "/usr/sbin/nginx"
     command = [nginx, "-e", str(there.proxy_state / "error.log"), "-c", str(there.proxy)]
     return _unit(
         folder, unit_name("proxy", label), "fedlora: the proxy before a federation's server", command, user=user,
-        memory=memory, writable=[there.proxy_state], restart="always", after=f" {unit_name('server', label)}",
+        memory="512M", writable=[there.proxy_state], restart="always", after=f" {unit_name('server', label)}",
         capabilities="CAP_NET_BIND_SERVICE" if port < 1024 else "", compiles=False, users=port >= 1024,
         more=f"ExecReload={_words([nginx, *command[1:], '-s', 'reload'])}\nLimitNOFILE={FILES}\n",
     )  # fmt: skip
@@ -135,15 +135,16 @@ def check_apart(folder: Path, writable: Sequence[Path], own: Sequence[Path] = ()
     for place in writable:
         if place.resolve().is_relative_to(folder.resolve()) and place not in own:
             raise ConfigError(
-                f"{place} must be writable for the unit, and lies in {folder} among settings, keys and certificates, "
-                f"which must not be. Put it elsewhere (a ledger: into a folder of its own, by privacy.ledger)."
+                f"the unit must be able to write {place}, but it lies in {folder} among settings, keys and "
+                f"certificates, which the unit may not write. Put it elsewhere (a ledger: into a folder of its own, "
+                f"with privacy.ledger)."
             )
         for kept in (folder, Path(sys.prefix), Path(fedlora.__file__ or "").parent):
             if kept.resolve().is_relative_to(place.resolve()):
                 raise ConfigError(
-                    f"{place} must be writable for the unit, and {kept} lies in it: code that the unit runs could "
-                    f"change what is run or believed at the next start. Put one of them elsewhere (a ledger: into a "
-                    f"folder of its own, by privacy.ledger)."
+                    f"the unit must be able to write {place}, but {kept} lies in it: code that the unit runs could "
+                    f"change what the next start runs or trusts. Put one of them elsewhere (a ledger: into a folder "
+                    f"of its own, with privacy.ledger)."
                 )
 
 
@@ -155,11 +156,12 @@ def _unit(
     user = user or owner(folder)
     if user == "root":
         raise ConfigError(
-            f"{folder} is root's, and a unit of root gives whoever writes the server's app this whole machine. Make a "
-            f"user for it (useradd --create-home fedlora), chown -R the folder to it, and call this as that one."
+            f"{folder} belongs to root, and a unit that runs as root gives the author of the server's app this whole "
+            f"machine. Create a user (useradd --create-home fedlora), chown -R the folder to it, and call this as that "
+            f"user."
         )
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]{0,30}\$?", user):
-        raise ConfigError(f"{quoted(user)} is no name of a user that a unit can say.")
+        raise ConfigError(f"{quoted(user)} is not a user name that a unit can contain.")
     if not _MEMORY.fullmatch(memory):
         raise ConfigError(f"a unit's memory limit is such as 8G or 800M; got {quoted(memory)}.")
     check_apart(folder, [*writable, *beside], own=writable)
@@ -167,14 +169,14 @@ def _unit(
     for path in reads:
         if path.is_relative_to("/run") and not path.is_relative_to(folder):
             raise ConfigError(
-                f"{path} lies in /run, of which a unit sees nothing. Put it elsewhere, and name it in {folder}."
+                f"{path} lies in /run, which a unit cannot see. Put it elsewhere, and name it in {folder}."
             )
     places, bound = " ".join(map(_listed, writable)), ""
     shared = [path for path in (folder, *reads) if any(path.is_relative_to(place) for place in _SHARED)]
     if shared:  # the unit would not see them
         bound = f"BindReadOnlyPaths={' '.join(map(_listed, shared))}\n"
     if odd := [path for path in shared if ":" in str(path)]:  # mounts are SOURCE:DESTINATION, even in quotes
-        raise ConfigError(f"{quoted(str(odd[0]))} has a ':', and systemd takes it for two paths. Rename it.")
+        raise ConfigError(f"{quoted(str(odd[0]))} has a ':', which systemd reads as two paths. Rename it.")
     if folder in shared:
         bound += f"BindPaths={places}\n"
     last = _ACCELERATORS if accelerators else _NO_DEVICES
@@ -220,7 +222,7 @@ def _shown(path: Path) -> str:
 
 def _printable(text: str) -> None:
     if not text.isprintable():
-        raise ConfigError(f"{quoted(text)} cannot stand in a unit of systemd: it has letters that do not print.")
+        raise ConfigError(f"{quoted(text)} cannot be written into a systemd unit: it has unprintable characters.")
 
 
 __all__ = ["check_apart", "program", "proxy_unit", "server_unit", "site_unit", "unit_name"]

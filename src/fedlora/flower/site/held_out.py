@@ -1,8 +1,8 @@
 """The rows of its own file that a site holds out: drawn when it first takes part, and then kept for all rounds.
 
-A site's file may grow between rounds, but a split is of a whole file: a new draw would measure on trained rows. So the
-site stores digests of the held-out rows beside its state, and trains on every other row, including new ones. Copies and
-another order of the rows change nothing; a missing row is reported.
+A site's file may grow between rounds. Drawing the split again from the larger file would measure on trained rows. So
+the site stores digests of the held-out rows beside its state, and trains on every other row, including new ones. Copies
+and another order of the rows change nothing; a missing row is reported.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fedlora.flower.site.node import state_of
 
 log = logging.getLogger(__name__)
 _HELD = ("validation", "test")
-_ANEW = "write {} into held_out.json in the site's state: then they are drawn anew"
-_CURE = f"Put the old rows back. Or, if no row of its file of now was trained on in this federation, {_ANEW}"
+_ANEW = "write {} into held_out.json in the site's state: the site then draws them again"
+_CURE = f"Put the old rows back. Or, if this federation never trained on a row of the present file, {_ANEW}"
 
 
 def record_of(state: Path, run: str, client: str) -> Path:
@@ -28,24 +28,24 @@ def record_of(state: Path, run: str, client: str) -> Path:
 
 
 def keep_held_out(drawn: Parts, record: Path, *, first: bool, counted: bool) -> Parts:
-    """A site's parts: the rows held out in the rounds before stay held out, and no others.
+    """A site's parts: exactly the rows that were held out in earlier rounds stay held out.
 
     Args:
         drawn: the parts from a split of the current file. They are kept if nothing is recorded.
-        record: from `record_of`; it is written if a draw is kept. first: no round is played yet, so nothing trained
-            counts, and a recorded draw does not count either. counted: by the server, this site's training did.
+        record: from `record_of`; it is written if a draw is kept. first: no round is played yet, so no training and no
+            recorded draw counts. counted: the server counted this site's training.
 
     Raises:
-        ConfigError: the record cannot be read, or is gone though training counted, or a part is empty. The message
-            contains nothing of the data.
+        ConfigError: the record cannot be read, or is missing although training counted, or a part is empty. The
+            message contains nothing of the data.
     """
     if not len(drawn[1]) and not len(drawn[2]):
         return drawn
     if not first and not record.exists() and counted:
         raise ConfigError(
-            f"this site has trained in this federation, and {record} is gone, which says what it holds out: drawn "
-            f"anew, it could be measured on rows that it has trained on. Restore it from a backup. Or, if its data "
-            f"file is that of its first round, or no row of it was trained on, {_ANEW}."
+            f"this site has trained in this federation, but {record}, which lists its held-out rows, is missing: a "
+            f"new draw could measure it on rows that it has trained on. Restore it from a backup. Or, if its data "
+            f"file is still that of its first round, or no row of it was trained on, {_ANEW}."
         )
     kept = None if first else kept_by(record, drawn)
     if kept is None:
@@ -55,7 +55,7 @@ def keep_held_out(drawn: Parts, record: Path, *, first: bool, counted: bool) -> 
 
 
 def kept_by(record: Path, drawn: Parts) -> Parts | None:
-    """The same rows as a record arranges them; None if there is none, or it is {}. It raises as `keep_held_out`."""
+    """The rows, split as the record says; None if there is no record, or it is {}. Raises as `keep_held_out`."""
     try:
         held = json.loads(record.read_text(encoding="utf-8")) if record.exists() else {}
         if held == {}:
@@ -76,13 +76,13 @@ def _tell(held: dict[str, list[str]], kept: Parts) -> None:
     empty = [name for name in _HELD if gone[name] == len(held[name]) > 0] + ["training"] * (not len(kept[0]))
     if empty:
         raise ConfigError(
-            f"the data file of this site has changed since the rounds before, and it has no row left for "
-            f"{' and '.join(empty)}. The rows that it holds out stay the same in all rounds, or it would be measured "
-            f"on rows that it has trained on. {_CURE}."
+            f"the data file of this site has changed since earlier rounds, and has no row left for "
+            f"{' and '.join(empty)}. The held-out rows stay the same in all rounds; otherwise the site would be "
+            f"measured on rows that it has trained on. {_CURE}."
         )
     log.warning(
-        "the data file has changed since the rounds before. This site trains on %d examples, and holds out the same "
-        "rows as before%s",
+        "the data file has changed since earlier rounds. This site trains on %d examples, and holds out the same rows "
+        "as before%s",
         len(kept[0]), "".join(f", without {n} for {name} that are gone" for name, n in gone.items() if n),
     )  # fmt: skip
 

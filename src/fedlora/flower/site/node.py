@@ -1,8 +1,8 @@
 """A node's work: receive a parcel, train, keep what stays home, answer. Its state is on its own disk.
 
 A client's work depends only on what it receives and on its state after the last round in which its work counted. The
-server names that round in each question (`messages.counted`), and the node begins with exactly that state: work that
-was refused, late or of a failed attempt, and rounds that the server lost, leave no trace in what stays here.
+server names that round in each question (`messages.counted`), and the node begins with exactly that state. So work that
+was refused, late or part of a failed attempt, and rounds that the server lost, leave no trace in the node's state.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, eq=False)
 class NodeState:
     """What stays with a client after one round's work. kept: local parts of its adapter. position: how far it has read
-    its data. cache: what need not be sent to it again since it trained. measured: the same since it measured: a server
-    that was killed in between knows of the former only."""
+    its data. cache: what it received for training and need not be sent again. measured: the same, received for a
+    measurement; a server that was killed in between knows only `cache`."""
 
     TAG: ClassVar[str] = "node/1"
 
@@ -47,13 +47,13 @@ class NodeState:
     measured: Cache | None = None
 
     def fitting(self, parcel: Parcel) -> Cache | None:
-        """The cache for which a parcel was packed; None: there is none."""
+        """The cache that the parcel relies on; None: there is none."""
         return next((one for one in (self.cache, self.measured) if one is not None and one.held == parcel.held), None)
 
 
 @dataclass(frozen=True, eq=False)
 class _Begun:
-    """What a client begins with. state, round: after the last round in which its work counted. position, read: how far
+    """A client's starting point. state, round: after the last round in which its work counted. position, read: how far
     it has read its data, and after which round's work."""
 
     state: NodeState
@@ -66,8 +66,8 @@ class Node:
     """One client's side of any number of rounds.
 
     Args:
-        client: its registered name; work for another is refused. folder: for its states, by run. evaluators: of its
-            held-out data, "validation" and "test". facts: what the trainer really has; the server must have the same.
+        client: its registered name; work for another is refused. folder: for its states, by run. evaluators: for its
+            held-out data, "validation" and "test". facts: the trainer's actual ones; the server's must be the same.
     """
 
     def __init__(
@@ -88,10 +88,9 @@ class Node:
         """Play a round: the reply to the server's message.
 
         Raises:
-            KeptStateError: the parcel leaves out a part that this node no longer has, or the state with which its work
-                goes on is not here. RecordError: not a message of fedlora. Disagreement: the server has another base
-                model, other classes, ...; nothing is trained. UploadRefused: training diverged in a part that stays
-                here.
+            KeptStateError: the parcel leaves out a part that this node no longer has, or the state to continue from is
+                missing. RecordError: not a message of fedlora. Disagreement: the server has another base model, other
+                classes, ...; nothing is trained. UploadRefused: training diverged in a part that stays here.
         """
         parcel, run, counted = self._read(record)
         folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
@@ -115,8 +114,8 @@ class Node:
         )
 
     def measure(self, record: RecordDict) -> RecordDict:
-        """The scores of the readout that came, on what is held out here. It is stored, all of it, and need not come
-        again for the round that trains it; what else stays here is not changed.
+        """Scores the received readout on this site's held-out data. The site stores the whole readout, so that the next
+        round's training message can leave it out; the rest of its state does not change.
 
         Raises:
             ConfigError: nothing is held out. KeptStateError: as in `work`.
@@ -145,8 +144,8 @@ class Node:
         return parcel, run, counted_of(record)
 
     def _begun(self, folder: Path, of: str, parcel: Parcel, counted: Counted) -> _Begun:
-        """What this client's work begins with. A site whose folder was emptied begins afresh, and stores that: the
-        rounds after this one may name the same state."""
+        """The starting point of this client's work. A site whose folder was emptied starts from nothing, and stores
+        that, because later rounds may name the same state."""
 
         def newest(upto: int) -> tuple[int, NodeState] | None:
             try:
@@ -157,14 +156,14 @@ class Node:
         found, there = newest(counted.round), sorted({number for number, _ in _states(folder)})
         round, state = found or (0, NodeState())
         if counted.round and (found is None or (counted.sure and round != counted.round)):
-            what = f"the state after round {counted.round}, the last in which the work of {self._client!r} counted,"
+            what = f"the state after round {counted.round}, the last in which work of {self._client!r} counted,"
             if there and _keeps(parcel):
                 missing = "is damaged" if counted.round in there else "is not there"
                 raise KeptStateError(
                     f"{what} {missing}: {folder} has that of round {', '.join(map(str, there))}. Was this folder, or "
                     f"the server's, set back to a backup? {_WAY_OUT}"
                 )
-            way = f"it reads its data on as after round {round}" if found else "it begins afresh"
+            way = f"this site continues its data from round {round}" if found else "this site starts from nothing"
             log.warning("%s is not in %s: %s", what, folder, way)
             round = counted.round
             checkpoint.save(folder, round, state, of=of, keep=3)
@@ -173,30 +172,30 @@ class Node:
 
 
 _WAY_OUT = (
-    "Either restore a backup of this folder, or of the server's, so that both are of one round; or stop this site's "
+    "Restore a backup of this folder, or of the server's, so that both are from the same round. Or stop this site's "
     "node and empty the folder: the site then begins from the common start, without the parts that only it had."
 )
 
 
 def state_of(folder: Path, run: str, client: str) -> Path:
-    """A client's folder for one run, below the folder of all states."""
+    """A client's folder for one run, inside the folder of all states."""
     return folder / re.sub(r"[^A-Za-z0-9._-]", "-", run) / client
 
 
 def _keeps(parcel: Parcel) -> bool:
-    """Whether the client alone has some part of what it trains."""
+    """Whether the client trains a part that only it has."""
     return bool(parcel.start.modules or parcel.start.heads or (parcel.held is not None and parcel.held.local))
 
 
 def _states(folder: Path) -> list[tuple[int, Path]]:
-    """(the round after which it is, its file), for each state in a folder."""
+    """(round, file) for each state in a folder: the state after that round."""
     named = [(path.name.split(".")[0].removeprefix("round-"), path) for path in folder.glob("round-*.safetensors")]
     return [(int(number), path) for number, path in named if number.isdigit()]
 
 
 def _forget(folder: Path, begun: _Begun) -> None:
-    """Remove the states that no later round can begin with: of work that did not count, or of a trajectory that the
-    server left. The one before `begun` stays: a server may lose its last checkpoint."""
+    """Remove the states that no later round can begin with: from work that did not count, or from rounds that the
+    server lost. The one before `begun` stays, because a server may lose its last checkpoint."""
     for number, path in _states(folder):
         if number > begun.read or begun.round < number < begun.read:
             path.unlink(missing_ok=True)

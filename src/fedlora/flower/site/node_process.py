@@ -19,8 +19,7 @@ from typing import NoReturn
 from fedlora.flower import children
 from fedlora.flower.ownership import locked
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.owner import OWNER
-from fedlora.flower.site.reach import NOTICED, Found
+from fedlora.flower.site.reach import NOTICED, Found, clock_note
 
 PAUSES = (2.0, 4.0, 8.0, 15.0, 30.0)  # seconds between tries; the last one repeats
 AGAIN = 600.0  # seconds after which a lasting problem is reported again
@@ -44,8 +43,7 @@ def wait_until_admitted(
         time.sleep(pauses[min(tries, len(pauses) - 1)])
         tries += 1
     if found.ahead is not None and abs(found.ahead) > NOTICED:
-        way = "ahead of" if found.ahead > 0 else "behind"
-        say(f"this machine's clock is {abs(found.ahead):.0f} s {way} the server's. It is let in; set the clock.")
+        say(f"it is let in; this machine's clock is {clock_note(found.ahead)}.")
 
 
 def become_supernode(command: list[str], site: SiteFolder, lock: int) -> NoReturn:
@@ -56,7 +54,7 @@ def become_supernode(command: list[str], site: SiteFolder, lock: int) -> NoRetur
     """
     os.umask(0o077)
     os.set_inheritable(lock, True)
-    os.execve(command[0], command, {**children.environment(site.state / "flwr"), OWNER: str(os.getpid())})
+    os.execve(command[0], command, {**children.environment(site.state / "flwr"), children.OWNER: str(os.getpid())})
 
 
 @contextlib.contextmanager
@@ -65,8 +63,8 @@ def held(site: SiteFolder) -> Iterator[int]:
     has it."""
     site.state.mkdir(mode=0o700, exist_ok=True)
     with locked(site.state / "node.lock", lambda who: (
-        f"`fedlora flower node` runs for {site.path} already (process {who}): one is enough, and two would be taken "
-        f"for one another by the server. Is it the systemd unit?"
+        f"`fedlora flower node` runs for {site.path} already (process {who}). One is enough: the server could not tell "
+        f"two apart. Is it the systemd unit?"
     )) as descriptor:  # fmt: skip
         yield descriptor
 

@@ -2,28 +2,57 @@
 
 The request is to go online with a heartbeat interval of 0, which every SuperLink refuses: the answer says whether the
 key is registered, whether the clocks agree and whether the server is there, and nothing changes. If the request fails,
-`unreached` says why.
+the system's or OpenSSL's own error says at which step.
 """
 
 from __future__ import annotations
 
 import email.utils
 import os
+import socket
 import ssl
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
-from fedlora.flower.site.unreached import Found, Server, diagnosed
 
+Fate = Literal[
+    "admitted", "not admitted", "clock", "refused", "name", "closed", "silent", "certificate", "plain", "no federation",
+    "stranger",
+]  # fmt: skip
 EARLIEST, LATEST = -5.0, 305.0  # seconds by which a message may be older than the SuperLink's clock (flwr 1.41, 1.42)
 NOTICED = 10.0  # seconds between two clocks that are reported, though they do no harm
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server's address. ca: the file with the trusted authority."""
+
+    name: str
+    port: int
+    ca: Path
+
+    @property
+    def address(self) -> str:
+        """The address in Flower's form: host:port."""
+        return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The result. why: a sentence for people. ahead: the seconds by which this machine's clock is ahead of the
+    server's, to about one; None if the server did not send its time."""
+
+    fate: Fate
+    why: str
+    ahead: float | None = None
 
 
 def look(server: Server, key: Path) -> Found:
@@ -33,15 +62,53 @@ def look(server: Server, key: Path) -> Found:
     try:
         return _asked(server, private_key(key))
     except httpx.TransportError as error:
-        found = diagnosed(server)
-        if found is not None:
-            return found
-        proxy = _proxy_in_use()
-        return Found("silent", f"{server.address} could not be asked: {shown(error) or type(error).__name__}.{proxy}")
+        found = _unreached(server, error)
+        return replace(found, why=found.why + _proxy_in_use())
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        return Found("stranger", f"{server.address} gives an answer that is none of Flower's: {shown(error)}.")
+        return Found("stranger", f"{server.address} gives an answer that is not from Flower: {shown(error)}.")
     except ssl.SSLError as error:
-        return Found("certificate", f"{server.ca} is no file of certificates: {shown(error)}.")
+        return Found("certificate", f"{server.ca} is not a file of certificates: {shown(error)}.")
+
+
+def _unreached(server: Server, error: BaseException) -> Found:
+    """Why the request did not get through: its name, its port, TLS or its certificate."""
+    while (cause := error.__cause__ or error.__context__) is not None:
+        error = cause
+    at, said = server.address, shown(getattr(error, "strerror", None) or error or type(error).__name__)
+    match error:
+        case socket.gaierror():
+            return Found(
+                "name",
+                f"the name {server.name!r} is not known on this machine ({said}). Is it spelled as the server's people "
+                f"gave it, and do they or your DNS (or /etc/hosts) know it?",
+            )
+        case ConnectionRefusedError():
+            return Found(
+                "closed",
+                f"{at} refuses the connection: the machine is there, and nothing listens at port {server.port}. Is the "
+                f"proxy running there, and is this its port?",
+            )
+        case ssl.SSLCertVerificationError():
+            return Found(
+                "certificate",
+                f"the certificate of {at} is not believed: {error.verify_message.rstrip('.')}. By this machine's clock "
+                f"it is {datetime.now(UTC):%Y-%m-%d %H:%M} UTC: if that is wrong, set it. An expired certificate the "
+                f"server must renew. With another name or authority, ask the server for its new join file, or "
+                f"something in between answers in its place. Nothing is sent before.",
+            )
+        case TimeoutError():
+            return Found(
+                "silent",
+                f"{at} does not answer in time ({said}): the machine, the line or the proxy is down or overloaded, or "
+                f"a firewall swallows port {server.port}.",
+            )
+        case ssl.SSLError() | ConnectionResetError():
+            return Found(
+                "plain",
+                f"{at} takes the connection, but not TLS ({said}). A site sends nothing there: is it the port of the "
+                f"proxy, and was the proxy started with its certificate?",
+            )
+    return Found("silent", f"{at} cannot be reached from here: {said}. Is the line up?")
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -51,7 +118,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     except OSError as error:
         raise ConfigError(f"the key {path} cannot be read: {error.strerror}.") from error
     except Exception as error:
-        raise ConfigError(f"{path} is no private key as OpenSSH writes them without a passphrase: {error}.") from error
+        raise ConfigError(f"{path} is not a private key of OpenSSH without a passphrase: {error}.") from error
     if not isinstance(found, ec.EllipticCurvePrivateKey):
         raise ConfigError(f"{path} is a key of another kind ({type(found).__name__}); Flower takes EC keys (P-384).")
     return found
@@ -99,19 +166,19 @@ def _said(server: Server, status: int, code: int, ahead: float | None) -> Found:
     if code == 2004:
         return Found(
             "not admitted",
-            f"{where} answers, and this site's key is not registered there. Send request.toml to the server; after "
-            f"`fedlora flower admit` there it goes on by itself.",
+            f"{where} answers, but this site's key is not registered there. Send request.toml to the server; the site "
+            f"continues by itself after `fedlora flower admit` there.",
         )
     if status == 401:
         trouble = "" if ahead is None else clock_trouble(ahead)
         return Found(
             "clock" if trouble else "refused",
             trouble
-            or f"{where} does not take this site's signature (401), and the clocks agree. Does its key belong to "
+            or f"{where} does not accept this site's signature (401), and the clocks agree. Does its key belong to "
             f"this federation?",
         )
     if status in (429, 503):
-        return Found("no federation", f"{where} takes no more requests from this address for now ({status}).")
+        return Found("no federation", f"{where} accepts no more requests from this address for now ({status}).")
     if status in (502, 504):
         return Found(
             "no federation",
@@ -120,7 +187,7 @@ def _said(server: Server, status: int, code: int, ahead: float | None) -> Found:
         )
     if status == 403:
         return Found(
-            "stranger", f"{where} answers and forbids Flower's path (403): its proxy does not pass /v1/fleet/."
+            "stranger", f"{where} answers, but forbids Flower's path (403): its proxy does not pass /v1/fleet/."
         )
     if code:
         return Found("refused", f"{where} refuses this site with Flower's code {code} (status {status}).")
@@ -140,6 +207,14 @@ def clock_trouble(ahead: float) -> str:
         f"than {-EARLIEST:.0f} seconds ahead or {LATEST:.0f} seconds behind its own time. Set the clock (timedatectl "
         f"set-ntp true), here or there."
     )
+
+
+def clock_note(ahead: float) -> str:
+    """The clocks' difference in words, and that it should be set beyond ten seconds."""
+    if abs(ahead) <= 2:
+        return "as the server's, to a second or two"
+    told = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
+    return told + ("; set it" if abs(ahead) > NOTICED else "")
 
 
 def _long(seconds: float) -> str:
@@ -168,7 +243,18 @@ def _flower_code(reply: Any) -> int:
 def _proxy_in_use() -> str:
     """A hint, if this machine's requests go through a proxy."""
     names = [name for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy") if os.environ.get(name)]
-    return f" {names[0]} is set here, so requests go by way of {shown(os.environ[names[0]])}." if names else ""
+    return f" {names[0]} is set here, so requests go through {shown(os.environ[names[0]])}." if names else ""
 
 
-__all__ = ["EARLIEST", "LATEST", "NOTICED", "Found", "Server", "clock_trouble", "look", "private_key"]
+__all__ = [
+    "EARLIEST",
+    "LATEST",
+    "NOTICED",
+    "Fate",
+    "Found",
+    "Server",
+    "clock_note",
+    "clock_trouble",
+    "look",
+    "private_key",
+]

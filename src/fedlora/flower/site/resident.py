@@ -25,12 +25,12 @@ from pathlib import Path
 
 from flwr.app import RecordDict
 
+from fedlora.doing import beating
 from fedlora.errors import FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.messages.wire import receive_message, send_message
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.owner import end_with, owner_of_this
 from fedlora.flower.site.site_work import Changed, Do, SiteWork, told_to_server
 
 IDLE = 3600.0  # seconds without work after which a trainer with a living owner ends
@@ -81,8 +81,8 @@ def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
             raise TrainerFailed(str(said.get("told", "it gave no reply")), str(said.get("error", "")))
         return reply
     raise TrainerFailed(
-        f"{_TRIES} trainers, one after the other, ended before they took the work, or were of another site.toml or of "
-        "other settings than now."
+        f"{_TRIES} trainers, one after the other, ended before they took the work, or had another site.toml or other "
+        "settings than now."
     )
 
 
@@ -117,7 +117,7 @@ def _connected(site: SiteFolder) -> socket.socket:
         log_file = _log(site)
         children.trim(log_file, _MOST_LOG)
         began = _size(log_file)
-        owner = owner_of_this()
+        owner = children.owner_of_this()
         command = [sys.executable, "-m", "fedlora.flower.site.resident", str(site.site)]
         with os.fdopen(opened_here(log_file, os.O_WRONLY | os.O_APPEND), "ab") as log:
             process = subprocess.Popen(
@@ -149,8 +149,8 @@ def _died(site: SiteFolder, began: int) -> TrainerFailed:
     words = _words(_log(site), began)
     fatal = [line for line in words if line.startswith("Fatal Python error")]
     why = fatal[-1] if fatal else _full(site) or (
-        "its process ended without a word: somebody killed it, it crashed, or the system did for want of memory "
-        "(journalctl -k says so then; MemoryMax of its unit is a limit too, and a smaller train.batch_size needs less)"
+        "its process ended without a word: it crashed, somebody killed it, or the system killed it because memory ran "
+        "out (then journalctl -k says so; MemoryMax of its unit is also a limit; a smaller train.batch_size needs less)"
     )  # fmt: skip
     told = f"its trainer died in the middle of the work: {why}"
     return TrainerFailed(told, f"{told}. Its last line: {words[-1]}" if words else told)
@@ -240,7 +240,7 @@ def serve(work: Work, path: Path, *, owner: int | None, idle: float | None = Non
     listening.listen(4)
     listening.settimeout(1.0)
     if owner is not None:  # also while it trains: an orphan would keep its accelerator
-        end_with(owner)
+        children.end_with(owner)
     patience = idle if idle is not None else IDLE if owner is not None else ALONE
     last, going = time.monotonic(), True
     try:
@@ -275,7 +275,8 @@ def _answer(connection: socket.socket, work: Work, path: Path) -> bool:
         if do not in ("train", "evaluate") or record is None:
             return True
         try:
-            reply: RecordDict | None = work(do, record)
+            with beating(_say, str(do)):
+                reply: RecordDict | None = work(do, record)
             words: dict[str, object] = {}
         except Changed:
             send_message(connection, {"changed": True}, None)

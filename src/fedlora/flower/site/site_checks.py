@@ -16,8 +16,8 @@ from fedlora.data.splits import Parts
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.reach import NOTICED, Found, Server, look, private_key
-from fedlora.flower.site.rotation import asked
+from fedlora.flower.site.reach import Server, clock_note, look, private_key
+from fedlora.flower.site.site_folder import asked
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts, check
 from fedlora.flower.terms.joining import JoinFile, Request
@@ -69,12 +69,12 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
     same = join.site == site.name
     rows.append(("site", f"{site.name}, rank {join.rank}, of {join.federation} at {join.address}", same))
     if not same:
-        rows.append(("name", f"site.toml says {site.name!r}, and the join file is for {join.site!r}", False))
+        rows.append(("name", f"site.toml says {site.name!r}, but the join file is for {join.site!r}", False))
     rows.append(_key(here))
     rows.append(_own(here))
     if not here.ca.is_file() or here.ca.read_text(encoding="utf-8").strip() != join.ca.strip():
-        rows.append(("ca.crt", f"{here.ca} is not what the join file has; copy it from there, or run `fedlora flower "
-                               f"site` anew with a new join file", False))  # fmt: skip
+        rows.append(("ca.crt", f"{here.ca} differs from the join file; copy it from there, or run `fedlora flower "
+                               f"site` again with a new join file", False))  # fmt: skip
     rows.append(app_row(join, site.app))
     if here.next_key.exists():
         rows.append(("new key", "waits for the server: fedlora flower admit FED request.toml --rotate there", True))
@@ -165,17 +165,17 @@ def _check_lengths(config: RunConfig, train: TextData) -> None:
     tokens = max(len(example["input_ids"]) for example in told)
     if tokens > longest:
         raise ConfigError(
-            f"an example has {tokens} tokens (they are cut at the server's max_length = {most}), and the base model "
-            f"reads {longest} at most. Shorten it here, or let the server set data.max_length = {longest}."
+            f"an example has {tokens} tokens (fedlora cuts at the server's max_length = {most}), but the base model "
+            f"reads at most {longest}. Shorten it here, or let the server set data.max_length = {longest}."
         )
 
 
 def _base(settings: FederationSettings, join: JoinFile, site: Site, cache: Path | None) -> tuple[list[Row], Facts]:
     """Compare the base model and the versions with the server's facts in the join file."""
-    from fedlora.flower.terms.facts import site_facts
+    from fedlora.flower.terms.facts import model_facts
 
     try:
-        facts = site_facts(site, settings, cache)
+        facts = model_facts(site.model, settings, cache)
         server = Facts.from_table(join.facts)
         told = check(server, facts, f"site {site.name!r}", whole=False)
     except FedLoRAError as error:
@@ -192,19 +192,9 @@ def checked_server(join: JoinFile, here: SiteFolder) -> list[Row]:
     sound = None if found.fate == "not admitted" else found.fate == "admitted"
     rows: list[Row] = [("server", found.why, sound)]
     if found.ahead is not None:
-        rows.append(clock_row(found))
+        off = found.fate == "clock"
+        rows.append(("clock", found.why if off else clock_note(found.ahead), not off))
     return rows
-
-
-def clock_row(found: Found) -> Row:
-    """The clocks' difference: reported beyond ten seconds, a fault if messages would be refused."""
-    assert found.ahead is not None
-    off = abs(found.ahead)
-    if found.fate == "clock":
-        return ("clock", found.why, False)
-    way = "ahead of" if found.ahead > 0 else "behind"
-    text = f"{off:.0f} s {way} the server's" if off > 2 else "as the server's, to a second or two"
-    return ("clock", text + ("; set it" if off > NOTICED else ""), True)
 
 
 def server_of(join: JoinFile, here: SiteFolder) -> Server:
@@ -242,6 +232,6 @@ def _own(here: SiteFolder) -> Row:
 
 
 __all__ = [
-    "Row", "app_row", "before_start", "checked_files", "checked_server", "checked_site", "checked_work", "clock_row",
+    "Row", "app_row", "before_start", "checked_files", "checked_server", "checked_site", "checked_work",
     "is_site", "server_of",
 ]  # fmt: skip

@@ -75,7 +75,7 @@ class SiteWork:
         from fedlora.flower.site.held_out import keep_held_out, record_of
         from fedlora.flower.site.node import Node
         from fedlora.flower.terms.agreement import Facts, check
-        from fedlora.flower.terms.facts import loaded_facts, site_facts
+        from fedlora.flower.terms.facts import loaded_facts, model_facts
         from fedlora.flower.terms.settings import FederationSettings
         from fedlora.flower.terms.site_file import Site
         from fedlora.runs.preparation import prepare
@@ -84,7 +84,7 @@ class SiteWork:
         settings, site = FederationSettings.from_travelling(envelope.settings), Site.read(self._file)
         here = SiteFolder(self._file.parent)
         state, cache = here.state, here.base_cache
-        files = site_facts(site, settings, cache)  # before the model is loaded, whose errors would hide the cause
+        files = model_facts(site.model, settings, cache)  # before the model is loaded, whose errors hide the cause
         for line in check(server, files, site.name, whole=False):
             log.warning("%s", line)
         parcel, run = record_parcel(record)
@@ -108,13 +108,13 @@ def told_to_server(error: BaseException, folder: Path) -> str:
 
     kind = type(error).__name__
     if _no_room(error):
-        return f"{kind}: no space is left on this site's disk; its folder must take a round's state. It is asked again"
+        return f"{kind}: no space is left on this site's disk for a round's state. The server asks it again"
     if isinstance(error, (*_TOLD, Disagreement)):
         words = str(error)
         for path, name in _places(folder).items():
             words = words.replace(path, name)
         return f"{kind}: {shown(words, 2000)}"
-    return f"{kind}: why stands in the site's own log (state/logs/trainer.log), for it may hold something of its data"
+    return f"{kind}: the reason is only in the site's own log (state/logs/trainer.log), as it may contain its data"
 
 
 def _no_room(error: BaseException | None) -> bool:

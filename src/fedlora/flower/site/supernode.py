@@ -45,10 +45,9 @@ def main() -> None:
     except SystemExit as ended:
         if ended.code and not online.is_set():
             say(
-                "the SuperNode did not get online; Flower's reason stands above. With code 2004 the server knows this "
-                "site's key and takes it for online still: its last node ended without saying so (killed, or the power "
-                "or the line was cut), and it is let in within 60 s. Should it last, the same key is in use on another "
-                "machine."
+                "the SuperNode did not get online; Flower's reason is above. Code 2004 means that the server knows "
+                "this site's key and takes it for online still: its last node was killed, or power or line were cut. "
+                "The server lets it in within 60 s. If this persists, another machine uses the same key."
             )
         raise
     _leave("the connection broke off, and Flower does not try again")
@@ -156,8 +155,8 @@ def require_its_names(app: bytes, run: Any) -> None:
     said = (run.fab_id, run.fab_version, run.fab_hash)
     if said != own:
         raise NotApproved(
-            f"the server's app is {' '.join(own)}, and the server calls it {quoted(' '.join(map(str, said)))}: Flower "
-            f"would run what lies in a folder of that name. Nothing was run."
+            f"the server's app is {' '.join(own)}, but the server calls it {quoted(' '.join(map(str, said)))}: Flower "
+            f"would run the content of a folder of that name. Nothing was run."
         )
 
 

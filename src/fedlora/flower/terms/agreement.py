@@ -1,5 +1,5 @@
-"""The facts that server and sites must share, and the messages if they do not: with another base model, renamed classes
-or another version, training would run silently, but its result would be worthless.
+"""The facts that server and sites must share, and the messages for mismatches: with another base model, renamed classes
+or another version, training would run without an error, but its result would be worthless.
 
 The server's facts travel with every train message; a node compares them with its own before it trains, and sends its
 own with every reply.
@@ -73,8 +73,8 @@ class Facts:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> Facts:
-        """Facts from the plain values that another side wrote: an unknown field is ignored, one with a wrong type is
-        not. Raises `Disagreement`."""
+        """Facts from plain values that the other side wrote. Ignores unknown fields. Raises `Disagreement` for a field
+        of the wrong type."""
         found: dict[str, Any] = {}
         for name, sound in _SOUND.items():
             if name in table:
@@ -89,15 +89,15 @@ class Facts:
         try:
             table = json.loads(text)
         except (ValueError, RecursionError, TypeError) as error:
-            raise Disagreement("the other side's facts are no JSON.") from error
+            raise Disagreement("the other side's facts are not JSON.") from error
         if not isinstance(table, dict):
-            raise Disagreement("the other side's facts are no table.")
+            raise Disagreement("the other side's facts are not a table.")
         return cls.from_table(table)
 
     @classmethod
     def requested(cls, table: Mapping[str, Any]) -> Facts:
-        """Facts from a request, which a site signs: an unknown field cannot be agreed on, and is refused. Raises
-        `Disagreement`."""
+        """Facts from a site's signed request. Raises `Disagreement`, also for unknown fields, because nobody could
+        agree on them."""
         unknown = sorted(str(key) for key in table if key not in _SOUND)
         if unknown:
             raise Disagreement(
@@ -107,7 +107,7 @@ class Facts:
         return cls.from_table(table)
 
     def filled(self, other: Facts) -> Facts:
-        """These facts, completed from the other side's where they are unknown; versions stay its own."""
+        """These facts, with unknown ones taken from the other side. Versions stay as they are."""
         lacks = {name: getattr(other, name) for name in _SOUND if not getattr(self, name) and name != "versions"}
         return replace(self, **lacks)
 
@@ -148,12 +148,32 @@ _SOUND: dict[str, Callable[[Any], bool]] = {
 # -------------------------------------------------------------------------------------------------------- comparing
 
 
+_DIGESTS = (
+    (
+        "base",
+        "base model has the weights",
+        "adapters of one base model mean nothing on another. Point `model` in site.toml at a copy of the server's "
+        "files (another revision, precision or quantisation is another model)",
+    ),
+    (
+        "tokenizer",
+        "tokenizer is",
+        "the same text becomes other tokens. Copy tokenizer.json and tokenizer_config.json with the base model",
+    ),
+    (
+        "template",
+        "chat template is",
+        "prompts would stand in another frame. Copy it with the tokenizer, or let data.template name one",
+    ),
+)
+
+
 def differences(server: Facts, site: Facts, name: str = "this site", *, whole: bool = False) -> list[str]:
     """A sentence for each difference: both sides' facts, the likely cause, and what to do.
 
     Args:
-        name: the site's name in sentences. whole: the site must know everything that the server knows, as one that
-            trains does; otherwise facts that one side does not know are not compared.
+        name: the site's name in sentences. whole: the site must know everything that the server knows, like a site that
+            trains; otherwise facts that one side does not know are not compared.
     """
     its = "this site's" if name == "this site" else f"that of {name!r}"
     them = "this site's" if name == "this site" else f"those of {name!r}"
@@ -162,12 +182,10 @@ def differences(server: Facts, site: Facts, name: str = "this site", *, whole: b
         silent = unsaid(site, [f for f in (*ASKED, "targets") if getattr(server, f)], server.versions)
         if silent:
             said.append(f"{name} does not say its {', '.join(silent)}, which the server's must be compared with")
-    if _unlike(server.base, site.base):
-        said.append(
-            f"the server's base model has the weights {_start(server.base)}, and {its} {_start(site.base)}; adapters "
-            f"of one base model mean nothing on another. Point `model` in site.toml at a copy of the server's files "
-            f"(another revision, precision or quantisation is another model)"
-        )
+    for what, called, todo in _DIGESTS:
+        mine, its_own = getattr(server, what), getattr(site, what)
+        if _unlike(mine, its_own):
+            said.append(f"the server's {called} {_start(mine)}, and {its} {_start(its_own)}: {todo}")
     odd = [k for k in server.architecture if k in site.architecture and server.architecture[k] != site.architecture[k]]
     if odd:
         pairs = "; ".join(
@@ -178,20 +196,10 @@ def differences(server: Facts, site: Facts, name: str = "this site", *, whole: b
             f"the configurations of the base models differ in {len(odd)} keys: {pairs}; copy the server's config.json "
             f"with its weights"
         )
-    if _unlike(server.tokenizer, site.tokenizer):
-        said.append(
-            f"the server's tokenizer is {_start(server.tokenizer)}, and {its} {_start(site.tokenizer)}: the same text "
-            f"becomes other tokens. Copy tokenizer.json and tokenizer_config.json with the base model"
-        )
-    if _unlike(server.template, site.template):
-        said.append(
-            f"the server's chat template is {_start(server.template)}, and {its} {_start(site.template)}: prompts "
-            f"would stand in another frame. Copy it with the tokenizer, or let data.template name one"
-        )
     if _unlike(server.labels, site.labels):
         said.append(
             f"the server's classes are {quoted(list(server.labels))}, and {them} are {quoted(list(site.labels))}; "
-            f"class k is the k-th name everywhere. Names and order come from data.labels in the server's "
+            f"class k must be the k-th name everywhere. Names and order come from data.labels in the server's "
             f"federation.toml"
         )
     for what, key in (("scaling", "lora.scaling or lora.alpha"), ("max_length", "data.max_length")):
@@ -225,26 +233,21 @@ def _targets(server: Sequence[str], site: Sequence[str], name: str) -> str:
     here, there = set(server), set(site)
     shown_ = [shown(t, 80) for t in sorted(here - there)[:2]], [shown(t, 80) for t in sorted(there - here)[:2]]
     return (
-        f"the server's adapters are of {len(here)} modules and those of {name} of {len(there)}: only at the server "
-        f"{shown_[0] or 'none'}, only at the site {shown_[1] or 'none'}; lora.targets is the server's, so the base "
-        f"models are of another shape, or the common start is of another model"
+        f"the server's adapters have {len(here)} modules and those of {name} have {len(there)}: only at the server "
+        f"{shown_[0] or 'none'}, only at the site {shown_[1] or 'none'}. Both use the server's lora.targets, so their "
+        f"base models have different shapes, or the common start belongs to another model"
     )
 
 
-@dataclass(frozen=True)
-class Meeting:
-    """Whether two sets of versions may work together. refused: why not, in sentences; told: permitted differences."""
-
-    refused: tuple[str, ...] = ()
-    told: tuple[str, ...] = ()
-
-
-def versions_meet(server: Mapping[str, str], site: Mapping[str, str], name: str = "this site") -> Meeting:
-    """The protocol and fedlora's major.minor must be equal; for torch, transformers and peft the major version.
+def versions_meet(
+    server: Mapping[str, str], site: Mapping[str, str], name: str = "this site"
+) -> tuple[list[str], list[str]]:
+    """Why two sets of versions may not work together, and their permitted differences, in sentences. The protocol and
+    fedlora's major.minor must be equal; for torch, transformers and peft the major version.
 
     Example:
-        >>> versions_meet({"fedlora": "0.1.0", "torch": "2.12.0"}, {"fedlora": "0.1.4", "torch": "2.13.1"}).told
-        ('torch is 2.12.0 at the server and 2.13.1 at this site: results may differ in their last digits',)
+        >>> versions_meet({"fedlora": "0.1.0", "torch": "2.12.0"}, {"fedlora": "0.1.4", "torch": "2.13.1"})[1]
+        ['torch is 2.12.0 at the server and 2.13.1 at this site: results may differ in their last digits']
     """
     refused, told = [], []
     if (a := server.get("protocol")) and (b := site.get("protocol")) and a != b:
@@ -256,12 +259,11 @@ def versions_meet(server: Mapping[str, str], site: Mapping[str, str], name: str 
         both = f"{package} is {shown(a, 30)} at the server and {shown(b, 30)} at {name}"
         parts = 2 if package == "fedlora" else 1
         if _number_of(a)[:parts] != _number_of(b)[:parts]:
-            refused.append(
-                f"{both}, and these do not work together: install the server's at {name} ({_wanted(package, a)})"
-            )
+            wanted = f"pip install '{package}=={'.'.join(map(str, _number_of(a)[:2]))}.*'"
+            refused.append(f"{both}, and these do not work together: install the server's at {name} ({wanted})")
         elif package != "fedlora" and _number_of(a)[:2] != _number_of(b)[:2]:
             told.append(f"{both}: results may differ in their last digits")
-    return Meeting(tuple(refused), tuple(told))
+    return refused, told
 
 
 def _number_of(text: str) -> tuple[int, ...]:
@@ -274,11 +276,6 @@ def _number_of(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _wanted(package: str, text: str) -> str:
-    """A version in words for pip."""
-    return f"pip install '{package}=={'.'.join(map(str, _number_of(text)[:2]))}.*'"
-
-
 def _older(server: str, site: str, name: str) -> str:
     mine, other = ([int(n) for n in re.findall(r"\d+", said)] for said in (server, site))
     return f"the server is the older one: upgrade it, or go back at {name}" if mine < other else (
@@ -288,20 +285,20 @@ def _older(server: str, site: str, name: str) -> str:
 
 def versions_here() -> dict[str, str]:
     """The versions on this machine."""
-    found = {name: installed(name) for name in _WATCHED}  # torch may be built by hand, and is then none
+    found = {name: installed(name) for name in _WATCHED}  # a torch built by hand has no version here
     return {"protocol": PROTOCOL, "fedlora": __version__} | {name: at for name, at in found.items() if at is not None}
 
 
 def check(server: Facts, site: Facts, name: str = "this site", *, whole: bool = True) -> tuple[str, ...]:
     """The differences worth a line. Raises `Disagreement` if the two may not work together."""
-    meeting = versions_meet(server.versions, site.versions, name)
-    wrong = [*meeting.refused, *differences(server, site, name, whole=whole)]
+    refused, told = versions_meet(server.versions, site.versions, name)
+    wrong = [*refused, *differences(server, site, name, whole=whole)]
     if wrong:
         raise Disagreement("; ".join(wrong) + ".")
-    return meeting.told
+    return tuple(told)
 
 
 __all__ = [
-    "ASKED", "PROTOCOL", "Disagreement", "Facts", "Meeting", "check", "differences", "unsaid", "versions_here",
+    "ASKED", "PROTOCOL", "Disagreement", "Facts", "check", "differences", "unsaid", "versions_here",
     "versions_meet",
 ]  # fmt: skip

@@ -48,7 +48,7 @@ def write_loopback(folder: Path) -> None:
     files.write(folder / "ca.crt", _pem(signer.certificate))
 
 
-def write_public(folder: Path, name: str, *, days: int = SERVER_DAYS) -> None:
+def write_public(folder: Path, name: str) -> None:
     """Write ca.crt, ca.key, server.crt and server.key for the server's name; an existing authority signs again.
 
     Raises:
@@ -63,9 +63,9 @@ def write_public(folder: Path, name: str, *, days: int = SERVER_DAYS) -> None:
                 f"the authority {folder / 'ca.crt'} itself has expired. Move ca.crt and ca.key away, call this again, "
                 f"and hand every site its new join file."
             )
-        days = min(days, left.days)
+        days = min(SERVER_DAYS, left.days)
     else:
-        signer = _authority(f"fedlora {name}"[:64], AUTHORITY_DAYS)
+        signer, days = _authority(f"fedlora {name}"[:64], AUTHORITY_DAYS), SERVER_DAYS
         write_private(folder / "ca.key", _private(signer.key, serialization.PrivateFormat.PKCS8))
         files.write(folder / "ca.crt", _pem(signer.certificate))
     _write_server(folder, signer, (name,), days)
@@ -93,12 +93,13 @@ def public_key(text: str) -> ec.EllipticCurvePublicKey:
         found = serialization.load_ssh_public_key(text.strip().encode())
     except (ValueError, UnsupportedAlgorithm, UnicodeEncodeError) as error:
         raise ConfigError(
-            f"{quoted(text[:60])} is no public key in OpenSSH's format, one line that begins with ecdsa-sha2-nistp384."
+            f"{quoted(text[:60])} is not a public key in OpenSSH's format: one line that begins with "
+            f"ecdsa-sha2-nistp384."
         ) from error
     if not isinstance(found, ec.EllipticCurvePublicKey) or not isinstance(found.curve, _CURVES):
         raise ConfigError(
-            f"{quoted(text.split(' ')[0])} is a kind of key that Flower does not take: it wants an elliptic curve of "
-            f"NIST. ssh-keygen -t ecdsa -b 384 makes one, and so does fedlora flower site."
+            f"Flower does not accept keys of kind {quoted(text.split(' ')[0])}: it needs an elliptic curve of NIST. "
+            f"ssh-keygen -t ecdsa -b 384 makes one, and so does fedlora flower site."
         )
     return found
 
@@ -141,7 +142,7 @@ def _authority(name: str, days: int) -> _Signer:
 def _kept_authority(folder: Path) -> _Signer:
     if not (folder / "ca.key").is_file():
         raise ConfigError(
-            f"{folder} has the certificate of an authority (ca.crt), and not its key: it is not one of ours. Get the "
+            f"{folder} has the certificate of an authority (ca.crt), but not its key: fedlora did not make it. Get the "
             f"next server.crt and server.key where you got the last."
         )
     try:

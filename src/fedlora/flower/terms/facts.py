@@ -1,4 +1,4 @@
-"""Where facts come from: a site's files before anything is loaded, a loaded trainer, and the server's folder."""
+"""Collects facts: from a site's files before it loads anything, from a loaded trainer, and from the server's folder."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from fedlora.core.lora import LoRA
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.agreement import ASKED, Disagreement, Facts, check, unsaid, versions_here
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.flower.terms.site_file import Site
 from fedlora.runs.sections import ModelSection
 from fedlora.training.content import base_digest, model_place, template_digest, tokenizer_digest, tokenizer_of
 from fedlora.training.prompting import CHAT
 
-# Of a model's configuration: what says where it lies or how it was stored, and what each federation sets itself.
+# Keys of a model's configuration that name its location or storage, or that each federation sets itself.
 _OWN = frozenset({
     "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "id2label",
     "label2id", "num_labels", "problem_type", "pad_token_id", "use_cache", "output_attentions", "output_hidden_states",
@@ -28,10 +27,9 @@ _OWN = frozenset({
 
 
 def model_facts(model: str, settings: FederationSettings, cache: Path | None = None) -> Facts:
-    """What a base model's files say, and what the settings do: no model is loaded, its weights are read once.
+    """The facts from a base model's files and from the settings. No model is loaded; its weights are read once.
 
-    Args:
-        cache: a file that remembers the digest of the weights.
+    A site's request holds them: nothing of its data. cache: a file that remembers the digest of the weights.
 
     Raises:
         ConfigError: no such model, or files that cannot be read.
@@ -50,13 +48,8 @@ def model_facts(model: str, settings: FederationSettings, cache: Path | None = N
     )
 
 
-def site_facts(site: Site, settings: FederationSettings, cache: Path | None = None) -> Facts:
-    """Of a site, for its request: nothing of its data. Raises `ConfigError`."""
-    return model_facts(site.model, settings, cache)
-
-
 def loaded_facts(prepared: Any, settings: FederationSettings, cache: Path | None = None) -> Facts:
-    """Of a loaded trainer (`runs.preparation.Prepared`): what it really trains with, wherever that came from."""
+    """The facts of a loaded trainer (`runs.preparation.Prepared`): what it actually trains with."""
     config, model = prepared.config, prepared.model
     label_names = next(iter(prepared.parts.values())).label_names
     return Facts(
@@ -73,7 +66,7 @@ def loaded_facts(prepared: Any, settings: FederationSettings, cache: Path | None
 
 
 def targets_of(modules: Mapping[str, LoRA]) -> tuple[str, ...]:
-    """The modules of an adapter with the shapes of the layers they are of, whatever their ranks."""
+    """An adapter's modules with the shapes of their layers; ranks do not matter."""
     found = []
     for name, lora in modules.items():
         B, A = lora.factors
@@ -82,7 +75,7 @@ def targets_of(modules: Mapping[str, LoRA]) -> tuple[str, ...]:
 
 
 def architecture(model: str | Path) -> dict[str, Any]:
-    """The plain values of a model's configuration, by key. Of a GGUF file none: its digest is of all that it holds."""
+    """The plain values of a model's configuration, by key. {} for a GGUF file: its digest covers everything in it."""
     from transformers import AutoConfig
 
     place = model_place(model)
@@ -90,7 +83,7 @@ def architecture(model: str | Path) -> dict[str, Any]:
         return {}
     try:
         found = AutoConfig.from_pretrained(place).to_dict()
-    except Exception as error:  # what a damaged config.json brings about, in several libraries
+    except Exception as error:  # a damaged config.json raises many kinds of errors, in several libraries
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"the configuration of {str(model)!r} cannot be read: {reason}") from error
     return dict(sorted(_plain(found, "")))
@@ -107,7 +100,7 @@ def _plain(table: Mapping[str, Any], prefix: str) -> Iterable[tuple[str, Any]]:
 
 
 def _template(settings: FederationSettings, tokenizer: Any) -> str:
-    """Of the chat template, where the federation's prompts stand in the model's own."""
+    """The digest of the model's chat template, if the federation uses it for prompts."""
     own = settings.model.task == "causal-lm" and (settings.data.template or CHAT) == CHAT
     return template_digest(tokenizer) if own else ""
 
@@ -117,7 +110,7 @@ def _template(settings: FederationSettings, tokenizer: Any) -> str:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the server knows of the base model, and from whom. It is written down, for it is never taken silently.
+    """What the server knows about the base model, and from whom. It is written to a file, never assumed silently.
 
     sources: field of `facts` -> "the server's own model", or "request of acme".
     """
@@ -127,7 +120,7 @@ class Agreement:
 
     @classmethod
     def read(cls, path: Path) -> Agreement:
-        """From agreement.json; of no file, one that knows nothing. Raises `ConfigError`."""
+        """Reads agreement.json; without the file, an agreement that knows nothing. Raises `ConfigError`."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
             return cls(Facts.from_table(raw["facts"]), dict(raw["sources"]))
@@ -135,8 +128,8 @@ class Agreement:
             return cls()
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"{path} cannot be read: {error}. It says what base model the federation has agreed on; restore it, or "
-                f"remove it, and admit the sites again to fill it anew."
+                f"{path} cannot be read: {error}. It records the base model that the federation has agreed on. Restore "
+                f"it, or remove it and admit the sites again, which fills it anew."
             ) from error
 
     def write(self, path: Path) -> None:
@@ -145,7 +138,7 @@ class Agreement:
         files.write(path, json.dumps(table, indent=2, sort_keys=True) + "\n")
 
     def with_(self, facts: Facts, source: str) -> tuple[Agreement, tuple[str, ...]]:
-        """With what `source` knows and nobody said before; and the names of these facts."""
+        """The agreement with the facts that only `source` knows so far, and the names of these facts."""
         known = Facts(**{name: getattr(facts, name) for name in _OF_MODEL})
         new = tuple(name for name in _OF_MODEL if not getattr(self.facts, name) and getattr(known, name))
         sources = {**self.sources, **dict.fromkeys(new, source)}
@@ -158,7 +151,7 @@ _OF_MODEL = ("base", "tokenizer", "template", "architecture")
 def server_facts(
     settings: FederationSettings, agreement: Agreement, modules: Mapping[str, LoRA] | None = None
 ) -> Facts:
-    """What the server holds sites to. modules: of the common start."""
+    """The facts that the server requires from sites. modules: of the common start."""
     return replace(
         agreement.facts,
         labels=tuple(settings.data.labels or ()),
@@ -172,20 +165,20 @@ def server_facts(
 def admitted(
     settings: FederationSettings, agreement: Agreement, name: str, facts: Facts
 ) -> tuple[Agreement, tuple[str, ...], tuple[str, ...]]:
-    """A site's facts, held against the agreement when it is admitted: the agreement with what nobody knew before, the
-    names of these facts, and what is worth a line.
+    """Compares a site's facts with the agreement when the server admits it. Returns the agreement with the new facts,
+    the names of these facts, and the differences worth a line.
 
     Raises:
-        Disagreement: the site differs from what is agreed on, or leaves out what must be compared.
+        Disagreement: the site differs from the agreement, or leaves out facts that must be compared.
     """
     mine = server_facts(settings, agreement)
-    told = check(mine, facts, name, whole=False)  # what differs is said before what is missing
+    told = check(mine, facts, name, whole=False)  # reports differences before missing facts
     needed = [fact for fact in ASKED if fact != "labels" or settings.data.labels]
     needed += [fact for fact in ("template", "architecture") if getattr(mine, fact)]
     if silent := unsaid(facts, needed):
         raise Disagreement(
-            f"the request of {name!r} does not say its {', '.join(silent)}, and nothing is taken as agreed that was "
-            f"not said: let the site make it anew (fedlora flower site FOLDER --rotate)."
+            f"the request of {name!r} does not say its {', '.join(silent)}, and the server assumes nothing. Let the "
+            f"site make a new request (fedlora flower site FOLDER --rotate)."
         )
     unknown = [package for package in mine.versions if not facts.versions.get(package)]
     told += tuple(f"{name} does not say its version of {package}" for package in unknown)
@@ -195,5 +188,5 @@ def admitted(
 
 __all__ = [
     "Agreement", "Disagreement", "admitted", "architecture", "loaded_facts", "model_facts", "server_facts",
-    "site_facts", "targets_of",
+    "targets_of",
 ]  # fmt: skip

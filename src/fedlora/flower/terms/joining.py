@@ -1,11 +1,11 @@
 """The two files that travel by hand when a site joins: join.toml to the site, request.toml back to the server.
 
-join.toml       where the server is, who may vouch for it, the site's name and rank, and what is agreed on: all that a
-                site needs in order to check itself before anything is sent. It holds no secret
-request.toml    the site's public key and the facts of its base model and versions; nothing of its data. Signed with the
-                site's own key: a file that was edited, or put together by somebody else, is found out
+join.toml       the server's address and certificate authority, the site's name and rank, and the agreed settings:
+                everything with which a site checks itself before it sends anything. It holds no secret
+request.toml    the site's public key, and the facts of its base model and versions; nothing about its data. The site
+                signs it with its own key, so that an edited or forged file is detected
 
-Both are text that may go by mail: line ends do not matter, a changed value does.
+Both are text and may go by mail: changed line ends do not matter, changed values do.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _MOST = 2**20  # bytes of either file: a certificate and a page of settings are 
 
 @dataclass(frozen=True)
 class JoinFile:
-    """What the server hands to one site.
+    """The file that the server hands to one site.
 
-    federation: its id. rank: of the site (the largest, where its modules differ). server, port: what to dial. ca: the
-    certificate that vouches for it, PEM. settings: what is agreed on, as `FederationSettings.travelling` has it. facts:
-    what the server knows of the base model, and its versions. app: SHA-256 of the Flower app that the server sends.
+    federation: its id. rank: the site's (the largest, if its modules differ). server, port: the address. ca: the
+    authority's certificate, PEM. settings: the agreed ones, from `FederationSettings.travelling`. facts: the server's
+    about the base model, and its versions. app: SHA-256 of the Flower app that the server sends.
     """
 
     federation: str
@@ -57,7 +57,7 @@ class JoinFile:
 
     @property
     def address(self) -> str:
-        """As `flower-supernode --superlink` takes it."""
+        """In the form for `flower-supernode --superlink`."""
         return f"{self.server}:{self.port}"
 
     def text(self) -> str:
@@ -79,15 +79,15 @@ class JoinFile:
         """From a file.
 
         Raises:
-            ConfigError: no such file, another kind of file, one that was edited or cut short.
+            ConfigError: no such file, another kind of file, or one that was edited or cut short.
         """
         what = f"the join file {path}"
         raw = _read(path, what, JOIN, "the server makes join.toml (fedlora flower init writes join/NAME.toml)")
         check = raw.pop("check", None)
         if check != _check(raw):
             raise ConfigError(
-                f"{what} was changed after the server wrote it, or cut short on its way: ask for it anew. What a site "
-                f"says itself stands in site.toml."
+                f"{what} was changed after the server wrote it, or cut short on its way: ask for a new copy. A site's "
+                f"own settings belong into site.toml."
             )
         try:
             server = raw["server"]
@@ -100,7 +100,7 @@ class JoinFile:
                 raise ValueError("app is no SHA-256")
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{what} is of another fedlora: {type(error).__name__}: {error}. Take one version."
+                f"{what} comes from another version of fedlora: {type(error).__name__}: {error}. Use the same version."
             ) from error
         check_site(found.site)
         checked_rank(found.rank, found.site)
@@ -109,7 +109,7 @@ class JoinFile:
 
 @dataclass(frozen=True)
 class Request:
-    """What a site says of itself, to be admitted. public: its key, one line of OpenSSH. facts: no facts of data."""
+    """A site's request to be admitted. public: its key, one line of OpenSSH. facts: nothing about its data."""
 
     federation: str
     site: str
@@ -119,7 +119,7 @@ class Request:
 
     @classmethod
     def make(cls, join: JoinFile, private: bytes, facts: Mapping[str, Any]) -> Request:
-        """Signed. private: the site's key file, as `certificates.new_key` makes it."""
+        """A signed request. private: the site's key file, from `certificates.new_key`."""
         key = serialization.load_ssh_private_key(private, None)
         assert isinstance(key, ec.EllipticCurvePrivateKey), "a node's key is on an elliptic curve"
         form = (serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
@@ -131,7 +131,7 @@ class Request:
 
     @property
     def fingerprint(self) -> str:
-        """Of its key, as `ssh-keygen -l` says it."""
+        """The fingerprint of its key, as `ssh-keygen -l` prints it."""
         return certificates.fingerprint(self.public)
 
     def text(self) -> str:
@@ -146,10 +146,10 @@ class Request:
 
     @classmethod
     def read(cls, path: Path) -> Request:
-        """From a file, its signature checked.
+        """Reads a file and checks its signature.
 
         Raises:
-            ConfigError: no such file, another kind of file, a private key, one that was edited.
+            ConfigError: no such file, another kind of file, a private key, or a file that was edited.
         """
         what = f"the request {path}"
         raw = _read(path, what, REQUEST, "the site makes request.toml (fedlora flower site)")
@@ -174,7 +174,7 @@ class Request:
         return cls(federation, site, public.strip(), ReadOnly(raw["facts"]), signature)
 
 
-_ANEW = "ask the site for its request.toml anew, as a file and not as text that was copied."
+_ANEW = "ask the site for its request.toml again, as a file and not as copied text."
 
 
 def _read(path: Path, what: str, form: str, where: str) -> dict[str, Any]:
@@ -184,31 +184,31 @@ def _read(path: Path, what: str, form: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{what} cannot be read: {error.strerror}. {where[0].upper()}{where[1:]}.") from error
     if b"PRIVATE KEY" in content:
         raise ConfigError(
-            f"{what} holds a private key, which must never leave its site. Delete this copy, and make a new pair at "
-            f"the site (fedlora flower site --rotate); {where}."
+            f"{what} holds a private key, which must never leave its site. Delete this copy, and make a new pair of "
+            f"keys at the site (fedlora flower site --rotate); {where}."
         )
     try:
         raw = parse_toml(content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n"))
         if not _is_plain(raw):
-            raise ValueError("it has a date or a time, where only text, numbers and lists of them belong")
+            raise ValueError("it has a date or a time; only text, numbers and lists of them may stand there")
     except (ValueError, RecursionError) as error:
         public = content.startswith((b"ecdsa-", b"ssh-"))
-        hint = "it is a public key alone" if public else f"it is no TOML: {error}"
+        hint = "it is only a public key" if public else f"it is not TOML: {error}"
         raise ConfigError(f"{what} cannot be read: {hint}. {where[0].upper()}{where[1:]}.") from error
     found = raw.get("format")
     if found == form:
         return raw
-    other = {JOIN: "the server's join file, and here belongs the site's request.toml",
-             REQUEST: "a site's request, and here belongs the server's join file"}  # fmt: skip
+    other = {JOIN: "the server's join file; the site's request.toml is needed here",
+             REQUEST: "a site's request; the server's join file is needed here"}  # fmt: skip
     where = where[0].upper() + where[1:]
     kind = other.get(found) if isinstance(found, str) else None
     if kind is None and isinstance(found, str) and found.startswith(form.partition("/")[0]):
-        kind = f"of another fedlora ({quoted(found)}; this one has {form!r}): both sides take one version"
-    raise ConfigError(f"{what} is {kind or f'no such file: it has no format = {form!r}'}. {where}.")
+        kind = f"from another fedlora ({quoted(found)}; this one has {form!r}): use one version on both sides"
+    raise ConfigError(f"{what} is {kind or f'not such a file: it has no format = {form!r}'}. {where}.")
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON can say it: TOML knows dates and times, too."""
+    """Whether JSON can hold it; TOML also has dates and times."""
     if isinstance(value, dict | list):
         return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
     return isinstance(value, str | int | float)
@@ -228,7 +228,7 @@ def _tables(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _without_none(value: Any) -> Any:
-    """TOML knows no null: what is not said is left out. Sorted; tuples become lists, as they are when read."""
+    """The value without None, because TOML has no null. Sorted; tuples become lists, as after reading."""
     if isinstance(value, Mapping):
         return {str(key): _without_none(each) for key, each in sorted(value.items()) if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value

@@ -29,12 +29,10 @@ def sites(text: str) -> dict[str, int]:
         name, equals, rank = (part.strip() for part in entry.partition("="))
         if not equals:
             raise ConfigError(f"--sites takes NAME=RANK, such as acme=8,berlin=4; got {quoted(entry)} without a rank.")
-        if not rank.isascii() or not rank.isdecimal() or len(rank) > 9:
-            raise ConfigError(f"the site {quoted(name)}: a rank is a whole number from 1; got {quoted(rank)}.")
         check_site(name, found)
-        found[name] = checked_rank(int(rank), name)
+        found[name] = checked_rank(int(rank) if rank.isascii() and rank.isdecimal() and len(rank) < 9 else rank, name)
     if not found:
-        raise ConfigError(f"--sites names no site; such as acme=8,berlin=4. Got {quoted(text)}.")
+        raise ConfigError(f"--sites names no site; give, for example, acme=8,berlin=4. Got {quoted(text)}.")
     return found
 
 
@@ -42,23 +40,23 @@ def check_site(name: str, others: Sequence[str] | dict[str, int] = ()) -> None:
     """Raises `ConfigError` for an invalid name of a site, or one that differs from one of `others` only in case."""
     if not _SITE.fullmatch(name):
         raise ConfigError(
-            f"{quoted(name)} cannot be the name of a site: it names files and commands, so it is up to 63 letters, "
-            f"digits, '_', '-' and '.', and begins with a letter, a digit or '_'."
+            f"{quoted(name)} cannot be the name of a site. Files and commands contain the name, so it has up to 63 "
+            f"letters, digits, '_', '-' and '.', and begins with a letter, a digit or '_'."
         )
     same = [other for other in others if other.casefold() == name.casefold()]
     if same:
         raise ConfigError(
-            f"{quoted(name)} is there already{f', as {same[0]!r}' if same[0] != name else ''}: each site has a name of "
-            f"its own, and upper case alone does not make another one."
+            f"{quoted(name)} exists already{f', as {same[0]!r}' if same[0] != name else ''}: each site needs its own "
+            f"name, and upper case alone does not make another one."
         )
 
 
-def checked_rank(rank: int, name: str) -> int:
+def checked_rank(rank: object, name: str) -> int:
     """The rank. Raises `ConfigError` for an impossible one."""
-    if not 1 <= rank <= MOST_RANK:
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MOST_RANK:
         raise ConfigError(
-            f"the site {quoted(name)}: a rank is a whole number from 1 to {MOST_RANK}; got {rank}. LoRA's are "
-            f"mostly 2 to 64."
+            f"the site {quoted(name)}: a rank is a whole number from 1 to {MOST_RANK}; got {quoted(rank, 40)}. LoRA's "
+            f"are mostly 2 to 64."
         )
     return rank
 
@@ -73,26 +71,17 @@ def server_name(name: str) -> str:
         >>> server_name("FL.example.org")
         'fl.example.org'
     """
-    said = f"--server-name is a host name that the sites can look up, such as fl.example.org; got {quoted(name)}"
-    if "/" in name:
-        raise ConfigError(f"{said}, an URL. Give the name alone, and the port by --port.")
     try:
         ipaddress.ip_address(name.strip("[]"))
+        address = True
     except ValueError:
-        pass
-    else:
+        address = False
+    if address or len(name) > 253 or not all(map(_LABEL.fullmatch, name.lower().split("."))):
         raise ConfigError(
-            f"{said}, an address. Certificates are of names: where there is no DNS, a line in each site's /etc/hosts "
-            f"gives the address a name."
+            f"--server-name is a host name that the sites can look up, such as fl.example.org; got {quoted(name)}. It "
+            f"has no https://, no port (--port sets it) and ASCII letters only (xn--...), and is no address: "
+            f"certificates are of names. Where there is no DNS, a line in each site's /etc/hosts gives one a name."
         )
-    host, colon, _ = name.partition(":")
-    if colon:
-        raise ConfigError(f"{said}. Give {quoted(host)} alone, and the port by --port.")
-    if not name.isascii():
-        raise ConfigError(f"{said}. Certificates and DNS have its form in ASCII letters, which begins with xn--.")
-    labels = name.lower().split(".")
-    if len(name) > 253 or not all(map(_LABEL.fullmatch, labels)):
-        raise ConfigError(f"{said}: parts of letters, digits and '-', with a dot between them.")
     return name.lower()
 
 

@@ -22,8 +22,8 @@ def refuse_elsewhere(raw: Mapping[str, Any]) -> None:
         value = raw["data"].get(part) if isinstance(raw.get("data"), Mapping) else None
         if isinstance(value, str):
             found.append(
-                f"data.{part} = {value!r} is a file, and what each site holds out is a share of its own; the server's "
-                f"file is at_server.{part}"
+                f"data.{part} = {value!r} is a file, but in a federation each site holds out a share of its own data; "
+                f"the key for the server's file is at_server.{part}"
             )
     if found:
         raise ConfigError("; ".join(found) + ".")
@@ -31,7 +31,7 @@ def refuse_elsewhere(raw: Mapping[str, Any]) -> None:
 
 def elsewhere(key: str, value: Any) -> str:
     """The message about such a key."""
-    return f"{key} = {value!r} is of one machine, and this is a federation: {ELSEWHERE[key]}. Leave it out"
+    return f"{key} = {value!r} belongs to one machine, but this is a federation: {ELSEWHERE[key]}. Leave it out"
 
 
 def keys_elsewhere(table: str) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from fedlora.core.echo import quoted
 from fedlora.core.messages import Client
 from fedlora.errors import ConfigError
-from fedlora.flower.terms.names import check_site
+from fedlora.flower.terms.names import check_site, checked_rank
 from fedlora.given_files import read_toml
 from fedlora.server.terms import Weighting
 
@@ -47,20 +47,22 @@ class Policy:
     def __post_init__(self) -> None:
         if not self.clients:
             raise ConfigError("the policy names no clients, so nobody could take part.")
-        for client in self.clients:
+        for client, ranks in self.clients.items():
             check_site(client)
+            for rank in ranks.values() if isinstance(ranks, Mapping) else [ranks]:
+                checked_rank(rank, client)
         for name in ("max_weight_share", "max_examples", "max_upload_mb", "deadline"):
             value = getattr(self, name)
             if value is None and name in ("max_weight_share", "max_upload_mb"):
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
                 raise ConfigError(f"the policy's {name} is a positive number; got {quoted(value, 60)}.")
-        numbers = (self.share, self.deadline, self.retries, self.quarantine)
-        whole = isinstance(self.retries, int) and isinstance(self.quarantine, int)
-        if not whole or not all(isinstance(n, int | float) and math.isfinite(n) for n in numbers):
-            raise ConfigError("the policy: retries and quarantine are whole numbers, deadline and shares finite ones.")
-        if self.share > 1 or self.retries < 0 or self.quarantine < 0:
-            raise ConfigError("the policy: max_weight_share <= 1, retries >= 0, quarantine >= 0.")
+        for name in ("retries", "quarantine"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"the policy's {name} is a whole number from 0; got {quoted(value, 60)}.")
+        if self.share > 1:
+            raise ConfigError(f"the policy's max_weight_share is 1 at most; got {self.share}.")
 
     def client(self, name: str) -> Client:
         """A client, with its rank or its ranks by module."""
@@ -80,7 +82,7 @@ class Policy:
         return min(1.0, max(0.5, 2 / len(self.clients)))
 
     def largest_shares(self, weighting: Weighting, clients: int) -> list[float]:
-        """For each of this many clients in a round, its largest possible weight, whatever it claims.
+        """The largest possible weight of each client in a round of `clients`, whatever it claims.
 
         Example:
             >>> Policy(dict.fromkeys("abcd", 4), max_weight_share=0.3).largest_shares("examples", 3)
@@ -91,27 +93,13 @@ class Policy:
     @classmethod
     def read(cls, path: Path) -> Policy:
         """From policy.toml: [clients] name = rank, and the fields above. Raises `ConfigError`."""
-        raw = read_toml(path, "the policy")
-        known = {field.name for field in fields(cls)} | {"max_rank"}
-        unknown = sorted(set(raw) - known)
+        raw, known = read_toml(path, "the policy"), [field.name for field in fields(cls)]
+        unknown = sorted(set(raw) - set(known))
         if unknown:
-            raise ConfigError(
-                f"the policy {path} has an unknown field {unknown[0]!r}; it knows {', '.join(sorted(known))}."
-            )
-        most = raw.pop("max_rank", None)
-        if most is not None and (not isinstance(most, int) or isinstance(most, bool) or most < 1):
-            raise ConfigError(f"the policy {path}: max_rank is a whole number from 1; got {most!r}.")
-        clients = raw.get("clients")
-        if not isinstance(clients, dict):
+            raise ConfigError(f"the policy {path} has an unknown field {unknown[0]!r}; it knows {', '.join(known)}.")
+        if not isinstance(raw.get("clients"), dict):
             raise ConfigError(f"the policy {path} has no table [clients] with name = rank.")
-        for name, ranks in clients.items():
-            for rank in ranks.values() if isinstance(ranks, dict) else [ranks]:
-                if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1 or (most and rank > most):
-                    raise ConfigError(
-                        f"the policy {path}: client {name!r} has rank {rank!r}; whole numbers from 1"
-                        f"{f' to max_rank = {most}' if most else ''} are ranks."
-                    )
         try:
             return cls(**raw)
-        except TypeError as error:
-            raise ConfigError(f"the policy {path}: {error}.") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error

@@ -1,4 +1,4 @@
-"""The table [privacy] of a federation: a run's, with the differences of a network.
+"""The table [privacy] of a federation: like a run's, but with the differences that a network brings.
 
 The ledger assumes q = 1, because traffic and timing show who takes part. Every round asks all members, and divides the
 mean by a number from the settings, whoever answers. The guarantee is the server's: a site sets nothing.
@@ -22,8 +22,8 @@ from fedlora.runs.sections import EvaluateSection, RunSection, ServerSection
 class FederationPrivacy(PrivacySection):
     """As [privacy] of a run; docs/how-to/privacy.md.
 
-    members: the names of all sites that may ever take part. They are public; the noised sum is divided by how many they
-    are, whoever answers. `init` writes them. ledger: a path of the server's, which does not travel; "" at a site.
+    members: the names of all sites that may ever take part. They are public, and the noised sum is divided by their
+    number, whoever answers. `init` writes them. ledger: a path at the server, which does not travel; "" at a site.
     """
 
     ledger: str = ""
@@ -33,9 +33,9 @@ class FederationPrivacy(PrivacySection):
     def _all_every_round(self) -> FederationPrivacy:
         if self.sampling == "poisson":
             raise ValueError(
-                "privacy.sampling = 'poisson' makes epsilon smaller only while nobody can see who takes part, and on a "
-                "network traffic and timing show it: a federation's ledger uses q = 1, and all members are asked in "
-                "every round. Leave sampling out; the secret draw is for `fedlora run`, in one process"
+                "privacy.sampling = 'poisson' makes epsilon smaller only while nobody can see who takes part. On a "
+                "network, traffic and timing show it. So a federation's ledger uses q = 1, and every round asks all "
+                "members. Leave sampling out; the secret draw is for `fedlora run`, in one process"
             )
         return self
 
@@ -43,8 +43,8 @@ class FederationPrivacy(PrivacySection):
     def _real(self) -> FederationPrivacy:
         if self.population == SIMULATED:
             raise ValueError(
-                f"privacy.population = {SIMULATED!r} is what an experiment calls clients that it simulates; sites of a "
-                f"federation are real. Name whose data they hold"
+                f"privacy.population = {SIMULATED!r} means that an experiment simulates its clients, but a "
+                f"federation's sites are real. Name the people whose data they hold"
             )
         return self
 
@@ -53,15 +53,15 @@ class FederationPrivacy(PrivacySection):
         if not self.members:
             raise ConfigError(
                 "privacy.members is missing: the names of all sites that may ever take part. The mean is divided by "
-                "how many they are, whoever answers. `fedlora flower init` writes them"
+                "their number, whoever answers. `fedlora flower init` writes them"
             )
         if len(set(self.members)) < len(self.members):
             raise ConfigError(f"privacy.members names a site twice: {', '.join(self.members)}")
         return tuple(self.members)
 
     def for_members(self, clients: Sequence[str], largest: int) -> FederationPrivacy:
-        """The table, completed by `init` where it is not set: the members, and their largest rank as the server's.
-        Raises `ConfigError` if a site is not a member."""
+        """The table with defaults from `init`: the clients as members, and their largest rank as the server's. Raises
+        `ConfigError` if a site is not a member."""
         found = self.model_copy(update={"members": self.members or list(clients), "rank": self.rank or largest})
         found.check_members(clients)
         return found
@@ -71,21 +71,21 @@ class FederationPrivacy(PrivacySection):
         members = self.named()
         if odd := [name for name in clients if name not in members]:
             raise ConfigError(
-                f"{odd[0]!r} is none of the {len(members)} members of this private federation "
-                f"({', '.join(members[:5])}{', ...' if len(members) > 5 else ''}): the mean is divided by their number "
-                f"in every round, as it was promised, and nobody is added. To let more sites in, make another "
-                f"federation that charges the same ledger, or name them in privacy.members before the first round"
+                f"{odd[0]!r} is not one of the {len(members)} members of this private federation "
+                f"({', '.join(members[:5])}{', ...' if len(members) > 5 else ''}). As promised, every round divides "
+                f"the mean by their number, so nobody can be added. To let more sites in, make another federation "
+                f"that charges the same ledger, or name them in privacy.members before the first round"
             )
 
     def checked(self) -> FederationPrivacy:
         """The table, checked at a server. Raises `ConfigError`."""
         members = len(self.named())
         if not self.ledger:
-            raise ConfigError("privacy.ledger is missing: the file where all runs on these clients are charged")
+            raise ConfigError("privacy.ledger is missing: the file that charges all runs on these clients")
         if self.delta >= 1 / members:
             raise ConfigError(
-                f"privacy.delta = {self.delta:g} with {members} clients: to show one of them at random, whole, has "
-                f"delta = 1 / n = {1 / members:.2g}, so this promises nothing. Take a delta far below it"
+                f"privacy.delta = {self.delta:g} with {members} clients promises nothing: publishing all data of one "
+                f"random client already has delta = 1 / n = {1 / members:.2g}. Use a delta far below that"
             )
         return self
 
@@ -106,36 +106,36 @@ def refusals(
     evaluate: EvaluateSection,
     held_out: Mapping[str, float],
 ) -> Iterator[str]:
-    """A line for each setting that excludes [privacy]. `server.private_options` has those of the server itself.
+    """A line for each setting that [privacy] excludes. `server.private_options` has the server's own lines.
 
     held_out: "validation" and "test" -> the share that each site holds out of its own data.
     """
     if run.participation != 1.0:
         yield (
-            f"run.participation = {run.participation:g} draws some of the sites, and [privacy] on a network asks all "
+            f"run.participation = {run.participation:g} draws some of the sites, but on a network [privacy] asks all "
             f"of them in every round (q = 1): leave it out"
         )
     if server.quorum is not None:
         yield (
-            f"server.quorum = {server.quorum} repeats a round in which too few answer, and whether a private "
-            f"round takes place would say who came: who is missing counts as zero. Leave it out"
+            f"server.quorum = {server.quorum} repeats a round if too few sites answer, and whether a private round "
+            f"takes place would reveal who answered. A missing site counts as zero. Leave it out"
         )
     if defence.rule != "none":
         yield (
-            f"defence.rule = {defence.rule!r} weighs each site by what the others sent, so that one site's "
-            f"part has no bound: leave [defence] or [privacy] out"
+            f"defence.rule = {defence.rule!r} weighs each site by the others' uploads, so one site's influence has no "
+            f"bound: leave out [defence] or [privacy]"
         )
     for part, share in held_out.items():
         if share:
             yield (
-                f"data.{part} = {share:g} is measured at the sites, on their own data, and scores without noise would "
-                f"leave: leave it out, and let the server measure on a file of public data (at_server.{part})"
+                f"data.{part} = {share:g} measures at the sites, on their own data, and releases scores without noise: "
+                f"leave it out, and let the server measure on a file of public data (at_server.{part})"
             )
     if evaluate.target == "clients" or evaluate.clients_at_end:
         key = "evaluate.target = 'clients'" if evaluate.target == "clients" else "evaluate.clients_at_end"
-        yield f"{key} measures at the sites, on their own data, and scores without noise would leave: leave it out"
+        yield f"{key} measures at the sites, on their own data, and releases scores without noise: leave it out"
     if run.readouts:
-        yield "run.readouts writes what single sites get, and a private federation tells of none: leave it out"
+        yield "run.readouts writes single sites' adapters, which a private federation does not reveal: leave it out"
 
 
 def promise(privacy: FederationPrivacy, rounds: int) -> str:
@@ -151,8 +151,8 @@ def promise(privacy: FederationPrivacy, rounds: int) -> str:
             else (f"noise multiplier {privacy.noise_multiplier:g} (epsilon needs pip install 'fedlora[privacy]')")
         )
     return (
-        f"{epsilon} at delta {privacy.delta:g} for all {rounds} rounds{strength}; the unit is one site: its whole part "
-        f"in a round is there, or is zero. The server is trusted: it sees every update"
+        f"{epsilon} at delta {privacy.delta:g} for all {rounds} rounds{strength}; the unit is one site: its whole "
+        f"contribution to a round is present or zero. The server is trusted: it sees every update"
     )
 
 
@@ -165,21 +165,21 @@ def check_policy(policy: Policy, privacy: FederationPrivacy) -> None:
         wrong.append(str(error))
     if policy.max_weight_share is not None:
         wrong.append(
-            f"max_weight_share = {policy.max_weight_share:g} holds one site to a share of those who came, so that who "
-            f"came changes what one site does; the clip bounds it here. Leave it out"
+            f"max_weight_share = {policy.max_weight_share:g} limits a site to a share of those that answered, so each "
+            f"site's influence depends on who answered; here the clip bounds it. Leave it out"
         )
     if policy.quarantine:
         wrong.append(
-            f"quarantine = {policy.quarantine} asks a site no longer, which traffic shows, and all members are asked "
-            f"in every round. Set quarantine = 0"
+            f"quarantine = {policy.quarantine} stops asking a site, which traffic shows; a private federation asks all "
+            f"members in every round. Set quarantine = 0"
         )
     if policy.retries:
         wrong.append(
-            f"retries = {policy.retries} plays a round again where too few answer, and a private round is played once, "
-            f"whoever comes. Set retries = 0"
+            f"retries = {policy.retries} repeats a round if too few sites answer; a private round is played once, "
+            f"whoever answers. Set retries = 0"
         )
     if wrong:
-        raise ConfigError(f"[privacy] cannot be kept with this policy.toml: {'; '.join(wrong)}.")
+        raise ConfigError(f"[privacy] does not allow this policy.toml: {'; '.join(wrong)}.")
 
 
 __all__ = ["FederationPrivacy", "check_policy", "promise", "refusals", "with_private_defaults"]

@@ -44,18 +44,18 @@ Held = Annotated[float, Field(ge=0, lt=1)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
-# Settings that may not change once a round is played: otherwise sites and the server would hold parts that do not fit,
-# or sites would be measured on rows that they trained on.
+# Settings that may not change after the first round: otherwise the parts at sites and server would not fit together, or
+# sites would be measured on rows that they trained on.
 FIXED = (
     "id", "model", "lora", "method", "data.labels", "data.text", "data.pair", "data.label", "data.prompt",
     "data.response", "data.messages", "data.validation", "data.test", "run.seed", "server.heads", "server.upload",
     "privacy",
 )  # fmt: skip
 
-# Settings that may change, and make another number of the same model: scores before and after are not compared.
+# Settings that may change but give the same model another score: scores before and after are not compared.
 MEASURED = frozenset({"data.max_length", "data.template", "data.loss_on", "evaluate.max_new_tokens"})
 
-# Keys of [privacy] that may change: the ledger, and how much all runs together may spend.
+# Keys of [privacy] that may change: the ledger, and the limit for all runs together.
 _FREE = ("privacy.ledger", "privacy.budget")
 
 _HEAD = f"""\
@@ -67,8 +67,8 @@ _HEAD = f"""\
 
 
 class NetworkSection(Section):
-    """name, port: under which sites reach the server's proxy; no name is a trial on one machine. superlink_port: of the
-    SuperLink, on loopback."""
+    """name, port: the proxy's address for sites; without a name, this is a trial on one machine. superlink_port: the
+    SuperLink's, on loopback."""
 
     name: str | None = None
     port: Port = 443
@@ -76,7 +76,7 @@ class NetworkSection(Section):
 
 
 class AtServerSection(Section):
-    """What the server has itself, if anything: a base model, and files to measure on. It never travels."""
+    """The server's own base model and files to measure on, if it has them. They never travel."""
 
     model: str | None = None
     validation: str | None = None
@@ -86,14 +86,14 @@ class AtServerSection(Section):
     def _a_model_to_measure(self) -> AtServerSection:
         if (self.validation or self.test) and not self.model:
             raise ValueError(
-                "at_server.validation and at_server.test are measured with a base model: give at_server.model too, or "
+                "measuring at_server.validation and at_server.test needs a base model: give at_server.model too, or "
                 "leave them out"
             )
         return self
 
 
 class AgreedModel(Section):
-    """As [model] of a run, without its path: that is each machine's own."""
+    """As [model] of a run, without the path, which each machine sets itself."""
 
     task: Task = "classification"
     bf16: bool = False
@@ -104,7 +104,7 @@ class AgreedModel(Section):
 
 class AgreedData(Section):
     """As [data] of a run, without its sources. labels: the classes, in the order of their numbers. validation, test:
-    shares that each site holds out of its own file. max_train: at most so many examples of each site."""
+    shares that each site holds out from its own file. max_train: the most examples for each site."""
 
     labels: list[Annotated[str, Field(min_length=1)]] | None = None
     max_length: Positive = 128
@@ -137,7 +137,7 @@ class AgreedData(Section):
 
 
 class FederationSettings(Section):
-    """All that server and sites agree on, and what is the server's alone.
+    """All settings that server and sites share, and the server's own.
 
     Example:
         >>> settings = FederationSettings(id="fed-1", data={"labels": ["no", "yes"]}, lora={"targets": ["q_proj"]})
@@ -175,8 +175,8 @@ class FederationSettings(Section):
     def _whole(self) -> FederationSettings:
         if self.model.task == "classification" and not self.data.labels:
             raise ValueError(
-                "data.labels is missing: the names of the classes, in the order of their numbers, for no site's file "
-                "need hold all of them (fedlora flower init --labels no,yes)"
+                "data.labels is missing: the names of the classes, in the order of their numbers. They are needed here "
+                "because no site's file has to hold all classes (fedlora flower init --labels no,yes)"
             )
         for key in ELSEWHERE:
             table, name = key.split(".")
@@ -202,8 +202,8 @@ class FederationSettings(Section):
             raise ConfigError(f"{'; '.join(dict.fromkeys(idle))}. Leave it out")
         if self.evaluate.patience is not None and not (self.at_server.validation or self.data.validation):
             raise ConfigError(
-                f"evaluate.patience = {self.evaluate.patience} looks at a validation metric, and nobody holds anything "
-                f"out for it: give data.validation (a share at each site) or at_server.validation (a file), or leave "
+                f"evaluate.patience = {self.evaluate.patience} needs a validation metric, but nobody holds out data "
+                f"for it: give data.validation (a share at each site) or at_server.validation (a file), or leave "
                 f"patience out"
             )
         return self
@@ -212,8 +212,8 @@ class FederationSettings(Section):
 
     def travelling(self) -> str:
         """The settings for sites, as canonical JSON: all but [network] and [at_server]. Defaults are included, because
-        another version may have others; [defence] and [privacy] only if they are set, because older versions lack these
-        tables, and [privacy] without the ledger's path."""
+        another version may have others. [defence] and [privacy] are included only if they are set, because older
+        versions lack these tables; [privacy] without the ledger's path."""
         beside: dict[str, Any] = {"network": True, "at_server": True, "privacy": {"ledger"}}
         if self.defence.rule == "none":
             beside["defence"] = True
@@ -228,20 +228,22 @@ class FederationSettings(Section):
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"the server's settings are no JSON: {error}.") from error
+            raise ConfigError(f"the server's settings are not JSON: {error}.") from error
         if not isinstance(raw, dict) or {"network", "at_server"} & set(raw):
-            raise ConfigError("the server's settings are not what travels to sites.")
+            raise ConfigError("the server's settings are not of the form that travels to sites.")
         try:
             return checked(cls, raw)
         except ConfigError as error:
             raise ConfigError(
-                f"the server's settings cannot be read here: {error}. Is fedlora of another version there? "
+                f"the server's settings cannot be read here: {error}. Does the server run another version of fedlora? "
                 f"(fedlora doctor lists the versions)"
             ) from error
 
     @classmethod
     def load(cls, path: Path) -> FederationSettings:
         """From federation.toml, with the server's own paths made absolute. Raises `ConfigError`."""
+        if not path.exists():
+            raise ConfigError(f"{path.parent} is no folder of `fedlora flower init`: it has no {path.name}.")
         raw = read_toml(path, "the federation's settings")
         refuse_elsewhere(raw)
         try:
@@ -283,17 +285,17 @@ class FederationSettings(Section):
         """The input of `runs.preparation.prepare` for a site's trainer: its own file and model, everything else as
         agreed.
 
-        The site's columns take precedence. The other members, quorum and stopping are the server's.
+        The site's columns take precedence. The other members, quorum and stopping are up to the server.
 
         Raises:
-            ConfigError: a column that files of this task do not have; a module chosen by the server, which would be
-                imported here, and so run.
+            ConfigError: a column that files of this task do not have; a module chosen by the server, because importing
+                it here would run it.
         """
         if ":" in self.method.name and self.method.name != site.method:
             raise ConfigError(
-                f"the server's method {quoted(self.method.name)} is a class in a module of its choice, and to import a "
-                f"module is to run it. Nothing was imported. If {site.name} has that module and wants it to run: "
-                f"method = {quoted(self.method.name)} in site.toml."
+                f"the server's method {quoted(self.method.name)} is a class in a module of its choice, and importing a "
+                f"module runs it. Nothing was imported. If {site.name} has that module and wants to run it, set method "
+                f"= {quoted(self.method.name)} in site.toml."
             )
         config = self._config(site, rank)
         own = [f"data.{column}" for column in site.columns]
@@ -303,7 +305,7 @@ class FederationSettings(Section):
         return config
 
     def for_server(self) -> RunConfig | None:
-        """The same with the server's own model and held-out files, for measuring; None without [at_server] model."""
+        """The same for measuring, with the server's own model and held-out files; None without [at_server] model."""
         here = self.at_server
         if not here.model:
             return None
@@ -313,7 +315,7 @@ class FederationSettings(Section):
         return config.model_copy(update={"data": data, "evaluate": self.evaluate})
 
     def _everything(self) -> RunConfig:
-        """All settings, as one run's: a key without effect there has none here."""
+        """All settings, as those of one run: a key without effect there has none here."""
         config = self._config(Site(name="site", data="its.csv", model="its"))
         here = {part: path for part in ("validation", "test") if (path := getattr(self.at_server, part))}
         return config.model_copy(

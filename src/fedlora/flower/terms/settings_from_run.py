@@ -31,13 +31,12 @@ def from_run_config(
     """A federation's settings from a run's configuration.
 
     Args:
-        labels: the classes, in order; None takes data.labels. dealt: the run's own data are dealt to a trial, so
-            the keys for that (data.train, data.clients, clients.*) have had their effect and are not refused.
-        at_server: files on which the server measures, by part ("validation", "test"); no site holds anything out for
-            them.
+        labels: the classes, in order; None takes data.labels. dealt: a trial distributes the run's own data, so the
+            keys for that (data.train, data.clients, clients.*) have had their effect and are not refused.
+        at_server: files on which the server measures, by part ("validation", "test"); sites hold out nothing for them.
 
     Raises:
-        ConfigError: a key that belongs to one machine, by name and with what to do.
+        ConfigError: a key that belongs to one machine, with its name and what to do.
     """
     raw = config.model_dump(mode="json", exclude_defaults=True)
     raw.setdefault("model", {})["path"] = config.model.path

@@ -3,8 +3,8 @@
 name = "acme"
 data = "notes.csv"          # CSV, JSONL or Parquet; relative paths start at the file's own folder
 model = "/models/bert"      # a directory, a GGUF file, a hub id, or a packaged model
-text = "note"               # columns of its own file, if the federation names them otherwise
-device = "cuda"             # and which device, and how many threads
+text = "note"               # columns of its own file, if the federation has other names for them
+device = "cuda"             # the device; `threads` sets the number of threads
 app = "3f5a..."             # SHA-256 of the only Flower app from the server that may run here
 method = "ours:Method"      # a method by module and class, if the server names one: its module is imported here
 """
@@ -29,13 +29,13 @@ COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")
 
 
 class Site(Section):
-    """A site, as it describes itself to its own machine. Nothing of this travels.
+    """A site's own settings. Nothing of this travels.
 
     data: its file, or a data set "hf://..."; model: the base model, as model.path of a run. text to messages: columns
-    of its file, where they are not called as the federation's settings say. device, threads: as model.device and
-    run.threads; without, the best device that there is, and the settings' threads. app: SHA-256 of the one Flower app
-    that its operator lets run here; without, none. method: the one "module:Class" that the server may name as its
-    method; without, it names methods of fedlora and of installed packages alone.
+    of its file, if their names differ from the federation's settings. device, threads: as model.device and run.threads;
+    default: the best device, and the settings' threads. app: SHA-256 of the one Flower app that the operator allows
+    here; default: none. method: the one "module:Class" that the server may name as its method; default: only methods of
+    fedlora and of installed packages.
 
     Example:
         >>> Site(name="acme", data="notes.csv", model="demo", text="note").columns
@@ -64,7 +64,7 @@ class Site(Section):
 
     @property
     def columns(self) -> dict[str, str]:
-        """The columns that this file names otherwise."""
+        """The columns for which this file gives other names."""
         return {column: found for column in COLUMNS if (found := getattr(self, column)) is not None}
 
     def toml(self) -> str:
@@ -82,9 +82,9 @@ class Site(Section):
         foreign = [key for key in raw if key not in cls.model_fields]
         if foreign:
             raise ConfigError(
-                f"the site file {path}: {foreign[0]!r} does not stand here. It holds name, data, model, the columns of "
-                f"the site's own file ({', '.join(COLUMNS)}), device, threads, app and method; classes, scaling, "
-                f"lengths, ranks and how to train come from the server, with every message. Leave it out."
+                f"the site file {path}: {foreign[0]!r} does not belong here. The file holds name, data, model, the "
+                f"columns of the site's own file ({', '.join(COLUMNS)}), device, threads, app and method. Classes, "
+                f"scaling, lengths, ranks and training settings come from the server, with every message. Leave it out."
             )
         try:
             return checked(cls, raw).located(path.parent)

@@ -1,0 +1,71 @@
+"""What a federation writes does not grow with its rounds. Kind of evidence: *count*, of the rows and bytes of the
+database that Flower keeps on disk, and of the checkpoints, with toy nodes that train and measure.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flwr")
+
+from fedlora import Server, build
+from fedlora.flower.rounds.site_evaluation import Asking
+from fedlora.flower.rounds.strategy import FedLoRA
+from fedlora.flower.serving import database
+from fedlora.flower.site.node import Node
+from fedlora.flower.terms.policy import Policy
+from fedlora.server.server import start
+from support.flower_grid import FastClock, Toy, seed_adapter
+from support.stored_link import StoredLink
+
+RANKS = dict.fromkeys(("one", "two", "three"), 4)
+
+
+class Ruler:
+    """An evaluator that looks at nothing."""
+
+    def measure_adapter(self, adapter: Any, client: str | None = None) -> dict[str, float]:
+        return {"accuracy": 0.5}
+
+    def count(self, client: str | None = None) -> int:
+        return 7
+
+
+def rows(path: Path) -> dict[str, int]:
+    """Table -> the number of its rows."""
+    with closing(sqlite3.connect(path)) as file:
+        tables = [name for (name,) in file.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        return {name: file.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
+
+
+@pytest.mark.filterwarnings("ignore:No path_separator found:DeprecationWarning")  # flwr's, of its alembic.ini
+@pytest.mark.parametrize("rounds", [3, pytest.param(50, marks=[pytest.mark.exhaustive, pytest.mark.timeout(900)])])
+def test_no_row_and_no_file_is_left_of_a_finished_round(tmp_path: Path, rounds: int) -> None:
+    """Every table has as many rows after a round as before the first: none holds a message, or a piece of one."""
+    ruler: Any = {"validation": Ruler(), "test": Ruler()}
+    nodes = {name: Node(name, Toy(), tmp_path / "nodes" / name, evaluators=ruler) for name in RANKS}
+    link, left = StoredLink(tmp_path / "state.db", nodes), list[dict[str, int]]()
+    before, sizes, checkpoints = rows(link.database), list[int](), list[int]()
+
+    def after(line: Any) -> None:
+        left.append(rows(link.database))
+        sizes.append(database.size(link.database))
+        checkpoints.append(sum(one.stat().st_size for one in (tmp_path / "checkpoints").iterdir()))
+
+    strategy = FedLoRA(
+        Server(build("glora"), quorum=3), Policy(RANKS), start(Server(build("glora")), seed_adapter()),
+        folder=tmp_path / "checkpoints", record=tmp_path, asking=Asking("accuracy", lambda round: True),
+        after_round=after, clock=FastClock(),
+    )  # fmt: skip
+    strategy.start(link.grid, num_rounds=rounds)
+    assert {fated.fate for fated in strategy.fates.values()} == {"trained"} and len(left) == rounds
+    assert [{name: n for name, n in one.items() if n > before[name]} for one in left] == [
+        {"objectstore_locks": 1}
+    ] * rounds
+    assert max(sizes) <= 1.1 * sizes[1], sizes
+    assert max(checkpoints) <= 1.1 * checkpoints[1], checkpoints

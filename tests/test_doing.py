@@ -1,0 +1,115 @@
+"""What is under way is told: a first word soon, then a line whenever the log was silent. Kind: end to end, shortened.
+
+Times are shortened to fractions of a second; the work is slowed by sleeping, so that what counts is the clock.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fedlora.__main__ as entry
+import fedlora.cli
+from fedlora import doing
+from fedlora.adapters import AdapterSpec, write_adapter
+from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.read_only import ReadOnly
+from fedlora.training.local import LocalTrainer
+
+
+@pytest.fixture
+def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doing, "EVERY", 0.2)
+    monkeypatch.setattr(doing, "_LOOK", 0.02)
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shortened: None) -> Any:
+    """The lines of `fedlora ARGS` on stderr that say what it is doing."""
+
+    def call(*args: object) -> list[str]:
+        monkeypatch.setattr(sys, "argv", ["fedlora", *map(str, args)])
+        with pytest.raises(SystemExit) as ended:
+            entry.main()
+        said = capsys.readouterr().err
+        assert not ended.value.code, said
+        return [line for line in said.splitlines() if " fedlora " in line]
+
+    return call
+
+
+def slowed(function: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*args: Any, **named: Any) -> Any:
+        time.sleep(0.7)
+        return function(*args, **named)
+
+    return slow
+
+
+def test_steps_are_told_from_the_outermost_and_none_inside_a_secret() -> None:
+    assert doing.now() == ""
+    with doing.doing("rounds", 9) as rounds, doing.doing("training"):
+        rounds.done = 2
+        assert doing.now() == "rounds: 2 of 9 done; training"
+        rounds.closed = True
+        assert doing.now() == "rounds: 2 of 9 done"
+    assert doing.now() == ""
+    assert [doing.now() for _ in doing.stepped("ab", "x")] == ["x: 0 of 2 done", "x: 1 of 2 done"]
+
+
+def test_a_log_that_gets_lines_gets_no_others(shortened: None) -> None:
+    lines: list[str] = []
+    with doing.beating(lines.append, "fedlora run"):
+        for _ in range(20):
+            doing.heard()
+            time.sleep(0.03)
+        assert lines == []
+        time.sleep(0.5)
+    assert lines and lines[0].startswith("fedlora run: at work, ")
+
+
+def test_the_first_word_comes_with_the_processor_time_of_the_imports(
+    monkeypatch: pytest.MonkeyPatch, told: Callable[..., list[str]]
+) -> None:
+    """For every command, since it is the entry point that says it: here none has begun to work."""
+    monkeypatch.setattr(doing, "EVERY", 60.0)
+    monkeypatch.setattr(doing, "FIRST", time.process_time() + 0.2)
+
+    def imports() -> None:
+        until = time.process_time() + 0.4
+        while time.process_time() < until:
+            pass
+
+    monkeypatch.setattr(fedlora.cli, "main", lambda: sys.exit(imports()))
+    [line] = told("flower", "serve", "folder")
+    assert " fedlora flower serve: at work, " in line
+
+
+def test_a_silent_run_says_what_is_done_and_what_is_left(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[..., list[str]]
+) -> None:
+    """Two rounds of three clients with two steps each, every step slowed, and so the test at the end."""
+    monkeypatch.setattr(LocalTrainer, "losses", slowed(LocalTrainer.losses))
+    sets = [a for s in ("run.rounds=2", "train.steps=2") for a in ("--set", s)]
+    lines = told("run", project / "config.toml", "--out", tmp_path / "run", *sets)
+    assert any("rounds: 1 of 2 done; clients: 2 of 3 done; training: 1 of 2 done" in line for line in lines), lines
+
+
+def test_a_silent_merge_says_which_modules_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: Callable[..., list[str]]
+) -> None:
+    import fedlora.adapters.merge_result as merging
+
+    monkeypatch.setattr(merging, "narrowed_pair", slowed(merging.narrowed_pair))
+    spec = AdapterSpec(ReadOnly({"peft_type": "LORA", "task_type": None, "base_model_name_or_path": "m"}), 2.0)
+    for k, name in enumerate("ab"):
+        pair = LoRA(torch.ones(6, 2), torch.full((2, 5), 1.0 + k))
+        write_adapter(tmp_path / name, Adapter({"q": pair, "v": pair}, {}), spec)
+    lines = told("merge", tmp_path / "a", tmp_path / "b", "-o", tmp_path / "out")
+    assert any("merging: 1 of 2 done" in line for line in lines), lines
