@@ -33,7 +33,7 @@ BENCHMARKS = {
     "aggregation": "aggregation.py",
     "small_modules": "small_modules.py",
     "dense": "dense.py",
-    "exactness": "exactness.py --quick",
+    "exactness": "exactness.py --quick --every 5",
     "rank_tolerance": "rank_tolerance.py --draws 30",
     "defences": "defences.py",
     "many_clients": "many_clients.py --d 768 --memory 16 --clients 1000,5000 --methods glora,svd",
