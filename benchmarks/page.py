@@ -108,7 +108,7 @@ def main() -> None:
         PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), stored()), encoding="utf-8")
     print(goals(stored(SMALL if args.quick else RESULTS)))
     if failed:
-        raise SystemExit(f"failed, their earlier results still stand: {', '.join(failed)}")
+        raise SystemExit(f"failed: {', '.join(failed)}; what each printed above says why.")
 
 
 if __name__ == "__main__":
