@@ -213,7 +213,7 @@ def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     root = Path(__file__).parent
     commit = subprocess.run(
-        ["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ["git", "-C", str(root), "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=False
     )
     code = [str(root.parent / "src"), str(root), f":(exclude){root / 'results'}"]
     dirty = subprocess.run(
