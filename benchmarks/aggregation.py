@@ -30,7 +30,7 @@ from fedlora.linalg.weighted_mean import weighted_mean
 from measure import Contestant, Goal, Ratio, Table, contest, machine, median, on_stderr, report
 from workloads import WORKLOADS, Workload
 
-LIMIT = 40.0  # seconds after which a contestant gets no more repeats
+LIMIT = 10.0  # seconds after which a contestant gets no more repeats
 SERVED: dict[str, tuple[str, dict[str, Any]]] = {
     "glora, rho = 1": ("glora", {}), "glora, rho = 0.1": ("glora", {"rho": 0.1}), "svd": ("svd", {}),
     "flexlora": ("flexlora", {}), "hetlora": ("hetlora", {}), "flora": ("flora", {}),

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from fedlora import Adapter, Client, LoRA, Server, Upload, build
-from measure import Goal, report
+from measure import Goal, memory_peak, report
 
 RANK, R = 8, 64
 METHODS: dict[str, dict[str, Any]] = {"glora": {"rank": R, "history_limit": 0}, "svd": {"energy": 1.0}, "fedit": {}}
@@ -74,9 +74,7 @@ def measured(method: str, clients: int, matrices: int, d: int, memory: float) ->
     took = time.process_time() - began
     peak = memory_peak() - before
     off = error(server.global_update(after)["m0"], true.mean(), cut=method == "glora")
-    return Row(
-        method, clients, matrices, 1e3 * spent / clients, took, sums / 2**20, sums > memory * 2**19, peak / 2**10, off
-    )
+    return Row(method, clients, matrices, 1e3 * spent / clients, took, sums / 2**20, sums > memory * 2**19, peak, off)
 
 
 class _True:
@@ -98,14 +96,6 @@ class _True:
         return (
             torch.linalg.multi_dot([t / self.total for t in self.sums]) if self.sums[1:] else self.sums[0] / self.total
         )
-
-
-def memory_peak(*, anew: bool = False) -> int:
-    """KB that this process had at its most. anew: from now on."""
-    if anew:
-        Path("/proc/self/clear_refs").write_text("5")
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1])
 
 
 def error(update: LoRA, true: Tensor, *, cut: bool) -> float:

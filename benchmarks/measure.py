@@ -6,6 +6,7 @@ in processor time, which on a quiet machine is the clock's, for they use one thr
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import json
 import math
@@ -82,6 +83,18 @@ def on_stderr(text: str) -> None:
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()
+
+
+def memory_peak(*, anew: bool = False) -> float:
+    """MB that this process had at its most. anew: from now on, with what was freed given back to the system first.
+
+    Not `ru_maxrss`, which a process inherits from the one that started it.
+    """
+    if anew:
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 2**10
 
 
 def median(times: Sequence[float]) -> float:
@@ -200,7 +213,7 @@ def machine() -> dict[str, Any]:
     """What the figures were measured on."""
     root = Path(__file__).parent
     commit = subprocess.run(
-        ["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ["git", "-C", str(root), "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True, check=False
     )
     code = [str(root.parent / "src"), str(root), f":(exclude){root / 'results'}"]
     dirty = subprocess.run(

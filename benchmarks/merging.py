@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import resource
 import shutil
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from fedlora.adapters.reader import AdapterFile
 from fedlora.core.lora import stack
 from fedlora.linalg import rank_tolerance, svd_of_product
-from measure import Goal, Ratio, median, on_stderr, report
+from measure import Goal, Ratio, median, memory_peak, on_stderr, report
 
 SHAPES = {
     "q_proj": (4096, 4096), "k_proj": (4096, 4096), "v_proj": (4096, 4096), "o_proj": (4096, 4096),
@@ -97,12 +96,12 @@ def child(name: str, folder: Path, options: argparse.Namespace) -> None:
     import fedlora.cli.merge  # noqa: F401 - commands are imported when they are called
 
     torch.set_num_threads(1)
-    peak_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_before = memory_peak(anew=True)
     began, used = time.perf_counter(), time.process_time()
     WORK[name]([folder / str(k) for k in range(ADAPTERS)], folder / "out", options)
     seconds, processor = time.perf_counter() - began, time.process_time() - used
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_before
-    print(json.dumps({"seconds": seconds, "processor": processor, "peak_mb": peak / 1024}), file=sys.stderr)
+    peak = memory_peak() - peak_before
+    print(json.dumps({"seconds": seconds, "processor": processor, "peak_mb": peak}), file=sys.stderr)
 
 
 def errors(folders: list[Path], out: Path, rank: int) -> dict[str, float]:

@@ -5,9 +5,9 @@
     python benchmarks/page.py --run --quick     small, into build/bench, the page untouched: whether all of it runs
     python benchmarks/page.py --run --only merging,dense
 
-Between the page's markers stands a table of one result (`bench: aggregation methods`; `rows`: its records as they are),
-how it was measured (`bench: aggregation measured`), or the goals of all results (`bench: goals`).
-`tests/test_benchmarks.py` compares page and results.
+Between the page's markers stands a table of one result (`bench: aggregation methods`), how it was measured (`bench:
+aggregation measured`), or the goals of all results (`bench: goals`). `tests/test_benchmarks.py` compares page and
+results.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from measure import GOAL_HEAD, Table, as_markdown
+from measure import GOAL_HEAD, as_markdown
 
 ROOT = Path(__file__).parent.parent
 RESULTS, SMALL = ROOT / "benchmarks" / "results", ROOT / "build" / "bench"
@@ -33,7 +33,7 @@ BENCHMARKS = {
     "aggregation": "aggregation.py",
     "small_modules": "small_modules.py",
     "dense": "dense.py",
-    "exactness": "exactness.py --quick",
+    "exactness": "exactness.py --quick --every 5",
     "rank_tolerance": "rank_tolerance.py --draws 30",
     "defences": "defences.py",
     "many_clients": "many_clients.py --d 768 --memory 16 --clients 1000,5000 --methods glora,svd",
@@ -63,8 +63,6 @@ def filled(page: str, results: Mapping[str, Mapping[str, Any]]) -> str:
             text = "Not measured yet.\n"
         elif what == "measured":
             text = measured(results[name])
-        elif what == "rows":
-            text = as_markdown(of_rows(results[name]["rows"]))
         else:
             text = as_markdown(results[name]["tables"][what])
         return f"{begin}{text}{end}"
@@ -77,20 +75,11 @@ def goals(results: Mapping[str, Mapping[str, Any]]) -> str:
     return as_markdown([GOAL_HEAD, *(row for result in results.values() for row in result.get("goals", ()))])
 
 
-def of_rows(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Records as a table: their keys as its head, numbers to three digits."""
-    heads = list(dict.fromkeys(key for row in rows for key in row))
-    shown = [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in (row.get(h, "") for h in heads)] for row in rows]
-    return [heads, *shown]
-
-
 def measured(result: Mapping[str, Any]) -> str:
     """The command, the code and the machine of a result."""
     m = result["machine"]
-    when = [f"commit {m['commit']}", *(str(result[key]) for key in ("date",) if key in result)]
-    where = [m["processor"], f"{m['cores']} cores", f"torch {m['torch']}", f"Python {m['python']}"]
-    took = f" in {result['seconds']} s" if "seconds" in result else ""
-    return f"Measured by `{m['command']}`{took}: {', '.join(when + where)}.\n"
+    where = f"{m['processor']}, {m['cores']} cores, torch {m['torch']}, Python {m['python']}"
+    return f"Measured by `{m['command']}` in {result['seconds']} s: commit {m['commit']}, {result['date']}, {where}.\n"
 
 
 def run(only: list[str], folder: Path, *, quick: bool) -> list[str]:
@@ -119,7 +108,7 @@ def main() -> None:
         PAGE.write_text(filled(PAGE.read_text(encoding="utf-8"), stored()), encoding="utf-8")
     print(goals(stored(SMALL if args.quick else RESULTS)))
     if failed:
-        raise SystemExit(f"failed, their earlier results still stand: {', '.join(failed)}")
+        raise SystemExit(f"failed: {', '.join(failed)}; what each printed above says why.")
 
 
 if __name__ == "__main__":
