@@ -29,6 +29,7 @@ from fedlora.flower.terms.site_file import Site
 from fedlora.runs import inputs as runs_inputs
 from support.federation_folders import FederationOnDisk
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.shown_certificates import authority
 
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
@@ -126,7 +127,8 @@ def test_a_site_that_lost_its_folder_and_joins_again_takes_part(tmp_path: Path) 
     site = Site.read(folder / "site.toml")
     shutil.rmtree(folder)
     folder.mkdir()
-    join = JoinFile(settings.id, "acme", 4, "fl.example.org", 443, "", settings.travelling(), {}, "")
+    ca, app = authority().pem, "0" * 64
+    join = JoinFile(settings.id, "acme", 4, "fl.example.org", 443, ca, settings.travelling(), {}, app)
     fill_site(folder, join.text().encode(), site, {})
     made.write(run={"rounds": 2})
     made.play()

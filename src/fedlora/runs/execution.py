@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from fedlora.errors import BudgetSpent
 from fedlora.runs.crew import crewed
