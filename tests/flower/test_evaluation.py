@@ -181,6 +181,18 @@ def test_it_stops_when_nothing_gets_better_says_so_and_goes_on_when_it_is_asked_
     assert longer["rounds"] == longer["stopped_early"]["round"] == 5 and len(fed.lines()) == 5
 
 
+def test_settings_are_of_the_rounds_that_are_played_with_them_whatever_is_damaged(tmp_path: Path) -> None:
+    """The checkpoint of round 2 is damaged, so round 2 is played again, with the settings of now."""
+    made = FederationOnDisk(tmp_path, run={"rounds": 2})
+    made.play()
+    newest = next((made.home / "server" / "checkpoints").glob("round-00002.*"))
+    newest.write_bytes(newest.read_bytes()[:-100])
+    made.write(train={"lr": 0.05})
+    made.play()
+    *_, last = json.loads((made.home / "server" / "settings.json").read_text())
+    assert last["rounds"] == 1 and last["changed"] == {"train.lr": [0.02, 0.05]}
+
+
 def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -22,12 +22,14 @@ from fedlora.errors import ConfigError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.held_out import keep_held_out, record_of
 from fedlora.flower.site.site_checks import checked_work
+from fedlora.flower.site.site_folder import fill_site
 from fedlora.flower.site.site_work import told_to_server
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs import inputs as runs_inputs
 from support.federation_folders import FederationOnDisk
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.shown_certificates import authority
 
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
@@ -114,6 +116,25 @@ def test_a_site_that_lost_what_it_holds_out_neither_trains_nor_measures_until_so
     made.write(run={"rounds": 4})
     made.play()
     assert made.lines()[-1]["fates"]["acme"]["fate"] == "trained" and len(json.loads(record.read_text())) == 2
+
+
+def test_a_site_that_lost_its_folder_and_joins_again_takes_part(tmp_path: Path) -> None:
+    """Its key, its state and the record of its held-out rows are gone, and the server knows that its work counted. The
+    folder is made by what `fedlora flower site --join` calls."""
+    made = FederationOnDisk(tmp_path, run={"rounds": 1})
+    made.play()
+    folder, settings = tmp_path / "sites" / "acme", made.settings()
+    site = Site.read(folder / "site.toml")
+    shutil.rmtree(folder)
+    folder.mkdir()
+    ca, app = authority().pem, "0" * 64
+    join = JoinFile(settings.id, "acme", 4, "fl.example.org", 443, ca, settings.travelling(), {}, app)
+    fill_site(folder, join.text().encode(), site, {})
+    made.write(run={"rounds": 2})
+    made.play()
+    line, record = made.lines()[-1], record_of(folder / "state", settings.id, "acme")
+    assert line["fates"]["acme"]["fate"] == "trained" and "acme" in line["site_metrics"]
+    assert set(json.loads(record.read_text())) == {"validation", "test"}
 
 
 def test_doctor_refuses_no_file_that_the_first_round_would_take(tmp_path: Path) -> None:

@@ -356,27 +356,28 @@ def test_logs_are_as_before_when_the_rounds_are_over(tmp_path: Path) -> None:
 # ---- the budget ------------------------------------------------------------------------------------------------------
 
 
-def charge_elsewhere(folder: Path, size: int) -> None:
-    """Another run on the same clients spends."""
+def charge_elsewhere(folder: Path, size: int, run: str = "other") -> None:
+    """Another run on the same clients spends, or a copy of this one."""
     mechanism = Mechanism.of(1.0, 1.0, size)
-    other = Event.of(mechanism, size, run="other", round=1, sampling=1.0, rounds=1, delta=DELTA, released=64 * "0")
+    other = Event.of(mechanism, size, run=run, round=1, sampling=1.0, rounds=1, delta=DELTA, released=64 * "0")
     Ledger(folder / "ledger.jsonl", "toys").charge(other)
 
 
+@pytest.mark.parametrize(("payer", "said"), [("other", "others have charged"), ("this-run", "old backup")])
 def test_it_stops_before_the_budget_is_passed_and_nobody_trains_for_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, payer: str, said: str
 ) -> None:
-    """Room for three rounds of z = 1; another run takes one of them."""
+    """Room for three rounds of z = 1; another run takes one of them, or this one did, before it was set back."""
     from fedlora.privacy import epsilon
 
     run = private_run(tmp_path, budget=Budget(epsilon(1.0, 3, DELTA) * 1.001, DELTA))
     strategy, grid = private_federation(tmp_path, run=run)
     strategy.start(grid, num_rounds=1)
-    charge_elsewhere(tmp_path, run.plan.size)
+    charge_elsewhere(tmp_path, run.plan.size, payer)
     with caplog.at_level(logging.INFO):
         strategy.start(grid, num_rounds=3)
     assert strategy.round == 2 and len(grid.sent) == 6
-    assert strategy.out_of_budget is not None and "charged its ledger" in strategy.out_of_budget["why"]
+    assert strategy.out_of_budget is not None and said in strategy.out_of_budget["why"]
     assert "round 3 is not played" in caplog.text
     ends = [e.why for e in read_events(tmp_path / "out" / "events.jsonl") if isinstance(e, Ended)]
     assert ends == ["complete", "budget"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from fedlora.doing import doing
 from fedlora.errors import BudgetSpent
@@ -70,8 +69,9 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
     patience = config.evaluate.stopping()
     stopped = patience.stop(lines, config.run.rounds) if patience else None
     for event in _events(prepared, state, config.run.rounds if stopped is None else state.round, private):
-        if event is None:
-            stopped = _spent(state.round, config.run.rounds, private)
+        if isinstance(event, str):
+            why = f"{event}. `fedlora privacy LEDGER --budget` raises it, permanently and visibly to all; then --resume"
+            stopped = {"round": state.round, "of": config.run.rounds, "best_round": None, "best": None, "why": why}
             checkpoints.keep(state)
             break
         if isinstance(event, ClientDone):
@@ -95,8 +95,8 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
 
 def _events(
     prepared: Prepared, state: RunState, rounds: int, private: PrivateRun | None
-) -> Iterator[ClientDone | RoundRecord | None]:
-    """The engine's events up to `rounds`; then None if a private run's budget ends earlier."""
+) -> Iterator[ClientDone | RoundRecord | str]:
+    """The engine's events up to `rounds`; then the reason if a private run's budget ends earlier."""
     config = prepared.config
     events = play(
         prepared.server,
@@ -112,32 +112,19 @@ def _events(
         hooks=config.server.hooks(config.run.seed),
         adversary=prepared.adversary,
     )
-    return events if private is None else _until_spent(events, state.round)
+    return events if private is None else _until_spent(events, state.round, private)
 
 
-def _until_spent(events: Iterator[ClientDone | RoundRecord], done: int) -> Iterator[ClientDone | RoundRecord | None]:
-    """A private run's events, followed by None if the population's budget cannot cover another round; raises if it
-    cannot cover the first. done: rounds played before."""
+def _until_spent(
+    events: Iterator[ClientDone | RoundRecord], done: int, private: PrivateRun
+) -> Iterator[ClientDone | RoundRecord | str]:
+    """A private run's events, followed by the reason if the population's budget cannot cover another round; raises if
+    it cannot cover the first. done: rounds played before."""
     try:
         for event in events:
-            done += 1
+            done += isinstance(event, RoundRecord)
             yield event
     except BudgetSpent:
         if not done:
             raise
-        yield None
-
-
-def _spent(round: int, rounds: int, private: PrivateRun | None) -> dict[str, Any]:
-    """The summary's entry for a run that the population's budget ended: from the ledger alone, which is public."""
-    why = (
-        "another round would exceed the budget of privacy.population: other runs have charged its ledger meanwhile. "
-        "`fedlora privacy LEDGER --budget` raises it, permanently and visibly to all; then --resume continues"
-    )
-    if private is not None and private.releases.was_charged(round + 1):
-        why = (
-            f"round {round + 1} of this run was already released and charged, but its noised sum is not in this "
-            f"folder: it is a copy, or an old backup. Another release would exceed the budget. Continue in the folder "
-            f"that has it"
-        )
-    return {"round": round, "of": rounds, "best_round": None, "best": None, "why": why}
+        yield private.releases.why_spent(done)

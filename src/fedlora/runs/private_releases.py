@@ -129,9 +129,16 @@ class OnDisk(Releases):
         """Raise `BudgetSpent` if all rounds of a fresh run would exceed the budget."""
         self.ledger.check(self.event(1, mechanism, size, sampling), self.budget, self.rounds)
 
-    def was_charged(self, round: int) -> bool:
-        """Whether the ledger holds that round of this run."""
-        return any((c.event.run, c.event.round) == (self.run, round) for c in self.ledger.events())
+    def why_spent(self, done: int) -> str:
+        """Why the budget cannot pay another round after `done` of this run: from the ledger alone, which is public."""
+        more = sum(charged.event.run == self.run for charged in self.ledger.events()) - done
+        if more <= 0:
+            return "the budget of privacy.population cannot pay another round: others have charged its ledger meanwhile"
+        return (
+            f"the budget of privacy.population cannot pay another round. {done} rounds are finished here, and the "
+            f"ledger has {done + more} charges of this run: the folder is a copy or an old backup, and each round that "
+            f"is played again is charged again. Continue in the folder that has the other noised sums"
+        )
 
     def check_charged(self, done: int) -> None:
         """Raise `CheckpointError` unless the ledger holds every finished round."""

@@ -21,6 +21,7 @@ from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
 from fedlora.flower.rounds.membership import check_playable
+from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.results import check_readouts
@@ -46,7 +47,7 @@ class Begun:
     """The checked start of the rounds: nothing in it is refused later.
 
     server: without releases, if it is private; then `plan` is set too. seed_adapter, spec: of the common start.
-    state: before the first round. rounds: the number of stored ones.
+    state: before the first round. rounds: the number up to the newest sound checkpoint.
     """
 
     home: FederationFolder
@@ -100,7 +101,10 @@ def begun(folder: Path) -> Begun:
         _check_base(settings, agreement, home)
         at_server = load_at_server(config, seed_adapter)
     choosing = choosing_of(settings, at_server, server.has_global_model(state.server))
-    rounds = checkpoint.newest_round(home.checkpoints) or 0
+    found = checkpoint.load_newest(  # the one that the strategy goes on from, which also tells of damaged ones
+        home.checkpoints, FlowerState, server.method.State, of=whose(settings.id, server, state.server), tell=log.debug
+    )
+    rounds = found[0] if found is not None else 0
     if rounds > settings.run.rounds:
         raise ConfigError(
             f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can "

@@ -160,14 +160,7 @@ class PrivateFedLoRA(FedLoRA):
             self._read_policy(number)
 
     def _out_of_budget(self, number: int, spent: BudgetSpent) -> None:
-        why = (
-            "another round would have passed the budget of privacy.population: others have charged its ledger meanwhile"
-        )
-        if self.private.releases.was_charged(number):
-            why = (
-                f"round {number} of this federation was already released and charged, but its noised sum is not in "
-                f"this folder: the folder is a copy, or an older state. Continue in the folder that has the sum"
-            )
+        why = self.private.releases.why_spent(self.round)
         self.out_of_budget = {"round": self.round, "of": self._of, "best_round": None, "best": None, "why": why}
         log.warning("round %d is not played: %s", number, spent, extra=RELEASED)
         self.stop("budget")

@@ -31,13 +31,14 @@ from fedlora.flower.messages.records import record_parcel, upload_record
 from fedlora.flower.terms.agreement import Facts, check
 
 log = logging.getLogger(__name__)
+_KEPT = 5  # states: of the round in progress, and two at most that each of the last two began with
 
 
 @dataclass(frozen=True, eq=False)
 class NodeState:
     """What stays with a client after one round's work. kept: local parts of its adapter. position: how far it has read
     its data. cache: what it received for training and need not be sent again. measured: the same, received for a
-    measurement; a server that was killed in between knows only `cache`."""
+    measurement; a server that was killed in between knows only `cache`. began: the rounds that this work began with."""
 
     TAG: ClassVar[str] = "node/1"
 
@@ -45,6 +46,7 @@ class NodeState:
     position: int = 0
     cache: Cache | None = None
     measured: Cache | None = None
+    began: tuple[int, ...] = ()
 
     def fitting(self, parcel: Parcel) -> Cache | None:
         """The cache that the parcel relies on; None: there is none."""
@@ -53,12 +55,12 @@ class NodeState:
 
 @dataclass(frozen=True, eq=False)
 class _Begun:
-    """A client's starting point. state, round: after the last round in which its work counted. position, read: how far
-    it has read its data, and after which round's work."""
+    """A client's starting point. state, round: after the last round in which its work counted. last, read: the state
+    with its position in its data, and after which round's work. Both are one state, unless work did not count."""
 
     state: NodeState
     round: int
-    position: int
+    last: NodeState
     read: int
 
 
@@ -96,18 +98,18 @@ class Node:
         folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
         begun = self._begun(folder, of, parcel, counted)
         download = unpack(parcel, begun.state.fitting(parcel))
-        memory = ClientMemory(begun.state.kept, begun.position)
+        memory = ClientMemory(begun.state.kept, begun.last.position)
         job = begin_round(download, memory)
         _forget(folder, begun)
         trained = self._trainer.train(job.download, job.adapter, job.position)
-        save = partial(checkpoint.save, folder, parcel.round + 1, of=of, keep=2 if begun.read == begun.round else 3)
+        save, began = partial(checkpoint.save, folder, parcel.round + 1, of=of, keep=_KEPT), (begun.round, begun.read)
         try:
             played = finish_round(job, trained, memory, self._form)
         except UploadRefused:
-            save(NodeState(begun.state.kept, trained.position))  # as if the server had refused it
+            save(NodeState(begun.state.kept, trained.position, began=began))  # as if the server had refused it
             raise
         kept = played.memory.kept
-        save(NodeState(kept, played.memory.position, remember(download, kept)))
+        save(NodeState(kept, played.memory.position, remember(download, kept), began=began))
         names = [*kept.modules, *kept.heads] if kept is not None else []
         return upload_record(
             played.upload, run=run, round=parcel.round, loss=played.loss, kept=names, facts=self._facts
@@ -128,7 +130,7 @@ class Node:
         answer = measured_record(download, state.kept, run, asked_part(record), self._evaluators)
         measured = remember(download, state.kept, untrained=True)
         if state.measured is None or state.measured.held != measured.held:
-            checkpoint.save(folder, begun.round, replace(state, measured=measured), of=of, keep=3)
+            checkpoint.save(folder, begun.round, replace(state, measured=measured), of=of, keep=_KEPT)
         return answer
 
     def _read(self, record: RecordDict) -> tuple[Parcel, str, Counted]:
@@ -166,9 +168,9 @@ class Node:
             way = f"this site continues its data from round {round}" if found else "this site starts from nothing"
             log.warning("%s is not in %s: %s", what, folder, way)
             round = counted.round
-            checkpoint.save(folder, round, state, of=of, keep=3)
-        read = newest(counted.answered) if counted.answered > counted.round else None
-        return _Begun(state, round, read[1].position if read else state.position, read[0] if read else round)
+            checkpoint.save(folder, round, state, of=of, keep=_KEPT)
+        read, last = (counted.answered > counted.round and newest(counted.answered)) or (round, state)
+        return _Begun(state, round, last, read)
 
 
 _WAY_OUT = (
@@ -195,7 +197,7 @@ def _states(folder: Path) -> list[tuple[int, Path]]:
 
 def _forget(folder: Path, begun: _Begun) -> None:
     """Remove the states that no later round can begin with: from work that did not count, or from rounds that the
-    server lost. The one before `begun` stays, because a server may lose its last checkpoint."""
+    server lost. Those that the last work began with stay, because a server may lose its last checkpoint."""
     for number, path in _states(folder):
-        if number > begun.read or begun.round < number < begun.read:
+        if number not in (begun.round, begun.read, *begun.last.began):
             path.unlink(missing_ok=True)

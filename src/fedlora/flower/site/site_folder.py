@@ -37,11 +37,14 @@ def make_site(folder: Path, join: Path, site: Site, facts: Mapping[str, Any]) ->
 
 def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any]) -> Request:
     """Write a site's files into an existing folder. Raises `ConfigError`."""
+    from fedlora.flower.site.held_out import record_of  # loads torch
+
     here = SiteFolder(folder)
     for place in (here.state, here.logs):
         place.mkdir(mode=0o700, exist_ok=True)
     files.write(here.join, join)
     said = JoinFile.read(here.join)
+    files.write(record_of(here.state, said.federation, said.site), "{}")  # a site that joins holds out rows anew
     files.write(here.site, site.model_copy(update={"app": said.app}).toml())
     files.write(here.ca, said.ca)
     private, public = certificates.new_key()
