@@ -34,7 +34,7 @@ FAULTS: dict[str, dict[str, Any]] = {
     },
     "evaluate.clients_at_end = 'both' needs": {"evaluate": {"clients_at_end": "both"}},
     "evaluate.clients_at_end = true has no effect": {"data": {"test": 0.0}, "evaluate": {"clients_at_end": True}},
-    "looks at": {"data": {"validation": 0.0}, "evaluate": {"patience": 2}},
+    "evaluate.patience = 2 needs": {"data": {"validation": 0.0}, "evaluate": {"patience": 2}},
     "network.superlink_port": {"network": {"superlink_port": 18099}},
     "asks for fewer": {"run": {"rounds": 1}},
 }
@@ -56,6 +56,19 @@ def test_doctor_says_what_serve_would(words: str, tmp_path: Path) -> None:
         check_ports(fed)
         begun(fed.path)
     assert str(refused.value) in [found for _, found, sound in checkup.checked_folder(fed.path) if sound is False]
+
+
+def test_serve_refuses_before_it_waits_for_a_site(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder's rounds exceed run.rounds: code 2 with both numbers, and no SuperLink is started."""
+    fed = federation_folder(tmp_path / "fed")
+    fed.checkpoints.mkdir()
+    (fed.checkpoints / "round-00099.0123456789abcdef.safetensors").touch()
+    monkeypatch.setattr(Supervisor, "serve", lambda self: pytest.fail("it began"))
+    said = main("flower", "serve", fed.path)
+    asked = FederationSettings.load(fed.settings).run.rounds
+    assert said.code == 2 and "99" in said.err and f"run.rounds = {asked}" in said.err
 
 
 def test_a_backup_that_was_unpacked_over_a_newer_folder_is_refused(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def serve(
     """
     needed()
     from fedlora.flower.places import FederationFolder
+    from fedlora.flower.rounds.federation import begun
     from fedlora.flower.serving.connection import check_ports
     from fedlora.flower.serving.superlink import SuperLink
     from fedlora.flower.serving.supervisor import Supervisor
@@ -43,6 +44,7 @@ def serve(
     check_ports(place)
     link = SuperLink(folder)
     with ending_for_systemd(), stopping() as stop, _metrics(place, metrics) as seen:
+        begun(place.path, measure=False)  # what the rounds would refuse is said now, not when the sites are there
         now = Supervisor(folder, link, say, stop=stop, seen=seen).serve()
     tell_end(folder, now, stop)
 
