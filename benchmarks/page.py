@@ -79,7 +79,8 @@ def measured(result: Mapping[str, Any]) -> str:
     """The command, the code and the machine of a result."""
     m = result["machine"]
     where = f"{m['processor']}, {m['cores']} cores, torch {m['torch']}, Python {m['python']}"
-    return f"Measured by `{m['command']}` in {result['seconds']} s: commit {m['commit']}, {result['date']}, {where}.\n"
+    took = f" in {result['seconds']} s" if "seconds" in result else ""
+    return f"Measured by `{m['command']}`{took}: commit {m['commit']}, {result['date']}, {where}.\n"
 
 
 def run(only: list[str], folder: Path, *, quick: bool) -> list[str]:

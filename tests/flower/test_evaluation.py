@@ -211,6 +211,8 @@ def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
     assert fed.play()["rounds"] == 5 and "run.rounds is 5 in place of 3" in caplog.text
     assert without_times(fed.lines()) == without_times(whole.lines()) and adapters(fed) == adapters(whole)
     history = json.loads((fed.home / "server" / "settings.json").read_text())
+    card = (fed.home / "server" / "adapter" / "README.md").read_text()
+    assert "after round 3 | run.rounds is 5 in place of 3 |" in card
     assert [entry["rounds"] for entry in history] == [0, 3] and history[1]["changed"] == {"run.rounds": [3, 5]}
     fed.write(run={"rounds": 4})
     with pytest.raises(ConfigError, match=r"5 rounds .* run.rounds = 4 "):

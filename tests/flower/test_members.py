@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import ssl
 import threading
 import tomllib
 from collections.abc import Callable, Mapping
@@ -392,11 +393,39 @@ def test_a_proxy_that_lets_the_control_part_through_is_found(fed: FederationFold
         listening.shutdown(socket.SHUT_RDWR)
 
 
+def test_a_proxy_that_still_shows_the_old_certificate_is_found(fed: FederationFolder) -> None:
+    """A stand-in for a proxy that keeps what it once loaded; after its restart it shows the file's."""
+    renew(fed.path)
+    network, held = FederationSettings.load(fed.settings).network, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    held.load_cert_chain(fed.public / "server.crt", fed.public / "server.key")
+    renew(fed.path)
+    with socket.create_server(("127.0.0.1", network.port)) as listening:
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection = held.wrap_socket(listening.accept()[0], server_side=True)
+                    connection.recv(4096)
+                    connection.sendall(b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n")
+                    connection.close()
+                except ssl.SSLError:
+                    continue
+                except OSError:
+                    return
+
+        threading.Thread(target=serve, daemon=True).start()
+        found, sound = rows(fed)["proxy"]
+        assert sound is False and "public/server.crt" in found and "systemctl restart fedlora-proxy" in found
+        held.load_cert_chain(fed.public / "server.crt", fed.public / "server.key")
+        assert rows(fed)["proxy"][1] is True
+        listening.shutdown(socket.SHUT_RDWR)
+
+
 def test_renewal_keeps_the_authority_and_says_another_port(fed: FederationFolder) -> None:
     renew(fed.path)
     before, ca = (fed.public / "server.crt").read_bytes(), (fed.public / "ca.crt").read_bytes()
     done = renew(fed.path)
-    assert done.public and not done.loopback and not done.changed
+    assert done.public and not (done.loopback or done.changed or done.handed)
     assert (fed.public / "server.crt").read_bytes() != before and (fed.public / "ca.crt").read_bytes() == ca
     assert handshake.looked_at(fed.public, "fl.example.org").sound
     fed.settings.write_text(fed.settings.read_text().replace("port = 8443", "port = 9443"))
@@ -404,7 +433,7 @@ def test_renewal_keeps_the_authority_and_says_another_port(fed: FederationFolder
         check_ports(fed)
     done = renew(fed.path)
     check_ports(fed)
-    assert done.handed and fed.proxy in done.changed and "listen 9443" in fed.proxy.read_text()
+    assert done.handed == ("port",) and fed.proxy in done.changed and "listen 9443" in fed.proxy.read_text()
     assert tomllib.loads(fed.join("acme").read_text())["server"]["port"] == 9443
     (fed.public / "ca.key").unlink()
     assert not renew(fed.path).public  # somebody else's certificate, and sound: it is left alone

@@ -60,7 +60,7 @@ def test_what_may_change_is_told_and_kept_in_the_history(tmp_path: Path) -> None
     longer = settings(run={"rounds": 20, "participation": 0.5}, train={"lr": 0.1})
     history = played().with_(longer, 3, "sites:0.1")
     told = [("run.rounds", "10", "20"), ("run.participation", "1.0", "0.5"), ("train.lr", "0.003", "0.1")]
-    assert sorted(history.told()) == sorted(f"from round 4 on: {k} is {new} in place of {old}" for k, old, new in told)
+    assert sorted(history.told()) == sorted(f"after round 3: {k} is {new} in place of {old}" for k, old, new in told)
     assert played().told() == () and all(key in played().waiting(longer, 3) for key, _, _ in told)
     assert history.waiting(longer, 3) == "" and "data.test" in history.waiting(settings(data={"test": 0.2}), 3)
     history.write(tmp_path / "settings.json")
@@ -87,7 +87,7 @@ def test_rounds_that_were_measured_on_other_examples_are_not_compared() -> None:
     assert (played().comparable_since(), history.comparable_since()) == (0, 5)
     assert history.with_(settings(), 9, "server:ab").comparable_since() == 5
     assert history.with_(settings(), 9, "server:cd").comparable_since() == 9
-    assert any(line.startswith("from round 6 on: ") for line in history.told())
+    assert any(line.startswith("after round 5: ") for line in history.told())
 
 
 def test_a_change_is_told_however_often_the_server_starts_before_its_first_round() -> None:

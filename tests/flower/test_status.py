@@ -28,10 +28,11 @@ from fedlora.flower.rounds.events import (
     PolicyChanged,
     read_events,
 )
-from fedlora.flower.rounds.lines import WIDTH, lines_of, nodes_line, round_line
+from fedlora.flower.rounds.lines import lines_of, nodes_line, round_line
 from fedlora.flower.rounds.progress import Progress, progress_of
 from fedlora.flower.rounds.results import taken_part
 from fedlora.flower.rounds.round_lines import rounds_done
+from fedlora.flower.serving import metrics
 from fedlora.flower.serving.metrics import Exposed, exposing
 from fedlora.flower.serving.standing import standing
 from fedlora.flower.serving.status import status_of
@@ -49,9 +50,13 @@ def line(**fates: str) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------------------------- lines
 
 
-def test_a_round_names_everyone_while_it_fits() -> None:
+def test_a_round_names_everyone() -> None:
+    """With 20 sites too: a journal has no width, and docs/how-to/deployment.md promises each site's outcome."""
     assert round_line(line(acme="trained", cork="late"), 3, 6) == "round 3 of 6  loss 0.500  12 s  acme 0.50  cork late"
     assert round_line(line(a="late"), 3, None) == "round 3  no loss  12 s  a late"
+    many = {f"hospital-{k}": "trained" for k in range(20)}
+    said = round_line(line(**many, cork="late", lyon="late", bern="refused"), 3, 6)
+    assert all(f"  {name} 0.50" in said for name in many) and said.endswith("  cork late  lyon late  bern refused")
     with_metrics = {**line(a="trained"), "metrics": {"accuracy": 0.75}}
     assert round_line(with_metrics, 1, 2) == "round 1 of 2  loss 0.500  12 s  accuracy 0.750  a 0.50"
 
@@ -61,23 +66,13 @@ def test_no_number_makes_a_line_longer_than_a_screen() -> None:
     wild = {**line(acme="trained", cork="trained"), "metrics": {"perplexity": 1e200}}
     wild |= {"loss": -5e299, "losses": {"acme": 0.5, "cork": -1e300}}
     said = round_line(wild, 3, 6)
-    assert said == "round 3 of 6  loss -5e+299  12 s  perplexity 1e+200  trained: 2" and len(said) <= WIDTH
+    assert said == "round 3 of 6  loss -5e+299  12 s  perplexity 1e+200  acme 0.50  cork -1e+300"
 
 
 def test_who_says_that_it_measured_more_than_it_has_is_named() -> None:
     said = {"acme": {"accuracy": 0.5, "examples": 4}, "cork": {"accuracy": 1.0, "examples": 10**12}}
     more = {**line(acme="trained"), "site_metrics": said, "site_counts": {"acme": 4.0, "cork": 8.0}}
     assert re.fullmatch(r"round 4: cork .* 1e\+12 examples; 8 .*", *lines_of(Done(4, more), 6)[:-1])
-
-
-def test_many_sites_are_counted_and_the_missing_named_while_they_fit() -> None:
-    many = {f"hospital-{k}": "trained" for k in range(20)}
-    few = round_line(line(**many, cork="late", lyon="late", bern="refused"), 3, 6)
-    assert few == "round 3 of 6  loss 0.500  12 s  trained: 20  late: 2  refused: 1"
-    one = round_line(line(**many, cork="late"), 3, 6)
-    assert one == "round 3 of 6  loss 0.500  12 s  trained: 20  late: cork" and len(one) <= WIDTH
-    most = round_line(line(**many, **{f"clinic-{k}": "offline" for k in range(9)}), 3, 6)
-    assert most == "round 3 of 6  loss 0.500  12 s  trained: 20  offline: 9"
 
 
 def test_who_did_not_train_is_a_line_with_the_reason() -> None:
@@ -158,7 +153,7 @@ def test_a_round_that_is_played_again_counts_once() -> None:
     assert found.round == 1 and found.playing is not None
     found = progress_of(two[1:], found)
     assert found.round == 2 and found.playing is None
-    assert found.rounds_of == {"a": 1} and found.fate_counts == {("a", "late"): 1, ("a", "trained"): 1}
+    assert found.fate_counts == {("a", "late"): 1, ("a", "trained"): 1}
     assert found.uploaded == {"a": 10}
 
 
@@ -170,7 +165,7 @@ def test_the_end_is_forgotten_when_rounds_are_added() -> None:
 
 def test_long_runs_do_not_fill_the_memory() -> None:
     found = progress_of([Done(k, line(a="trained")) for k in range(1, 501)])
-    assert found.round == 500 and len(found.lines) == 100 and found.rounds_of == {"a": 500}
+    assert found.round == 500 and len(found.lines) == 100 and found.fate_counts == {("a", "trained"): 500}
 
 
 # --------------------------------------------------------------------------------------------------------------- status
@@ -268,7 +263,31 @@ def test_prometheus_scrapes_what_the_folder_says(tmp_path: Path) -> None:
     assert found["fedlora_client_loss", "cork"] == pytest.approx(1.2)  # of round 1, its last
     assert found["fedlora_client_fate_total", "cork", "late"] == 1
     assert found["fedlora_client_fate_total", "acme", "trained"] == 2
-    assert found["fedlora_upload_bytes_total", "acme"] == 2000
+    assert found["fedlora_upload_bytes_total", "acme"] == 2000 and found["fedlora_client_loss", "berlin"]
+    events = EventWriter(folder.events)
+    for event in (
+        Fated(3, 0, "cork", "late", "x"),
+        Again(3, 1, "too few"),
+        Done(3, {"site_mean": {"accuracy": 0.625}}),
+    ):
+        events.write(event)
+    folder.policy.write_text("[clients]\nacme = 2\ncork = 8\n")
+    exposed.see(progress_of(read_events(folder.events)), [], standing(folder))
+    with exposing(exposed, "127.0.0.1:0") as port:
+        later = scraped(f"127.0.0.1:{port}")
+    assert later["fedlora_client_fate_total", "cork", "late"] == 2 and later["fedlora_site_metric", "accuracy"] == 0.625
+    told = set(re.findall(r"\bfedlora_[a-z_]+", metrics.__doc__ or ""))
+    assert {name for name, *_ in later} <= told
+    for file in ("dashboard.json", "alerts.yml"):
+        assert (
+            set(
+                re.findall(
+                    r"\bfedlora_[a-z_]+", (Path(__file__).parents[2] / "examples" / "monitoring" / file).read_text()
+                )
+            )
+            <= told
+        )
+    assert ("fedlora_client_loss", "acme") in later and ("fedlora_client_loss", "berlin") not in later
     assert found["fedlora_nodes_online",] == 1
     assert [found["fedlora_node_online", name] for name in ("acme", "berlin", "cork")] == [1, 0, 0]
     assert found["fedlora_disk_free_bytes",] > 0 and found["fedlora_last_event_timestamp_seconds",] > 1.7e9
@@ -320,7 +339,7 @@ def test_how_good_it_is_at_the_sites_whose_share_was_cut_and_who_was_not_measure
         "site_unmeasured": {"b": "no answer", "c": "it is not online"},
     }  # fmt: skip
     done, capped, unmeasured = lines_of(Done(2, line), 6)
-    assert done == "round 2 of 6  loss 0.500  1 s  accuracy 0.600 at sites  trained: 2  offline: 1"
+    assert done == "round 2 of 6  loss 0.500  1 s  accuracy 0.600 at sites  a 0.50  b 0.50  c offline"
     assert re.match("round 2: a: .*50% .*90% .*policy.toml", capped) and "b: not measured: no answer" in unmeasured
     assert "accuracy 0.600 at sites" in round_line(line, 2, 6) and "0.700" not in round_line(line, 2, 6)
     assert " 8 " in lines_of(Ended(6, "complete"), 8)[0]

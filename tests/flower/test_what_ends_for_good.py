@@ -58,6 +58,19 @@ def test_doctor_says_what_serve_would(words: str, tmp_path: Path) -> None:
     assert str(refused.value) in [found for _, found, sound in checkup.checked_folder(fed.path) if sound is False]
 
 
+def test_serve_refuses_before_it_waits_for_a_site(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder's rounds exceed run.rounds: code 2 with both numbers, and no SuperLink is started."""
+    fed = federation_folder(tmp_path / "fed")
+    fed.checkpoints.mkdir()
+    (fed.checkpoints / "round-00099.0123456789abcdef.safetensors").touch()
+    monkeypatch.setattr(Supervisor, "serve", lambda self: pytest.fail("it began"))
+    said = main("flower", "serve", fed.path)
+    asked = FederationSettings.load(fed.settings).run.rounds
+    assert said.code == 2 and "99" in said.err and f"run.rounds = {asked}" in said.err
+
+
 def test_a_backup_that_was_unpacked_over_a_newer_folder_is_refused(tmp_path: Path) -> None:
     """Its lines end before the newest state, whose rounds would be told as never played; both files and both numbers
     are named. A line more than states is what a crash between the two leaves, and is no fault."""

@@ -117,10 +117,8 @@ def text_table(file: Path) -> Table:
 def unreadable(file: Path, error: OSError) -> DataError:
     """The error for a file that cannot be opened."""
     if isinstance(error, FileNotFoundError):
-        begin = (
-            "in a config file at its own folder" if file.is_absolute() else f"at the working directory, {Path.cwd()}"
-        )
-        return DataError(f"{file} does not exist. Relative paths start {begin}.")
+        begin = "" if file.is_absolute() else f" Relative paths start at the working directory, {Path.cwd()}."
+        return DataError(f"{file} does not exist.{begin}")
     hint = f" {_TOO_LARGE}" if error.errno == errno.EFBIG else ""
     return DataError(f"{file} cannot be read: {error.strerror or error}.{hint}")
 

@@ -131,14 +131,14 @@ def work_line(do: Do, round: int, seconds: float, metrics: Mapping[str, Any], er
 
     Example:
         >>> work_line("train", 3, 14.21, {"num-examples": 120, "loss": 0.412})
-        'round 3: trained 120 examples in 14.2 s, loss 0.4120'
+        'round 3: trained in 14.2 s, loss 0.4120; 120 examples here'
     """
     if error:
         return f"round {round}: {do} failed after {seconds:.1f} s: {error}"
     loss = metrics.get("loss")
     ending = f", loss {loss:.4f}" if isinstance(loss, int | float) else ""
     did = {"train": "trained", "evaluate": "measured"}[do]
-    return f"round {round}: {did} {int(metrics.get('num-examples', 0))} examples in {seconds:.1f} s{ending}"
+    return f"round {round}: {did} in {seconds:.1f} s{ending}; {int(metrics.get('num-examples', 0))} examples here"
 
 
 def _say(line: str) -> None:

@@ -100,7 +100,7 @@ FEDERATION: tuple[Item, ...] = (
         "privacy_population_epsilon",
     ),
     *as_items("prometheus", "if-public", TESTED, "metric"),
-    *as_items("prometheus", "dropped", LOSS, "loss", "client_loss", "client_norm"),
+    *as_items("prometheus", "dropped", LOSS, "loss", "client_loss", "client_norm", "site_metric"),
     *as_items("prometheus", "dropped", UPLOADS, "client_weight", "client_weight_after", "client_left_out"),
     *as_items("prometheus", "dropped", WHO, "client_fate", "nodes_online", "node_online"),
     *as_items(
@@ -151,7 +151,7 @@ FEDERATION: tuple[Item, ...] = (
     *as_items("status round", "released", PUBLIC, "round"),
     *as_items("status round", "released", LEDGER, "privacy"),
     *as_items("status round", "if-public", TESTED, "metrics"),
-    *as_items("status round", "dropped", LOSS, "loss"),
+    *as_items("status round", "dropped", LOSS, "loss", "site_mean"),
     *as_items("status round", "dropped", WHO, "fates"),
     *as_items("status round", "dropped", TRAFFIC, "seconds", "measure_seconds"),
     # FED/server/: each entry as a whole, and parts of FED/ itself that reveal who was present

@@ -35,7 +35,7 @@ library_name: peft
 | data dealt out | {dealt} |
 | local round | {local} |
 | rounds | {round} of {planned} planned, seed {seed} |
-{prompts}| held-out {on} ({target}) | {metrics} |
+{changes}{prompts}| held-out {on} ({target}) | {metrics} |
 {classes}{defence}{privacy}| configuration | digest {digest} |
 | code | fedlora {version}, commit {commit} |
 
@@ -145,6 +145,7 @@ def model_card(
         dealt=_dealt(config),
         local=_local(config),
         planned=config.run.rounds,
+        changes="".join(f"| changed {_cell(one).replace(': ', ' | ', 1)} |\n" for one in manifest.get("changes", ())),
         seed=config.run.seed,
         target=manifest["evaluation_target"] if client is None else client,
         metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",

@@ -28,7 +28,9 @@ def doctor(
     if folder is not None:
         needed()
         from fedlora.flower.site.site_checks import checked_site, is_site
+        from fedlora.runs.quiet import quiet_libraries
 
+        quiet_libraries()
         if is_site(folder):
             rows += checked_site(folder)
         else:

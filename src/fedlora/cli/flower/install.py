@@ -29,8 +29,7 @@ def install(
 
     They are root's own files in /etc/systemd/system. Call it as the user who owns FOLDER. It shows the units and the
     commands, and then runs them with sudo, which asks for the password. Call it again after
-    an upgrade, after fedlora moved, or for other options: it replaces the old units. A running unit is unchanged until
-    you restart it.
+    an upgrade, after fedlora moved, or for other options: it replaces the old units, and names those to restart.
     """
     needed()
     from fedlora.flower.setup.installing import carry_out, steps
@@ -38,4 +37,7 @@ def install(
     todo = steps(folder, user=user, memory=memory, metrics=metrics, label=name)
     typer.echo("\n".join(step.shown() for step in todo))
     if not print_:
+        ran = [Path(step.words[-1]).name for step in todo if step.said and Path(step.words[-1]).exists()]
         carry_out(todo)
+        if ran:
+            typer.echo(f"A unit that was running still runs as before: sudo systemctl restart {' '.join(ran)}")

@@ -20,8 +20,8 @@ def renew(folder: Folder) -> None:
     here = folder.resolve()
     lines = [
         *(["the SuperLink's own certificate is new: start `fedlora flower serve` again"] if done.loopback else []),
-        *(["the proxy's certificate is new: systemctl reload fedlora-proxy"] if done.public else []),
+        *(["the proxy's certificate is new: sudo systemctl restart fedlora-proxy"] if done.public else []),
         *(f"{path.relative_to(here)}: written anew" for path in done.changed),
-        *(["join files have changed: hand them out if name, port or authority is new"] if done.handed else []),
+        *([f"hand every site its new join file: its {' and '.join(done.handed)} changed"] if done.handed else []),
     ]
     console.print("\n".join(lines or ["everything is up to date."]))

@@ -35,12 +35,14 @@ def serve(
     """
     needed()
     from fedlora.flower.places import FederationFolder
+    from fedlora.flower.rounds.federation import begun
     from fedlora.flower.serving.superlink import SuperLink
     from fedlora.flower.serving.supervisor import Supervisor
 
     place = FederationFolder(folder.resolve())
     link = SuperLink(folder)
     with ending_for_systemd(), stopping() as stop, _metrics(place, metrics) as seen:
+        begun(place.path)  # what the rounds would refuse is said now, not when the sites are there
         now = Supervisor(folder, link, say, stop=stop, seen=seen).serve()
     tell_end(folder, now, stop)
 

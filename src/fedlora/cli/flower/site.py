@@ -43,7 +43,9 @@ def site(
     """
     needed()
     from fedlora.flower.site.site_checks import is_site
+    from fedlora.runs.quiet import quiet_libraries
 
+    quiet_libraries()
     columns = {"text": text, "pair": pair, "label": label, "prompt": prompt, "response": response, "messages": messages}
     asked = {**columns, "data": data, "model": model, "device": device, "threads": threads}
     given = {name: value for name, value in asked.items() if value is not None}

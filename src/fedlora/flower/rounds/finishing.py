@@ -64,7 +64,7 @@ def finish(
         log.warning("%s", remark)
     results = Results(
         settings, strategy.policy, server, begun.spec, begun.at_server, begun.agreement.facts.base, _examples(home),
-        judged, None if private is None else private.spent(state.round),
+        judged, None if private is None else private.spent(state.round), begun.history.told(),
     )  # fmt: skip
     tested = _tested(begun, strategy, chosen)
     for name, measured in tested.items():

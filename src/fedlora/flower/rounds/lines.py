@@ -1,6 +1,6 @@
 """A federation's events in words, for `serve`, `up` and a ServerApp's log.
 
-One line per round, 80 columns wide, and one line for each site that did not train.
+One line per round that names every site, and one line for each site that did not train.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from fedlora.flower.rounds.progress import fates_of, spent_of
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.server.judged import told
 
-WIDTH = 71  # columns: 80 with the time at the beginning
 _QUIET = ("trained", "offline", "not drawn", "quarantined")  # reported with the round, without their own lines
 
 
@@ -44,11 +43,7 @@ def lines_of(event: Event, rounds: int | None = None) -> list[str]:
 
 
 def round_line(line: Mapping[str, Any], number: int, rounds: int | None) -> str:
-    """A finished round on one line: everyone who was asked, with each fate.
-
-    If there are more sites than fit, those that trained are counted and the others are named; if even these do not
-    fit, they are counted too.
-    """
+    """A finished round on one line: everyone by name, with its loss if it trained and its fate otherwise."""
     loss, seconds = line.get("loss"), line.get("seconds")
     head = f"round {number}" + (f" of {rounds}" if rounds else "")
     if (spent := spent_of(line)) is not None:
@@ -57,22 +52,11 @@ def round_line(line: Mapping[str, Any], number: int, rounds: int | None) -> str:
     head += f"  {seconds:.0f} s" if isinstance(seconds, int | float) else ""
     head += _score(line)
     fates, losses = fates_of(line), line.get("losses") or {}
-    each = "".join(
+    return head + "".join(
         f"  {shown(name)} {_number(losses[name], 2)}" if fate == "trained" and _is_number(losses.get(name))
         else f"  {shown(name)} {fate}"
         for name, fate in fates.items()
     )  # fmt: skip
-    if len(head + each) <= WIDTH:
-        return head + each
-    trained = sum(fate == "trained" for fate in fates.values())
-    others: dict[str, list[str]] = {}
-    for name, fate in fates.items():
-        if fate != "trained":
-            others.setdefault(fate, []).append(shown(name))
-    named = "".join(f"  {fate}: {', '.join(names)}" for fate, names in others.items())
-    counted = "".join(f"  {fate}: {len(names)}" for fate, names in others.items())
-    short = f"{head}  trained: {trained}"
-    return short + (named if len(short + named) <= WIDTH else counted)
 
 
 def _score(line: Mapping[str, Any]) -> str:
@@ -180,4 +164,4 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-__all__ = ["WIDTH", "lines_of", "nodes_line", "round_line", "size_of", "time_of"]
+__all__ = ["lines_of", "nodes_line", "round_line", "size_of", "time_of"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fedlora.flower.rounds.events import Began, Done, Ended, Event, Fated
+from fedlora.flower.rounds.events import Again, Began, Done, Ended, Event, Fated
 
 _KEPT = 100  # finished rounds whose lines are kept
 
@@ -18,8 +19,8 @@ class Progress:
 
     round: the number of finished ones. lines: round -> its line of rounds.jsonl, for the last hundred. playing: the
     current attempt, with `fates` of those who have answered. ended: why no more rounds are played, otherwise "".
-    rounds_of: client -> the number of rounds in which it trained. fate_counts: (client, fate) -> how often. uploaded:
-    client -> bytes. began, heard: when the first and the last event were written.
+    fate_counts: (client, fate) -> how often, repeated attempts included, except for "trained". uploaded: client ->
+    bytes. began, heard: when the first and the last event were written.
     """
 
     round: int = 0
@@ -27,7 +28,6 @@ class Progress:
     playing: Began | None = None
     fates: Mapping[str, Fated] = field(default_factory=dict)
     ended: str = ""
-    rounds_of: Mapping[str, int] = field(default_factory=dict)
     fate_counts: Mapping[tuple[str, str], int] = field(default_factory=dict)
     uploaded: Mapping[str, int] = field(default_factory=dict)
     began: str = ""
@@ -43,17 +43,15 @@ def after(progress: Progress, event: Event) -> Progress:
         uploaded = dict(progress.uploaded)
         uploaded[event.client] = uploaded.get(event.client, 0) + (event.bytes or 0)
         return replace(progress, fates={**progress.fates, event.client: event}, uploaded=uploaded)
+    if isinstance(event, Again):
+        missed = [(name, str(fated.fate)) for name, fated in progress.fates.items() if fated.fate != "trained"]
+        return replace(progress, fate_counts=Counter(progress.fate_counts) + Counter(missed))
     if isinstance(event, Done):
         kept = {n: line for n, line in progress.lines.items() if event.round - _KEPT < n < event.round}
         lines = {**kept, event.round: event.line}
-        rounds_of, counts = dict(progress.rounds_of), dict(progress.fate_counts)
-        if event.round not in progress.lines:
-            for client, fate in fates_of(event.line).items():
-                counts[client, fate] = counts.get((client, fate), 0) + 1
-                rounds_of[client] = rounds_of.get(client, 0) + (fate == "trained")
-        return replace(
-            progress, round=event.round, lines=lines, playing=None, rounds_of=rounds_of, fate_counts=counts
-        )  # fmt: skip
+        new = [] if event.round in progress.lines else fates_of(event.line).items()
+        counts = Counter(progress.fate_counts) + Counter(new)
+        return replace(progress, round=event.round, lines=lines, playing=None, fate_counts=counts)
     if isinstance(event, Ended):
         return replace(progress, ended=event.why, playing=None)
     return progress
@@ -90,7 +88,7 @@ def spent_of(line: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def numbers_of_round(line: Mapping[str, Any]) -> dict[str, float]:
-    """A round's numbers for a tracker (run.track): the finite numbers of its line by name.
+    """A round's numbers for a tracker (run.track) or Prometheus: the finite numbers of its line by name.
 
     metrics/NAME of the server, sites/NAME the sites' weighted mean, site/SITE/NAME, loss the round's,
     loss/CLIENT, norm/CLIENT, weight/CLIENT, clients and seconds; with a robust rule weight_after/CLIENT.
@@ -103,7 +101,7 @@ def numbers_of_round(line: Mapping[str, Any]) -> dict[str, float]:
         found |= {f"{word}/{client}": value for client, value in (line.get(key) or {}).items()}
     for client, one in ((line.get("defence") or {}).get("clients") or {}).items():
         found[f"weight_after/{client}"] = one["after"]
-    found |= {"loss": line.get("loss"), "clients": len(line["weights"]), "seconds": line["seconds"]}
+    found |= {"loss": line.get("loss"), "clients": len(line.get("weights") or ()), "seconds": line.get("seconds")}
     return {name: float(v) for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 

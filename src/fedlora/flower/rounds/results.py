@@ -43,7 +43,7 @@ class Results:
 
     spec: of the common start. base_digest: of the base model's weights, as agreed, "" if unknown. examples: client ->
     its reported training examples, including clients that left. judged: a robust rule's effect in all rounds
-    (`server.judged.of_run`). spent: a private federation's spending, for the card.
+    (`server.judged.of_run`). spent: a private federation's spending, for the card. changes: of the settings, in words.
     """
 
     settings: FederationSettings
@@ -55,6 +55,7 @@ class Results:
     examples: Mapping[str, float]
     judged: Mapping[str, Any] | None = None
     spent: Mapping[str, Any] | None = None
+    changes: Sequence[str] = ()
 
     def write_model(self, place: Path, state: RunState, scores: Mapping[str, float], by: str = "server") -> None:
         """The server's model, as one complete adapter. by: who measured the scores."""
@@ -143,6 +144,7 @@ class Results:
             "method": repr(self.server.method),
             "evaluation_target": target,
             "answer_ends": list(self.at_server.ends),
+            "changes": self.changes,
         }
 
 

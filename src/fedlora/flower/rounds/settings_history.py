@@ -88,15 +88,16 @@ class History:
         }
         return History((*kept, entry))
 
-    def told(self) -> tuple[str, ...]:
-        """The last changes, and the round from which they hold; nothing before the first one."""
-        if len(self.entries) < 2 or not (done := self.entries[-1]["rounds"]):
-            return ()
-        old, last = self.entries[-2:]
-        found = [f"{key} is {_shown(new)} in place of {_shown(was)}" for key, (was, new) in last["changed"].items()]
-        if _measured_otherwise(old, last):
-            found.append("it is measured on other examples or otherwise, and rounds before it are not compared")
-        return tuple(f"from round {done + 1} on: {one}" for one in found)
+    def told(self, last: int | None = None) -> tuple[str, ...]:
+        """The changes since round 1, and the round after which each holds. last: only the newest so many times."""
+        pairs = [*zip(self.entries, self.entries[1:], strict=False)]
+        found: list[str] = []
+        for old, new in pairs[-last:] if last else pairs:
+            said = [f"{key} is {_shown(now)} in place of {_shown(was)}" for key, (was, now) in new["changed"].items()]
+            if _measured_otherwise(old, new):
+                said.append("it is measured on other examples or otherwise, and rounds before it are not compared")
+            found += [f"after round {new['rounds']}: {one}" for one in said if new["rounds"]]
+        return tuple(found)
 
     def waiting(self, settings: FederationSettings, rounds: int) -> str:
         """How federation.toml differs from the settings of the current rounds; "" if it does not."""

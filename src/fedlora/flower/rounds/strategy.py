@@ -222,11 +222,12 @@ class FedLoRA(Strategy):
                 closed = trial.close()
             except QuorumNotMet as error:
                 self.memory = replace(self.memory, refusals=trial.refusals)
-                self._event(Again(number, attempt, str(error)))
+                why = f"{error} Not there: {self.refused or 'nobody'}."
+                self._event(Again(number, attempt, why))
                 self._count(trial, dict.fromkeys(trial.asked, f"the whole attempt did not: {error}"))
                 self._save()
                 if attempt > self.policy.retries:
-                    raise QuorumNotMet(f"{error} Not there: {self.refused or 'nobody'}.") from error
+                    raise QuorumNotMet(why) from error
                 del trial, intake
                 self._wait_for_nodes(grid)
                 continue

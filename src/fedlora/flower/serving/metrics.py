@@ -9,9 +9,10 @@
     fedlora_client_weight{client}             p_i of that round
     fedlora_client_weight_after{client}       its change's weight after a robust rule; absent without one
     fedlora_client_left_out{client}           1 if the rule left it out of the last round in which it was weighed
-    fedlora_client_fate_total{client,fate}    how often it trained, was late, was refused, ...
+    fedlora_client_fate_total{client,fate}    how often it trained, was late, ..., also in repeated attempts
     fedlora_upload_bytes_total{client}        bytes of its replies
     fedlora_metric{name}                      the server's scores in the last round that it measured
+    fedlora_site_metric{name}                 the sites' mean scores in the last round that they measured
     fedlora_nodes_online                      online nodes
     fedlora_node_online{client}               1 or 0, for each client that may take part
     fedlora_database_bytes                    size of the SuperLink's database
@@ -25,7 +26,7 @@
 
 A private federation shows only what may be released (`fedlora.privacy.federation_list`): no loss, no fate, no name.
 
-All are gauges read from the folder, even those that only grow: after a restart they continue from there.
+Clients are those that may take part now. After a restart all numbers continue. Those in _total are counters.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from prometheus_client.registry import Collector
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.progress import Progress
+from fedlora.flower.rounds.progress import Progress, numbers_of_round
 from fedlora.flower.serving import database
 from fedlora.flower.serving.standing import Standing, room_of
 from fedlora.flower.serving.superlink import NodeFacts
@@ -94,12 +95,12 @@ class Exposed(Collector):
         ):
             if isinstance(value, int | float):
                 yield GaugeMetricFamily(f"fedlora_{name}", what, value=float(value))
-        weighed = _weighed(progress)
+        weighed = _latest(progress, "weight_after")
         there = {} if standing is None else {client: float(client in online) for client in standing.clients}
         for name, what, values in (
-            ("client_loss", "training loss of the client's last round", _latest(progress, "losses")),
-            ("client_norm", "norm of the client's last update", _latest(progress, "norms")),
-            ("client_weight", "weight of the client's last update", _latest(progress, "weights")),
+            ("client_loss", "training loss of the client's last round", _latest(progress, "loss")),
+            ("client_norm", "norm of the client's last update", _latest(progress, "norm")),
+            ("client_weight", "weight of the client's last update", _latest(progress, "weight")),
             ("client_weight_after", "what the client's change counted for after a robust rule", weighed),
             (
                 "client_left_out",
@@ -107,11 +108,14 @@ class Exposed(Collector):
                 {client: float(after == 0) for client, after in weighed.items()},
             ),
             ("node_online", "whether the client's node is online", there),
-            ("metric", "what the server measured last", _measured(progress)),
+            ("metric", "what the server measured last", _latest(progress, "metrics")),
+            ("site_metric", "mean of what the sites measured last", _latest(progress, "sites")),
         ):
-            family = GaugeMetricFamily(f"fedlora_{name}", what, labels=["name" if name == "metric" else "client"])
+            label = "client" if name.startswith(("client", "node")) else "name"
+            family = GaugeMetricFamily(f"fedlora_{name}", what, labels=[label])
             for key, number in sorted(values.items()):
-                family.add_metric([key], number)
+                if label == "name" or key in there:  # not a site that was removed
+                    family.add_metric([key], number)
             yield family
         fates = CounterMetricFamily("fedlora_client_fate", "what became of its rounds", labels=["client", "fate"])
         for (client, fate), count in sorted(progress.fate_counts.items()):
@@ -150,29 +154,13 @@ def _leaves(name: str) -> bool:
     return fate_of("prometheus", name.removeprefix("fedlora_")) in ("released", "privatised", "if-public")
 
 
-def _latest(progress: Progress, part: str) -> dict[str, float]:
-    """client -> its number in the last round with one."""
+def _latest(progress: Progress, kind: str) -> dict[str, float]:
+    """name -> its number in the last round with one. kind: as in `numbers_of_round`."""
     found: dict[str, float] = {}
-    for number in sorted(progress.lines):
-        said = progress.lines[number].get(part) or {}
-        found |= {str(client): float(value) for client, value in said.items() if isinstance(value, int | float)}
+    for _, line in sorted(progress.lines.items()):
+        said = numbers_of_round(line)
+        found |= {key.removeprefix(f"{kind}/"): said[key] for key in said if key.startswith(f"{kind}/")}
     return found
-
-
-def _weighed(progress: Progress) -> dict[str, float]:
-    """client -> its weight after the robust rule, in the last round in which it was weighed."""
-    found: dict[str, float] = {}
-    for number in sorted(progress.lines):
-        judged = (progress.lines[number].get("defence") or {}).get("clients") or {}
-        found |= {str(client): float(one["after"]) for client, one in judged.items()}
-    return found
-
-
-def _measured(progress: Progress) -> dict[str, float]:
-    for number in sorted(progress.lines, reverse=True):
-        if said := progress.lines[number].get("metrics"):
-            return {str(name): float(value) for name, value in said.items() if isinstance(value, int | float)}
-    return {}
 
 
 __all__ = ["Exposed", "exposing"]

@@ -89,7 +89,7 @@ def _told(folder: FederationFolder, settings: FederationSettings, done: int) -> 
         waiting = history.waiting(settings, done)
     except FedLoRAError:
         return ()
-    return (*history.told(), *([waiting] if waiting else []))
+    return (*history.told(last=1), *([waiting] if waiting else []))
 
 
 def _charged_since(privacy: FederationPrivacy, folder: FederationFolder) -> bool:

@@ -103,6 +103,7 @@ class Status:
                     "measure_seconds": line.get("measure_seconds"),
                     "fates": fates_of(line),
                     "metrics": dict(line.get("metrics") or {}),
+                    "site_mean": dict(line.get("site_mean") or {}),
                     **({"privacy": dict(line["privacy"])} if line.get("privacy") else {}),
                 }
                 for number, line in sorted(self.progress.lines.items())[-rounds:]
@@ -112,7 +113,8 @@ class Status:
     def headline(self) -> str:
         """Two lines for people, and one for each change of the settings."""
         now, progress = self.standing, self.progress
-        served = f"served by process {self.served_by}" if self.served_by is not None else "not served at the moment"
+        over = "not served, for nothing is left to do; sites may stop" if now.finished else "not served at the moment"
+        served = f"served by process {self.served_by}" if self.served_by is not None else over
         if now.finished:
             state = f"{now.why} after {now.done} rounds"
         elif progress.playing is not None and self.served_by is not None:
@@ -122,7 +124,7 @@ class Status:
                 state += f", since {since(progress.playing.at)}; no answer yet: {', '.join(waiting)}" if waiting else ""
         else:
             state = f"{now.done} of {counted(now.rounds, 'round')} done"
-        began = f", begun {progress.began[:16].replace('T', ' ')} UTC" if progress.began else ""
+        began = f"; the federation began {progress.began[:16].replace('T', ' ')} UTC" if progress.began else ""
         answers = "answers" if self.answers else "does not answer"
         return "\n".join([f"{now.name}: {state}{began}", f"{served}; the SuperLink {answers}", *now.settings])
 
@@ -141,7 +143,8 @@ def status_of(folder: FederationFolder) -> Status:
         seen = None if node is None or node.seen is None else time_at(node.seen)
         sites[name] = SiteStatus(
             rank, is_there, seen, last.get("fate"), last.get("why", ""), (line.get("losses") or {}).get(name),
-            (line.get("norms") or {}).get(name), progress.rounds_of.get(name, 0), progress.uploaded.get(name, 0),
+            (line.get("norms") or {}).get(name), progress.fate_counts.get((name, "trained"), 0),
+            progress.uploaded.get(name, 0),
         )  # fmt: skip
     return Status(
         now, progress, sites, holder(folder.lock), answers, database.size(folder.database), room_of(folder)

@@ -85,6 +85,7 @@ class Supervisor:
         self.stop, self._on_up, self._also = stop or threading.Event(), on_up, also
         check_ports(self.folder)
         self.telling = Telling(self.folder, say, pace.remind, seen)
+        self._admitted = set[str]()
         self._keys_at, self._read = 0, link.log.stat().st_size if link.log.is_file() else 0
 
     def serve(self) -> Standing:
@@ -166,9 +167,11 @@ class Supervisor:
         places = [place for place in (self.folder.path / "keys", *keys.values()) if place.exists()]
         newest = max((place.stat().st_mtime_ns for place in places), default=0)
         if always or newest != self._keys_at:
-            for line in self.link.keep_keys(keys):
+            told = self.link.keep_keys(keys)
+            new = [] if always else sorted(keys.keys() - self._admitted)  # also those that `admit` registered itself
+            for line in dict.fromkeys([*told, *(f"{name}: its key is admitted" for name in new)]):
                 self._say(line)
-            self._keys_at = newest
+            self._keys_at, self._admitted = newest, set(keys)
 
     def _wait_for_nodes(self) -> None:
         """Wait until as many sites are online as a round needs."""

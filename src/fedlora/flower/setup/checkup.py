@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import Encoding
+
 from fedlora.adapters.reader import AdapterFile
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
@@ -191,13 +194,18 @@ def _proxy(there: FederationFolder, network: NetworkSection, addresses: list[str
         wrong = _nginx_says(there, nginx)
         rows.append(("nginx", wrong or "its configuration is sound", not wrong))
     found = {a: doors.control_answer(a, network.port, str(network.name)) for a in addresses}
-    closed = [a for a, status in found.items() if status == 403]
-    open_ = {a: status for a, status in found.items() if status not in (None, 403)}
+    closed = [a for a, (status, _) in found.items() if status == 403]
+    open_ = {a: status for a, (status, _) in found.items() if status not in (None, 403)}
     if open_:
         address, status = next(iter(open_.items()))
         said = f"{address}:{network.port} answers {status} to {doors.CONTROL}, which must be 403: Flower's control part"
         rows.append(("proxy", f"{said} has no accounts. Is the proxy started with {there.proxy}?", False))
     elif closed:
+        file = there.public / "server.crt"
+        written = x509.load_pem_x509_certificate(file.read_bytes()).public_bytes(Encoding.DER)
+        if any(found[a][1] not in (b"", written) for a in closed):
+            said = f"shows another certificate than {file}. Restart the proxy: sudo systemctl restart fedlora-proxy"
+            return [*rows, ("proxy", f"port {network.port} {said}", False)]
         rows.append(("proxy", f"port {network.port}: answers, and the control part is closed (403)", True))
     else:
         rows.append(("proxy", f"port {network.port}: nothing answers yet", None))

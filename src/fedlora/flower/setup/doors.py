@@ -31,20 +31,20 @@ def is_loopback(address: str) -> bool:
     return (mapped or found).is_loopback
 
 
-def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> int | None:
-    """The HTTP status of Flower's control part at an address, ignoring the certificate, with TLS and otherwise without;
-    None if nothing speaks HTTP there."""
+def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> tuple[int | None, bytes]:
+    """The HTTP status of Flower's control part at an address and the certificate shown there (DER), whatever it is:
+    with TLS, otherwise without and b""; None if nothing speaks HTTP there."""
     import httpx
 
     host = f"[{address}]" if ":" in address else address
     with httpx.Client(verify=False, timeout=seconds, trust_env=False) as client:
         for scheme in ("https", "http"):
             with contextlib.suppress(httpx.HTTPError):
-                found = client.post(
-                    f"{scheme}://{host}:{port}{CONTROL}", headers={"Host": name}, extensions={"sni_hostname": name}
-                )
-                return found.status_code
-    return None
+                url, more = f"{scheme}://{host}:{port}{CONTROL}", {"sni_hostname": name}
+                with client.stream("POST", url, headers={"Host": name}, extensions=more) as found:
+                    tls = found.extensions["network_stream"].get_extra_info("ssl_object")
+                    return found.status_code, tls.getpeercert(True) if tls else b""
+    return None, b""
 
 
 __all__ = ["CONTROL", "control_answer", "is_loopback", "listening", "own_addresses"]

@@ -19,17 +19,18 @@ from fedlora.flower.setup.project import Federation, write_derived
 from fedlora.flower.setup.start import Start
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.facts import Agreement
+from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 
 
 @dataclass(frozen=True)
 class Renewed:
-    """The changes. loopback, public: new certificates. handed: whether join files have changed. changed: files with new
-    content."""
+    """The changes. loopback, public: new certificates. handed: what is new in the join files, of "server", "port" and
+    "ca". changed: files with new content."""
 
     loopback: bool
     public: bool
-    handed: bool
+    handed: tuple[str, ...]
     changed: tuple[Path, ...]
 
 
@@ -43,16 +44,18 @@ def renew(home: Path) -> Renewed:
         adapter, spec = read_adapter(there.start, scaling=settings.lora.unit)
         made = Federation(settings, policy.clients, Start(adapter, spec), Agreement.read(there.agreement))
         loopback, public = _certificates(there, settings)
-        changed: list[Path] = []
+        changed, handed = list[Path](), set[str]()
         with tempfile.TemporaryDirectory() as scratch:
             write_derived(Path(scratch), there.path, made, there)
             for path in sorted(Path(scratch).rglob("*")):
                 target = there.path / path.relative_to(scratch)
+                if path.parent.name == "join" and target.is_file():
+                    old, new = JoinFile.read(target), JoinFile.read(path)
+                    handed |= {part for part in ("server", "port", "ca") if getattr(old, part) != getattr(new, part)}
                 if path.is_file() and not (target.is_file() and target.read_bytes() == path.read_bytes()):
                     files.write(target, path.read_bytes())
                     changed.append(target)
-        handed = any(path.parent == there.join("x").parent for path in changed)
-    return Renewed(loopback, public, handed, tuple(changed))
+    return Renewed(loopback, public, tuple(sorted(handed)), tuple(changed))
 
 
 def _certificates(there: FederationFolder, settings: FederationSettings) -> tuple[bool, bool]:

@@ -183,7 +183,7 @@ def _said(server: Server, status: int, code: int, ahead: float | None) -> Found:
         return Found(
             "no federation",
             f"{where} answers, but no SuperLink stands behind it ({status}): `fedlora flower serve` is not running "
-            f"there, or is just starting.",
+            f"there, or is just starting, or has played all rounds: ask its operator whether the federation is over.",
         )
     if status == 403:
         return Found(

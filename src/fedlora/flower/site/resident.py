@@ -301,6 +301,9 @@ def _say(line: str) -> None:
 def main(arguments: list[str] | None = None) -> None:
     import faulthandler
 
+    from fedlora.runs.quiet import quiet_libraries
+
+    quiet_libraries()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("site", type=Path)
     parser.add_argument("--owner", type=int)
