@@ -57,8 +57,10 @@ def units(*folders: Path) -> dict[str, list[tuple[str, str]]]:
 
 
 def kept(*folders: Path) -> list[Path]:
-    """All that setup has left in folders, but the empty ones that are written later; and the program."""
+    """All that setup has left in folders, but the empty ones that are written later; and the program. A site's
+    held_out.json is empty until its first round: {}."""
     found = [path for folder in folders for path in (folder, *folder.rglob("*")) if path.is_file() or path == folder]
+    found = [path for path in found if path.name != "held_out.json" or path.read_text() != "{}"]
     return [*found, Path(sys.prefix), Path(sys.base_prefix), Path(fedlora.__file__ or "").parent]
 
 

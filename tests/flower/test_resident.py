@@ -328,9 +328,9 @@ def trainers(site: SiteFolder) -> list[int]:
     return found
 
 
-def loaded(site: SiteFolder) -> int:
-    """How often a trainer of the site has loaded its model."""
-    return (site.logs / "trainer.log").read_text().count("Loading weights: 100%")
+def another_works(site: SiteFolder, than: int) -> bool:
+    """Whether a trainer other than that process has worked for longer than its imports and its model take to load."""
+    return any(psutil.Process(pid).cpu_times().user > 20 for pid in trainers(site) if pid != than)
 
 
 @pytest.fixture
@@ -374,7 +374,7 @@ def test_a_real_trainer_stays_and_dies(tmp_path: Path, base: Path, owner: subpro
         with pytest.raises(TrainerFailed, match="validation, test"):
             ask(site.site, "evaluate", record)
         seen += trainers(site)
-    assert len(seen) == 2 and seen[0] == seen[1] and loaded(site) == 1
+    assert len(seen) == 2 and seen[0] == seen[1]
     trainer = psutil.Process(seen[0])
     idle = trainer.cpu_times().user
     said = killed_at_work(site, record, lambda: trainer.cpu_times().user > idle + 0.5)
@@ -394,7 +394,7 @@ def test_real_trainers_change_and_end_with_their_owner(
     (pid,) = trainers(site)
     assert same(ask(site.site, "train", one), first)
     assert trainers(site) == [pid]
-    assert "ended without a word" in killed_at_work(site, long, lambda: loaded(site) == 2)
+    assert "ended without a word" in killed_at_work(site, long, lambda: another_works(site, pid))
     assert pid not in trainers(site)
     ask(site.site, "train", one)
     (last,) = trainers(site)

@@ -4,6 +4,7 @@ gets that code for faults of the folder alone. Kind: *enumeration*, over faults 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,18 @@ pytest.importorskip("flwr")
 import fedlora.cli.flower.node
 import fedlora.cli.flower.serve
 import fedlora.flower.serving.trial  # noqa: F401
+from fedlora.core import checkpoint
 from fedlora.errors import ConfigError, FedLoRAError
-from fedlora.flower.places import SiteFolder
+from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.rounds.federation import begun
+from fedlora.flower.rounds.memory import FlowerState
+from fedlora.flower.rounds.strategy import whose
 from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.supervisor import Stopped, Supervisor
 from fedlora.flower.setup import checkup
 from fedlora.flower.site import site_checks
 from fedlora.flower.terms.settings import FederationSettings
+from fedlora.server.state import RunState
 from support.command_line import Said
 from support.deployed_folders import federation_folder, site_folder
 
@@ -40,6 +45,14 @@ FAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+def played(fed: FederationFolder, rounds: int) -> None:
+    """Store the start as the state after so many rounds."""
+    first = begun(fed.path)
+    state = RunState(rounds, replace(first.state.server, round=rounds), first.state.clients)
+    of = whose(first.settings.id, first.server, state.server)
+    checkpoint.save(fed.checkpoints, rounds, FlowerState(first.settings.id, state), of=of)
+
+
 @pytest.mark.parametrize("words", FAULTS)
 def test_doctor_says_what_serve_would(words: str, tmp_path: Path) -> None:
     """A sound folder, a fault in federation.toml: the same sentence at both. Where rounds count, two are played."""
@@ -49,9 +62,8 @@ def test_doctor_says_what_serve_would(words: str, tmp_path: Path) -> None:
     raw = FederationSettings.load(fed.settings).model_dump()
     for table, keys in FAULTS[words].items():
         raw[table] |= keys
+    played(fed, 2)
     FederationSettings.model_validate(raw).write(fed.settings)
-    fed.checkpoints.mkdir()
-    (fed.checkpoints / "round-00002.0123456789abcdef.safetensors").touch()
     with pytest.raises(FedLoRAError, match=words) as refused:
         check_ports(fed)
         begun(fed.path)
@@ -63,8 +75,7 @@ def test_serve_refuses_before_it_waits_for_a_site(
 ) -> None:
     """The folder's rounds exceed run.rounds: code 2 with both numbers, and no SuperLink is started."""
     fed = federation_folder(tmp_path / "fed")
-    fed.checkpoints.mkdir()
-    (fed.checkpoints / "round-00099.0123456789abcdef.safetensors").touch()
+    played(fed, 99)
     monkeypatch.setattr(Supervisor, "serve", lambda self: pytest.fail("it began"))
     said = main("flower", "serve", fed.path)
     asked = FederationSettings.load(fed.settings).run.rounds
@@ -75,8 +86,7 @@ def test_a_backup_that_was_unpacked_over_a_newer_folder_is_refused(tmp_path: Pat
     """Its lines end before the newest state, whose rounds would be told as never played; both files and both numbers
     are named. A line more than states is what a crash between the two leaves, and is no fault."""
     fed = federation_folder(tmp_path / "fed")
-    fed.checkpoints.mkdir()
-    (fed.checkpoints / "round-00002.0123456789abcdef.safetensors").touch()
+    played(fed, 2)
     lines = ['{"round": 1}\n', '{"round": 2}\n', '{"round": 3}\n']
     fed.rounds.write_text(lines[0])
     with pytest.raises(ConfigError) as refused:

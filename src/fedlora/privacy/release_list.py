@@ -162,6 +162,7 @@ RELEASES: tuple[Item, ...] = (
         "labels",
         "dealt",
         "planned",
+        "changes",
         "seed",
     ),
     *_items("card", "released", LEDGER, "privacy"),

@@ -55,7 +55,7 @@ def round_line(line: Mapping[str, Any], number: int, rounds: int | None) -> str:
     return head + "".join(
         f"  {shown(name)} {_number(losses[name], 2)}" if fate == "trained" and _is_number(losses.get(name))
         else f"  {shown(name)} {fate}"
-        for name, fate in fates.items()
+        for name, fate in sorted(fates.items())
     )  # fmt: skip
 
 
