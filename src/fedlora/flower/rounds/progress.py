@@ -44,8 +44,8 @@ def after(progress: Progress, event: Event) -> Progress:
         uploaded[event.client] = uploaded.get(event.client, 0) + (event.bytes or 0)
         return replace(progress, fates={**progress.fates, event.client: event}, uploaded=uploaded)
     if isinstance(event, Again):
-        missed = Counter((name, str(fated.fate)) for name, fated in progress.fates.items() if fated.fate != "trained")
-        return replace(progress, fate_counts=Counter(progress.fate_counts) + missed)
+        missed = [(name, str(fated.fate)) for name, fated in progress.fates.items() if fated.fate != "trained"]
+        return replace(progress, fate_counts=Counter(progress.fate_counts) + Counter(missed))
     if isinstance(event, Done):
         kept = {n: line for n, line in progress.lines.items() if event.round - _KEPT < n < event.round}
         lines = {**kept, event.round: event.line}
