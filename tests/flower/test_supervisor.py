@@ -380,9 +380,13 @@ def test_keys_that_come_while_it_runs_are_admitted(tmp_path: Path) -> None:
     def dublin(link: FakeLink) -> None:
         (home / "keys" / "dublin.pub").write_text("key")
 
-    _, link, _ = served(home, [rounds(1), dublin, wait, wait, rounds(2, 3), completes(3)])
+    def erfurt(link: FakeLink) -> None:  # `admit` registers it at the SuperLink before this looks
+        (home / "keys" / "erfurt.pub").write_text("key")
+
+    _, link, said = served(home, [rounds(1), dublin, erfurt, wait, wait, rounds(2, 3), completes(3)])
+    assert [line for line in said if "admitted" in line] == [f"{n}: its key is admitted" for n in ("dublin", "erfurt")]
     assert [line for line in link.done if line.startswith("keys")] == [
-        "keys acme,berlin,cork", "keys acme,berlin,cork,dublin",
+        "keys acme,berlin,cork", "keys acme,berlin,cork,dublin", "keys acme,berlin,cork,dublin,erfurt",
     ]  # fmt: skip
 
 
