@@ -56,7 +56,8 @@ def test_a_round_names_everyone() -> None:
     assert round_line(line(a="late"), 3, None) == "round 3  no loss  12 s  a late"
     many = {f"hospital-{k}": "trained" for k in range(20)}
     said = round_line(line(**many, cork="late", lyon="late", bern="refused"), 3, 6)
-    assert all(f"  {name} 0.50" in said for name in many) and said.endswith("  cork late  lyon late  bern refused")
+    assert all(f"  {name} 0.50" in said for name in many)
+    assert all(f"  {one}" in said for one in ("cork late", "lyon late", "bern refused"))
     with_metrics = {**line(a="trained"), "metrics": {"accuracy": 0.75}}
     assert round_line(with_metrics, 1, 2) == "round 1 of 2  loss 0.500  12 s  accuracy 0.750  a 0.50"
 
