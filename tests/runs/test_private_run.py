@@ -232,7 +232,7 @@ def test_a_copy_of_a_run_is_told_that_its_own_round_was_released(place: Path, tm
     for _ in execute(prepare(config), copy, resume=True):
         raise AssertionError("a second release of round 2")
     why = copy.read_json("summary.json")["stopped_early"]["why"]
-    assert "round 2 of this run" in why and "copy" in why
+    assert "2 charges of this run" in why and "copy" in why
     assert len(Ledger(tmp_path / "ledger.jsonl", "three toy sites").events()) == 2
 
 

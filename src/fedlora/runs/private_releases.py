@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedlora.core import files
 from fedlora.core.echo import shown
-from fedlora.errors import CheckpointError, HyperparameterError
+from fedlora.errors import CheckpointError, HyperparameterError, counted
 from fedlora.privacy.journal import Journal
 from fedlora.privacy.ledger import Budget, Event, Ledger
 from fedlora.privacy.mechanism import Mechanism
@@ -135,9 +135,9 @@ class OnDisk(Releases):
         if more <= 0:
             return "the budget of privacy.population cannot pay another round: others have charged its ledger meanwhile"
         return (
-            f"the budget of privacy.population cannot pay another round. {done} rounds are finished here, and the "
-            f"ledger has {done + more} charges of this run: the folder is a copy or an old backup, and each round that "
-            f"is played again is charged again. Continue in the folder that has the other noised sums"
+            f"the budget of privacy.population cannot pay another round. This folder has {counted(done, 'round')}, and "
+            f"the ledger has {counted(done + more, 'charge')} of this run: the folder is a copy or an old backup, and "
+            f"each round that is played again is charged again. Continue in the folder that has the other noised sums"
         )
 
     def check_charged(self, done: int) -> None:
