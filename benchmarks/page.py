@@ -39,7 +39,7 @@ BENCHMARKS = {
     "many_clients": "many_clients.py --d 768 --memory 16 --clients 1000,5000 --methods glora,svd",
     "merging": "merging.py",
     "engine": "engine.py",
-    "training": "training.py",
+    "training": "training.py --repeats 2",
 }
 # What makes one small, where that is not --quick.
 QUICK = {"rank_tolerance": "--draws 3", "many_clients": "--clients 100", "exactness": "--every 97"}
