@@ -29,7 +29,7 @@ from fedlora.linalg import (
     unit_roundoff,
 )
 from fedlora.linalg.consensus import Basis
-from fedlora.linalg.fast import _Batch
+from fedlora.linalg.fast import PANEL, _Batch, _panels
 from fedlora.methods import glora as glora_module
 from fedlora.methods._spectral import whole
 from support import families
@@ -351,6 +351,16 @@ def test_captured_is_a_share_also_where_clients_cancel() -> None:
         off = apart(dense(c), mean, float(torch.linalg.matrix_norm(mean)))
         assert c.captured == pytest.approx(1 - off**2, abs=3 * off * U32 + 1e-12)
         assert off <= c.error <= 2 * off
+
+
+@pytest.mark.parametrize(("m", "S", "d", "slices"), [(5, 4, 64, 1), (3, PANEL, 300, 6), (7, 1, 10, 1)])
+def test_panels_cover_all_once_and_are_as_few_as_fit(m: int, S: int, d: int, slices: int) -> None:
+    """Small matrices go together; of one that is larger than a panel each goes alone, 256 columns at a time."""
+    seen, found = torch.zeros(m, d), [*_panels(m, S, d)]
+    for matrices, columns in found:
+        seen[matrices, columns] += 1
+    assert bool((seen == 1).all())
+    assert len(found) == slices
 
 
 def test_by_energy_the_gap_is_between_squared_singular_values_of_the_mean() -> None:
