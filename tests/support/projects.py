@@ -36,7 +36,7 @@ min_size = 4
 
 [train]
 lr = 2e-2
-steps = 4
+steps = 2
 batch_size = 8
 
 [run]
