@@ -72,11 +72,11 @@ def _one_thread() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _shapes(request: pytest.FixtureRequest) -> None:
-    """Annotations of shapes are checked in the tests of linalg, in the contracts, where every method calls it in every
-    federation, and in all of `make exhaustive`. Checked everywhere they took a third of the time of a round."""
+    """Annotations of shapes are checked in the tests of linalg, where test_contracts.py measures every method's claims,
+    and in all of `make exhaustive`. Checked everywhere they took a third of the time of a round."""
     from jaxtyping import config
 
-    asked = request.path.parent.name == "linalg" or request.path.name == "test_contracts.py"
+    asked = request.path.parent.name == "linalg"
     config.update("jaxtyping_disable", not asked and request.config.option.markexpr != "exhaustive")
 
 

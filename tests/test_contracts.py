@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import jaxtyping
 import pytest
 import torch
 
@@ -114,7 +115,7 @@ def test_a_contract_is_kept_in_every_federation(name: str, row: Row, ranks: dict
         assert measured.least > VISIBLE
 
 
-@pytest.mark.quick(92)
+@pytest.mark.quick(52)
 @pytest.mark.parametrize("name", ["gauge", "state"])
 @every_play
 def test_gauge_invariance_holds_where_it_is_claimed_and_only_there(
@@ -183,6 +184,13 @@ def test_a_state_counts_the_rounds_that_made_it(row: Row) -> None:
         assert {state.round for state in played.after.modules.values()} == {number + 1}
 
 
+@pytest.fixture
+def shapes_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The annotations of linalg, where every method calls it in every federation."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("shapes_checked")
 @pytest.mark.parametrize("label", ["glora raflora", "svd 0.9", *sorted(set(METHODS) - {"svd"})])
 def test_what_is_claimed_is_what_is_measured_without_being_told(label: str) -> None:
     """One row of each method, and one that is exact with equal ranks only."""

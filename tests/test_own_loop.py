@@ -28,8 +28,8 @@ from support.tutorials import cells
 
 PAGE = Path(__file__).parent.parent / "docs" / "tutorials" / "own-training-loop.md"
 MOVES = [name for name in METHODS if build(name).roles(0).moves_base]
-# They move the base, keep a half at home, freeze one, take turns; the others are like one of these.
-SOME = ("fedex-lora", "fedsa-lora", "ffa-lora", "glora", "rolora")
+# They move the base, keep a half at home, freeze one half in turns; the others are like one of these.
+SOME = ("fedex-lora", "fedsa-lora", "rolora")
 ROUNDS = 4  # a change of the base is there from the second on; two of each half of an alternating method
 
 

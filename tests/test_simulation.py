@@ -398,7 +398,7 @@ def test_a_run_resumed_from_any_round_is_the_uninterrupted_one_to_the_bit(
 ) -> None:
     """From the state in memory, and from the checkpoint of it."""
     ranks = MIXED if name in ("glora", "flexlora", "padded-average") else EQUAL
-    options: dict[str, Any] = {"rounds": 5, "participation": participation, "seed": 1}
+    options: dict[str, Any] = {"rounds": 4, "participation": participation, "seed": 1}
     whole = list(run(name, ranks, **options))
     want = [bits(r.state, tmp_path / "whole") for r in whole]
     for record in whole[:-1]:

@@ -33,7 +33,7 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.errors import AdapterFormatError, FactorNotShared, FedLoRAError
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_models import dense_logits, peft_layers, peft_updates, randomise, saved, trained
-from support.tiny_models import TOKENS, bert, distilbert, gpt2, llama, logits
+from support.tiny_models import TOKENS, bert_of_two_layers, distilbert, gpt2, llama, logits
 
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
@@ -165,8 +165,8 @@ READABLE = {
     "rsLoRA": (llama, CAUSAL | {"use_rslora": True, "r": 6}, 8 / math.sqrt(6)),
     "Conv1D": (gpt2, CAUSAL | {"target_modules": ["c_attn", "c_fc", "c_proj"], "fan_in_fan_out": True}, 2.0),
     "Conv1D, all-linear": (gpt2, CAUSAL | {"target_modules": "all-linear", "fan_in_fan_out": True, "r": 3}, 8 / 3),
-    "heads": (bert, SEQ, 2.0),
-    "heads of several tensors": (bert, SEQ | {"modules_to_save": ["pooler"]}, 2.0),
+    "heads": (bert_of_two_layers, SEQ, 2.0),
+    "heads of several tensors": (bert_of_two_layers, SEQ | {"modules_to_save": ["pooler"]}, 2.0),
     # peft saves every module whose path ends with a name of modules_to_save: pre_classifier, for classifier.
     "heads by ending": (distilbert, SEQ | {"target_modules": ["q_lin", "v_lin"]}, 2.0),
     "ranks by suffix": (llama, CAUSAL | {"rank_pattern": {"v_proj": 2}, "alpha_pattern": {"v_proj": 4}}, 2.0),
@@ -175,7 +175,7 @@ READABLE = {
     "alphas by regex": (llama, CAUSAL | {"alpha_pattern": {r"^model\.layers\.0\..*(q|v)_proj": 3.5}}, None),
     "ranks and alphas": (llama, CAUSAL | {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {".*0.*_proj": 5}}, None),
     "rsLoRA with patterns": (
-        bert,
+        bert_of_two_layers,
         SEQ | {"use_rslora": True, "rank_pattern": {"query": 9}, "alpha_pattern": {"layer.1.*": 5}},
         None,
     ),
@@ -586,7 +586,7 @@ class TestRefusedWrites:
 
 def two_adapters():
     """One classifier with two adapters of different ranks and targets, and the same scaling 2."""
-    model = get_peft_model(bert(), lora(**SEQ), adapter_name="one")
+    model = get_peft_model(bert_of_two_layers(), lora(**SEQ), adapter_name="one")
     model.add_adapter("two", lora(**SEQ | {"r": 3, "lora_alpha": 6, "target_modules": ["value", "dense"]}))
     for seed, name in enumerate(("two", "one"), start=1):
         model.set_adapter(name)
@@ -653,7 +653,7 @@ class TestModels:
             assert set(adapter.ranks.values()) == {rank}
             assert set(adapter.modules) == set(peft_layers(model, name))
             model.set_adapter(name)
-            assert_close(logits(model), dense_logits(bert, updates_of(adapter), adapter.heads))
+            assert_close(logits(model), dense_logits(bert_of_two_layers, updates_of(adapter), adapter.heads))
 
     def test_an_adapter_without_heads_beside_one_with_heads(self):
         model = trained(llama, lora(**CAUSAL, modules_to_save=["lm_head"]))
@@ -687,7 +687,7 @@ class TestModels:
             model.set_adapter(name)
             adapter, spec = read_model(model, name, scaling=2.0)
             write_adapter(tmp_path / name, adapter, spec)
-            assert_close(logits(loaded(bert, tmp_path / name)), logits(model))
+            assert_close(logits(loaded(bert_of_two_layers, tmp_path / name)), logits(model))
 
     def test_buffers_of_a_head_are_the_same_in_a_model_and_its_directory(self, tmp_path):
         base = NormNet()
@@ -815,9 +815,9 @@ BUILT_BY_PEFT = {
 }
 # The same, of what is read from files (test_formats.py) and may not be trained here.
 FILES_ONLY = {
-    "lora_bias": ("lora_bias", built(bert, **SEQ, lora_bias=True)),
-    "bias all": ("bias", built(bert, **SEQ, bias="all")),
-    "bias lora_only": ("bias", built(bert, **SEQ, bias="lora_only")),
+    "lora_bias": ("lora_bias", built(bert_of_two_layers, **SEQ, lora_bias=True)),
+    "bias all": ("bias", built(bert_of_two_layers, **SEQ, bias="all")),
+    "bias lora_only": ("bias", built(bert_of_two_layers, **SEQ, bias="lora_only")),
     "target_parameters": ("target_parameters", built(target_modules=[], target_parameters=["q_proj.weight"])),
     "trainable_token_indices": ("trainable_token_indices", built(trainable_token_indices=[1, 2])),
     "layer_replication": ("layer_replication", built(layer_replication=[(0, 1), (0, 2)])),

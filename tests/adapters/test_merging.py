@@ -27,7 +27,7 @@ from support.adapter_folders import HEADS, SHAPES, bare, lora, saved, updates
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_models import peft_updates
-from support.tiny_models import bert, logits
+from support.tiny_models import bert_of_two_layers, logits
 
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
 
@@ -193,7 +193,7 @@ def test_two_adapters_merge_in_one_line_and_peft_loads_them(tmp_path: Path, main
     assert done.code == 0, done.err
     config = json.loads((tmp_path / "m" / "adapter_config.json").read_text())
     assert config["lora_alpha"] == config["r"] == 7 and not config["use_rslora"]
-    model = PeftModel.from_pretrained(bert(), tmp_path / "m")
+    model = PeftModel.from_pretrained(bert_of_two_layers(), tmp_path / "m")
     inputs = [read_adapter(path)[0] for path in (a, b)]
     updates = peft_updates(model)
     for module in SHAPES:

@@ -17,7 +17,7 @@ from support.adapter_folders import HEADS, bare, saved, updates
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.peft_models import peft_updates
-from support.tiny_models import bert
+from support.tiny_models import bert_of_two_layers
 
 pytestmark = [FUTURE_NAMES, LORA_BIAS]
 Q, V = "layer.0.q", "layer.1.v"
@@ -47,7 +47,7 @@ def test_larger_is_padded_and_says_so(tmp_path: Path, main: Callable[..., Said])
     said = json.loads(done.out)
     assert (said["rank"], said["error"]) == (8, 0) and "cannot train" in said["warnings"][0]
     assert {t.shape[0] for k, t in load_file(tmp_path / "m" / "adapter_model.safetensors").items() if "_A" in k} == {8}
-    found = peft_updates(PeftModel.from_pretrained(bert(), tmp_path / "m"))
+    found = peft_updates(PeftModel.from_pretrained(bert_of_two_layers(), tmp_path / "m"))
     for module, update in updates(a).items():
         torch.testing.assert_close(found[module].double(), update, rtol=0, atol=1e-4)
 

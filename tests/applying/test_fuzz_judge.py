@@ -120,7 +120,7 @@ def played(home: Path, number: int, examples: int) -> Counter[str]:
 
 def test_what_the_judge_accepts_is_what_peft_makes(tmp_path: Path) -> None:
     """A few, always the same: so many that each end is seen."""
-    seen = played(tmp_path, 3, 40)
+    seen = played(tmp_path, 3, 20)
     assert seen["accepted"] and seen["the judge refuses"] and seen["the reader refuses"], seen
 
 

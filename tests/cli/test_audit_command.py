@@ -599,7 +599,7 @@ def test_the_table_shows_the_numbers_of_the_json(mixed: Sites, undrawn: None, wi
     assert row_words(rows["glora"]) == "R 9, union rank 9, nothing cut"
     assert row_words(rows["glora rho=0.5"]).startswith("R 5, union rank 9, least gap ")
     assert row_words(rows["hetlora"]) == ""
-    assert "3 adapters, 4 modules, ranks 2, 3, 4" in said
+    assert "3 adapters, 2 modules, ranks 2, 3, 4" in said
     assert f"by {found['glora']['storing']['10.0']:.1e}" in " ".join(said.split())
     assert "as sent: rounded to float32" in said
     assert re.search("fedit not run: .*need one rank", said)

@@ -80,7 +80,7 @@ def every_family(shape: tuple[int, int]) -> dict[str, int]:
     return {"d_out": shape[0], "d_in": max(shape[1], shape[0] // 4 + 2)}
 
 
-@pytest.mark.quick(46)
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("stored", [np.float32, np.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("name", families.FAMILIES)
@@ -138,7 +138,7 @@ def test_the_batched_route_is_the_reference_where_it_answers(name: str, shape: t
             assert float((alignment - (basis.double().mT @ U).square().sum(dim=0)).abs().max()) < 1e-5
 
 
-@pytest.mark.quick(30)
+@pytest.mark.quick(20)
 @pytest.mark.parametrize("basis", ["projector", "energy"])
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 @pytest.mark.parametrize("name", families.FAMILIES)

@@ -134,7 +134,7 @@ def test_wrong_rank_rules_would_be_seen() -> None:
 WELL_SCALED = [name for name in families.FAMILIES if name not in ("column_scales", "gauge_1e4", "gauge_1e6")]
 
 
-@pytest.mark.quick(53)
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("name", WELL_SCALED)
 @pytest.mark.parametrize("cond", [10.0, 1e3])
 @pytest.mark.parametrize("hparams", [{}, {"rho": 0.5}, {"rho": 0.3}, {"rank": 1}], ids=str)

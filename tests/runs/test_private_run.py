@@ -117,9 +117,9 @@ def test_an_outsider_recomputes_epsilon_from_the_ledger(done: Finished) -> None:
 
 
 def test_what_was_charged_is_the_mechanism_that_ran(done: Finished) -> None:
-    """d: four modules of 32 x 32 and a head of 3 x 32 and 3; the noise is of that size, by its file's length."""
+    """d: two modules of 32 x 32 and a head of 3 x 32 and 3; the noise is of that size, by its file's length."""
     (event, _) = [charged.event for charged in Ledger(done.ledger, "three toy sites").events()]
-    assert event.size == 4 * 32 * 32 + 3 * 32 + 3
+    assert event.size == 2 * 32 * 32 + 3 * 32 + 3
     mechanism = Mechanism.of(1.0, 1.0, event.size)
     assert (event.clip, event.noise_multiplier, event.grid) == (1.0, 1.0, mechanism.grid)
     assert event.sensitivity == mechanism.sensitivity(event.size)
@@ -394,9 +394,9 @@ def prepared(place: Path) -> Prepared:
 def test_the_plan_says_signal_and_noise(prepared: Prepared) -> None:
     """Oracle: sigma = z C / n in each entry of the mean (the grid adds a millionth), by hand for a 32 x 32 module."""
     found = plan(prepared)
-    assert found.sigma == pytest.approx(1.0 / 3, rel=1e-5) and found.size == 4 * 32 * 32 + 99
+    assert found.sigma == pytest.approx(1.0 / 3, rel=1e-5) and found.size == 2 * 32 * 32 + 99
     part = found.parts["bert.encoder.layer.0.attention.self.query"]
-    assert part.noise == pytest.approx(32 / 3, rel=1e-5) and part.signal == pytest.approx(1 / math.sqrt(6))
+    assert part.noise == pytest.approx(32 / 3, rel=1e-5) and part.signal == pytest.approx(1 / 2)
     assert part.strongest == pytest.approx(2 * math.sqrt(32) / 3, rel=1e-5)
     assert part.lost == pytest.approx(math.sqrt(32) / 3 / 2, rel=1e-5), "sigma (a b)^(1/4) / sqrt(T)"
     assert found.epsilon == pytest.approx(accounting.epsilon(1.0, 4, 1e-3))

@@ -283,6 +283,7 @@ every_refusal = pytest.mark.parametrize("label", BAD)
 BOTH_SHARED = pytest.mark.parametrize("name", ["fedit", "glora"])
 
 
+@pytest.mark.quick(47)
 @every_refusal
 @BOTH_SHARED
 def test_a_bad_upload_is_refused_by_client_and_reason_and_the_state_stays(label: str, name: str) -> None:

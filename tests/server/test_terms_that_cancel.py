@@ -60,6 +60,7 @@ def liar(power: int, amount: float) -> Upload:
     return Upload(Client("site-6", RANK), 100, Adapter({"q": LoRA(B, A)}))
 
 
+@pytest.mark.quick(12)
 @pytest.mark.parametrize("rule", RULES, ids=lambda r: r.name)
 @pytest.mark.parametrize("name", EXACT)
 def test_one_liar_whose_terms_cancel_is_measured_or_refused_and_never_no_change(name: str, rule: Rule) -> None:
@@ -112,6 +113,7 @@ def test_without_a_rule_columns_that_cancel_move_nobodys_mean(name: str) -> None
             assert float((got - want / n).norm() / (want / n).norm()) < 1e-6, (n, power)
 
 
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("rounds", [0, 1])
 @pytest.mark.parametrize("name", EXACT)
 def test_the_sum_is_that_of_what_was_sent_in_coordinates_of_any_condition(name: str, rounds: int) -> None:

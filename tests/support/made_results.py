@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -21,10 +22,15 @@ Rule = Callable[[str, str, int], float]  # label, set-up, seed -> log-loss on th
 
 def stored(raw: Mapping[str, Any]) -> Result:
     """What `whole` gives as the value that is stored: its history by columns, its configuration in short."""
-    config = RunConfig.model_validate(raw["config"])
     lines = plain(raw["history"])
-    told = {**plain(raw), "config": short_config(config), "history": History.of(lines), "rounds": len(lines)}
+    told = {**plain(raw), "config": _short(json.dumps(raw["config"])), "history": History.of(lines), "rounds": len(lines)}
     return Result.model_validate(told)
+
+
+@functools.cache
+def _short(config: str) -> Any:
+    """Once for the runs that tests write again and again with other scores."""
+    return short_config(RunConfig.model_validate_json(config))
 
 
 def bare(digest: str, history: Sequence[Mapping[str, Any]] = (), **told: Any) -> Result:
@@ -61,10 +67,15 @@ def by_effects(effects: Mapping[tuple[str, str], float], noise: float) -> Rule:
     """0.6, a seed's own level, an effect of (label, set-up), and noise of each run: normal, of that deviation."""
 
     def loss(label: str, setup: str, seed: int) -> float:
-        level = random.Random(f"{setup} {seed}").gauss(0.6, 0.05)
-        return level + effects.get((label, setup), 0.0) + random.Random(f"{label} {setup} {seed}").gauss(0, noise)
+        level = _drawn(f"{setup} {seed}", 0.6, 0.05)
+        return level + effects.get((label, setup), 0.0) + _drawn(f"{label} {setup} {seed}", 0, noise)
 
     return loss
+
+
+@functools.cache
+def _drawn(seed: str, mean: float, deviation: float) -> float:
+    return random.Random(seed).gauss(mean, deviation)
 
 
 def write_runs(folder: Path, experiment: Experiment, profile: str, loss: Rule, *, search: bool = False) -> int:

@@ -1,6 +1,6 @@
 """Tiny transformers built from configs. Kind of evidence: none; models for end-to-end tests, without network.
 
-One layer is enough for what most tests ask, and takes half the time of two. Each call builds the model afresh from a fixed seed: two calls give the same weights, no test sees another's changes.
+Each call builds the model afresh from a fixed seed: two calls give the same weights, no test sees another's changes.
 The weights are larger than a fresh model's, so that a wrong adapter shows in the logits.
 """
 
@@ -28,30 +28,35 @@ _SIZES = {"vocab_size": VOCABULARY, "initializer_range": 0.2}
 
 
 def bert(layers: int = 1) -> nn.Module:
-    """A classifier of 3 labels, hidden size 32. Linear layers with biases; the head is `classifier`."""
+    """A classifier of 3 labels, hidden size 32. Linear layers with biases; the head is `classifier`. Most runs train it:
+    two layers would take them nearly twice the time."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 2}
     config = BertConfig(**_SIZES, **sizes, max_position_embeddings=16, num_labels=3)
     return _seeded(lambda: BertForSequenceClassification(config))
 
 
+def bert_of_two_layers() -> nn.Module:
+    return bert(2)
+
+
 def distilbert() -> nn.Module:
     """A classifier of 3 labels with two modules behind the encoder, `pre_classifier` and `classifier`."""
-    sizes = {"dim": 32, "hidden_dim": 48, "n_layers": 1, "n_heads": 2}
+    sizes = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 2}
     config = DistilBertConfig(**_SIZES, **sizes, max_position_embeddings=16, num_labels=3)
     return _seeded(lambda: DistilBertForSequenceClassification(config))
 
 
 def gpt2() -> nn.Module:
-    """A language model whose layers are Conv1D: weights are stored (d_in, d_out). Hidden size 32."""
-    config = GPT2Config(**_SIZES, n_embd=32, n_layer=1, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
+    """A language model whose layers are Conv1D: weights are stored (d_in, d_out). Hidden size 32, 2 layers."""
+    config = GPT2Config(**_SIZES, n_embd=32, n_layer=2, n_head=2, n_positions=16, bos_token_id=0, eos_token_id=0)
     return _seeded(lambda: GPT2LMHeadModel(config))
 
 
-def llama() -> nn.Module:
+def llama(layers: int = 2) -> nn.Module:
     """A language model with grouped queries: k_proj and v_proj are (16, 32), q_proj is (32, 32)."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
-        **_SIZES, **heads, hidden_size=32, intermediate_size=48, num_hidden_layers=1, max_position_embeddings=16
+        **_SIZES, **heads, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, max_position_embeddings=16
     )
     return _seeded(lambda: LlamaForCausalLM(config))
 

@@ -62,9 +62,9 @@ def test_what_matches_nothing_is_refused_before_data_and_weights(project: Path, 
 
 
 def test_an_expression_adapts_what_peft_says(project: Path) -> None:
-    config = configured(project, r"lora.targets='.*\.layer\.1\..*(query|key)'")
+    config = configured(project, r"lora.targets='.*\.layer\.0\..*(query|key)'")
     modules = prepare(config).seed_adapter.modules
-    assert list(modules) == [f"bert.encoder.layer.1.attention.self.{name}" for name in ("key", "query")]
+    assert list(modules) == [f"bert.encoder.layer.0.attention.self.{name}" for name in ("key", "query")]
 
 
 def test_every_kind_of_target_is_taken() -> None:
