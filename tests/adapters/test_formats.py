@@ -172,7 +172,7 @@ def test_what_is_read_is_written_with_the_same_meaning(name: str, made: Callable
         assert_states(dense(x.case, tmp_path / folder.name).state_dict(), state, x, (k,))
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(23)
 @pytest.mark.parametrize("name", cases(MERGED))
 def test_a_merge_is_the_mean_of_the_dense_models(
     name: str, made: Callable[[str], Made], main: Callable[..., Said], tmp_path: Path

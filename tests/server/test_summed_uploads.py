@@ -99,7 +99,6 @@ def test_while_they_fit_the_bits_are_the_same() -> None:
     assert torch.equal(a.heads["head"], b.heads["head"])
 
 
-@pytest.mark.quick(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", SUMMING)
 def test_the_result_is_that_of_uploads_that_are_kept(case: str, dtype: torch.dtype) -> None:

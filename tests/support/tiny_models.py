@@ -52,11 +52,11 @@ def gpt2() -> nn.Module:
     return _seeded(lambda: GPT2LMHeadModel(config))
 
 
-def llama(layers: int = 2) -> nn.Module:
+def llama() -> nn.Module:
     """A language model with grouped queries: k_proj and v_proj are (16, 32), q_proj is (32, 32)."""
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = LlamaConfig(
-        **_SIZES, **heads, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, max_position_embeddings=16
+        **_SIZES, **heads, hidden_size=32, intermediate_size=48, num_hidden_layers=2, max_position_embeddings=16
     )
     return _seeded(lambda: LlamaForCausalLM(config))
 

@@ -32,7 +32,7 @@ def language_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from support.tiny_models import llama
     from support.training_data import save_model
 
-    return save_model(tmp_path_factory.mktemp("llama"), llama(1), classifies=False)
+    return save_model(tmp_path_factory.mktemp("llama"), llama(), classifies=False)
 
 
 @pytest.fixture(scope="session")
