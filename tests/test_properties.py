@@ -20,7 +20,7 @@ from fedlora.analysis.audit import regauge
 
 EXACT = [("glora", {}), ("glora", {"basis": "energy"}), ("flexlora", {}), ("flexlora", {"solver": "dense"})]
 exact_methods = pytest.mark.parametrize(("name", "hparams"), EXACT, ids=str)
-quick = settings(max_examples=25, deadline=None, derandomize=True)
+quick = settings(max_examples=15, deadline=None, derandomize=True)
 
 
 @dataclass(frozen=True)

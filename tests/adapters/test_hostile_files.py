@@ -800,7 +800,7 @@ def test_an_upload_that_does_not_say_how_much_it_counts(
 # ---- drawn damage ----------------------------------------------------------------------------------------------------
 
 drawn = settings(
-    max_examples=100, deadline=None, derandomize=True, database=None,
+    max_examples=50, deadline=None, derandomize=True, database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 

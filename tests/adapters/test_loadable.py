@@ -137,7 +137,7 @@ def refused(folder: Path) -> str | None:
     return None
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=75, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
 @given(cases)
 def test_what_peft_refuses_to_load_is_refused(case: tuple[dict[str, Any], dict[str, torch.Tensor]]) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -25,7 +25,7 @@ values = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(texts)
 def test_what_is_shown_prints(text: str) -> None:
     for found in (shown(text), quoted(text), markdown_cell(text)):
@@ -34,7 +34,7 @@ def test_what_is_shown_prints(text: str) -> None:
     assert escaped(text) == text or not text.isprintable()
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 @given(values)
 def test_any_value_is_quoted_in_200_letters(value: Any) -> None:
     found = quoted(value)
@@ -63,7 +63,7 @@ def test_what_is_large_or_deep_costs_little() -> None:
         assert len(quoted(value)) <= 200
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(texts)
 def test_a_card_s_front_matter_keeps_its_one_key(text: str) -> None:
     """As the hub reads it: YAML."""
