@@ -244,8 +244,8 @@ def faults(
 def test_a_merge_is_what_peft_makes_of_its_inputs(
     model: str, kind: str, made: Callable[..., Made], tmp_path: Path
 ) -> None:
-    """A quarter of the pairs (of many kinds an eighth), each in one order and under one of the twelve choices; every kind
-    with itself."""
+    """A quarter of the pairs (of many kinds an eighth), each in one order and under one of the twelve choices; every
+    kind with itself."""
     kinds = list(KINDS[model])
     mine, every = kinds.index(kind), 8 if len(kinds) > 10 else 4
     pairs = (

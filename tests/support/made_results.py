@@ -23,7 +23,8 @@ Rule = Callable[[str, str, int], float]  # label, set-up, seed -> log-loss on th
 def stored(raw: Mapping[str, Any]) -> Result:
     """What `whole` gives as the value that is stored: its history by columns, its configuration in short."""
     lines = plain(raw["history"])
-    told = {**plain(raw), "config": _short(json.dumps(raw["config"])), "history": History.of(lines), "rounds": len(lines)}
+    config = _short(json.dumps(raw["config"]))
+    told = {**plain(raw), "config": config, "history": History.of(lines), "rounds": len(lines)}
     return Result.model_validate(told)
 
 

@@ -46,9 +46,9 @@ threads = 1
 FEDSA = ("method.name=fedsa-lora", "clients.ranks=[4]", "clients.count=3")
 
 
-def make_project(folder: Path) -> Path:
-    """What a user has: a model, some text, a config."""
-    save_encoder(folder / "model")
+def make_project(folder: Path, layers: int = 1) -> Path:
+    """What a user has: a model of so many layers, some text, a config."""
+    save_encoder(folder / "model", layers)
     (folder / "train.jsonl").write_text(rows(classification(150, 0)))
     (folder / "config.toml").write_text(CONFIG)
     return folder

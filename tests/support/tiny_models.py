@@ -28,8 +28,8 @@ _SIZES = {"vocab_size": VOCABULARY, "initializer_range": 0.2}
 
 
 def bert(layers: int = 1) -> nn.Module:
-    """A classifier of 3 labels, hidden size 32. Linear layers with biases; the head is `classifier`. Most runs train it:
-    two layers would take them nearly twice the time."""
+    """A classifier of 3 labels, hidden size 32. Linear layers with biases; the head is `classifier`. Most runs train
+    it, for which a second layer would take nearly as long again."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers, "num_attention_heads": 2}
     config = BertConfig(**_SIZES, **sizes, max_position_embeddings=16, num_labels=3)
     return _seeded(lambda: BertForSequenceClassification(config))

@@ -52,9 +52,9 @@ def save_model(folder: Path, network: Any, *, classifies: bool) -> Path:
     return folder
 
 
-def save_encoder(folder: Path) -> Path:
+def save_encoder(folder: Path, layers: int = 1) -> Path:
     """BERT without a classifier, as pre-trained encoders come: its head is drawn when it is loaded."""
-    return save_model(folder, bert().bert, classifies=True)
+    return save_model(folder, bert(layers).bert, classifies=True)
 
 
 def classification(count: int, seed: int, *, length: tuple[int, int] = (3, 8), skew: int | None = None) -> TextData:

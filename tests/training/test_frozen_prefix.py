@@ -22,8 +22,7 @@ from fedlora.training.local import LocalTrainer
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
-from support.tiny_models import bert
-from support.training_data import LABELS, classification, save_model
+from support.training_data import LABELS, classification, save_encoder
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 LAST = ["layer.1.attention.self.query", "layer.1.attention.self.value"]  # of two layers
@@ -31,7 +30,7 @@ LAST = ["layer.1.attention.self.query", "layer.1.attention.self.value"]  # of tw
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("encoder") / "model", bert(2).bert, classifies=True)
+    return save_encoder(tmp_path_factory.mktemp("encoder") / "model", layers=2)
 
 
 def load(folder: Path, *, remember: bool, targets: list[str] | str = LAST, dropout: float | None = 0.0) -> AdaptedModel:
