@@ -244,7 +244,7 @@ def test_tiny_updates_are_as_exact_as_others(size: float) -> None:
         assert float(torch.linalg.matrix_norm(got - want) / torch.linalg.matrix_norm(want)) < 1e-13
 
 
-@pytest.mark.quick(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["glora", "flexlora", "svd"])
 def test_a_flat_spectrum_of_a_thousand_components_is_read_out(name: str) -> None:
     """Every component could be rounding and all are equal: none is left out for being one of the last."""

@@ -27,7 +27,7 @@ def known(name: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.xfail(strict=True, reason=DEFECTS[name])] if name in DEFECTS else []
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(15)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=known(name)) for name in KINDS])
 def test_a_kind_in_every_order_of_saving_and_loading(name: str, tmp_path: Path) -> None:
     """By peft, fedlora, peft, fedlora; merged, and merged again: 1e-12 in float64, narrow types by their rounding."""

@@ -482,7 +482,7 @@ def test_a_lora_is_what_it_was() -> None:
     assert isinstance(sent["a"].upload.adapter.modules["attn.q"], LoRA)
 
 
-@pytest.mark.quick(23)
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize(
     "method", ["hetlora", "fedex-lora", "flora", "fedsvd", "lora-fair", "fedrot-lora", "flexlora", "fedit"]

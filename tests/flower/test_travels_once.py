@@ -96,7 +96,7 @@ def drops(kind: str) -> Any:
     return lambda asked, reply: None if asked.metadata.message_type == kind else reply
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", METHODS)
 def test_an_answer_that_is_lost_costs_bytes_and_nothing_else(tmp_path: Path, method: str, unmeasured: Any) -> None:
     """The site stored what came, and the server never hears of it: it sends what the site did not have before."""

@@ -95,7 +95,7 @@ def without_one(folder: Path, method: str, rounds: int, *absent: int) -> tuple[F
 # ---- work that did not count -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", KEEPING)
 @pytest.mark.parametrize("harm", HARM)
 def test_refused_work_leaves_no_trace_at_a_site_as_in_the_engine(tmp_path: Path, method: str, harm: str) -> None:
@@ -159,7 +159,7 @@ def test_a_failed_attempt_leaves_no_trace_at_the_sites(tmp_path: Path, method: s
 # ---- backups ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("absent", [(), (4,)], ids=["all are there", "one is away in the first round after it"])
 @pytest.mark.parametrize("method", KEEPING)
 def test_a_restored_server_takes_its_sites_back_with_it(tmp_path: Path, method: str, absent: tuple[int, ...]) -> None:
