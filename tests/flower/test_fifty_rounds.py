@@ -20,7 +20,7 @@ from fedlora.flower.serving import database
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start
-from support.flower_grid import FastClock, Toy, seed_adapter
+from support.flower_grid import FastClock, Toy, fate_of, seed_adapter
 from support.stored_link import StoredLink
 
 RANKS = dict.fromkeys(("one", "two", "three"), 4)
@@ -63,7 +63,7 @@ def test_no_row_and_no_file_is_left_of_a_finished_round(tmp_path: Path, rounds: 
         after_round=after, clock=FastClock(),
     )  # fmt: skip
     strategy.start(link.grid, num_rounds=rounds)
-    assert {fated.fate for fated in strategy.fates.values()} == {"trained"} and len(left) == rounds
+    assert {fate_of(strategy, name) for name in strategy.policy.clients} == {"trained"} and len(left) == rounds
     assert [{name: n for name, n in one.items() if n > before[name]} for one in left] == [
         {"objectstore_locks": 1}
     ] * rounds

@@ -20,7 +20,7 @@ from fedlora.flower.messages.salt import SALT
 from fedlora.flower.rounds.site_evaluation import Asking
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.site.node import Node
-from support.flower_grid import LocalGrid, Toy, bits, federation
+from support.flower_grid import LocalGrid, Toy, bits, fate_of, federation
 
 RANKS = dict.fromkeys(("one", "two", "three"), 4)
 METHODS = ["glora", "fedsa-lora", "ffa-lora", "fedex-lora", "rolora", "flora"]
@@ -85,7 +85,7 @@ def test_who_lost_what_it_stored_says_so_and_trains_in_the_same_round(
     strategy.start(grid, num_rounds=1)
     shutil.rmtree(tmp_path / "nodes" / "two")
     strategy.start(grid, num_rounds=2)
-    assert strategy.fates["two"].fate == "trained" and sizes(grid, "train")[1] == 0 < sizes(grid, "train")[2]
+    assert fate_of(strategy, "two") == "trained" and sizes(grid, "train")[1] == 0 < sizes(grid, "train")[2]
     warned = [line for line in caplog.records if line.levelname == "WARNING" and "two" in line.getMessage()]
     said = [line.name.split(".")[2] for line in warned]
     assert sizes(grid, "train", "one")[1:] == [0] and said == ["site", "rounds"], "its name is said, once at each side"

@@ -19,8 +19,8 @@ from fedlora.core import checkpoint
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.rounds.federation import begun
-from fedlora.flower.rounds.memory import FlowerState
-from fedlora.flower.rounds.strategy import whose
+from fedlora.flower.rounds.flower_state import FlowerState
+from fedlora.flower.rounds.strategy import run_identity
 from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.supervisor import Stopped, Supervisor
 from fedlora.flower.setup import checkup
@@ -49,7 +49,7 @@ def played(fed: FederationFolder, rounds: int) -> None:
     """Store the start as the state after so many rounds."""
     first = begun(fed.path)
     state = RunState(rounds, replace(first.state.server, round=rounds), first.state.clients)
-    of = whose(first.settings.id, first.server, state.server)
+    of = run_identity(first.settings.id, first.server, state.server)
     checkpoint.save(fed.checkpoints, rounds, FlowerState(first.settings.id, state), of=of)
 
 

@@ -16,7 +16,6 @@ from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.salt import with_salt
 from fedlora.flower.terms.agreement import PROTOCOL
 
-TOLD = "told"  # in a message's config: why the site's last work did not count
 _SHOWN = re.compile(r"\bfedlora/(\d{1,6})\b")
 
 
@@ -82,4 +81,4 @@ def _who(theirs: object, at: str = "it") -> str:
     return f": {at} has the older fedlora; upgrade it there" if older else f": {at} has the newer fedlora; upgrade here"
 
 
-__all__ = ["PROTOCOL", "TOLD", "Envelope", "RecordError", "enclose", "opened", "with_versions"]
+__all__ = ["PROTOCOL", "Envelope", "RecordError", "enclose", "opened", "with_versions"]

@@ -20,15 +20,15 @@ from fedlora.errors import ConfigError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
+from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.membership import check_playable
-from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.results import check_readouts
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
 from fedlora.flower.rounds.settings_history import History
-from fedlora.flower.rounds.strategy import whose
+from fedlora.flower.rounds.strategy import run_identity
 from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
@@ -65,9 +65,9 @@ class Begun:
     history: History
 
     @property
-    def whose(self) -> str:
-        """The name in the checkpoints."""
-        return whose(self.settings.id, self.server, self.state.server)
+    def identity(self) -> str:
+        """The run's name in the checkpoints."""
+        return run_identity(self.settings.id, self.server, self.state.server)
 
 
 def begun(folder: Path) -> Begun:
@@ -102,7 +102,11 @@ def begun(folder: Path) -> Begun:
         at_server = load_at_server(config, seed_adapter)
     choosing = choosing_of(settings, at_server, server.has_global_model(state.server))
     found = checkpoint.load_newest(  # the one that the strategy goes on from, which also tells of damaged ones
-        home.checkpoints, FlowerState, server.method.State, of=whose(settings.id, server, state.server), tell=log.debug
+        home.checkpoints,
+        FlowerState,
+        server.method.State,
+        of=run_identity(settings.id, server, state.server),
+        tell=log.debug,
     )
     rounds = found[0] if found is not None else 0
     if rounds > settings.run.rounds:

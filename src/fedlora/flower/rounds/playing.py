@@ -19,8 +19,9 @@ from fedlora.flower.rounds.choosing import due, sites_measure
 from fedlora.flower.rounds.collecting import Clock
 from fedlora.flower.rounds.federation import Begun, begun
 from fedlora.flower.rounds.finishing import finish
+from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.private_federation import opened_private
-from fedlora.flower.rounds.private_strategy import PrivateFedLoRA
+from fedlora.flower.rounds.private_rounds import PrivateRounds
 from fedlora.flower.rounds.recording import Recorder
 from fedlora.flower.rounds.round_lines import fitting_summary
 from fedlora.flower.rounds.site_evaluation import Asking
@@ -49,7 +50,7 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         stopped = recorder.stopped(recorder.lines(strategy.round))
         summary = fitting_summary(home.summary, settings, strategy.round)
         if summary is not None and (strategy.round == settings.run.rounds or stopped is not None):
-            log.info("%s", told(summary))
+            log.info("%s", ending(summary))
             return summary
         b.history.write(home.server / "settings.json")
         for line in b.history.told():
@@ -68,7 +69,7 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         return finish(grid, b, strategy, recorder, private)
 
 
-def told(summary: Mapping[str, Any]) -> str:
+def ending(summary: Mapping[str, Any]) -> str:
     """A sentence or two: the federation is over, and how to continue."""
     if not summary.get("finished", True):
         return f"{summary['rounds']} of {summary['of']} rounds are played, and the rest follow."
@@ -119,34 +120,37 @@ def _strategy(
             strategy.stop("stopped early")
         return facts
 
-    more: dict[str, Any] = {
-        "run": settings.id,
-        "folder": b.home.checkpoints,
-        "resume": True,
-        "seed": settings.run.seed,
-        "codec": OwnClients(
+    hooks, asking = RoundHooks(), None
+    if private is not None and settings.privacy is not None:
+        hooks = PrivateRounds(private, settings.privacy)
+    else:
+        asking = Asking(
+            score_name(settings.evaluate.metric), lambda round: sites_measure(settings) and due(settings, round)
+        )
+    strategy = FedLoRA(
+        b.server if private is None else private.server,
+        b.policy,
+        b.state,
+        policy_file=b.home.policy,
+        run=settings.id,
+        folder=b.home.checkpoints,
+        record=b.home.server,
+        resume=True,
+        participation=settings.run.participation,
+        seed=settings.run.seed,
+        codec=OwnClients(
             settings.server.upload,
             settings.travelling(),
             server_facts(settings, b.agreement, b.seed_adapter.modules),
             known=lambda: Agreement.read(b.home.agreement).facts,
         ),
-        "identify": identify,
-        "clock": clock,
-        "policy_file": b.home.policy,
-        "record": b.home.server,
-        "after_round": after_round,
-    }
-    strategy: FedLoRA
-    if private is not None and settings.privacy is not None:
-        strategy = PrivateFedLoRA(b.policy, b.state, private=private, terms=settings.privacy, **more)
-    else:
-        asking = Asking(
-            score_name(settings.evaluate.metric), lambda round: sites_measure(settings) and due(settings, round)
-        )
-        strategy = FedLoRA(
-            b.server, b.policy, b.state, participation=settings.run.participation, asking=asking, **more
-        )  # fmt: skip
+        identify=identify,
+        after_round=after_round,
+        asking=asking,
+        hooks=hooks,
+        clock=clock,
+    )
     return strategy
 
 
-__all__ = ["play", "played_by_one", "told"]
+__all__ = ["ending", "play", "played_by_one"]

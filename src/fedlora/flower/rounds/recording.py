@@ -14,7 +14,7 @@ from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError
 from fedlora.flower.rounds.choosing import due
 from fedlora.flower.rounds.federation import Begun
-from fedlora.flower.rounds.memory import FlowerState
+from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.private_words import RELEASED, public_numbers
 from fedlora.flower.rounds.progress import numbers_of_round
 from fedlora.flower.rounds.round_lines import RoundLines
@@ -55,7 +55,7 @@ class Recorder:
         if line is None:
             return None
         round, why = line["round"], "it is not there any more"
-        kind, of = self._server.method.State, self._begun.whose
+        kind, of = self._server.method.State, self._begun.identity
         try:
             found = checkpoint.load_newest(self._best, FlowerState, kind, of=of, upto=round, tell=log.warning)
             if found is not None and found[0] == round:

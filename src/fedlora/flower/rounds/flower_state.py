@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from fedlora.core.read_only import ReadOnly
-from fedlora.flower.messages.counted import Counted
+from fedlora.flower.messages.receipt import Receipt
 from fedlora.flower.rounds.events import PolicyChanged
 from fedlora.server.state import RunState
 
@@ -15,16 +15,16 @@ from fedlora.server.state import RunState
 @dataclass(frozen=True, eq=False)
 class FlowerState:
     """A run's state; the number of each client's refused uploads since the last accepted one; the number of training
-    examples that each reported with its last accepted upload; and which of its work each goes on from (absent: it
-    never answered)."""
+    examples that each reported with its last accepted upload; and the receipts for their work (absent: never
+    asked)."""
 
-    TAG: ClassVar[str] = "flower/1"
+    TAG: ClassVar[str] = "flower/2"
 
     run: str
     state: RunState
     refusals: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, float] = field(default_factory=dict)
-    counted: Mapping[str, Counted] = field(default_factory=dict)
+    receipts: Mapping[str, Receipt] = field(default_factory=dict)
 
     def after(self, change: PolicyChanged) -> FlowerState:
         """The state after a policy change: a client that was removed, or has another rank, starts afresh."""
