@@ -322,7 +322,7 @@ def test_a_client_is_quarantined_after_k_refusals_and_that_survives_a_restart(tm
     assert again.round == 2 and again.memory.refusals == {"three": 2}
     again.start(grid2, num_rounds=3)
     assert asked == 6 and len(grid2.sent) == 2
-    assert "quarantine" in again.refused["three"]
+    assert "quarantine" in again.lines.all()[-1]["refused"]["three"]
 
 
 def test_a_third_of_the_nodes_corrupt(tmp_path: Path) -> None:

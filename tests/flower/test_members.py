@@ -427,7 +427,7 @@ def test_renewal_keeps_the_authority_and_says_another_port(fed: FederationFolder
     done = renew(fed.path)
     assert done.public and not (done.loopback or done.changed or done.handed)
     assert (fed.public / "server.crt").read_bytes() != before and (fed.public / "ca.crt").read_bytes() == ca
-    assert handshake.looked_at(fed.public, "fl.example.org").sound
+    assert handshake.verdict(fed.public, "fl.example.org").sound
     fed.settings.write_text(fed.settings.read_text().replace("port = 8443", "port = 9443"))
     with pytest.raises(ConfigError, match=r"network\.port = 9443, and .*nginx.*`fedlora flower renew"):
         check_ports(fed)

@@ -98,6 +98,18 @@ def test_a_backup_that_was_unpacked_over_a_newer_folder_is_refused(tmp_path: Pat
         assert begun(fed.path).rounds == 2
 
 
+def test_doctor_tells_of_a_damaged_checkpoint_that_the_rounds_would_pass_over(tmp_path: Path) -> None:
+    fed = federation_folder(tmp_path / "fed")
+    fed.rounds.write_text('{"round": 1}\n{"round": 2}\n')
+    played(fed, 1)
+    played(fed, 2)
+    (newest,) = fed.checkpoints.glob("round-00002*")
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    found = [(text, sound) for what, text, sound in checkup.checked_folder(fed.path) if what == "checkpoint"]
+    assert len(found) == 1 and newest.name in found[0][0] and "is damaged" in found[0][0] and found[0][1] is False
+    assert begun(fed.path).rounds == 1
+
+
 def errors(of: type[FedLoRAError] = FedLoRAError) -> Iterator[type[FedLoRAError]]:
     for one in of.__subclasses__():
         yield one

@@ -6,7 +6,7 @@ The server needs no base model for any of it; if [at_server] names one, the serv
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ class Begun:
     """The checked start of the rounds: nothing in it is refused later.
 
     server: without releases, if it is private; then `plan` is set too. seed_adapter, spec: of the common start.
-    state: before the first round. rounds: the number up to the newest sound checkpoint.
+    state: before the first round. rounds: the number up to the newest sound checkpoint, which is `newest`.
     """
 
     home: FederationFolder
@@ -63,6 +63,7 @@ class Begun:
     choosing: Choosing | None
     rounds: int
     history: History
+    newest: FlowerState | None = None
 
     @property
     def identity(self) -> str:
@@ -70,8 +71,10 @@ class Begun:
         return run_identity(self.settings.id, self.server, self.state.server)
 
 
-def begun(folder: Path) -> Begun:
+def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
     """Make all checks of a ServerApp before it asks a site; `fedlora doctor` calls it too. It writes nothing.
+
+    tell: receives a line for each damaged checkpoint in whose place an older one is used.
 
     Raises:
         ConfigError, AdapterFormatError, Disagreement: files that are missing or do not fit; settings that may not
@@ -101,13 +104,8 @@ def begun(folder: Path) -> Begun:
         _check_base(settings, agreement, home)
         at_server = load_at_server(config, seed_adapter)
     choosing = choosing_of(settings, at_server, server.has_global_model(state.server))
-    found = checkpoint.load_newest(  # the one that the strategy goes on from, which also tells of damaged ones
-        home.checkpoints,
-        FlowerState,
-        server.method.State,
-        of=run_identity(settings.id, server, state.server),
-        tell=log.debug,
-    )
+    kind, identity = server.method.State, run_identity(settings.id, server, state.server)
+    found = checkpoint.load_newest(home.checkpoints, FlowerState, kind, of=identity, tell=tell)
     rounds = found[0] if found is not None else 0
     if rounds > settings.run.rounds:
         raise ConfigError(
@@ -125,7 +123,7 @@ def begun(folder: Path) -> Begun:
     held_out = f"server:{examples[:16]}" if examples is not None else "sites"
     history = history.with_(settings, rounds, held_out)
     return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, agreement, at_server, choosing,
-                 rounds, history)  # fmt: skip
+                 rounds, history, found[1] if found is not None else None)  # fmt: skip
 
 
 def _check_base(settings: FederationSettings, agreement: Agreement, home: FederationFolder) -> None:

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from fedlora.flower.rounds.choosing import due, sites_measure
 from fedlora.flower.rounds.collecting import Clock
 from fedlora.flower.rounds.federation import Begun, begun
 from fedlora.flower.rounds.finishing import finish
+from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.private_federation import opened_private
 from fedlora.flower.rounds.private_rounds import PrivateRounds
@@ -42,11 +44,13 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
     """
     home = FederationFolder(folder.resolve())
     with played_by_one(home.server):
-        b = begun(folder)
+        b = begun(folder, log.warning)
+        newest, b = b.newest, replace(b, newest=None)  # kept by the strategy alone, whose rounds replace it
         settings = b.settings
         private = opened_private(home, settings, b.server, b.plan, b.rounds) if b.plan is not None else None
         recorder = Recorder(b, b.server if private is None else private.server)
-        strategy = _strategy(b, private, recorder, identify, clock)
+        strategy = _strategy(b, newest, private, recorder, identify, clock)
+        del newest
         stopped = recorder.stopped(recorder.lines(strategy.round))
         summary = fitting_summary(home.summary, settings, strategy.round)
         if summary is not None and (strategy.round == settings.run.rounds or stopped is not None):
@@ -109,7 +113,8 @@ def played_by_one(server: Path) -> Iterator[None]:
 
 
 def _strategy(
-    b: Begun, private: PrivateRun | None, recorder: Recorder, identify: Identify, clock: Clock
+    b: Begun, newest: FlowerState | None, private: PrivateRun | None, recorder: Recorder, identify: Identify,
+    clock: Clock,
 ) -> FedLoRA:  # fmt: skip
     """The strategy at its last checkpoint. The recorder sees each stored round, and may end the federation."""
     settings = b.settings
@@ -135,7 +140,7 @@ def _strategy(
         run=settings.id,
         folder=b.home.checkpoints,
         record=b.home.server,
-        resume=True,
+        resume=newest or True,
         participation=settings.run.participation,
         seed=settings.run.seed,
         codec=OwnClients(

@@ -72,8 +72,9 @@ class FedLoRA:
             each round; None: the policy stays. state: the start, from `server.start`.
         run: the federation's name, by which clients keep their state. folder: for checkpoints; None keeps none.
             record: for events.jsonl and rounds.jsonl; None: nowhere. resume: go on from the newest checkpoint in
-            `folder`, if any. It must be of this run, method, options, modules and shapes; weighting, quorum, rule and
-            policy may differ. Its values take precedence over `state`, those of the start too.
+            `folder`, if any, or from this one that was read there. It must be of this run, method, options, modules and
+            shapes; weighting, quorum, rule and policy may differ. Its values take precedence over `state`, those of the
+            start too.
         participation, seed: of the sampling of clients, as in `simulate`. codec: the kind of clients.
         identify: how to identify nodes; by default by their registered names, never by their claims.
         after_round: called with each finished round's line, once its checkpoint is stored; its result is added to the
@@ -96,7 +97,7 @@ class FedLoRA:
         run: str = "federation",
         folder: Path | None = None,
         record: Path | None = None,
-        resume: bool = False,
+        resume: bool | FlowerState = False,
         participation: float = 1.0,
         seed: int = 0,
         codec: Codec = OwnClients(),  # noqa: B008 - immutable
@@ -111,7 +112,9 @@ class FedLoRA:
         self._folder, self._record, self._seed = folder, record, seed
         self.codec, self.after_round, self._identify = codec, after_round, identify
         self.memory, self._identity = FlowerState(run, state), run_identity(run, server, state.server)
-        if resume and folder is not None:
+        if isinstance(resume, FlowerState):
+            self.memory = resume
+        elif resume and folder is not None:
             kind = server.method.State
             loaded = checkpoint.load_newest(folder, FlowerState, kind, of=self._identity, tell=log.warning)
             if loaded is not None:

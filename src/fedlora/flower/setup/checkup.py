@@ -74,8 +74,10 @@ def _place(there: FederationFolder) -> list[Row]:
 def _begins(there: FederationFolder) -> list[Row]:
     """The checks that `serve` and its ServerApp make when they start."""
     check_ports(there)
-    begun(there.path)
-    return [("serve", "would begin: nothing in the settings is refused", True)]
+    damaged: list[str] = []
+    begun(there.path, damaged.append)
+    rows: list[Row] = [("checkpoint", f"{line} Is the disk failing?", False) for line in damaged]
+    return [("serve", "would begin: nothing in the settings is refused", True), *rows]
 
 
 def _start(there: FederationFolder, settings: FederationSettings, clients: Mapping[str, Rank]) -> list[Row]:
@@ -152,7 +154,7 @@ def _certificates(there: FederationFolder, network: NetworkSection) -> list[Row]
     places = [("SuperLink's certificate", there.certificates, "127.0.0.1")]
     if network.name is not None:
         places.append((f"certificate of {network.name}", there.public, network.name))
-    found = [(what, handshake.looked_at(folder, name)) for what, folder, name in places]
+    found = [(what, handshake.verdict(folder, name)) for what, folder, name in places]
     return [(what, certificate.said(), certificate.sound) for what, certificate in found]
 
 

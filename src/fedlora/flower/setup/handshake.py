@@ -30,7 +30,7 @@ class Certificate:
         return f"valid for {self.days} days" + (": renew it soon (fedlora flower renew)" if self.days < SOON else "")
 
 
-def looked_at(folder: Path, name: str) -> Certificate:
+def verdict(folder: Path, name: str) -> Certificate:
     """server.crt, server.key and ca.crt of `folder`, as a client that dials `name` would see them."""
     paths = {file: folder / file for file in ("ca.crt", "server.crt", "server.key")}
     lacks = [file for file, path in paths.items() if not path.is_file()]
@@ -65,4 +65,4 @@ def _refused(paths: dict[str, Path], name: str) -> str:
     return ""
 
 
-__all__ = ["Certificate", "looked_at"]
+__all__ = ["Certificate", "verdict"]

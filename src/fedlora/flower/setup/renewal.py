@@ -61,13 +61,13 @@ def renew(home: Path) -> Renewed:
 def _certificates(there: FederationFolder, settings: FederationSettings) -> tuple[bool, bool]:
     """Make the next ones: for loopback if it expires soon, as a running SuperLink has the old; for the name always."""
     network = settings.network
-    found = handshake.looked_at(there.certificates, "127.0.0.1")
+    found = handshake.verdict(there.certificates, "127.0.0.1")
     loopback = not found.sound or found.days < handshake.SOON
     if loopback:
         certificates.write_loopback(there.certificates)
     if network.name is None:
         return loopback, False
-    found = handshake.looked_at(there.public, network.name)
+    found = handshake.verdict(there.public, network.name)
     ours = (there.public / "ca.key").is_file() or not (there.public / "ca.crt").is_file()
     if ours or not found.sound:
         certificates.write_public(there.public, network.name)
