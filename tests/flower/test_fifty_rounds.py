@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora import Server, build
-from fedlora.flower.rounds.site_evaluation import Asking
+from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.serving import database
 from fedlora.flower.site.node import Node
@@ -59,7 +59,7 @@ def test_no_row_and_no_file_is_left_of_a_finished_round(tmp_path: Path, rounds: 
 
     strategy = FedLoRA(
         Server(build("glora"), quorum=3), Policy(RANKS), start(Server(build("glora")), seed_adapter()),
-        folder=tmp_path / "checkpoints", record=tmp_path, asking=Asking("accuracy", lambda round: True),
+        folder=tmp_path / "checkpoints", record=tmp_path, choosing=Choosing("accuracy", "sites", lambda round: True),
         after_round=after, clock=FastClock(),
     )  # fmt: skip
     strategy.start(link.grid, num_rounds=rounds)

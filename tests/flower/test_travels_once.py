@@ -17,14 +17,14 @@ from flwr.app import Message
 
 from fedlora import Server, build
 from fedlora.flower.messages.salt import SALT
-from fedlora.flower.rounds.site_evaluation import Asking
+from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.site.node import Node
 from support.flower_grid import LocalGrid, Toy, bits, fate_of, federation
 
 RANKS = dict.fromkeys(("one", "two", "three"), 4)
 METHODS = ["glora", "fedsa-lora", "ffa-lora", "fedex-lora", "rolora", "flora"]
-EVERY = Asking("accuracy", lambda round: True)
+EVERY = Choosing("accuracy", "sites", lambda round: True)
 
 
 class Ruler:
@@ -40,7 +40,7 @@ class Ruler:
 def measuring(folder: Path, method: str, **more: Any) -> tuple[FedLoRA, LocalGrid]:
     evaluators: Any = {"validation": Ruler(), "test": Ruler()}
     nodes = {name: Node(name, Toy(), folder / "nodes" / name, evaluators=evaluators) for name in RANKS}
-    return federation(folder, Server(build(method)), RANKS, nodes=nodes, **{"asking": EVERY, **more})
+    return federation(folder, Server(build(method)), RANKS, nodes=nodes, **{"choosing": EVERY, **more})
 
 
 def sizes(grid: LocalGrid, kind: str, name: str = "two") -> list[int]:
@@ -58,7 +58,7 @@ def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """method -> (bits of the state after three rounds, bytes of each training message) where nobody measures."""
     found = {}
     for method in METHODS:
-        strategy, grid = measuring(tmp_path_factory.mktemp(method), method, asking=None)
+        strategy, grid = measuring(tmp_path_factory.mktemp(method), method, choosing=None)
         strategy.start(grid, num_rounds=3)
         found[method] = bits(strategy.memory.state.server), sizes(grid, "train")
     return found

@@ -60,7 +60,7 @@ class Begun:
     state: RunState
     agreement: Agreement
     at_server: AtServer
-    choosing: Choosing | None
+    choosing: Choosing
     rounds: int
     history: History
     newest: FlowerState | None = None
@@ -119,7 +119,7 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
             f"and start again."
         )
     history = History.read(home.server / "settings.json")
-    examples = at_server.examples if choosing is not None and choosing.by == "server" else None
+    examples = at_server.examples if choosing.by == "server" else None
     held_out = f"server:{examples[:16]}" if examples is not None else "sites"
     history = history.with_(settings, rounds, held_out)
     return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, agreement, at_server, choosing,

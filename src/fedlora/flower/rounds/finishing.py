@@ -106,7 +106,7 @@ def _tested(begun: Begun, strategy: FedLoRA, chosen: Mapping[str, RunState]) -> 
 def _summary(e: _Ended, stopped: Mapping[str, Any] | None) -> dict[str, Any]:
     """Any federation's summary; `public_summary` removes what a private one may not release."""
     settings, strategy, choosing, state = e.begun.settings, e.strategy, e.begun.choosing, e.strategy.memory.state
-    key = "metrics" if choosing is None or choosing.by == "server" else "site_mean"
+    key = "site_mean" if choosing.by == "sites" else "metrics"
     scored = [line for line in e.lines if line.get(key)]
     return {
         "federation": settings.id,
@@ -115,7 +115,7 @@ def _summary(e: _Ended, stopped: Mapping[str, Any] | None) -> dict[str, Any]:
         "rounds": state.round,
         "of": settings.run.rounds,
         "metric": score_name(settings.evaluate.metric),
-        "measured_by": None if choosing is None else choosing.by,
+        "measured_by": choosing.by,
         "validation": {
             "last": scored[-1][key] if scored else {},
             "best": e.best[key] if e.best is not None else {},

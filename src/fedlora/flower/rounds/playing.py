@@ -16,7 +16,6 @@ from fedlora.errors import BudgetSpent, ConfigError, LedgerError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.ownership import locked
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.choosing import due, sites_measure
 from fedlora.flower.rounds.collecting import Clock
 from fedlora.flower.rounds.federation import Begun, begun
 from fedlora.flower.rounds.finishing import finish
@@ -26,12 +25,10 @@ from fedlora.flower.rounds.private_federation import opened_private
 from fedlora.flower.rounds.private_rounds import PrivateRounds
 from fedlora.flower.rounds.recording import Recorder
 from fedlora.flower.rounds.round_lines import fitting_summary
-from fedlora.flower.rounds.site_evaluation import Asking
 from fedlora.flower.rounds.strategy import FedLoRA, Identify, registered_names
 from fedlora.flower.terms.facts import Agreement, server_facts
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.private_run import PrivateRun
-from fedlora.training.metrics import score_name
 
 log = logging.getLogger(__name__)
 
@@ -125,13 +122,9 @@ def _strategy(
             strategy.stop("stopped early")
         return facts
 
-    hooks, asking = RoundHooks(), None
+    hooks = RoundHooks()
     if private is not None and settings.privacy is not None:
         hooks = PrivateRounds(private, settings.privacy)
-    else:
-        asking = Asking(
-            score_name(settings.evaluate.metric), lambda round: sites_measure(settings) and due(settings, round)
-        )
     strategy = FedLoRA(
         b.server if private is None else private.server,
         b.policy,
@@ -151,7 +144,7 @@ def _strategy(
         ),
         identify=identify,
         after_round=after_round,
-        asking=asking,
+        choosing=None if private is not None else b.choosing,  # no site measures
         hooks=hooks,
         clock=clock,
     )

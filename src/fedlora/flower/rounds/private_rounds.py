@@ -51,7 +51,7 @@ class PrivateRounds(RoundHooks):
     def check(self, strategy: FedLoRA, policy: Policy) -> None:
         if strategy.server.privacy is None:
             raise ConfigError("private rounds need a server with privacy.")
-        if strategy.asking is not None or strategy.participation != 1.0:
+        if strategy.choosing is not None or strategy.participation != 1.0:
             raise ConfigError("a private federation asks all members to train in every round, and none to measure.")
         check_policy(policy, self._terms)
 

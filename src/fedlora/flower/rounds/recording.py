@@ -40,15 +40,12 @@ class Recorder:
 
     def best(self, lines: Sequence[Line]) -> Line | None:
         """The best of these rounds, if any was measured."""
-        choosing = self._begun.choosing
-        return None if choosing is None else choosing.best(self._comparable(lines))
+        return self._begun.choosing.best(self._comparable(lines))
 
     def stopped(self, lines: Sequence[Line]) -> dict[str, Any] | None:
         """Whether the federation ends early after these rounds, and why."""
-        choosing, settings = self._begun.choosing, self._begun.settings
-        if choosing is None:
-            return None
-        return choosing.stop(self._comparable(lines), settings.run.rounds, settings.evaluate.stopping())
+        settings = self._begun.settings
+        return self._begun.choosing.stop(self._comparable(lines), settings.run.rounds, settings.evaluate.stopping())
 
     def best_state(self, line: Line | None) -> RunState | None:
         """The stored state of that round, the best one; None, with a log line, if it is lost."""
@@ -81,8 +78,7 @@ class Recorder:
         facts = {"metrics": plain(dict(scores))}
         whole = {**plain(dict(line)), **facts}
         before = [old for old in self.lines(state.round) if old["round"] < line["round"]]
-        choosing = self._begun.choosing
-        if choosing is not None and choosing.replaces(whole, self.best(before)):
+        if self._begun.choosing.replaces(whole, self.best(before)):
             checkpoint.keep_also(self._best, self._begun.home.checkpoints, state.round, keep=2)
         self._tell_trackers(whole)
         stopped = self.stopped([*before, whole])
@@ -105,10 +101,10 @@ class Recorder:
 
     def _measured(self, state: RunState) -> Mapping[str, float]:
         """The server's scores, if it measures rounds and this one is due."""
-        settings, evaluator = self._begun.settings, self._begun.at_server.validation
-        if evaluator is None or settings.evaluate.target == "clients" or not due(settings, state.round):
+        evaluator = self._begun.at_server.validation
+        if evaluator is None or self._begun.choosing.by != "server" or not due(self._begun.settings, state.round):
             return {}
-        return evaluator.evaluate(self._server, state) if self._server.has_global_model(state.server) else {}
+        return evaluator.evaluate(self._server, state)
 
     def _tell_trackers(self, line: Line) -> None:
         """Report a round to trackers; of a private one only what may be released."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,14 +68,6 @@ class SiteRound:
             "site_capped": self.capped(),
             **({"measure_seconds": self.seconds} if self.seconds is not None else {}),
         }
-
-
-@dataclass(frozen=True)
-class Asking:
-    """When sites are asked, and for which score. due: whether a round is measured."""
-
-    metric: str
-    due: Callable[[int], bool]
 
 
 class SiteEvaluation:
@@ -158,4 +150,4 @@ class SiteEvaluation:
             return f"its measurement cannot be read: {type(error).__name__}"
 
 
-__all__ = ["Asking", "SiteEvaluation", "SiteRound"]
+__all__ = ["SiteEvaluation", "SiteRound"]

@@ -38,6 +38,7 @@ from fedlora.errors import BudgetSpent, ConfigError, QuorumNotMet
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.rounds.attempt import Attempt
+from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.collecting import (
     Answer,
     Clock,
@@ -56,7 +57,7 @@ from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
 from fedlora.flower.rounds.questions import Question, Questions
 from fedlora.flower.rounds.round_lines import RoundLines
-from fedlora.flower.rounds.site_evaluation import Asking, SiteEvaluation, SiteRound
+from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
@@ -79,7 +80,7 @@ class FedLoRA:
         identify: how to identify nodes; by default by their registered names, never by their claims.
         after_round: called with each finished round's line, once its checkpoint is stored; its result is added to the
             line. After a crash it is called again for a round that it had not finished. It may call `stop`.
-        asking: when the sites are asked to measure, and for which score; None: never.
+        choosing: which score the sites are asked to measure, and when; None: never.
         hooks: what another kind of rounds adds, such as `PrivateRounds`. clock: the clock, which also waits.
 
     Raises:
@@ -103,12 +104,12 @@ class FedLoRA:
         codec: Codec = OwnClients(),  # noqa: B008 - immutable
         identify: Identify = registered_names,
         after_round: Callable[[Mapping[str, Any]], Mapping[str, Any] | None] | None = None,
-        asking: Asking | None = None,
+        choosing: Choosing | None = None,
         hooks: RoundHooks = RoundHooks(),  # noqa: B008 - immutable
         clock: Clock = time,
     ) -> None:
         self.server, self.policy, self.run, self.clock = server, policy, run, clock
-        self.participation, self.asking, self._hooks = participation, asking, hooks
+        self.participation, self.choosing, self._hooks = participation, choosing, hooks
         self._folder, self._record, self._seed = folder, record, seed
         self.codec, self.after_round, self._identify = codec, after_round, identify
         self.memory, self._identity = FlowerState(run, state), run_identity(run, server, state.server)
@@ -236,8 +237,8 @@ class FedLoRA:
 
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """The work after a stored round: evaluation, and the final version of its line."""
-        if self.asking is not None:
-            found = self.measure(grid, "validation") if self.asking.due(self.round) else SiteRound()
+        if self.choosing is not None:
+            found = self.measure(grid, "validation") if self.choosing.sites_due(self.round) else SiteRound()
             line = {**line, **found.facts()}
         more = self.after_round(line) if self.after_round is not None else None
         line = self._hooks.line({"metrics": {}, **line, **(more or {})})
@@ -247,12 +248,12 @@ class FedLoRA:
 
     def measure(self, grid: Grid, part: HeldOut) -> SiteRound:
         """Let the sites measure on their held-out data; no site, if sites are never asked."""
-        if self.asking is None:
+        if self.choosing is None:
             return SiteRound()
         began, deadline = self.clock.monotonic(), self.policy.deadline
         evaluation = SiteEvaluation(self._questions(grid), part)
         answers = self._answers(grid, evaluation.questions(deadline), deadline, self.round, "measuring")
-        found = evaluation.read(answers, self.asking.metric)
+        found = evaluation.read(answers, self.choosing.metric)
         self.memory = replace(
             self.memory, state=replace(self.memory.state, clients=evaluation.memories(found))
         )  # stored with the next round: who holds something else by then says so, and is sent everything
