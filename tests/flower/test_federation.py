@@ -23,7 +23,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from fedlora import Adapter, Client, Server, build
 from fedlora.core.trainer import Trained
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
-from fedlora.flower.messages.receipt import Receipt
+from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import (
     NUMPY,
     PROTOCOL,

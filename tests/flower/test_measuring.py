@@ -20,8 +20,8 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from fedlora import Adapter, Client, Server, build
 from fedlora.errors import ConfigError, KeptStateError
 from fedlora.flower.messages.codecs import OwnClients
+from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.measuring import SiteScores, as_question, asked_part, record_measured
-from fedlora.flower.messages.receipt import Receipt
 from fedlora.flower.messages.records import PROTOCOL, RecordError
 from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.flower_state import FlowerState

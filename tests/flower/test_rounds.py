@@ -28,7 +28,7 @@ from fedlora import Adapter, LoRA, Server, build
 from fedlora.core.messages import Client, Upload
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
 from fedlora.flower import rounds as rounds_package
-from fedlora.flower.messages.receipt import Receipt, put_receipt, receipt_of
+from fedlora.flower.messages.envelope import Receipt, put_receipt, receipt_of
 from fedlora.flower.messages.records import to_array, to_tensor
 from fedlora.flower.rounds.attempt import far_ones, update_norm
 from fedlora.flower.rounds.events import Again, Began, Done, Ended, Fated, PolicyChanged, read_events

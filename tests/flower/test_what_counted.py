@@ -20,7 +20,7 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedlora import Adapter, Client, LoRA, Server, build
 from fedlora.core.trainer import Trained
-from fedlora.flower.messages.receipt import Receipt, receipt_of
+from fedlora.flower.messages.envelope import Receipt, receipt_of
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy

@@ -23,8 +23,8 @@ from flwr.serverapp import Grid, ServerApp
 from fedlora.core.echo import shown
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from fedlora.flower import children
+from fedlora.flower.messages.envelope import receipt_of
 from fedlora.flower.messages.parts import parts
-from fedlora.flower.messages.receipt import receipt_of
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.site.resident import TrainerFailed, ask

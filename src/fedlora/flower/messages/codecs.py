@@ -16,8 +16,7 @@ from fedlora.core.messages import Client, Download, Form, Held, Upload
 from fedlora.core.parcels import held_after, pack
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
-from fedlora.flower.messages.envelope import Envelope
-from fedlora.flower.messages.receipt import Receipt
+from fedlora.flower.messages.envelope import Envelope, Receipt
 from fedlora.flower.messages.records import parcel_record, record_upload, stock_upload
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.policy import Policy

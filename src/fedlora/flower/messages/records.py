@@ -28,9 +28,8 @@ from fedlora.core.messages import Client, Form, Held, Upload
 from fedlora.core.method import Roles, TailPenalty
 from fedlora.core.parcels import Parcel
 from fedlora.core.read_only import ReadOnly
-from fedlora.flower.messages.envelope import PROTOCOL, Envelope, RecordError, enclose, opened
+from fedlora.flower.messages.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened, put_receipt
 from fedlora.flower.messages.parts import parts
-from fedlora.flower.messages.receipt import Receipt, put_receipt
 from fedlora.flower.messages.salt import SALT, salted, unsalted
 from fedlora.flower.terms.agreement import Disagreement, Facts, check
 from fedlora.linalg.stored import stored_bytes

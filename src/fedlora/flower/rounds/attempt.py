@@ -25,7 +25,7 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import round_loss
 from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
 from fedlora.flower.messages.codecs import Reply
-from fedlora.flower.messages.receipt import Receipt
+from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.events import Fate, Fated

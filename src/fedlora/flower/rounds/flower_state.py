@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from fedlora.core.read_only import ReadOnly
-from fedlora.flower.messages.receipt import Receipt
+from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.rounds.events import PolicyChanged
 from fedlora.server.state import RunState
 

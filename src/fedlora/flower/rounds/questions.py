@@ -9,8 +9,8 @@ from flwr.app import Message, MessageType
 
 from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
 from fedlora.flower.messages.codecs import Codec
+from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.measuring import HeldOut, as_question
-from fedlora.flower.messages.receipt import Receipt
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.terms.policy import Policy

@@ -23,6 +23,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ class FedLoRA:
         self._events = EventWriter(record / "events.jsonl" if record is not None else None)
         self.lines = RoundLines(None)
         self.stopped: str | None = None  # why no further round is played
-        self._of: int | None = None  # the requested number of rounds
+        self._num_rounds: int | None = None
 
     @property
     def round(self) -> int:
@@ -156,32 +157,17 @@ class FedLoRA:
             QuorumNotMet: a round had too few usable replies in each of its attempts; the state before it is stored.
         """
         log_to_stdout()
-        result, self.stopped, self._of, why = Result(), None, num_rounds, "interrupted"
-        with self._hooks.playing(self):
+        result, self.stopped, self._num_rounds = Result(), None, num_rounds
+        with self._hooks.playing(self), self._telling_the_end():
             self.lines = RoundLines(self._record / "rounds.jsonl" if self._record else None, upto=self.round)
-            try:
-                last = self.lines.get(self.round)
-                if last is not None and "metrics" not in last:  # a crash came between its checkpoint and its end
-                    self._finish(grid, last)
-                while self.round < num_rounds and self.stopped is None:
-                    line = self._play(grid, timeout)
-                    trained = sum(fate == "trained" for fate in fates_of(line).values())
-                    loss = math.nan if line["loss"] is None else line["loss"]
-                    result.train_metrics_clientapp[self.round] = MetricRecord({"clients": trained, "loss": loss})
-                why = self.stopped or "complete"
-            except QuorumNotMet:
-                why = "quorum"
-                raise
-            except BudgetSpent as spent:  # a private round that nobody trained for
-                log.warning("round %d is not played: %s", self.round + 1, spent, extra=RELEASED)
-                why = self.stopped = "budget"
-                if not self.round:
-                    raise
-            except Exception as error:
-                why = shown(f"failed: {type(error).__name__}: {error}")
-                raise
-            finally:
-                self._event(Ended(self.round, why))
+            last = self.lines.get(self.round)
+            if last is not None and "metrics" not in last:  # a crash came between its checkpoint and its end
+                self._finish(grid, last)
+            while self.round < num_rounds and self.stopped is None:
+                line = self._play(grid, timeout)
+                trained = sum(fate == "trained" for fate in fates_of(line).values())
+                loss = math.nan if line["loss"] is None else line["loss"]
+                result.train_metrics_clientapp[self.round] = MetricRecord({"clients": trained, "loss": loss})
         return result
 
     def _play(self, grid: Grid, timeout: float | None) -> Mapping[str, Any]:
@@ -254,12 +240,32 @@ class FedLoRA:
         evaluation = SiteEvaluation(self._questions(grid), part)
         answers = self._answers(grid, evaluation.questions(deadline), deadline, self.round, "measuring")
         found = evaluation.read(answers, self.choosing.metric)
-        self.memory = replace(
-            self.memory, state=replace(self.memory.state, clients=evaluation.memories(found))
-        )  # stored with the next round: who holds something else by then says so, and is sent everything
+        clients = evaluation.memories(found)  # stored with the next round: who holds something else by then says so
+        self.memory = replace(self.memory, state=replace(self.memory.state, clients=clients))
         return replace(found, seconds=round(self.clock.monotonic() - began, 3)) if evaluation.asked else found
 
     # -------------------------------------------------------------------------------------------------------- inside
+
+    @contextmanager
+    def _telling_the_end(self) -> Iterator[None]:
+        """Write down why the rounds in this block ended."""
+        why = "interrupted"
+        try:
+            yield
+            why = self.stopped or "complete"
+        except QuorumNotMet:
+            why = "quorum"
+            raise
+        except BudgetSpent as spent:  # a private round: nobody trained for it
+            log.warning("round %d is not played: %s", self.round + 1, spent, extra=RELEASED)
+            why = self.stopped = "budget"
+            if not self.round:
+                raise
+        except Exception as error:
+            why = shown(f"failed: {type(error).__name__}: {error}")
+            raise
+        finally:
+            self._event(Ended(self.round, why))
 
     def online(self, grid: Grid) -> dict[str, int]:
         """The clients that are online -> their node ids."""
@@ -307,7 +313,7 @@ class FedLoRA:
         except OSError as error:  # losing a report is better than losing a round
             log.warning("an event could not be written: %s", error)
         level = logging.INFO if isinstance(told, Done | Ended) else logging.WARNING
-        for line in lines_of(told, self._of):
+        for line in lines_of(told, self._num_rounds):
             log.log(level, "%s", line, extra=RELEASED)
 
     def _save(self) -> None:

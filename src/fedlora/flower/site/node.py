@@ -1,7 +1,7 @@
 """A node's work: receive a parcel, train, keep what stays home, answer. Its state is on its own disk.
 
 A client's work depends only on what it receives and on its state after the last round in which its work counted. The
-server names that round in each question (`messages.receipt`), and the node begins with exactly that state. So work
+server names that round in each question (`messages.envelope`), and the node begins with exactly that state. So work
 that was refused, late or part of a failed attempt, and rounds that the server lost, leave no trace in the node's state.
 """
 
@@ -24,9 +24,8 @@ from fedlora.core.parcels import Cache, Parcel, remember, unpack
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import Trainer
 from fedlora.errors import ConfigError, KeptStateError, UploadRefused
-from fedlora.flower.messages.envelope import opened
+from fedlora.flower.messages.envelope import Receipt, opened, receipt_of
 from fedlora.flower.messages.measuring import Evaluators, asked_part, measured_record
-from fedlora.flower.messages.receipt import Receipt, receipt_of
 from fedlora.flower.messages.records import record_parcel, upload_record
 from fedlora.flower.terms.agreement import Facts, check
 
