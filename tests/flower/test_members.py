@@ -23,11 +23,12 @@ from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.connection import check_ports
-from fedlora.flower.setup import checkup, doors, handshake, members
+from fedlora.flower.setup import checkup, doors, members
 from fedlora.flower.setup.init_steps import with_quorum
 from fedlora.flower.setup.renewal import renew
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Disagreement
+from fedlora.flower.terms.certificates import verdict
 from fedlora.flower.terms.facts import Agreement
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
@@ -427,7 +428,7 @@ def test_renewal_keeps_the_authority_and_says_another_port(fed: FederationFolder
     done = renew(fed.path)
     assert done.public and not (done.loopback or done.changed or done.handed)
     assert (fed.public / "server.crt").read_bytes() != before and (fed.public / "ca.crt").read_bytes() == ca
-    assert handshake.verdict(fed.public, "fl.example.org").sound
+    assert verdict(fed.public, "fl.example.org").sound
     fed.settings.write_text(fed.settings.read_text().replace("port = 8443", "port = 9443"))
     with pytest.raises(ConfigError, match=r"network\.port = 9443, and .*nginx.*`fedlora flower renew"):
         check_ports(fed)

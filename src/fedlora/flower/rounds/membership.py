@@ -77,7 +77,7 @@ def quarantine(policy: Policy, refusals: Mapping[str, int], name: str) -> str:
     return f"it is in quarantine after {count} refused uploads" if 0 < policy.quarantine <= count else ""
 
 
-class PolicyFile:
+class PolicyReader:
     """policy.toml, which is read again before each round.
 
     path: None: the policy stays. check: raises `FedLoRAError` for a policy that this federation cannot play.
@@ -153,4 +153,4 @@ def with_largest_share(server: Server, policy: Policy) -> Server:
     return replace(server, max_weight_share=policy.share)
 
 
-__all__ = ["Drawn", "PolicyFile", "check_playable", "check_quorum", "draw", "quarantine", "with_largest_share"]
+__all__ = ["Drawn", "PolicyReader", "check_playable", "check_quorum", "draw", "quarantine", "with_largest_share"]

@@ -53,7 +53,7 @@ from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Eve
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.lines import lines_of
-from fedlora.flower.rounds.membership import PolicyFile, check_playable, draw, with_largest_share
+from fedlora.flower.rounds.membership import PolicyReader, check_playable, draw, with_largest_share
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
 from fedlora.flower.rounds.questions import Question, Questions
@@ -127,7 +127,7 @@ class FedLoRA:
                 f"would be lost beside it. Continue with resume=True, or take another folder."
             )
         self._check(policy)
-        self._policy_file = PolicyFile(policy_file, self._check)
+        self._policy_file = PolicyReader(policy_file, self._check)
         self._events = EventWriter(record / "events.jsonl" if record is not None else None)
         self.lines = RoundLines(None)
         self.stopped: str | None = None  # why no further round is played

@@ -21,9 +21,10 @@ from fedlora.flower.rounds.lines import size_of
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.serving.connection import check_ports, connection
-from fedlora.flower.setup import doors, handshake
+from fedlora.flower.setup import doors
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.terms.agreement import Facts
+from fedlora.flower.terms.certificates import verdict
 from fedlora.flower.terms.facts import Agreement, admitted
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
@@ -154,7 +155,7 @@ def _certificates(there: FederationFolder, network: NetworkSection) -> list[Row]
     places = [("SuperLink's certificate", there.certificates, "127.0.0.1")]
     if network.name is not None:
         places.append((f"certificate of {network.name}", there.public, network.name))
-    found = [(what, handshake.verdict(folder, name)) for what, folder, name in places]
+    found = [(what, verdict(folder, name)) for what, folder, name in places]
     return [(what, certificate.said(), certificate.sound) for what, certificate in found]
 
 
