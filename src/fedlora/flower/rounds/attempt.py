@@ -153,11 +153,11 @@ class Attempt:
         """Client -> why it did not train, for all who were drawn or are in quarantine."""
         return {name: found.why for name, found in self.fates.items() if found.fate not in ("trained", "not drawn")}
 
-    def failed(self, error: QuorumNotMet) -> FlowerState:
+    def not_counted(self, error: QuorumNotMet) -> FlowerState:
         """What the server knows after an attempt that did not count."""
         receipts = dict(self.memory.receipts)
         for name in self._asked:
-            why = self._not_counted(name, f"the whole attempt did not: {error}")
+            why = self._why_not(name, f"the whole attempt did not: {error}")
             receipts[name] = replace(receipts.get(name, Receipt()), why=why)
         return replace(self.memory, refusals=self._ordered_refusals(), receipts=ReadOnly(receipts))
 
@@ -181,12 +181,8 @@ class Attempt:
             self.memory.run, RunState(after.round, after, ReadOnly(clients)), self._ordered_refusals(),
             ReadOnly({name: examples[name] for name in sorted(examples)}), ReadOnly(receipts),
         )  # fmt: skip
-        losses = {name: reply.loss for name, reply in trained.items() if reply.loss is not None}
-        loss = round_loss(losses, {name: reply.count for name, reply in taken.items()})
-        claims = {name: reply.examples for name, reply in trained.items() if name in tally.weights}
-        capped = shares_lost(claims, tally.weights) if self.server.weighs_by == "examples" else {}
-        line = {**self._line(after, losses, list(trained), capped), "loss": loss}
-        return Closed(memory, line, tuple(self._fates[name] for name in taken if name not in trained))
+        overturned = tuple(self._fates[name] for name in taken if name not in trained)
+        return Closed(memory, self._line(after, taken, trained), overturned)
 
     # -------------------------------------------------------------------------------------------------------- inside
 
@@ -206,14 +202,14 @@ class Attempt:
                     clients[name] = replace(clients[name], held=None)  # its current content is unknown
                 if self._fates[name].fate in ("refused", "failed"):  # as in the engine: only its data position moves on
                     receipt = replace(receipt, answered=self.number)
-            receipts[name] = replace(receipt, why=self._not_counted(name, left_out.get(name, "")))
+            receipts[name] = replace(receipt, why=self._why_not(name, left_out.get(name, "")))
         if not self.expected:  # who trained for the sum before a kill is unknown
             clients = {name: replace(memory, held=None) for name, memory in clients.items()}
             unsure = Receipt(self.number, self.number, sure=False)
             receipts = dict.fromkeys([*receipts, *self.policy.clients], unsure)
         return clients, receipts
 
-    def _not_counted(self, name: str, though_trained: str) -> str:
+    def _why_not(self, name: str, though_trained: str) -> str:
         """Why an asked client's work did not count, for the client; "" if it did. though_trained: why it did not if the
         client trained. A private round tells nobody."""
         fated = self._fates[name]
@@ -248,25 +244,24 @@ class Attempt:
         )
 
     def _line(
-        self,
-        after: ServerState,
-        losses: Mapping[str, float],
-        trained: list[str],
-        capped: Mapping[str, Mapping[str, float]],
+        self, after: ServerState, taken: Mapping[str, _Trained], trained: Mapping[str, _Trained]
     ) -> dict[str, Any]:
-        fates = self.fates
+        """The round's line of rounds.jsonl, as far as it is known here."""
+        tally, fates = after.tally or Tally({}), self.fates
+        losses = {name: reply.loss for name, reply in trained.items() if reply.loss is not None}
+        claims = {name: reply.examples for name, reply in trained.items() if name in tally.weights}
         norms = {name: fates[name].norm or 0.0 for name in trained}
-        tally = after.tally or Tally({})
         return {
             "round": after.round,
             "attempt": self.nth,
-            "losses": dict(losses),
+            "loss": round_loss(losses, {name: reply.count for name, reply in taken.items()}),
+            "losses": losses,
             "weights": dict(tally.weights),
             "refused": self.missing,
             "fates": {name: {"fate": fated.fate, "why": fated.why} for name, fated in fates.items()},
             "norms": norms,
             "far": far_ones(norms),
-            "capped": {name: dict(shares) for name, shares in capped.items()},
+            "capped": shares_lost(claims, tally.weights) if self.server.weighs_by == "examples" else {},
             "alike": dict(tally.alike),
             **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
         }

@@ -220,16 +220,16 @@ def who_is_online(identify: Identify, grid: Grid, deadline: float, clock: Clock)
 def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:
     """The SuperLink's answer, asked again while it answers with errors. until: the clock's time at which its error is
     raised."""
-    told = False
+    warned = False
     while True:
         try:
             return ask()
         except httpx.HTTPError as error:
             if clock.monotonic() >= until:
                 raise
-            if not told:
+            if not warned:
                 log.warning("the SuperLink fails, and is asked again: %s", _brief(error))
-            told = True
+            warned = True
             clock.sleep(2.0)
 
 

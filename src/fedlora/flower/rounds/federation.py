@@ -112,9 +112,9 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
             f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can "
             f"undo a round. Set run.rounds = {rounds} to end here, or more to continue."
         )
-    if rounds > (told := rounds_done(home.rounds)):  # a round's line is written before its state
+    if rounds > (last := rounds_done(home.rounds)):  # a round's line is written before its state
         raise ConfigError(
-            f"{home.checkpoints} has the state of round {rounds}, but {home.rounds} ends with round {told}. Probably a "
+            f"{home.checkpoints} has the state of round {rounds}, but {home.rounds} ends with round {last}. Probably a "
             f"backup was unpacked over a newer folder. Move this folder away, unpack the backup into an empty place, "
             f"and start again."
         )

@@ -150,8 +150,8 @@ def _confusion(e: _Ended) -> dict[str, Any] | None:
 
 def _examples(home: FederationFolder) -> dict[str, float]:
     """Client -> the number of examples that it last reported for training."""
-    told = (event for event in read_events(home.events) if isinstance(event, Fated) and event.fate == "trained")
-    return {event.client: event.examples for event in told if event.examples is not None}
+    trained = (event for event in read_events(home.events) if isinstance(event, Fated) and event.fate == "trained")
+    return {event.client: event.examples for event in trained if event.examples is not None}
 
 
 __all__ = ["finish"]

@@ -80,13 +80,13 @@ class PrivateRounds(RoundHooks):
             return
         self._require_room(strategy.round + 1)
         number, clock = strategy.round + 1, strategy.clock
-        began = told = clock.monotonic()
+        began = remind = clock.monotonic()
         while missing := set(strategy.policy.clients) - set(strategy.online(grid)):
             now = clock.monotonic()
             if number > 1 and now - began >= deadline:
                 return
-            if number == 1 and now >= told:
-                told = now + _REMIND
+            if number == 1 and now >= remind:
+                remind = now + _REMIND
                 self._note(number, f"round 1 waits for {', '.join(sorted(missing))}")
                 members = len(strategy.policy.clients)
                 log.warning("round 1 waits until all %d members are online", members, extra=RELEASED)

@@ -109,9 +109,9 @@ class Recorder:
     def _tell_trackers(self, line: Line) -> None:
         """Report a round to trackers; of a private one only what may be released."""
         found = numbers_of_round(line) if self._trackers else {}
-        told = found if self._server.privacy is None else public_numbers(found, line)
+        numbers = found if self._server.privacy is None else public_numbers(found, line)
         for tracker in self._trackers:
-            tracker.log(line["round"], told)
+            tracker.log(line["round"], numbers)
 
     def _comparable(self, lines: Sequence[Line]) -> list[Line]:
         since = self._begun.history.comparable_since()

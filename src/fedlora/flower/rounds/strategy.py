@@ -184,7 +184,7 @@ class FedLoRA:
             except QuorumNotMet as error:
                 why = f"{error} Not there: {attempt.missing or 'nobody'}."
                 self._event(Again(number, nth, why))
-                self.memory = attempt.failed(error)
+                self.memory = attempt.not_counted(error)
                 self._save()
                 if nth > self.policy.retries:
                     raise QuorumNotMet(why) from error
@@ -305,15 +305,15 @@ class FedLoRA:
 
     def _event(self, event: Event) -> None:
         """Write what may be told of the event, and log its words."""
-        told = self._hooks.event(event, self.policy)
-        if told is None:
+        public = self._hooks.event(event, self.policy)
+        if public is None:
             return
         try:
-            self._events.write(told)
+            self._events.write(public)
         except OSError as error:  # losing a report is better than losing a round
             log.warning("an event could not be written: %s", error)
-        level = logging.INFO if isinstance(told, Done | Ended) else logging.WARNING
-        for line in lines_of(told, self._num_rounds):
+        level = logging.INFO if isinstance(public, Done | Ended) else logging.WARNING
+        for line in lines_of(public, self._num_rounds):
             log.log(level, "%s", line, extra=RELEASED)
 
     def _save(self) -> None:

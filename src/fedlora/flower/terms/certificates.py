@@ -93,8 +93,8 @@ def write_public(folder: Path, name: str) -> None:
 
 
 def verdict(folder: Path, name: str) -> Certificate:
-    """What a node that dials `name` would say of server.crt, server.key and ca.crt in `folder`: both ends of a handshake
-    in memory."""
+    """What a node that dials `name` would say of server.crt, server.key and ca.crt in `folder`, from both ends of a TLS
+    handshake in memory."""
     paths = {file: folder / file for file in ("ca.crt", "server.crt", "server.key")}
     lacks = [file for file, path in paths.items() if not path.is_file()]
     if lacks:
