@@ -139,11 +139,6 @@ class Attempt:
         return {name: known[name] for name in self.policy.clients if name in known}
 
     @property
-    def expected(self) -> bool:
-        """Whether anybody was to be asked; False if a private round's sum was there already."""
-        return self._intake.asked != ()
-
-    @property
     def unserved(self) -> list[Fated]:
         """The fates of clients to ask whom the method cannot serve."""
         return [self._fates[name] for name in self._drawn.asked if name not in self._asked]
@@ -203,7 +198,7 @@ class Attempt:
                 if self._fates[name].fate in ("refused", "failed"):  # as in the engine: only its data position moves on
                     receipt = replace(receipt, answered=self.number)
             receipts[name] = replace(receipt, why=self._why_not(name, left_out.get(name, "")))
-        if not self.expected:  # who trained for the sum before a kill is unknown
+        if self._intake.asked == ():  # a private sum that was there already: who trained for it is unknown
             clients = {name: replace(memory, held=None) for name, memory in clients.items()}
             unsure = Receipt(self.number, self.number, sure=False)
             receipts = dict.fromkeys([*receipts, *self.policy.clients], unsure)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from flwr.serverapp import Grid
 
 from fedlora.errors import ConfigError
-from fedlora.flower.rounds.attempt import Attempt
 from fedlora.flower.rounds.events import Event
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.intake import Intake
@@ -35,9 +34,6 @@ class RoundHooks:
 
     def before(self, strategy: FedLoRA, grid: Grid, intake: Intake, deadline: float) -> None:
         """Before an attempt's clients are drawn. deadline: seconds."""
-
-    def answered(self, attempt: Attempt) -> None:
-        """After the last answer of an attempt, before it is closed."""
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """What may be written of a round's line."""

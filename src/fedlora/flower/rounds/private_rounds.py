@@ -16,8 +16,7 @@ from typing import Any
 from flwr.serverapp import Grid
 
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, FedLoRAError, LedgerError
-from fedlora.flower.rounds.attempt import Attempt
-from fedlora.flower.rounds.events import Ended, Event, Fated, PolicyChanged
+from fedlora.flower.rounds.events import Began, Ended, Event, Fated, PolicyChanged
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.private_words import RELEASED, logs_kept_secret, public_event, public_line
 from fedlora.flower.rounds.strategy import FedLoRA
@@ -93,24 +92,18 @@ class PrivateRounds(RoundHooks):
             clock.sleep(1.0)
             strategy.read_policy(number)
 
-    def answered(self, attempt: Attempt) -> None:
-        """Note the members whose answers never reached the intake, which notes its own refusals."""
-        if not attempt.expected:
-            return
-        for name, fated in attempt.fates.items():
-            if fated.fate not in ("trained", "refused"):
-                self._privacy.note(attempt.number, name, f"{fated.fate}: {fated.why}")
-        for name in sorted(set(self._terms.named()) - set(attempt.policy.clients)):
-            self._privacy.note(attempt.number, name, "removed: policy.toml does not name it")
-
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
         return public_line(line, line.get("privacy") or self.private.spent(line["round"]))
 
     def event(self, event: Event, policy: Policy) -> Event | None:
         public = public_event(event, list(policy.clients))
-        if isinstance(event, Fated) and event.fate == "trained":
+        if isinstance(event, Began):
+            self._note_away(event, policy)
+        elif isinstance(event, Fated) and event.fate == "trained":
             loss = "" if event.loss is None else f", loss {event.loss:.4g}"
             self._note(event.round, f"{event.client} answered: {event.examples} examples in {event.seconds} s{loss}")
+        elif isinstance(event, Fated) and event.fate != "refused":  # the intake notes its own refusals
+            self._privacy.note(event.round, event.client, f"{event.fate}: {event.why}")
         elif isinstance(event, PolicyChanged | Ended) and event.why != getattr(public, "why", ""):
             self._note(event.round + isinstance(event, Ended), event.why)
         return public
@@ -128,6 +121,16 @@ class PrivateRounds(RoundHooks):
         releases, plan = self.private.releases, self.private.plan
         event = releases.event(number, self._privacy.mechanism(plan.size), plan.size, 1.0)
         releases.ledger.check(event, releases.budget, 1)
+
+    def _note_away(self, event: Began, policy: Policy) -> None:
+        """Note the members that are not asked, unless the sum is there already, for which nobody is."""
+        others = event.not_asked.items()
+        away = {name: f"{one['fate']}: {one['why']}" for name, one in others if one["fate"] != "not drawn"}
+        if event.asked or away:
+            removed = sorted(set(self._terms.named()) - set(policy.clients))
+            away |= dict.fromkeys(removed, "removed: policy.toml does not name it")
+        for name, why in away.items():
+            self._privacy.note(event.round, name, why)
 
     def _note(self, number: int, what: str) -> None:
         self._privacy.note(number, "", what)

@@ -218,7 +218,6 @@ class FedLoRA:
             self._event(fated)
         for fated in attempt.unserved:
             self._event(fated)
-        self._hooks.answered(attempt)
         return attempt
 
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> Mapping[str, Any]:
