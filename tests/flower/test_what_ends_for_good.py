@@ -19,8 +19,7 @@ from fedlora.core import checkpoint
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.rounds.federation import begun
-from fedlora.flower.rounds.flower_state import FlowerState
-from fedlora.flower.rounds.strategy import run_identity
+from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.supervisor import Stopped, Supervisor
 from fedlora.flower.setup import checkup

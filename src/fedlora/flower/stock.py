@@ -28,6 +28,8 @@ from fedlora.server.server import Server, start
 class StockFedLoRA(FedLoRA, Strategy):
     """`FedLoRA` with the arguments of Flower's `Strategy.start`; `stock_strategy` makes one."""
 
+    codec: StockClients
+
     def start(
         self,
         grid: Grid,
@@ -53,7 +55,6 @@ class StockFedLoRA(FedLoRA, Strategy):
         """
         if evaluate_config is not None:
             raise ConfigError("FedLoRA sends no evaluate_config. Measure at the server with evaluate_fn.")
-        assert isinstance(self.codec, StockClients), "`stock_strategy` made it"
         if train_config is not None:
             self.codec = replace(self.codec, config=ReadOnly(dict(train_config)))
         scores: dict[int, MetricRecord] = {}
@@ -70,7 +71,6 @@ class StockFedLoRA(FedLoRA, Strategy):
 
     def arrays(self) -> ArrayRecord:
         """The server's model as clients read it."""
-        assert isinstance(self.codec, StockClients), "`stock_strategy` made it"
         return self.codec.result(self.server, self.memory.state.server)
 
     def summary(self) -> None:

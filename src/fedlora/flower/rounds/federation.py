@@ -20,7 +20,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
-from fedlora.flower.rounds.flower_state import FlowerState
+from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.membership import check_playable
 from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.rounds.private_words import has_released
@@ -28,7 +28,6 @@ from fedlora.flower.rounds.results import check_readouts
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
 from fedlora.flower.rounds.settings_history import History
-from fedlora.flower.rounds.strategy import run_identity
 from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy

@@ -1,15 +1,19 @@
-"""All that the server remembers of a federation, in its checkpoints; and what a changed policy makes it forget."""
+"""All that the server remembers of a federation, in its checkpoints; what a changed policy makes it forget; and how a
+checkpoint says whose it is."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import ClassVar
 
+from fedlora.core.lora import named_tensors
 from fedlora.core.read_only import ReadOnly
 from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.rounds.events import PolicyChanged
-from fedlora.server.state import RunState
+from fedlora.server.server import Server
+from fedlora.server.state import RunState, ServerState
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,4 +42,15 @@ class FlowerState:
         return replace(self, state=state, refusals=ReadOnly(refusals), examples=ReadOnly(examples))
 
 
-__all__ = ["FlowerState"]
+def run_identity(run: str, server: Server, state: ServerState) -> str:
+    """The run's name in its checkpoints: its own, the method with its options, and a digest of all names and shapes."""
+    method = server.method
+    options: dict[str, object] = (
+        {f.name: getattr(method, f.name) for f in fields(method)} if is_dataclass(method) else {}
+    )
+    said = ", ".join(f"{name}={value}" for name, value in options.items() if isinstance(value, str | int | float))
+    shapes = [(name, tuple(tensor.shape)) for name, tensor in named_tensors(replace(state.start, heads=state.heads))]
+    return f"{run}, {method.name}({said}), modules {hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:8]}"
+
+
+__all__ = ["FlowerState", "run_identity"]

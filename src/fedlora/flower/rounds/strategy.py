@@ -8,23 +8,28 @@ messages, a named fate for every client of the policy, a repeated round if too f
 round, an error instead of a "successful" run without training, and continuing from a checkpoint. So none of the other
 methods of `Strategy` would ever be called, and `FedLoRA` is no subclass; `stock.StockFedLoRA` is, for stock clients.
 
-In the order of a round:
+Where the parts of a round are, beside what Flower calls them:
 
-membership.py   who is asked                      attempt.py       what the answers give
-questions.py    the messages                      round_lines.py   the round's line, then its checkpoint
-collecting.py   messages out, answers in          events.py        reports for others; lines.py: in words
+membership.py        who is asked                                     sample_nodes
+questions.py         the messages                                     configure_train
+collecting.py        messages out, answers in, late ones by name      Grid.send_and_receive
+attempt.py           each answer's fate, and the next state           aggregate_train
+site_evaluation.py   the sites' measurements                          configure_evaluate, aggregate_evaluate
+round_lines.py, events.py, lines.py                                   the log
+
+An *intake* (`Server.open`) takes in one round's uploads and gives the next state. The *memory* (`FlowerState`) is what
+a checkpoint holds: `memory.state.server` is the model, as `Server` has it. The *policy* says who may take part.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +39,6 @@ from flwr.serverapp.strategy import Result
 
 from fedlora.core import checkpoint
 from fedlora.core.echo import shown
-from fedlora.core.lora import named_tensors
 from fedlora.errors import BudgetSpent, ConfigError, QuorumNotMet
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
@@ -50,7 +54,7 @@ from fedlora.flower.rounds.collecting import (
     who_is_online,
 )
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter
-from fedlora.flower.rounds.flower_state import FlowerState
+from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.lines import lines_of
 from fedlora.flower.rounds.membership import PolicyReader, check_playable, draw, with_largest_share
@@ -61,7 +65,7 @@ from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import Server
-from fedlora.server.state import RunState, ServerState
+from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
 
@@ -320,17 +324,6 @@ class FedLoRA:
             checkpoint.save(self._folder, self.round, self.memory, of=self._identity)
 
 
-def run_identity(run: str, server: Server, state: ServerState) -> str:
-    """The run's name in its checkpoints: its own, the method with its options, and a digest of all names and shapes."""
-    method = server.method
-    options: dict[str, object] = (
-        {f.name: getattr(method, f.name) for f in fields(method)} if is_dataclass(method) else {}
-    )
-    said = ", ".join(f"{name}={value}" for name, value in options.items() if isinstance(value, str | int | float))
-    shapes = [(name, tuple(tensor.shape)) for name, tensor in named_tensors(replace(state.start, heads=state.heads))]
-    return f"{run}, {method.name}({said}), modules {hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:8]}"
-
-
 def log_to_stdout() -> None:
     """Print fedlora's log if nobody else does, because Flower gives a ServerApp a handler only for its own logger."""
     package = logging.getLogger("fedlora")
@@ -343,4 +336,4 @@ def log_to_stdout() -> None:
         package.setLevel(logging.INFO)
 
 
-__all__ = ["FedLoRA", "FlowerState", "Identify", "registered_names", "run_identity"]
+__all__ = ["FedLoRA", "Identify", "registered_names"]
