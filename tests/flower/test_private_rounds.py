@@ -301,6 +301,7 @@ def test_nothing_that_leaves_tells_what_became_of_a_site(
         found[kind] = everything(folder, grid, caplog.text)
         assert {tuple(dict(m)) for m in result.train_metrics_clientapp.values()} == {("clients", "loss")}
         assert all(dict(m)["clients"] == 0 for m in result.train_metrics_clientapp.values())
+        assert not any(receipt.why for receipt in strategy.memory.receipts.values())  # as in deployment.md
     for part, well in found["well"].items():
         assert found["harmed"][part] == well, part
     assert len(found["well"]["sent"]) == 2

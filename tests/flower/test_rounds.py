@@ -117,6 +117,7 @@ def test_a_site_whose_work_did_not_count_is_told_with_its_next_message(tmp_path:
     }
     assert told(1) == {}
     grid.meddle = {}
+    strategy, _ = federation(tmp_path, Server(build("glora"), quorum=1), ranks, policy=policy, resume=True)
     begins = " did not count: "
     words = told(2)
     assert {name: said.partition(begins)[2].partition(":")[0] for name, said in words.items()} == {
