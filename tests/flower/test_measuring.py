@@ -26,7 +26,7 @@ from fedlora.flower.messages.records import PROTOCOL, RecordError
 from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.lines import measurement_lines
-from fedlora.flower.rounds.questions import Questions
+from fedlora.flower.rounds.questions import Asker
 from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
@@ -173,7 +173,7 @@ def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:
     state = start(server, seed_adapter())
     online = {name: 1000 + k for k, name in enumerate(ranks) if name != "away"}
     known = FlowerState(RUN, state, {"out": 3}, dict.fromkeys(ranks, 5.0))
-    asked = SiteEvaluation(Questions(server, Policy(ranks), OwnClients(), known, online), "validation")
+    asked = SiteEvaluation(Asker(server, Policy(ranks), OwnClients(), known, online), "validation")
     sent = {q.message.metadata.dst_node_id: q.message for q in asked.questions(60.0)}
     assert sorted(sent) == sorted(online[n] for n in ("ok", "forger", "broken", "silent"))
     assert all(m.metadata.message_type == "evaluate" and m.metadata.ttl == 60.0 for m in sent.values())
@@ -224,7 +224,7 @@ def measured_by(said: dict[str, tuple[float, int]], policy: Policy, examples: di
     online = {name: 1000 + k for k, name in enumerate(said)}
     state = start(server, seed_adapter())
     known = FlowerState(RUN, state, refusals, examples)
-    asked = SiteEvaluation(Questions(server, policy, OwnClients(), known, online), "validation")
+    asked = SiteEvaluation(Asker(server, policy, OwnClients(), known, online), "validation")
     answers = []
     for question in asked.questions(60.0):
         name = question.client

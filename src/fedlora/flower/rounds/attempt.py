@@ -31,7 +31,7 @@ from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.events import Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.membership import Drawn
-from fedlora.flower.rounds.questions import Question, Questions, reply_limit
+from fedlora.flower.rounds.questions import Asker, Question, reply_limit
 from fedlora.flower.terms.policy import shares_lost
 from fedlora.server.intake import Intake
 from fedlora.server.state import RunState, ServerState, Tally
@@ -64,15 +64,15 @@ class _Trained:
 class Attempt:
     """One attempt. Mutable; `close` ends it.
 
-    questions: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
+    asker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
     attempts, from 1. deadline: seconds for an answer, and the life of a message.
     """
 
-    def __init__(self, questions: Questions, drawn: Drawn, intake: Intake, nth: int, deadline: float) -> None:
-        self.server, self.policy, self.memory = questions.server, questions.policy, questions.memory
+    def __init__(self, asker: Asker, drawn: Drawn, intake: Intake, nth: int, deadline: float) -> None:
+        self.server, self.policy, self.memory = asker.server, asker.policy, asker.memory
         self.number, self.nth = self.memory.state.round + 1, nth
-        self._questions, self._drawn, self._intake, self._deadline = questions, drawn, intake, deadline
-        self._asked: list[str] = []  # for whom a message was made
+        self._asker, self._drawn, self._intake, self._deadline = asker, drawn, intake, deadline
+        self._served: list[str] = []  # for whom a message was made
         self._taken: dict[str, _Trained] = {}
         self._fates: dict[str, Fated] = {}
         self._refusals = dict(self.memory.refusals)
@@ -82,13 +82,13 @@ class Attempt:
         group = f"{self.memory.run}-{self.number}-{self.nth - 1}"
         for name in self._drawn.asked:
             try:  # the message has the same deadline; otherwise a straggler would work through stale rounds
-                download = self._questions.download(name)
+                download = self._asker.download(name)
                 limit = reply_limit(download.client, self.memory.state.server, self.policy)
-                question = self._questions.question(download, group, self._deadline, limit)
+                question = self._asker.question(download, group, self._deadline, limit)
             except (RankMismatch, HyperparameterError) as error:
                 self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
                 continue
-            self._asked.append(name)
+            self._served.append(name)
             del download
             yield question
             del question
@@ -104,7 +104,7 @@ class Attempt:
             if fate == "refused":
                 return self._refuse(name, answer.why, **came)
             return self._settle(name, fate, answer.why, **came)
-        sent = self._questions.download(name)
+        sent = self._asker.download(name)
         try:
             found = self._read(name, answer.message, sent)
         except RecordError as error:
@@ -118,7 +118,7 @@ class Attempt:
         except UploadRefused as refusal:
             self._count_refusal(name)
             return self._settle(name, "refused", shown(refusal.reason, 500), **came)
-        ranks = self._questions.known(name).ranks if found.ranks is None else found.ranks
+        ranks = self._asker.known(name).ranks if found.ranks is None else found.ranks
         after = ClientMemory(None, 0, found.held, ranks)
         self._taken[name] = _Trained(float(upload.num_examples), float(count), found.loss, after)
         return self._settle(
@@ -141,7 +141,7 @@ class Attempt:
     @property
     def unserved(self) -> list[Fated]:
         """The fates of clients to ask whom the method cannot serve."""
-        return [self._fates[name] for name in self._drawn.asked if name not in self._asked]
+        return [self._fates[name] for name in self._drawn.asked if name not in self._served]
 
     @property
     def missing(self) -> dict[str, str]:
@@ -151,7 +151,7 @@ class Attempt:
     def not_counted(self, error: QuorumNotMet) -> FlowerState:
         """What the server knows after an attempt that did not count."""
         receipts = dict(self.memory.receipts)
-        for name in self._asked:
+        for name in self._served:
             why = self._why_not(name, f"the whole attempt did not: {error}")
             receipts[name] = replace(receipts.get(name, Receipt()), why=why)
         return replace(self.memory, refusals=self._ordered_refusals(), receipts=ReadOnly(receipts))
@@ -187,7 +187,7 @@ class Attempt:
         """What the server knows of each client after the round, and the receipts for its work."""
         clients, receipts = dict(self.memory.state.clients), dict(self.memory.receipts)
         left_out = tally.judged.left_out if tally.judged is not None else {}
-        for name in self._asked:
+        for name in self._served:
             receipt = receipts.get(name, Receipt())
             if name in trained:
                 clients[name], receipt = trained[name].memory, Receipt(self.number, self.number)
@@ -221,7 +221,7 @@ class Attempt:
     def _read(self, name: str, message: Message, sent: Download) -> Reply:
         """A client's reply as an upload; the intake checks its values. Raises `RecordError`."""
         try:
-            reply = self._questions.codec.reply(message.content, sent, self.memory.state.server, self.memory.run)
+            reply = self._asker.codec.reply(message.content, sent, self.memory.state.server, self.memory.run)
         except RecordError:
             raise
         except Exception as error:  # a forged record can raise anything else, and its sender is to blame

@@ -33,7 +33,7 @@ class Question:
 
 
 @dataclass(frozen=True, eq=False)
-class Questions:
+class Asker:
     """Makes the messages of one state. A message may be large: it is made on demand, and made again if it is needed.
 
     online: name -> node id.
@@ -92,4 +92,4 @@ def reply_limit(client: Client, state: ServerState, policy: Policy) -> Limit:
     return Limit(most, 64 + 4 * tensors + most // (_MB // 4), 2 * _MB + 2048 * tensors)
 
 
-__all__ = ["Question", "Questions", "reply_limit"]
+__all__ = ["Asker", "Question", "reply_limit"]

@@ -17,7 +17,7 @@ from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.membership import quarantine
-from fedlora.flower.rounds.questions import Question, Questions
+from fedlora.flower.rounds.questions import Asker, Question
 from fedlora.flower.terms.policy import shares_lost
 from fedlora.server.closing import held_to_share
 
@@ -77,9 +77,9 @@ class SiteEvaluation:
     A site's scores count for no more examples than it trained on.
     """
 
-    def __init__(self, questions: Questions, part: HeldOut) -> None:
-        self._questions, self._part = questions, part
-        self._memory, self._policy = questions.memory, questions.policy
+    def __init__(self, asker: Asker, part: HeldOut) -> None:
+        self._asker, self._part = asker, part
+        self._memory, self._policy = asker.memory, asker.policy
         self._not_asked = dict[str, str]()
         refusals = self._memory.refusals
         for name in self._policy.clients:
@@ -87,7 +87,7 @@ class SiteEvaluation:
                 self._not_asked[name] = barred
             elif refusals.get(name):
                 self._not_asked[name] = "its last upload was refused, and until one is taken it does not count"
-            elif name not in questions.online:
+            elif name not in asker.online:
                 self._not_asked[name] = "it is not online"
         self._carried: dict[str, Held] = {}  # what a client holds if it stored its message, and keeps all that it can
 
@@ -96,9 +96,9 @@ class SiteEvaluation:
         group = f"{self._memory.run}-{self._memory.state.round}-measure-{self._part}"
         for name in self._policy.clients:
             if name not in self._not_asked:
-                download = self._questions.download(name)
+                download = self._asker.download(name)
                 self._carried[name] = held_after(download, download.start, untrained=True)
-                yield self._questions.question(download, group, ttl, _NUMBERS, self._part)
+                yield self._asker.question(download, group, ttl, _NUMBERS, self._part)
                 del download
 
     def read(self, answers: Iterable[Answer], metric: str) -> SiteRound:
@@ -127,7 +127,7 @@ class SiteEvaluation:
         """What the server knows about its clients now: a client that measured holds everything that training starts
         from. About the others it knows what it knew before."""
         held = {
-            name: replace(self._questions.known(name), held=replace(self._carried[name], local=one.kept))
+            name: replace(self._asker.known(name), held=replace(self._carried[name], local=one.kept))
             for name, one in found.measured.items()
         }
         return ReadOnly({**self._memory.state.clients, **held})

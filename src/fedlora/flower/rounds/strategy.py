@@ -60,7 +60,7 @@ from fedlora.flower.rounds.lines import lines_of
 from fedlora.flower.rounds.membership import PolicyReader, check_playable, draw, with_largest_share
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
-from fedlora.flower.rounds.questions import Question, Questions
+from fedlora.flower.rounds.questions import Asker, Question
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
 from fedlora.flower.terms.policy import Policy
@@ -208,12 +208,12 @@ class FedLoRA:
         """Ask the clients, and take their answers until the deadline."""
         intake = with_largest_share(self.server, self.policy).open(self.memory.state.server)
         self._hooks.before(self, grid, intake, deadline)
-        questions = self._questions(grid)
+        asker = self._asker(grid)
         drawn = draw(
-            self.policy, self.memory.refusals, questions.online, participation=self.participation, seed=self._seed,
+            self.policy, self.memory.refusals, asker.online, participation=self.participation, seed=self._seed,
             round=self.round, chosen=intake.asked,
         )  # fmt: skip
-        attempt = Attempt(questions, drawn, intake, nth, deadline)
+        attempt = Attempt(asker, drawn, intake, nth, deadline)
         others = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         self._event(Began(self.round + 1, nth, drawn.asked, others, deadline))
         for answer in self._answers(grid, attempt.questions(), deadline, self.round + 1, "training"):
@@ -240,7 +240,7 @@ class FedLoRA:
         if self.choosing is None:
             return SiteRound()
         began, deadline = self.clock.monotonic(), self.policy.deadline
-        evaluation = SiteEvaluation(self._questions(grid), part)
+        evaluation = SiteEvaluation(self._asker(grid), part)
         answers = self._answers(grid, evaluation.questions(deadline), deadline, self.round, "measuring")
         found = evaluation.read(answers, self.choosing.metric)
         clients = evaluation.memories(found)  # stored with the next round: who holds something else by then says so
@@ -286,8 +286,8 @@ class FedLoRA:
         self._hooks.check(self, policy)
         check_playable(policy, self.server, self.memory.state.server, self.codec, self.participation)
 
-    def _questions(self, grid: Grid) -> Questions:
-        return Questions(self.server, self.policy, self.codec, self.memory, self.online(grid))
+    def _asker(self, grid: Grid) -> Asker:
+        return Asker(self.server, self.policy, self.codec, self.memory, self.online(grid))
 
     def _answers(
         self, grid: Grid, questions: Iterable[Question], deadline: float, number: int, doing: str
