@@ -42,7 +42,7 @@ from fedlora.core.echo import shown
 from fedlora.errors import BudgetSpent, ConfigError, QuorumNotMet
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
-from fedlora.flower.rounds.attempt import Attempt
+from fedlora.flower.rounds.attempt import Attempt, Closed
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.collecting import (
     Answer,
@@ -175,34 +175,36 @@ class FedLoRA:
         return result
 
     def _play(self, grid: Grid, timeout: float | None) -> Mapping[str, Any]:
-        """Play one round, in as many attempts as the policy allows, and store it. Its line."""
-        number, nth = self.round + 1, 0
-        while True:
-            nth += 1
-            self.read_policy(number)
-            began = self.clock.monotonic()
-            attempt = self._attempt(grid, nth, timeout or self.policy.deadline)
-            try:
-                closed = attempt.close()
-                break
-            except QuorumNotMet as error:
-                why = f"{error} Not there: {attempt.missing or 'nobody'}."
-                self._event(Again(number, nth, why))
-                self.memory = attempt.not_counted(error)
-                self._save()
-                if nth > self.policy.retries:
-                    raise QuorumNotMet(why) from error
-            del attempt
-            self._wait_for_nodes(grid)
-        del attempt  # with the uploads, and the state before: what follows is long, and needs neither
+        """Play one round, and store it. Its line."""
+        closed, seconds = self._closed(grid, timeout)
         for fated in closed.overturned:
             self._event(fated)
-        line = self._hooks.line({**closed.line, "seconds": round(self.clock.monotonic() - began, 3)})
+        line = self._hooks.line({**closed.line, "seconds": round(seconds, 3)})
         self.lines.put(line)  # before the checkpoint: a surplus line can be cut off, a missing one cannot be made
         self.memory = closed.memory
         del closed  # the next round's state replaces this one's
         self._save()
         return self._finish(grid, line)
+
+    def _closed(self, grid: Grid, timeout: float | None) -> tuple[Closed, float]:
+        """The first attempt that counts, of as many as the policy allows, and its seconds."""
+        nth = 0
+        while True:
+            nth += 1
+            self.read_policy(self.round + 1)
+            began = self.clock.monotonic()
+            attempt = self._attempt(grid, nth, timeout or self.policy.deadline)
+            try:
+                return attempt.close(), self.clock.monotonic() - began
+            except QuorumNotMet as error:
+                why = f"{error} Not there: {attempt.missing or 'nobody'}."
+                self._event(Again(self.round + 1, nth, why))
+                self.memory = attempt.not_counted(error)
+                self._save()
+                if nth > self.policy.retries:
+                    raise QuorumNotMet(why) from error
+            del attempt  # with the uploads
+            self._wait_for_nodes(grid)
 
     def _attempt(self, grid: Grid, nth: int, deadline: float) -> Attempt:
         """Ask the clients, and take their answers until the deadline."""
