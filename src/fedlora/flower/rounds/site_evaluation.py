@@ -98,8 +98,10 @@ class SiteEvaluation:
             if name not in self._not_asked:
                 download = self._asker.download(name)
                 self._carried[name] = held_after(download, download.start, untrained=True)
-                yield self._asker.question(download, group, ttl, _NUMBERS, self._part)
-                del download
+                question = self._asker.question(download, group, ttl, _NUMBERS, self._part)
+                del download  # it may be large, as the question
+                yield question
+                del question
 
     def read(self, answers: Iterable[Answer], metric: str) -> SiteRound:
         """The answers, in the policy's order. It never raises, because a reply is a stranger's."""
