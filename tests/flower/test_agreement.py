@@ -231,7 +231,7 @@ V = {"protocol": PROTOCOL, "fedlora": "0.1.0", "torch": "2.12.0+cpu", "transform
         ({"fedlora": "1.1.0"}, r"fedlora is 0\.1\.0.*1\.1\.0", ""),
         (
             {"protocol": "fedlora/2"},
-            r"fedlora/4' and acme 'fedlora/2'; acme .*older.* upgrade fedlora there",
+            r"fedlora/5' and acme 'fedlora/2'; acme .*older.* upgrade fedlora there",
             "",
         ),
         ({"protocol": "fedlora/10"}, "the server .*older", ""),

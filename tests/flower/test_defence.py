@@ -19,7 +19,7 @@ from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.server.robust_rules import GeometricMedian, Krum, Mixing, MultiKrum
-from support.flower_grid import SHAPES, changed, federation, nan
+from support.flower_grid import SHAPES, changed, fate_of, federation, nan
 
 SAID = 'id = "f"\n[data]\nlabels = ["no", "yes"]\n[lora]\ntargets = ["q"]\n'
 FIVE = dict.fromkeys("abcde", 4)
@@ -54,8 +54,8 @@ def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureF
         assert [one["after"] for one in clients.values()].count(0.0) == 4
         assert {said["fate"] for said in line["fates"].values()} == {"trained"}
     assert strategy.memory.refusals == {}
-    told = strategy._uncounted  # with their next message
-    assert len(told) == 4 and all("did not count: " in words and "nearest is" in words for words in told.values())
+    told = [receipt.why for receipt in strategy.memory.receipts.values() if receipt.why]  # with their next message
+    assert len(told) == 4 and all("did not count: " in why and "nearest is" in why for why in told)
     assert "round 1: krum leaves out" in caplog.text and "nearest is" in caplog.text
 
 
@@ -82,7 +82,7 @@ def test_a_site_refused_for_what_it_sent_is_one_of_the_liars(tmp_path: Path, rub
         assert tally is not None and tally.judged is not None
         assert list(tally.refused) == ["c"] and set(tally.weights) == set("abde")
         assert tally.judged.rule == "krum (liars = 0)"
-    assert strategy.fates["c"].fate == "quarantined"
+    assert fate_of(strategy, "c") == "quarantined"
     two, grid = federation(tmp_path / "two", Server(build("glora"), rule=Krum(liars=1), quorum=2), FIVE)
     grid.meddle = {"c": rubbish, "d": rubbish}
     with pytest.raises(QuorumNotMet, match=r"krum with 1 liar among 3 .* \(2 more were refused"):

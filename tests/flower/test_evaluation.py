@@ -21,7 +21,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from fedlora import read_adapter
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.events import Ended, read_events
-from fedlora.flower.rounds.playing import told
+from fedlora.flower.rounds.playing import ending
 from fedlora.runs.config import load_config
 from support.federation_folders import RANKS, FederationOnDisk
 from support.flower_grid import LocalGrid
@@ -175,7 +175,7 @@ def test_it_stops_when_nothing_gets_better_says_so_and_goes_on_when_it_is_asked_
     caplog.set_level("INFO")
     grid = fed.grid()
     assert fed.play(grid) == summary and not grid.sent
-    assert "ended at round 3 of 6" in told(summary) and "raise evaluate.patience" in caplog.text
+    assert "ended at round 3 of 6" in ending(summary) and "raise evaluate.patience" in caplog.text
     fed.write(evaluate={"patience": 4})
     longer = fed.play()
     assert longer["rounds"] == longer["stopped_early"]["round"] == 5 and len(fed.lines()) == 5

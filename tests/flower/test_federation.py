@@ -23,7 +23,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Error, Message, MetricRec
 from fedlora import Adapter, Client, Server, build
 from fedlora.core.trainer import Trained
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
-from fedlora.flower.messages.counted import Counted
+from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import (
     NUMPY,
     PROTOCOL,
@@ -256,8 +256,8 @@ ATTACKS: dict[str, tuple[Callable[[Message, Message], Any], str]] = {
         altered(config=lambda r: ConfigRecord({"protocol": PROTOCOL, "upload": "[" * 100000})),
         "not JSON",
     ),
-    "another protocol": (altered(config=lambda r: ConfigRecord({"protocol": "x", "upload": "{}"})), "fedlora/4"),
-    "nothing at all": (lambda asked, reply: Message(RecordDict(), reply_to=asked), "fedlora/4"),
+    "another protocol": (altered(config=lambda r: ConfigRecord({"protocol": "x", "upload": "{}"})), "fedlora/5"),
+    "nothing at all": (lambda asked, reply: Message(RecordDict(), reply_to=asked), "fedlora/5"),
     "its app raised": (lambda asked, reply: Message(Error(2, "boom"), reply_to=asked), "it failed: boom"),
     "nothing came": (lambda asked, reply: None, "no answer within 3600 s"),
     "loss NaN": (numbers(loss=float("nan")), "its loss is nan"),
@@ -322,7 +322,7 @@ def test_a_client_is_quarantined_after_k_refusals_and_that_survives_a_restart(tm
     assert again.round == 2 and again.memory.refusals == {"three": 2}
     again.start(grid2, num_rounds=3)
     assert asked == 6 and len(grid2.sent) == 2
-    assert "quarantine" in again.refused["three"]
+    assert "quarantine" in again.lines.all()[-1]["refused"]["three"]
 
 
 def test_a_third_of_the_nodes_corrupt(tmp_path: Path) -> None:
@@ -453,7 +453,7 @@ def test_the_share_is_capped_in_a_round(tmp_path: Path) -> None:
 
 def test_work_for_another_client_or_of_no_server_is_refused(tmp_path: Path) -> None:
     node = Node("one", Toy(), tmp_path)
-    with pytest.raises(RecordError, match="this site speaks fedlora/4"):
+    with pytest.raises(RecordError, match="this site speaks fedlora/5"):
         node.work(RecordDict({"config": ConfigRecord({"x": 1})}))
 
 
@@ -502,8 +502,8 @@ def test_a_node_keeps_the_state_that_a_round_starts_from_however_often_it_is_pla
 
     def play(round: int) -> float:
         download = replace(server.download(state, Client("one", 4)), round=round)
-        counted = Counted(round, round)  # of a server that goes back by a round, or begins anew
-        return float(node.work(parcel_record(pack(download, None), RUN, counted=counted))["metrics"]["loss"])
+        receipt = Receipt(round, round)  # of a server that goes back by a round, or begins anew
+        return float(node.work(parcel_record(pack(download, None), RUN, receipt=receipt))["metrics"]["loss"])
 
     assert [play(0), play(1), play(2)] == pytest.approx([0.5, 0.8, 1.1])  # the loss tells the data position
     assert [play(2), play(2), play(2)] == pytest.approx([1.1] * 3)

@@ -14,13 +14,13 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora import Server, build
-from fedlora.flower.rounds.site_evaluation import Asking
+from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.serving import database
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start
-from support.flower_grid import FastClock, Toy, seed_adapter
+from support.flower_grid import FastClock, Toy, fate_of, seed_adapter
 from support.stored_link import StoredLink
 
 RANKS = dict.fromkeys(("one", "two", "three"), 4)
@@ -59,11 +59,11 @@ def test_no_row_and_no_file_is_left_of_a_finished_round(tmp_path: Path, rounds: 
 
     strategy = FedLoRA(
         Server(build("glora"), quorum=3), Policy(RANKS), start(Server(build("glora")), seed_adapter()),
-        folder=tmp_path / "checkpoints", record=tmp_path, asking=Asking("accuracy", lambda round: True),
+        folder=tmp_path / "checkpoints", record=tmp_path, choosing=Choosing("accuracy", "sites", lambda round: True),
         after_round=after, clock=FastClock(),
     )  # fmt: skip
     strategy.start(link.grid, num_rounds=rounds)
-    assert {fated.fate for fated in strategy.fates.values()} == {"trained"} and len(left) == rounds
+    assert {fate_of(strategy, name) for name in strategy.policy.clients} == {"trained"} and len(left) == rounds
     assert [{name: n for name, n in one.items() if n > before[name]} for one in left] == [
         {"objectstore_locks": 1}
     ] * rounds

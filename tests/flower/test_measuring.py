@@ -20,11 +20,13 @@ from flwr.app import ConfigRecord, MetricRecord, RecordDict
 from fedlora import Adapter, Client, Server, build
 from fedlora.errors import ConfigError, KeptStateError
 from fedlora.flower.messages.codecs import OwnClients
-from fedlora.flower.messages.counted import Counted
+from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.measuring import SiteScores, as_question, asked_part, record_measured
 from fedlora.flower.messages.records import PROTOCOL, RecordError
 from fedlora.flower.rounds.collecting import Answer
-from fedlora.flower.rounds.memory import FlowerState
+from fedlora.flower.rounds.flower_state import FlowerState
+from fedlora.flower.rounds.lines import measurement_lines
+from fedlora.flower.rounds.questions import Asker
 from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
@@ -47,8 +49,8 @@ class Ruler:
         return self.examples
 
 
-def question(download: Any, part: Any, counted: Counted = Counted()) -> RecordDict:  # noqa: B008 - immutable
-    return as_question(OwnClients().question(download, None, RUN, counted), part)
+def question(download: Any, part: Any, receipt: Receipt = Receipt()) -> RecordDict:  # noqa: B008 - immutable
+    return as_question(OwnClients().question(download, None, RUN, receipt), part)
 
 
 @pytest.mark.parametrize("method", ["glora", "fedsa-lora", "ffa-lora", "fedex-lora", "rolora"])
@@ -80,7 +82,7 @@ def test_a_site_measures_what_it_would_start_its_next_round_with_and_changes_no_
     state = strategy.memory.state
     for name in ranks:
         download = strategy.server.download(state.server, Client(name, 4))
-        asked = wired(Message(question(download, "validation", Counted(2, 2)), 7, "evaluate"))
+        asked = wired(Message(question(download, "validation", Receipt(2, 2)), 7, "evaluate"))
         answer = nodes[name].measure(asked.content)
         found = record_measured(
             answer, run=RUN, round=2, part="validation", metric="accuracy", local=seed.ranks | seed.heads
@@ -107,7 +109,7 @@ def test_who_holds_nothing_out_or_lost_its_state_says_so(tmp_path: Path) -> None
     strategy, grid = federation(tmp_path, server, ranks)
     strategy.start(grid, num_rounds=1)
     download = strategy.server.download(strategy.memory.state.server, Client("one", 4))
-    record = question(download, "test", Counted(1, 1))
+    record = question(download, "test", Receipt(1, 1))
     with pytest.raises(ConfigError, match="'one' holds no test"):
         Node("one", Toy(), tmp_path / "nodes" / "one").measure(record)
     with pytest.raises(ConfigError, match="this node is 'two'"):
@@ -171,8 +173,8 @@ def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:
     state = start(server, seed_adapter())
     online = {name: 1000 + k for k, name in enumerate(ranks) if name != "away"}
     known = FlowerState(RUN, state, {"out": 3}, dict.fromkeys(ranks, 5.0))
-    asked = SiteEvaluation(server, Policy(ranks), known, "validation", online)
-    sent = {q.message.metadata.dst_node_id: q.message for q in asked.questions(OwnClients(), 60.0)}
+    asked = SiteEvaluation(Asker(server, Policy(ranks), OwnClients(), known, online), "validation")
+    sent = {q.message.metadata.dst_node_id: q.message for q in asked.questions(60.0)}
     assert sorted(sent) == sorted(online[n] for n in ("ok", "forger", "broken", "silent"))
     assert all(m.metadata.message_type == "evaluate" and m.metadata.ttl == 60.0 for m in sent.values())
 
@@ -221,9 +223,10 @@ def measured_by(said: dict[str, tuple[float, int]], policy: Policy, examples: di
     server = Server(build("glora"))
     online = {name: 1000 + k for k, name in enumerate(said)}
     state = start(server, seed_adapter())
-    asked = SiteEvaluation(server, policy, FlowerState(RUN, state, refusals, examples), "validation", online)
+    known = FlowerState(RUN, state, refusals, examples)
+    asked = SiteEvaluation(Asker(server, policy, OwnClients(), known, online), "validation")
     answers = []
-    for question in asked.questions(OwnClients(), 60.0):
+    for question in asked.questions(60.0):
         name = question.client
 
         def change(c: dict[str, Any], m: dict[str, Any], name: str = name) -> None:
@@ -235,7 +238,7 @@ def measured_by(said: dict[str, tuple[float, int]], policy: Policy, examples: di
     return asked.read(answers, "accuracy")
 
 
-def test_what_one_site_claims_to_have_measured_counts_for_no_more_than_it_has(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_one_site_claims_to_have_measured_counts_for_no_more_than_it_has() -> None:
     """By hand: 8, 8 and 8 examples that are known, of 0.25, 0.5 and 1.0: 0.5833; before, the forger's 1.0."""
     said = {"acme": (0.25, 4), "berlin": (0.5, 8), "cork": (1.0, 10**12)}
     policy, known = Policy(dict.fromkeys(said, 4)), {"acme": 40.0, "berlin": 80.0, "cork": 8.0}
@@ -243,7 +246,8 @@ def test_what_one_site_claims_to_have_measured_counts_for_no_more_than_it_has(ca
     assert found.mean()["accuracy"] == pytest.approx((0.25 * 4 + 0.5 * 8 + 1.0 * 8) / 20)
     assert found.mean()["examples"] == 20 and list(found.capped()) == ["cork"]
     assert found.facts()["site_capped"]["cork"] == {"claimed": pytest.approx(1.0), "counted": pytest.approx(0.4)}
-    assert re.search("cork .*40 % .*100 %", caplog.text) and "known to have 8" in caplog.text
+    claims, share = measurement_lines(found.facts(), "round 4")
+    assert re.search("cork .* 1e.12 examples; 8 count", claims) and re.search("cork: .*40% .*100%", share)
     none = measured_by(said, policy, {"acme": 40.0, "berlin": 80.0})
     assert none.mean()["accuracy"] == pytest.approx(5 / 12), "of whom no upload was taken, nothing counts"
 

@@ -23,11 +23,12 @@ from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.connection import check_ports
-from fedlora.flower.setup import checkup, doors, handshake, members
+from fedlora.flower.setup import checkup, members
 from fedlora.flower.setup.init_steps import with_quorum
 from fedlora.flower.setup.renewal import renew
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Disagreement
+from fedlora.flower.terms.certificates import verdict
 from fedlora.flower.terms.facts import Agreement
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
@@ -387,7 +388,7 @@ def test_a_proxy_that_lets_the_control_part_through_is_found(fed: FederationFold
 
         threading.Thread(target=serve, daemon=True).start()
         found, sound = rows(fed)["proxy"]
-        assert sound is False and f"127.0.0.1:{network.port} answers 200 to {doors.CONTROL}" in found
+        assert sound is False and f"127.0.0.1:{network.port} answers 200 to {checkup.CONTROL}" in found
         answer[0] = b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n"
         assert rows(fed)["proxy"][1] is True
         listening.shutdown(socket.SHUT_RDWR)
@@ -427,7 +428,7 @@ def test_renewal_keeps_the_authority_and_says_another_port(fed: FederationFolder
     done = renew(fed.path)
     assert done.public and not (done.loopback or done.changed or done.handed)
     assert (fed.public / "server.crt").read_bytes() != before and (fed.public / "ca.crt").read_bytes() == ca
-    assert handshake.looked_at(fed.public, "fl.example.org").sound
+    assert verdict(fed.public, "fl.example.org").sound
     fed.settings.write_text(fed.settings.read_text().replace("port = 8443", "port = 9443"))
     with pytest.raises(ConfigError, match=r"network\.port = 9443, and .*nginx.*`fedlora flower renew"):
         check_ports(fed)
@@ -444,13 +445,13 @@ def test_which_sockets_listen_and_which_addresses_are_this_machines() -> None:
     with socket.socket() as one, socket.socket() as everywhere:
         one.bind(("127.0.0.1", 0))
         everywhere.bind(("0.0.0.0", 0))
-        assert doors.listening(one.getsockname()[1]) == []
+        assert checkup.listening(one.getsockname()[1]) == []
         one.listen()
         everywhere.listen()
-        assert doors.listening(one.getsockname()[1]) == ["127.0.0.1"]
-        assert doors.listening(everywhere.getsockname()[1]) == ["0.0.0.0"] and not doors.is_loopback("0.0.0.0")
-    assert doors.is_loopback("::ffff:127.0.0.1") and doors.is_loopback("::1") and not doors.is_loopback("::")
-    assert not any(doors.is_loopback(address) for address in doors.own_addresses())
+        assert checkup.listening(one.getsockname()[1]) == ["127.0.0.1"]
+        assert checkup.listening(everywhere.getsockname()[1]) == ["0.0.0.0"] and not checkup.is_loopback("0.0.0.0")
+    assert checkup.is_loopback("::ffff:127.0.0.1") and checkup.is_loopback("::1") and not checkup.is_loopback("::")
+    assert not any(checkup.is_loopback(address) for address in checkup.own_addresses())
 
 
 def test_the_first_request_says_what_nobody_at_the_server_knows(

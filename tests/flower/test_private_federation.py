@@ -19,7 +19,7 @@ pytest.importorskip("dp_accounting")
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.playing import told
+from fedlora.flower.rounds.playing import ending
 from fedlora.flower.serving.standing import standing
 from fedlora.flower.setup.checkup import checked_folder
 from fedlora.flower.setup.init_steps import federation
@@ -195,7 +195,7 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     assert "cork does not count: offline" in (server / "private" / "log").read_text()
     for secret in ("private", "checkpoints"):
         assert not (server / secret).stat().st_mode & 0o077
-    assert re.search("(?i)all 2 rounds .*epsilon", told(summary))
+    assert re.search("(?i)all 2 rounds .*epsilon", ending(summary))
     fed.write(run={"rounds": 3})
     with pytest.raises(ConfigError, match="epsilon was promised for 2"):
         fed.play()

@@ -196,9 +196,9 @@ def test_a_round_without_answers_takes_place_and_is_charged(tmp_path: Path) -> N
     strategy.start(grid, num_rounds=1)
     before, sent = strategy.memory.state.server, len(grid.sent)
     grid.offline = set(RANKS)
-    began = strategy._clock.monotonic()
+    began = strategy.clock.monotonic()
     strategy.start(grid, num_rounds=2)
-    assert strategy.round == 2 and len(grid.sent) == sent and strategy._clock.monotonic() - began >= 50.0
+    assert strategy.round == 2 and len(grid.sent) == sent and strategy.clock.monotonic() - began >= 50.0
     assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 2
     after = strategy.memory.state.server
     moved = (after.heads["head.weight"] - before.heads["head.weight"]).double()
@@ -223,7 +223,7 @@ def test_round_1_waits_for_all_members_however_long_it_takes(tmp_path: Path, cap
     strategy, grid = private_federation(tmp_path, policy=Policy.read(path), policy_file=path, clock=Day())
     grid.offline = {"two", "three"}
     strategy.start(grid, num_rounds=1)
-    assert strategy.round == 1 and strategy._clock.monotonic() > 48 * 3600.0
+    assert strategy.round == 1 and strategy.clock.monotonic() > 48 * 3600.0
     assert [grid.nodes[m.metadata.dst_node_id][0] for m in grid.sent] == ["one", "two"]
     assert "three, two" in (tmp_path / "private" / "log").read_text()
     assert "all 3 members" in caplog.text and "three" not in caplog.text.replace("three may take part", "")
@@ -301,7 +301,7 @@ def test_nothing_that_leaves_tells_what_became_of_a_site(
         found[kind] = everything(folder, grid, caplog.text)
         assert {tuple(dict(m)) for m in result.train_metrics_clientapp.values()} == {("clients", "loss")}
         assert all(dict(m)["clients"] == 0 for m in result.train_metrics_clientapp.values())
-        assert not strategy.fates and not strategy.refused
+        assert not any(receipt.why for receipt in strategy.memory.receipts.values())  # as in deployment.md
     for part, well in found["well"].items():
         assert found["harmed"][part] == well, part
     assert len(found["well"]["sent"]) == 2
@@ -377,7 +377,7 @@ def test_it_stops_before_the_budget_is_passed_and_nobody_trains_for_nothing(
     with caplog.at_level(logging.INFO):
         strategy.start(grid, num_rounds=3)
     assert strategy.round == 2 and len(grid.sent) == 6
-    assert strategy.out_of_budget is not None and said in strategy.out_of_budget["why"]
+    assert strategy.stopped == "budget" and said in run.releases.why_spent(strategy.round)
     assert "round 3 is not played" in caplog.text
     ends = [e.why for e in read_events(tmp_path / "out" / "events.jsonl") if isinstance(e, Ended)]
     assert ends == ["complete", "budget"]
@@ -424,7 +424,7 @@ def test_a_policy_that_is_changed_so_meanwhile_is_not_taken(tmp_path: Path) -> N
 def test_a_private_server_is_for_the_private_strategy_alone(tmp_path: Path) -> None:
     """Whoever writes a ServerApp of his own cannot play private rounds by a loop that tells and repeats."""
     run = private_run(tmp_path)
-    with pytest.raises(ConfigError, match="played by PrivateFedLoRA"):
+    with pytest.raises(ConfigError, match=r"hooks=PrivateRounds"):
         FedLoRA(run.server, Policy(RANKS), start(run.server, seed_adapter()))
 
 

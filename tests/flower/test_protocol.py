@@ -49,7 +49,7 @@ def download() -> tuple[Server, Any, Download]:
 def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None:
     assert recorded("parcel")["config"]["protocol"] == "fedlora/2" != PROTOCOL
     node = Node("one", Toy(), tmp_path)
-    words = r"the server .*'fedlora/2', .*fedlora/4: .*older fedlora; upgrade"
+    words = r"the server .*'fedlora/2', .*fedlora/5: .*older fedlora; upgrade"
     for work in (node.work, node.measure):
         with pytest.raises(RecordError, match=words):
             work(recorded("parcel"))
@@ -58,11 +58,11 @@ def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None
 
 def test_a_server_refuses_an_older_sites_reply_by_name() -> None:
     _, state, asked = download()
-    with pytest.raises(RecordError, match="'fedlora/2', and this server speaks fedlora/4"):
+    with pytest.raises(RecordError, match="'fedlora/2', and this server speaks fedlora/5"):
         OwnClients().reply(recorded("upload"), asked, state, RUN)
 
 
-@pytest.mark.parametrize("protocol", ["fedlora/5", "fedlora/10", "other/1", None, 3, "x" * 10_000])
+@pytest.mark.parametrize("protocol", ["fedlora/6", "fedlora/10", "other/1", None, 3, "x" * 10_000])
 def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
     _, _, asked = download()
     record = OwnClients().question(asked, None, RUN)
@@ -71,7 +71,7 @@ def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
         del config["protocol"]
     else:
         config["protocol"] = protocol
-    with pytest.raises(RecordError, match="this site speaks fedlora/4") as error:
+    with pytest.raises(RecordError, match="this site speaks fedlora/5") as error:
         Node("one", Toy(), tmp_path).work(record)
     assert ("newer fedlora; upgrade here" in str(error.value)) == (str(protocol).startswith("fedlora/"))
     assert len(str(error.value)) < 300
@@ -81,7 +81,7 @@ def test_what_an_older_site_says_of_a_newer_message_names_both() -> None:
     """Its words are those of fedlora/2's own code: it knows of no other."""
     theirs = "RecordError: the message is no parcel of fedlora/2; do both sides run the same fedlora?"
     assert re.match(
-        "that site .*fedlora/2, .*this server fedlora/4: .*older fedlora; upgrade.* there", with_versions(theirs)
+        "that site .*fedlora/2, .*this server fedlora/5: .*older fedlora; upgrade.* there", with_versions(theirs)
     )
     assert "newer" in with_versions("no parcel of fedlora/12.")
     assert with_versions("out of memory") == "out of memory"

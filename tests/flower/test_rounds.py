@@ -28,12 +28,12 @@ from fedlora import Adapter, LoRA, Server, build
 from fedlora.core.messages import Client, Upload
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
 from fedlora.flower import rounds as rounds_package
-from fedlora.flower.messages.envelope import TOLD
+from fedlora.flower.messages.envelope import Receipt, put_receipt, receipt_of
 from fedlora.flower.messages.records import to_array, to_tensor
-from fedlora.flower.rounds.attempt import reply_limit
+from fedlora.flower.rounds.attempt import far_ones, update_norm
 from fedlora.flower.rounds.events import Again, Began, Done, Ended, Fated, PolicyChanged, read_events
-from fedlora.flower.rounds.norms import far_ones, update_norm
 from fedlora.flower.rounds.playing import played_by_one
+from fedlora.flower.rounds.questions import reply_limit
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start
@@ -108,11 +108,7 @@ def test_a_site_whose_work_did_not_count_is_told_with_its_next_message(tmp_path:
     def told(upto: int) -> dict[str, str]:
         grid.sent.clear()
         strategy.start(grid, num_rounds=upto)
-        return {
-            grid.nodes[m.metadata.dst_node_id][0]: str(m.content.config_records["config"][TOLD])
-            for m in grid.sent
-            if TOLD in m.content.config_records["config"]
-        }
+        return {grid.nodes[m.metadata.dst_node_id][0]: why for m in grid.sent if (why := receipt_of(m.content).why)}
 
     grid.meddle = {
         "bad": nan,
@@ -121,6 +117,7 @@ def test_a_site_whose_work_did_not_count_is_told_with_its_next_message(tmp_path:
     }
     assert told(1) == {}
     grid.meddle = {}
+    strategy, _ = federation(tmp_path, Server(build("glora"), quorum=1), ranks, policy=policy, resume=True)
     begins = " did not count: "
     words = told(2)
     assert {name: said.partition(begins)[2].partition(":")[0] for name, said in words.items()} == {
@@ -138,17 +135,18 @@ def test_all_are_told_where_an_attempt_did_not_count(tmp_path: Path) -> None:
     grid.offline = {"away"}
     with pytest.raises(QuorumNotMet):
         strategy.start(grid, num_rounds=1)
-    again = [m.content.config_records["config"].get(TOLD, "") for m in grid.sent]
-    assert again[:2] == ["", ""] and all("whole attempt" in str(said) for said in again[2:]) and again[2:]
+    again = [receipt_of(m.content).why for m in grid.sent]
+    assert again[:2] == ["", ""] and all("whole attempt" in said for said in again[2:]) and again[2:]
 
 
 def test_a_site_s_own_lines_say_what_the_server_told_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from flwr.app import ConfigRecord, RecordDict
 
-    from fedlora.flower.apps import _say_told
+    from fedlora.flower.apps import _say_receipt
 
-    _say_told(RecordDict({"config": ConfigRecord({TOLD: "round 1: ... did not count: late"})}))
-    _say_told(RecordDict({"config": ConfigRecord({"protocol": "fedlora/1"})}))
+    why = "round 1: ... did not count: late"
+    _say_receipt(put_receipt(RecordDict({"config": ConfigRecord()}), Receipt(why=why)))
+    _say_receipt(RecordDict({"config": ConfigRecord({"protocol": "fedlora/1"})}))
     assert capfd.readouterr().err.splitlines() == ["the server says: round 1: ... did not count: late"]
 
 
@@ -585,7 +583,7 @@ def test_each_upload_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     strategy, grid = federation(tmp_path, Server(build("glora"), quorum=1), ranks, policy=Policy(ranks, retries=0))
     grid.meddle = {"b": nan}
     strategy.start(grid, num_rounds=1)
-    assert sorted(looks) == ["a", "b", "c"] and set(strategy.refused) == {"b"}
+    assert sorted(looks) == ["a", "b", "c"] and set(strategy.lines.all()[-1]["refused"]) == {"b"}
 
 
 def test_with_a_memory_limit_uploads_are_added_up_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

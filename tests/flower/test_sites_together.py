@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from fedlora.core import checkpoint
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.federation import begun
-from fedlora.flower.rounds.memory import FlowerState
+from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.terms.facts import Agreement, model_facts
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
@@ -58,7 +58,7 @@ def rewrite(made: FederationOnDisk, name: str, **changes: Any) -> None:
 
 def state_of(made: FederationOnDisk) -> Any:
     b = begun(made.home)
-    loaded = checkpoint.load_newest(b.home.checkpoints, FlowerState, b.server.method.State, of=b.whose)
+    loaded = checkpoint.load_newest(b.home.checkpoints, FlowerState, b.server.method.State, of=b.identity)
     assert loaded is not None
     return loaded[1].state.server
 

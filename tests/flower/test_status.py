@@ -73,7 +73,7 @@ def test_no_number_makes_a_line_longer_than_a_screen() -> None:
 def test_who_says_that_it_measured_more_than_it_has_is_named() -> None:
     said = {"acme": {"accuracy": 0.5, "examples": 4}, "cork": {"accuracy": 1.0, "examples": 10**12}}
     more = {**line(acme="trained"), "site_metrics": said, "site_counts": {"acme": 4.0, "cork": 8.0}}
-    assert re.fullmatch(r"round 4: cork .* 1e\+12 examples; 8 .*", *lines_of(Done(4, more), 6)[:-1])
+    assert re.fullmatch(r"round 4: cork .* 1e\+12 examples; 8 .*", *lines_of(Done(4, more), 6)[1:])
 
 
 def test_who_did_not_train_is_a_line_with_the_reason() -> None:

@@ -17,14 +17,14 @@ from flwr.app import Message
 
 from fedlora import Server, build
 from fedlora.flower.messages.salt import SALT
-from fedlora.flower.rounds.site_evaluation import Asking
+from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.site.node import Node
-from support.flower_grid import LocalGrid, Toy, bits, federation
+from support.flower_grid import LocalGrid, Toy, bits, fate_of, federation
 
 RANKS = dict.fromkeys(("one", "two", "three"), 4)
 METHODS = ["glora", "fedsa-lora", "ffa-lora", "fedex-lora", "rolora", "flora"]
-EVERY = Asking("accuracy", lambda round: True)
+EVERY = Choosing("accuracy", "sites", lambda round: True)
 
 
 class Ruler:
@@ -40,7 +40,7 @@ class Ruler:
 def measuring(folder: Path, method: str, **more: Any) -> tuple[FedLoRA, LocalGrid]:
     evaluators: Any = {"validation": Ruler(), "test": Ruler()}
     nodes = {name: Node(name, Toy(), folder / "nodes" / name, evaluators=evaluators) for name in RANKS}
-    return federation(folder, Server(build(method)), RANKS, nodes=nodes, **{"asking": EVERY, **more})
+    return federation(folder, Server(build(method)), RANKS, nodes=nodes, **{"choosing": EVERY, **more})
 
 
 def sizes(grid: LocalGrid, kind: str, name: str = "two") -> list[int]:
@@ -58,7 +58,7 @@ def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """method -> (bits of the state after three rounds, bytes of each training message) where nobody measures."""
     found = {}
     for method in METHODS:
-        strategy, grid = measuring(tmp_path_factory.mktemp(method), method, asking=None)
+        strategy, grid = measuring(tmp_path_factory.mktemp(method), method, choosing=None)
         strategy.start(grid, num_rounds=3)
         found[method] = bits(strategy.memory.state.server), sizes(grid, "train")
     return found
@@ -85,7 +85,7 @@ def test_who_lost_what_it_stored_says_so_and_trains_in_the_same_round(
     strategy.start(grid, num_rounds=1)
     shutil.rmtree(tmp_path / "nodes" / "two")
     strategy.start(grid, num_rounds=2)
-    assert strategy.fates["two"].fate == "trained" and sizes(grid, "train")[1] == 0 < sizes(grid, "train")[2]
+    assert fate_of(strategy, "two") == "trained" and sizes(grid, "train")[1] == 0 < sizes(grid, "train")[2]
     warned = [line for line in caplog.records if line.levelname == "WARNING" and "two" in line.getMessage()]
     said = [line.name.split(".")[2] for line in warned]
     assert sizes(grid, "train", "one")[1:] == [0] and said == ["site", "rounds"], "its name is said, once at each side"

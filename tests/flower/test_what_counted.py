@@ -20,13 +20,13 @@ from flwr.app import ConfigRecord, Message, RecordDict
 
 from fedlora import Adapter, Client, LoRA, Server, build
 from fedlora.core.trainer import Trained
-from fedlora.flower.messages.counted import Counted, counted_of
+from fedlora.flower.messages.envelope import Receipt, receipt_of
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start
 from fedlora.simulation import simulate
-from support.flower_grid import RANKS, LocalGrid, Watching, bits, federation, seed_adapter
+from support.flower_grid import RANKS, LocalGrid, Watching, bits, fate_of, federation, seed_adapter
 from support.private_flower import private_federation
 
 EQUAL = dict.fromkeys(RANKS, 4)
@@ -109,7 +109,7 @@ def test_refused_work_leaves_no_trace_at_a_site_as_in_the_engine(tmp_path: Path,
     *_, last = simulate(replace(served(method), max_weight_share=1.0), clients, here, begin, rounds=6)
     assert there.given(*range(6)) == here.given(*range(6))
     assert bits(strategy.memory.state.server) == bits(last.state.server)
-    assert strategy.memory.counted["one"] == Counted(6, 6)
+    assert strategy.memory.receipts["one"] == Receipt(6, 6)
     stored = list((tmp_path / "nodes" / "one").rglob("*.safetensors"))
     assert len(stored) <= 4, "of 6; of 5; and what 5 began with: the state of 2, the place in the data of 4"
 
@@ -122,7 +122,8 @@ def test_late_work_leaves_no_trace_at_a_site(tmp_path: Path, method: str) -> Non
     strategy.start(grid, num_rounds=1)
     grid.meddle["one"] = lambda asked, reply: None
     strategy.start(grid, num_rounds=3)
-    assert strategy.fates["one"].fate == "late" and strategy.memory.counted["one"] == Counted(1, 1)
+    receipt = strategy.memory.receipts["one"]
+    assert fate_of(strategy, "one") == "late" and (receipt.counted, receipt.answered) == (1, 1)
     del grid.meddle["one"]
     strategy.start(grid, num_rounds=5)
     whole, there = without_one(tmp_path / "b", method, 5, 2, 3)
@@ -148,7 +149,7 @@ def test_a_failed_attempt_leaves_no_trace_at_the_sites(tmp_path: Path, method: s
 
     grid.meddle["two"] = once
     strategy.start(grid, num_rounds=2)
-    assert strategy.fates["one"].attempt == 2 and strategy.fates["one"].fate == "offline"
+    assert strategy.lines.all()[-1]["attempt"] == 2 and fate_of(strategy, "one") == "offline"
     grid.offline = set()
     strategy.start(grid, num_rounds=4)
     whole, there = without_one(tmp_path / "b", method, 4, 2)
@@ -216,18 +217,18 @@ def test_a_restored_site_is_refused_by_name_and_the_way_out_works(tmp_path: Path
         shutil.rmtree(mine)
         shutil.copytree(tmp_path / "old", mine)
         strategy.start(grid, num_rounds=number)
-        why = strategy.fates["one"].why
-        assert strategy.fates["one"].fate == "failed" and "round 5" in why and "backup" in why and "empty" in why
+        why = strategy.lines.all()[-1]["refused"]["one"]
+        assert fate_of(strategy, "one") == "failed" and "round 5" in why and "backup" in why and "empty" in why
     assert ("one", 5) not in trainer.got and ("two", 5) in trainer.got
     shutil.rmtree(mine)
     shutil.copytree(newest, mine)  # the first way out: a backup of the right round
     strategy.start(grid, num_rounds=8)
-    assert strategy.fates["one"].fate == "trained" and trainer.places["one", 7] == 15, "five rounds of 3, by hand"
+    assert fate_of(strategy, "one") == "trained" and trainer.places["one", 7] == 15, "five rounds of 3, by hand"
     shutil.rmtree(mine)  # the other one
     strategy.start(grid, num_rounds=9)
     first = {name: part for name, part in trainer.got["one", 0].items() if _local(name, method)}
     assert first and first == {name: trainer.got["one", 8][name] for name in first}, "the common start"
-    assert strategy.fates["one"].fate == "trained" and trainer.places["one", 8] == 0
+    assert fate_of(strategy, "one") == "trained" and trainer.places["one", 8] == 0
 
 
 def _local(name: str, method: str) -> bool:
@@ -261,7 +262,7 @@ def test_where_nothing_is_kept_a_restored_site_goes_on(tmp_path: Path, caplog: p
     shutil.rmtree(mine)
     shutil.copytree(tmp_path / "old", mine)
     strategy.start(grid, num_rounds=6)
-    assert strategy.fates["one"].fate == "trained" and [trainer.places["one", k] for k in (4, 5)] == [6, 9]
+    assert fate_of(strategy, "one") == "trained" and [trainer.places["one", k] for k in (4, 5)] == [6, 9]
     assert "round 4" in caplog.text and "round 2" in caplog.text
 
 
@@ -284,13 +285,13 @@ def test_after_a_kill_in_a_private_round_the_newest_state_is_taken(tmp_path: Pat
     trainer = Sick()
     again, grid = private_federation(tmp_path, EQUAL, trainer=trainer)
     again.start(grid, num_rounds=2)
-    assert not trainer.got and again.memory.counted == dict.fromkeys(EQUAL, Counted(2, 2, sure=False))
+    assert not trainer.got and again.memory.receipts == dict.fromkeys(EQUAL, Receipt(2, 2, sure=False))
     again.start(grid, num_rounds=3)
-    assert trainer.places == {(name, 2): 6 for name in EQUAL} and again.memory.counted["one"] == Counted(3, 3)
+    assert trainer.places == {(name, 2): 6 for name in EQUAL} and again.memory.receipts["one"] == Receipt(3, 3)
 
 
 @pytest.mark.parametrize("said", [None, [1, 2], [1, -2, 1], ["a", "b", "c"], 7])
 def test_a_message_that_does_not_say_what_counted_is_refused(tmp_path: Path, said: Any) -> None:
     record = RecordDict({"config": ConfigRecord({} if said is None else {"counted": said})})
     with pytest.raises(RecordError, match="counted"):
-        counted_of(record)
+        receipt_of(record)

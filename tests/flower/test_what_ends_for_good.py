@@ -19,8 +19,7 @@ from fedlora.core import checkpoint
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.rounds.federation import begun
-from fedlora.flower.rounds.memory import FlowerState
-from fedlora.flower.rounds.strategy import whose
+from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.supervisor import Stopped, Supervisor
 from fedlora.flower.setup import checkup
@@ -49,7 +48,7 @@ def played(fed: FederationFolder, rounds: int) -> None:
     """Store the start as the state after so many rounds."""
     first = begun(fed.path)
     state = RunState(rounds, replace(first.state.server, round=rounds), first.state.clients)
-    of = whose(first.settings.id, first.server, state.server)
+    of = run_identity(first.settings.id, first.server, state.server)
     checkpoint.save(fed.checkpoints, rounds, FlowerState(first.settings.id, state), of=of)
 
 
@@ -96,6 +95,18 @@ def test_a_backup_that_was_unpacked_over_a_newer_folder_is_refused(tmp_path: Pat
     for kept in (2, 3):
         fed.rounds.write_text("".join(lines[:kept]))
         assert begun(fed.path).rounds == 2
+
+
+def test_doctor_tells_of_a_damaged_checkpoint_that_the_rounds_would_pass_over(tmp_path: Path) -> None:
+    fed = federation_folder(tmp_path / "fed")
+    fed.rounds.write_text('{"round": 1}\n{"round": 2}\n')
+    played(fed, 1)
+    played(fed, 2)
+    (newest,) = fed.checkpoints.glob("round-00002*")
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    found = [(text, sound) for what, text, sound in checkup.checked_folder(fed.path) if what == "checkpoint"]
+    assert len(found) == 1 and newest.name in found[0][0] and "is damaged" in found[0][0] and found[0][1] is False
+    assert begun(fed.path).rounds == 1
 
 
 def errors(of: type[FedLoRAError] = FedLoRAError) -> Iterator[type[FedLoRAError]]:

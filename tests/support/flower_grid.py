@@ -189,6 +189,11 @@ def federation(
     return strategy, LocalGrid(made)
 
 
+def fate_of(strategy: FedLoRA, name: str) -> str:
+    """What became of a client in the last round."""
+    return str(strategy.lines.all()[-1]["fates"][name]["fate"])
+
+
 def bits(value: Any, path: str = "") -> dict[str, Any]:
     """Every tensor and number of a state by its place."""
     from fedlora.core.checkpoint import _encode

@@ -23,8 +23,8 @@ import torch
 
 from fedlora import build
 from fedlora.core.trainer import Trained
-from fedlora.flower.rounds.private_strategy import PrivateFedLoRA
 from fedlora.flower.rounds.round_lines import RoundLines
+from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.privacy import Journal, Ledger
 from fedlora.runs.private_run import PrivateRun
 from fedlora.server.state import RunState
@@ -86,8 +86,8 @@ STAGES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "before the sum is written": (Journal, "store", lambda self, round, *_: round),
     "before the charge": (Ledger, "charge", lambda self, event, *_: event.round),
     "before its line": (RoundLines, "put", lambda self, line: line["round"]),
-    "before its checkpoint": (PrivateFedLoRA, "_save", lambda self: self.round),
-    "after its checkpoint": (PrivateFedLoRA, "_finish", lambda self, grid, line: line["round"]),
+    "before its checkpoint": (FedLoRA, "_save", lambda self: self.round),
+    "after its checkpoint": (FedLoRA, "_finish", lambda self, grid, line: line["round"]),
 }
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from fedlora import Server, build
-from fedlora.flower.rounds.private_strategy import PrivateFedLoRA
+from fedlora.flower.rounds.private_rounds import PrivateRounds
+from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy
@@ -46,17 +47,17 @@ def private_run(
 def private_federation(
     folder: Path, members: Mapping[str, Any] = RANKS, *, trainer: Any = None, policy: Policy | None = None,
     run: PrivateRun | None = None, others: tuple[str, ...] = (), **more: Any,
-) -> tuple[PrivateFedLoRA, LocalGrid]:  # fmt: skip
+) -> tuple[FedLoRA, LocalGrid]:  # fmt: skip
     """others: nodes of strangers that are online too."""
     found = run or private_run(folder, members)
     terms = FederationPrivacy(
         clip=1.0, noise_multiplier=1.0, delta=DELTA, population="toys", ledger="ledger.jsonl", members=list(members)
     )
-    strategy = PrivateFedLoRA(
+    strategy = FedLoRA(
+        found.server,
         policy or Policy(members, retries=0, quarantine=0, deadline=50.0),
         start(found.server, seed_adapter()),
-        private=found,
-        terms=terms,
+        hooks=PrivateRounds(found, terms),
         run=RUN,
         folder=folder / "server",
         record=folder / "out",

@@ -23,7 +23,7 @@ from flwr.serverapp import Grid, ServerApp
 from fedlora.core.echo import shown
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from fedlora.flower import children
-from fedlora.flower.messages.envelope import TOLD
+from fedlora.flower.messages.envelope import receipt_of
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
@@ -42,7 +42,7 @@ def main(grid: Grid, context: Context) -> None:
     """Play the federation in the run's folder to its end."""
     from fedlora.flower.rounds.bounded_pull import heartbeats_outlive_errors, is_http
     from fedlora.flower.rounds.events import REFUSED
-    from fedlora.flower.rounds.playing import play, told
+    from fedlora.flower.rounds.playing import ending, play
 
     if is_http(grid):  # Flower's own SIGINT does not reach a main thread that waits to push to a dead SuperLink
         children.end_with(os.getppid())
@@ -56,7 +56,7 @@ def main(grid: Grid, context: Context) -> None:
         except Exception:
             log.exception("the rounds failed")
             raise
-        print(f"fedlora: {told(summary)}", flush=True)
+        print(f"fedlora: {ending(summary)}", flush=True)
 
 
 @contextlib.contextmanager
@@ -101,7 +101,7 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
         children.end_with(owner)
     site_file = Path(str(said["site"]))
     began = time.monotonic()
-    _say_told(message.content)
+    _say_receipt(message.content)
     try:
         reply = ask(site_file, do, message.content)
     except TrainerFailed as error:
@@ -111,11 +111,11 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
     return Message(reply, reply_to=message)
 
 
-def _say_told(asked: RecordDict) -> None:
-    """Log that earlier work did not count, if the server says so with its next message."""
+def _say_receipt(asked: RecordDict) -> None:
+    """Log that earlier work did not count, if the server says so."""
     with contextlib.suppress(Exception):
-        if told := parts(asked, ConfigRecord)["config"].get(TOLD):
-            _say(f"the server says: {shown(told, 1000)}")
+        if why := receipt_of(asked).why:
+            _say(f"the server says: {shown(why, 1000)}")
 
 
 def _say_work(do: Do, asked: RecordDict, reply: RecordDict | None, seconds: float, error: str = "") -> None:

@@ -1,23 +1,86 @@
-"""`FedLoRA` for stock PEFT clients (FlowerTune): two changed lines on the server, none on the clients."""
+"""`FedLoRA` for stock PEFT clients (FlowerTune), as a Flower `Strategy`: two changed lines on the server, none on the
+clients."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
 from torch import Tensor
 
 from fedlora.core.lora import Adapter, LoRA
+from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
 from fedlora.flower.messages.codecs import StockClients
 from fedlora.flower.messages.records import stock_key
-from fedlora.flower.rounds.strategy import FedLoRA, Identify, registered_names
+from fedlora.flower.rounds.strategy import FedLoRA, Identify, log, registered_names
 from fedlora.flower.terms.policy import Policy
 from fedlora.methods.registry import build
 from fedlora.server.robust_rules import Rule
 from fedlora.server.server import Server, start
+
+
+class StockFedLoRA(FedLoRA, Strategy):
+    """`FedLoRA` with the arguments of Flower's `Strategy.start`; `stock_strategy` makes one."""
+
+    codec: StockClients
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord | None = None,
+        num_rounds: int = 3,
+        timeout: float | None = None,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """As `FedLoRA.start`.
+
+        Args:
+            initial_arrays: not used, because the strategy has its own state. timeout: replaces the policy's deadline.
+            train_config: additions to the clients' config, besides "server-round". evaluate_fn: called as by Flower,
+                with the server's model as clients read it, before the first round and after each.
+
+        Returns:
+            Also the model as clients read it.
+
+        Raises:
+            ConfigError: an evaluate_config, because this strategy does not evaluate by Flower's messages.
+        """
+        if evaluate_config is not None:
+            raise ConfigError("FedLoRA sends no evaluate_config. Measure at the server with evaluate_fn.")
+        if train_config is not None:
+            self.codec = replace(self.codec, config=ReadOnly(dict(train_config)))
+        scores: dict[int, MetricRecord] = {}
+
+        def evaluate(*_: object) -> None:
+            if evaluate_fn is not None and (found := evaluate_fn(self.round, self.arrays())) is not None:
+                scores[self.round] = found
+
+        evaluate()
+        self.after_round = evaluate
+        result = super().start(grid, num_rounds=num_rounds, timeout=timeout)
+        result.arrays, result.evaluate_metrics_serverapp = self.arrays(), scores
+        return result
+
+    def arrays(self) -> ArrayRecord:
+        """The server's model as clients read it."""
+        return self.codec.result(self.server, self.memory.state.server)
+
+    def summary(self) -> None:
+        log.info("FedLoRA: %s, %d clients, round %d", self.server.method.name, len(self.policy.clients), self.round)
+
+    def _not_used(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises an error: `start` makes messages one by one, and names every answer."""
+        raise NotImplementedError("FedLoRA plays its rounds in `start`; no other loop can.")
+
+    configure_train = aggregate_train = configure_evaluate = aggregate_evaluate = _not_used
 
 
 def stock_strategy(
@@ -36,7 +99,7 @@ def stock_strategy(
     resume: bool = False,
     rule: Rule | None = None,
     **hparams: Any,
-) -> FedLoRA:
+) -> StockFedLoRA:
     """A strategy for clients that exchange `get_peft_model_state_dict` and know nothing of fedlora.
 
     Args:
@@ -61,7 +124,7 @@ def stock_strategy(
     factor = alpha / r
     adapter = Adapter({m: LoRA(pair["B"] * factor, pair["A"]) for m, pair in sorted(pairs.items())})
     server = Server(build(method, **hparams), heads="frozen", quorum=quorum, seed=seed, rule=rule)
-    return FedLoRA(
+    return StockFedLoRA(
         server,
         Policy(dict.fromkeys(clients, r), deadline=deadline),
         start(server, adapter),

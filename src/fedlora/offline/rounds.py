@@ -51,15 +51,13 @@ def merge_round(
 ) -> tuple[MergeReport, int | None]:
     """Write a method's server update like any merge, and the adapters its clients continue from.
 
-    The state appears last, so that a round whose result nobody saw can be played again.
+    Returns (the report, the state's round if there is a state). The state appears last, so that a round whose result
+    nobody saw can be played again.
 
     Args:
         label: the method as typed. state: the folder of the server's state; with a state the update includes more than
             these adapters. readout: "same" or a file of ranks: also write an adapter for each client, below `out`.
         rule: a robust rule, which weights the clients' changes; the report's remarks say what it did.
-
-    Returns:
-        the report, and the state's round, if there is a state.
 
     Raises:
         ConfigError: with a rule, tensors other than pairs would be averaged without it.
@@ -68,15 +66,7 @@ def merge_round(
         _check_heads(given, wanted.heads)
     facts = [read_facts(file.directory, file.limits) for file in given.files]
     clients = [one.client for one in facts]
-    bases = [file.base for file in given.files]
-    handed_on = next(file.base for file in given.files if file.base_model == given.spec().base_model)
-    weights = next((found for file in given.files if (found := base_weights(file))), {})
-    named = (labels_of(file.directory, file.limits) for file in given.files if wanted.heads != "drop")
-    classes = next((found for found in named if found), ())
-    hand = ByHand(
-        method, label, state, base=handed_on, missing=missing, rule=rule, also_called=bases, weights=weights,
-        classes=classes,
-    )  # fmt: skip
+    hand = _server_of(given, method, label, state, wanted.heads, missing, rule)
     hand.check_apart(place.out)
     ranks, more = readout_ranks(readout, clients, given.files, hand.clients) if readout is not None else ({}, [])
     after = hand.aggregate(
@@ -87,16 +77,13 @@ def merge_round(
     more = [*more, *(_weighed(judged) if judged is not None else [])]
     label = f"{label}, weighed by {judged.rule}" if judged is not None else label
     updates = hand.whole()
-    wide = wanted.wide
-    of, against, weighed = _measure(given, clients, method, missing, rule, judged, updates, state is not None, wide)
+    kept = state is not None
+    of, against, weighed = _measure(given, clients, method, missing, rule, judged, updates, kept, wanted.wide)
     source = Source(
         [module for module in given.modules if module in updates] + [m for m in updates if m not in set(given.modules)],
-        lambda module: combine(module, [updates[module]], [1.0], wide),
-        f"The server update of {label}",
-        of,
-        against,
-        weighed,
-    )
+        lambda module: combine(module, [updates[module]], [1.0], wanted.wide),
+        f"The server update of {label}", of, against, weighed,
+    )  # fmt: skip
     with ExitStack() as last:
 
         def also(building: Path | None, parts: Parts) -> tuple[Sequence[ClientReport], Sequence[str]]:
@@ -107,7 +94,22 @@ def merge_round(
             return found
 
         report = write_result(given, place, wanted, source, missing, [*said, *more], progress, also)
-    return report, after.round if state is not None else None
+    return report, after.round if kept else None
+
+
+def _server_of(
+    given: Collection, method: Method[Any], label: str, state: Path | None, heads: str, missing: Missing,
+    rule: Rule | None,
+) -> ByHand:  # fmt: skip
+    """The server of these adapters: with the names of their base model, its weights, and the classes, as they say."""
+    handed_on = next(file.base for file in given.files if file.base_model == given.spec().base_model)
+    weights = next((found for file in given.files if (found := base_weights(file))), {})
+    named = (labels_of(file.directory, file.limits) for file in given.files if heads != "drop")
+    return ByHand(
+        method, label, state, base=handed_on, missing=missing, rule=rule,
+        also_called=[file.base for file in given.files], weights=weights,
+        classes=next((found for found in named if found), ()),
+    )  # fmt: skip
 
 
 def _check_heads(given: Collection, heads: str) -> None:

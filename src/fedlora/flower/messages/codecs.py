@@ -16,15 +16,14 @@ from fedlora.core.messages import Client, Download, Form, Held, Upload
 from fedlora.core.parcels import held_after, pack
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
-from fedlora.flower.messages.counted import Counted
-from fedlora.flower.messages.envelope import Envelope
-from fedlora.flower.messages.records import parcel_record, record_upload, stock_upload, to_array
+from fedlora.flower.messages.envelope import Envelope, Receipt
+from fedlora.flower.messages.records import parcel_record, record_upload, stock_upload
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 
-_NONE = Counted()
+_NONE = Receipt()
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,18 +43,12 @@ class Codec(Protocol):
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
         """Raises `ConfigError` for a method or a policy that such clients cannot serve."""
 
-    def question(self, download: Download, held: Held | None, run: str, counted: Counted = _NONE) -> RecordDict:
-        """The message to one client. held: what it already holds. run: the federation's name. counted: which of the
-        client's work did."""
+    def question(self, download: Download, held: Held | None, run: str, receipt: Receipt = _NONE) -> RecordDict:
+        """The message to one client. held: what it already holds. run: the federation's name. receipt: for the
+        client's earlier work."""
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         """The reply, read. Raises `RecordError`; the server checks values."""
-
-    def result(self, server: Server, state: ServerState) -> ArrayRecord:
-        """The server's model as such clients read it; empty for methods without one."""
-
-    def with_config(self, config: ConfigRecord) -> Codec:
-        """The codec, with Flower's train_config in its messages. Raises `ConfigError` if clients read none."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +76,8 @@ class OwnClients:
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
         """Accepts any method."""
 
-    def question(self, download: Download, held: Held | None, run: str, counted: Counted = _NONE) -> RecordDict:
-        return parcel_record(pack(download, held), run, self.envelope, counted)
+    def question(self, download: Download, held: Held | None, run: str, receipt: Receipt = _NONE) -> RecordDict:
+        return parcel_record(pack(download, held), run, self.envelope, receipt)
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         upload, loss, kept = record_upload(
@@ -93,15 +86,6 @@ class OwnClients:
         )  # fmt: skip
         ranks = upload.adapter.ranks if asked.roles.penalty is not None else None
         return Reply(upload, loss, replace(held_after(asked), local=tuple(kept)), ranks)
-
-    def result(self, server: Server, state: ServerState) -> ArrayRecord:
-        if not server.has_global_model(state):
-            return ArrayRecord()
-        named = server.global_update(state)
-        return ArrayRecord({f"{f}/{m}": to_array(t) for m, lora in named.items() for f, t in lora.tensors().items()})
-
-    def with_config(self, config: ConfigRecord) -> Codec:
-        raise ConfigError("fedlora's own clients read the federation's settings and no train_config. Leave it out.")
 
 
 @dataclass(frozen=True)
@@ -133,11 +117,12 @@ class StockClients:
         if ranks != {self.r}:
             raise ConfigError(f"stock clients have r = {self.r}; the policy's ranks are {sorted(ranks)}.")
 
-    def question(self, download: Download, held: Held | None, run: str, counted: Counted = _NONE) -> RecordDict:
+    def question(self, download: Download, held: Held | None, run: str, receipt: Receipt = _NONE) -> RecordDict:
         config = ConfigRecord({**self.config, "server-round": download.round + 1})
         return RecordDict({"arrays": self._peft(download.adapter), "config": config})
 
     def result(self, server: Server, state: ServerState) -> ArrayRecord:
+        """The server's model as such clients read it."""
         return self._peft(server.download(state, Client("whoever asks", self.r)).adapter)
 
     def _peft(self, adapter: Adapter) -> ArrayRecord:
@@ -148,9 +133,6 @@ class StockClients:
             arrays[f"base_model.model.{module}.lora_A.weight"] = Array(A.numpy())
             arrays[f"base_model.model.{module}.lora_B.weight"] = Array((B / self.factor).numpy())
         return ArrayRecord(arrays)
-
-    def with_config(self, config: ConfigRecord) -> Codec:
-        return replace(self, config=ReadOnly(dict(config)))
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         upload = stock_upload(content, asked.client, _shapes(asked.client, state), self.factor)

@@ -1,12 +1,15 @@
-"""What every message says besides its work: the protocol, the current settings, and its sender's facts.
+"""What every message says besides its work: the protocol, the current settings, and its sender's facts; to a site also
+what became of its earlier work, because only the server knows.
 
 No torch here, because a node's ClientApp process reads this before anything else.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 from flwr.app import ConfigRecord, RecordDict
 
@@ -16,7 +19,6 @@ from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.salt import with_salt
 from fedlora.flower.terms.agreement import PROTOCOL
 
-TOLD = "told"  # in a message's config: why the site's last work did not count
 _SHOWN = re.compile(r"\bfedlora/(\d{1,6})\b")
 
 
@@ -60,6 +62,42 @@ def opened(record: RecordDict, sender: str, reader: str) -> Envelope:
     return Envelope(str(said[0]), str(said[1]))
 
 
+@dataclass(frozen=True)
+class Receipt:
+    """What the server knows about one client's work.
+
+    counted: the last round in which the work counted. answered: the last one that the client answered, even if it was
+    refused; the client has read its data up to there. Both from 1; 0: none. sure: False after a kill in a private
+    round, because the server does not know who counted in it; `counted` is then the last that may have. why: why its
+    last work did not count, for the site's log; "" if it counted.
+    """
+
+    TAG: ClassVar[str] = "receipt/1"
+
+    counted: int = 0
+    answered: int = 0
+    sure: bool = True
+    why: str = ""
+
+
+def put_receipt(record: RecordDict, receipt: Receipt) -> RecordDict:
+    """Adds it to a message, and returns that."""
+    parts(record, ConfigRecord)["config"]["receipt"] = json.dumps(asdict(receipt))
+    return record
+
+
+def receipt_of(record: RecordDict) -> Receipt:
+    """Reads it from a server's message. Raises `RecordError`."""
+    said = parts(record, ConfigRecord)["config"].get("receipt")
+    try:
+        found = Receipt(**json.loads(str(said)))
+    except (ValueError, TypeError):
+        found = Receipt(-1)
+    if any(type(n) is not int or n < 0 for n in (found.counted, found.answered)) or type(found.why) is not str:
+        raise RecordError(f"the message does not say which of this site's work counted, but {quoted(said, 40)}.")
+    return found
+
+
 def with_versions(reason: str) -> str:
     """An error about another protocol, with our versions."""
     found = {f"fedlora/{number}" for number in _SHOWN.findall(reason)} - {PROTOCOL}
@@ -82,4 +120,6 @@ def _who(theirs: object, at: str = "it") -> str:
     return f": {at} has the older fedlora; upgrade it there" if older else f": {at} has the newer fedlora; upgrade here"
 
 
-__all__ = ["PROTOCOL", "TOLD", "Envelope", "RecordError", "enclose", "opened", "with_versions"]
+__all__ = [
+    "PROTOCOL", "Envelope", "Receipt", "RecordError", "enclose", "opened", "put_receipt", "receipt_of", "with_versions",
+]  # fmt: skip

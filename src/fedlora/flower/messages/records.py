@@ -28,8 +28,7 @@ from fedlora.core.messages import Client, Form, Held, Upload
 from fedlora.core.method import Roles, TailPenalty
 from fedlora.core.parcels import Parcel
 from fedlora.core.read_only import ReadOnly
-from fedlora.flower.messages.counted import Counted, put_counted
-from fedlora.flower.messages.envelope import PROTOCOL, Envelope, RecordError, enclose, opened
+from fedlora.flower.messages.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened, put_receipt
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.salt import SALT, salted, unsalted
 from fedlora.flower.terms.agreement import Disagreement, Facts, check
@@ -104,10 +103,10 @@ def parcel_record(
     parcel: Parcel,
     run: str,
     envelope: Envelope = Envelope(),  # noqa: B008 - immutable
-    counted: Counted = Counted(),  # noqa: B008 - immutable
+    receipt: Receipt = Receipt(),  # noqa: B008 - immutable
 ) -> RecordDict:
     """A client's message with a parcel. `run`: the federation's name, so that no other federation's state is used.
-    envelope: the current settings, and the server's facts. counted: which of the client's work counted."""
+    envelope: the current settings, and the server's facts. receipt: for the client's earlier work."""
     p = parcel
     said = {
         "run": run,
@@ -122,7 +121,7 @@ def parcel_record(
     }
     arrays = ArrayRecord({name: to_array(tensor) for name, tensor in p.tensors().items()})
     config = ConfigRecord({"protocol": PROTOCOL, "parcel": json.dumps(said, sort_keys=True)})
-    return enclose(put_counted(RecordDict({"arrays": arrays, "config": config}), counted), envelope)
+    return enclose(put_receipt(RecordDict({"arrays": arrays, "config": config}), receipt), envelope)
 
 
 def record_parcel(record: RecordDict) -> tuple[Parcel, str]:

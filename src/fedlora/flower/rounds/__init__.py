@@ -2,7 +2,8 @@
 
 The path of an upload, from Flower's reply to the new state; each check is made in only one of these files:
 
-rounds/strategy.py         asks, waits until the deadline, writes down and stores
+rounds/strategy.py         asks, waits until the deadline, writes down and stores; hooks.py: what private rounds change
+rounds/questions.py        what each client is sent, and the most that it may reply
 rounds/collecting.py       its sender: the answered message, its node, its round's group; one answer each
 rounds/bounded_pull.py     its size, before it is in memory
 rounds/attempt.py          each asked client's fate; the loss

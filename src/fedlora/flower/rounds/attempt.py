@@ -9,50 +9,45 @@ from __future__ import annotations
 
 import logging
 import math
+import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from flwr.app import ConfigRecord, Message, MessageType
+import torch
+from flwr.app import Message
+from torch import Tensor
 
 from fedlora.core.echo import shown
-from fedlora.core.messages import Client, ClientMemory, Download, Held, as_pruned
+from fedlora.core.lora import LoRA, change_of
+from fedlora.core.messages import ClientMemory, Download, Upload
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import round_loss
-from fedlora.errors import HyperparameterError, RankMismatch, UploadRefused
-from fedlora.flower.messages.codecs import Codec, Reply
-from fedlora.flower.messages.counted import Counted
-from fedlora.flower.messages.envelope import TOLD
-from fedlora.flower.messages.parts import parts
+from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
+from fedlora.flower.messages.codecs import Reply
+from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import RecordError
-from fedlora.flower.rounds.arrivals import Limit
-from fedlora.flower.rounds.collecting import Answer, Question
+from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.events import Fate, Fated
+from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.membership import Drawn
-from fedlora.flower.rounds.memory import FlowerState
-from fedlora.flower.rounds.norms import far_ones, update_norm
-from fedlora.flower.terms.policy import Policy, shares_lost
+from fedlora.flower.rounds.questions import Asker, Question, reply_limit
+from fedlora.flower.terms.policy import shares_lost
 from fedlora.server.intake import Intake
-from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState, Tally
-from fedlora.server.terms import ranks_of
 
 log = logging.getLogger(__name__)
-_MB = 2**20
 _MOST_LOSS = 1e6  # nats: chance among a million words is 14, and a diverged head has some thousands
+_FAR = 10.0  # times the median norm
 
 
 @dataclass(frozen=True)
 class Closed:
-    """The outcome of a round. overturned: fates that the aggregation changed, by a defence. trained: how many trained.
-    loss: the round's (`core.trainer.round_loss`), NaN if no client reports one."""
+    """The outcome of a round. overturned: fates that the aggregation changed, by a defence."""
 
     memory: FlowerState
     line: Mapping[str, Any]
     overturned: tuple[Fated, ...]
-    trained: int
-    loss: float
 
 
 @dataclass(frozen=True)
@@ -69,65 +64,34 @@ class _Trained:
 class Attempt:
     """One attempt. Mutable; `close` ends it.
 
-    number: of the round, from 1. attempt: from 1. online: name -> node id. group: its messages' group. intake: the
-    round's, open. told: client -> the fate of its last work, if that did not count.
+    asker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
+    attempts, from 1. deadline: seconds for an answer, and the life of a message.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        policy: Policy,
-        codec: Codec,
-        memory: FlowerState,
-        drawn: Drawn,
-        online: Mapping[str, int],
-        intake: Intake,
-        *,
-        attempt: int,
-        deadline: float,
-        told: Mapping[str, str] = ReadOnly({}),
-    ) -> None:
-        self.server, self.policy, self.codec, self.memory, self.drawn = server, policy, codec, memory, drawn
-        self.number, self.attempt, self.deadline = memory.state.round + 1, attempt, deadline
-        self.group = f"{memory.run}-{self.number}-{attempt - 1}"
-        self._online, self._told = online, told
-        self._sent: dict[str, Client] = {}  # a large message is not kept, but made again when it is needed
+    def __init__(self, asker: Asker, drawn: Drawn, intake: Intake, nth: int, deadline: float) -> None:
+        self.server, self.policy, self.memory = asker.server, asker.policy, asker.memory
+        self.number, self.nth = self.memory.state.round + 1, nth
+        self._asker, self._drawn, self._intake, self._deadline = asker, drawn, intake, deadline
+        self._served: list[str] = []  # for whom a message was made
         self._taken: dict[str, _Trained] = {}
         self._fates: dict[str, Fated] = {}
-        self._refusals = dict(memory.refusals)
-        self.private = server.privacy is not None
-        self._intake = intake
+        self._refusals = dict(self.memory.refusals)
 
     def questions(self) -> Iterator[Question]:
-        """A message for each client to ask, at its own rank, made on demand."""
-        state = self.memory.state
-        for name in self.drawn.asked:
-            memory = state.clients.get(name, ClientMemory())
-            client = as_pruned(self.policy.client(name), memory)
+        """A message for each client to ask, made on demand."""
+        group = f"{self.memory.run}-{self.number}-{self.nth - 1}"
+        for name in self._drawn.asked:
             try:  # the message has the same deadline; otherwise a straggler would work through stale rounds
-                question = self._question(client, memory.held, self.deadline)
+                download = self._asker.download(name)
+                limit = reply_limit(download.client, self.memory.state.server, self.policy)
+                question = self._asker.question(download, group, self._deadline, limit)
             except (RankMismatch, HyperparameterError) as error:
                 self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
                 continue
-            self._sent[name] = client
+            self._served.append(name)
+            del download
             yield question
             del question
-
-    def _question(self, client: Client, held: Held | None, ttl: float) -> Question:
-        name, download = client.id, self._download(client)
-        counted = self.memory.counted.get(name, Counted())
-        record = self.codec.question(download, held, self.memory.run, counted)
-        if name in self._told:
-            parts(record, ConfigRecord)["config"][TOLD] = self._told[name]
-        return Question(
-            name,
-            Message(record, self._online[name], MessageType.TRAIN, ttl=ttl, group_id=self.group),
-            reply_limit(client, self.memory.state.server, self.policy),
-            partial(self._question, client, None) if held is not None else None,
-        )
-
-    def _download(self, client: Client) -> Download:
-        return self.server.download(self.memory.state.server, client)
 
     def take(self, answer: Answer) -> Fated:
         """The fate of an asked client, at once; final, unless the aggregation changes it.
@@ -140,7 +104,7 @@ class Attempt:
             if fate == "refused":
                 return self._refuse(name, answer.why, **came)
             return self._settle(name, fate, answer.why, **came)
-        sent = self._download(self._sent[name])
+        sent = self._asker.download(name)
         try:
             found = self._read(name, answer.message, sent)
         except RecordError as error:
@@ -154,8 +118,8 @@ class Attempt:
         except UploadRefused as refusal:
             self._count_refusal(name)
             return self._settle(name, "refused", shown(refusal.reason, 500), **came)
-        before = self.memory.state.clients.get(name, ClientMemory())
-        after = ClientMemory(None, 0, found.held, before.ranks if found.ranks is None else found.ranks)
+        ranks = self._asker.known(name).ranks if found.ranks is None else found.ranks
+        after = ClientMemory(None, 0, found.held, ranks)
         self._taken[name] = _Trained(float(upload.num_examples), float(count), found.loss, after)
         return self._settle(
             name,
@@ -170,24 +134,27 @@ class Attempt:
     @property
     def fates(self) -> dict[str, Fated]:
         """The known fates of the policy's clients, in its order."""
-        known = {
-            name: Fated(self.number, self.attempt, name, fate, why)
-            for name, (fate, why) in self.drawn.not_asked.items()
-        } | self._fates
+        others = self._drawn.not_asked.items()
+        known = {name: Fated(self.number, self.nth, name, fate, why) for name, (fate, why) in others} | self._fates
         return {name: known[name] for name in self.policy.clients if name in known}
 
     @property
-    def asked(self) -> frozenset[str]:
-        """The clients for which a message was made."""
-        return frozenset(self._sent)
+    def unserved(self) -> list[Fated]:
+        """The fates of clients to ask whom the method cannot serve."""
+        return [self._fates[name] for name in self._drawn.asked if name not in self._served]
 
     @property
-    def refusals(self) -> Mapping[str, int]:
-        """client -> its number of refused uploads in a row, including this attempt's; in the policy's order."""
-        order = {name: k for k, name in enumerate(self.policy.clients)}
-        return ReadOnly(
-            dict(sorted(self._refusals.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
-        )
+    def missing(self) -> dict[str, str]:
+        """Client -> why it did not train, for all who were drawn or are in quarantine."""
+        return {name: found.why for name, found in self.fates.items() if found.fate not in ("trained", "not drawn")}
+
+    def not_counted(self, error: QuorumNotMet) -> FlowerState:
+        """What the server knows after an attempt that did not count."""
+        receipts = dict(self.memory.receipts)
+        for name in self._served:
+            why = self._why_not(name, f"the whole attempt did not: {error}")
+            receipts[name] = replace(receipts.get(name, Receipt()), why=why)
+        return replace(self.memory, refusals=self._ordered_refusals(), receipts=ReadOnly(receipts))
 
     def close(self) -> Closed:
         """Aggregate the accepted uploads.
@@ -195,58 +162,66 @@ class Attempt:
         Raises:
             QuorumNotMet: too few usable uploads. The state is unchanged.
         """
-        state = self.memory.state
-        taken = {
-            name: self._taken[name] for name in self.policy.clients if name in self._taken
-        }  # in the policy's order
-        claimed = {name: reply.examples for name, reply in taken.items()}
-        for name, why in self._in_quarantine().items():
+        for name, why in self._drawn.quarantined.items():
             self._intake.refuse(UploadRefused(name, why))
         after = self._intake.close()
         tally = after.tally or Tally({})
         for name, reason in tally.refused.items():  # refused only after all uploads had arrived
             self._overturn(name, reason)
-        trained = [name for name in taken if self._fates[name].fate == "trained"]
-        memories, work = dict(state.clients), dict(self.memory.counted)
-        for name in self._sent:
-            if name in trained:
-                memories[name], work[name] = taken[name].memory, Counted(self.number, self.number)
-                self._refusals.pop(name, None)
-                continue
-            if name in memories:
-                memories[name] = replace(memories[name], held=None)  # its current content is unknown
-            if self._fates[name].fate in ("refused", "failed"):  # as in the engine: only its data position moves on
-                work[name] = replace(work.get(name, Counted()), answered=self.number)
-        if self.private and not self._sent:  # the sum was there already; who trained for it before the kill is unknown
-            memories = {name: replace(memory, held=None) for name, memory in memories.items()}
-            work = dict.fromkeys([*work, *self.policy.clients], Counted(self.number, self.number, sure=False))
-        known = {**self.memory.examples, **{name: claimed[name] for name in trained}}
+        taken = {n: self._taken[n] for n in self.policy.clients if n in self._taken}  # in the policy's order
+        trained = {name: reply for name, reply in taken.items() if self._fates[name].fate == "trained"}
+        clients, receipts = self._known_after(trained, tally)
+        examples = {**self.memory.examples, **{name: reply.examples for name, reply in trained.items()}}
         memory = FlowerState(
-            self.memory.run, RunState(after.round, after, ReadOnly(memories)), self.refusals,
-            ReadOnly({name: known[name] for name in sorted(known)}), ReadOnly(work),
+            self.memory.run, RunState(after.round, after, ReadOnly(clients)), self._ordered_refusals(),
+            ReadOnly({name: examples[name] for name in sorted(examples)}), ReadOnly(receipts),
         )  # fmt: skip
-        losses = {name: reply.loss for name, reply in taken.items() if name in trained and reply.loss is not None}
-        loss = round_loss(losses, {name: reply.count for name, reply in taken.items()})
         overturned = tuple(self._fates[name] for name in taken if name not in trained)
-        by_examples = self.server.weighs_by == "examples"
-        counted = {name: claimed[name] for name in trained if name in tally.weights}
-        capped = shares_lost(counted, tally.weights) if by_examples and not self.private else {}
-        line = {**self._line(after, losses, trained, capped), "loss": loss}
-        return Closed(memory, line, overturned, len(trained), math.nan if loss is None else loss)
+        return Closed(memory, self._line(after, taken, trained), overturned)
 
     # -------------------------------------------------------------------------------------------------------- inside
 
-    def _in_quarantine(self) -> dict[str, str]:
-        """client -> why it counts as refused without being asked, unless others were drawn in its place."""
-        others = {name: fate for name, (fate, _) in self.drawn.not_asked.items()}
-        if "not drawn" in others.values():
-            return {}
-        return {name: "it is in quarantine" for name, fate in others.items() if fate == "quarantined"}
+    def _known_after(
+        self, trained: Mapping[str, _Trained], tally: Tally
+    ) -> tuple[dict[str, ClientMemory], dict[str, Receipt]]:
+        """What the server knows of each client after the round, and the receipts for its work."""
+        clients, receipts = dict(self.memory.state.clients), dict(self.memory.receipts)
+        left_out = tally.judged.left_out if tally.judged is not None else {}
+        for name in self._served:
+            receipt = receipts.get(name, Receipt())
+            if name in trained:
+                clients[name], receipt = trained[name].memory, Receipt(self.number, self.number)
+                self._refusals.pop(name, None)
+            else:
+                if name in clients:
+                    clients[name] = replace(clients[name], held=None)  # its current content is unknown
+                if self._fates[name].fate in ("refused", "failed"):  # as in the engine: only its data position moves on
+                    receipt = replace(receipt, answered=self.number)
+            receipts[name] = replace(receipt, why=self._why_not(name, left_out.get(name, "")))
+        if self._intake.asked == ():  # a private sum that was there already: who trained for it is unknown
+            clients = {name: replace(memory, held=None) for name, memory in clients.items()}
+            unsure = Receipt(self.number, self.number, sure=False)
+            receipts = dict.fromkeys([*receipts, *self.policy.clients], unsure)
+        return clients, receipts
+
+    def _why_not(self, name: str, though_trained: str) -> str:
+        """Why an asked client's work did not count, for the client; "" if it did. though_trained: why it did not if the
+        client trained. A private round tells nobody."""
+        fated = self._fates[name]
+        why = though_trained if fated.fate == "trained" else f"{fated.fate}: {fated.why}"
+        if not why or self.server.privacy is not None:
+            return ""
+        return shown(f"round {self.number}: the work of this site did not count: {why}", 600)
+
+    def _ordered_refusals(self) -> Mapping[str, int]:
+        """client -> its number of refused uploads in a row, including this attempt's; in the policy's order."""
+        order = {name: k for k, name in enumerate(self.policy.clients)}
+        return ReadOnly(dict(sorted(self._refusals.items(), key=lambda one: (order.get(one[0], len(order)), one[0]))))
 
     def _read(self, name: str, message: Message, sent: Download) -> Reply:
         """A client's reply as an upload; the intake checks its values. Raises `RecordError`."""
         try:
-            reply = self.codec.reply(message.content, sent, self.memory.state.server, self.memory.run)
+            reply = self._asker.codec.reply(message.content, sent, self.memory.state.server, self.memory.run)
         except RecordError:
             raise
         except Exception as error:  # a forged record can raise anything else, and its sender is to blame
@@ -264,25 +239,24 @@ class Attempt:
         )
 
     def _line(
-        self,
-        after: ServerState,
-        losses: Mapping[str, float],
-        trained: list[str],
-        capped: Mapping[str, Mapping[str, float]],
+        self, after: ServerState, taken: Mapping[str, _Trained], trained: Mapping[str, _Trained]
     ) -> dict[str, Any]:
-        fates = self.fates
+        """The round's line of rounds.jsonl, as far as it is known here."""
+        tally, fates = after.tally or Tally({}), self.fates
+        losses = {name: reply.loss for name, reply in trained.items() if reply.loss is not None}
+        claims = {name: reply.examples for name, reply in trained.items() if name in tally.weights}
         norms = {name: fates[name].norm or 0.0 for name in trained}
-        tally = after.tally or Tally({})
         return {
             "round": after.round,
-            "attempt": self.attempt,
-            "losses": dict(losses),
+            "attempt": self.nth,
+            "loss": round_loss(losses, {name: reply.count for name, reply in taken.items()}),
+            "losses": losses,
             "weights": dict(tally.weights),
-            "refused": {n: f.why for n, f in fates.items() if f.fate not in ("trained", "not drawn")},
+            "refused": self.missing,
             "fates": {name: {"fate": fated.fate, "why": fated.why} for name, fated in fates.items()},
             "norms": norms,
             "far": far_ones(norms),
-            "capped": {name: dict(shares) for name, shares in capped.items()},
+            "capped": shares_lost(claims, tally.weights) if self.server.weighs_by == "examples" else {},
             "alike": dict(tally.alike),
             **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
         }
@@ -300,24 +274,48 @@ class Attempt:
             self._fates[name] = replace(before, fate="refused", why=shown(reason, 500))
 
     def _settle(self, name: str, fate: Fate, why: str, **more: Any) -> Fated:
-        self._fates[name] = Fated(self.number, self.attempt, name, fate, why, **more)
+        self._fates[name] = Fated(self.number, self.nth, name, fate, why, **more)
         return self._fates[name]
 
     def _count_refusal(self, name: str) -> None:
         self._refusals[name] = self._refusals.get(name, 0) + 1
 
 
-def reply_limit(client: Client, state: ServerState, policy: Policy) -> Limit:
-    """The limit of this client's reply: twice its largest upload and 1 MB, or the policy's limit."""
-    total = tensors = 0
-    for name, rank in ranks_of(client, state).items():
-        B, A = state.start.modules[name].factors
-        total += rank * (B.shape[0] + A.shape[1]) * max(4, B.element_size(), A.element_size())
-        tensors += 2
-    total += sum(head.numel() * max(4, head.element_size()) for head in state.heads.values())
-    tensors += len(state.heads)
-    most = 2 * total + _MB if policy.max_upload_mb is None else int(policy.max_upload_mb * _MB)
-    return Limit(most, 64 + 4 * tensors + most // (_MB // 4), 2 * _MB + 2048 * tensors)
+def update_norm(upload: Upload, download: Download) -> float:
+    """sqrt of the sum over modules of ||B A - B_0 A_0||_F^2: how far the client moved from its readout (B_0, A_0).
+
+    The log reports it for people; a robust rule (`fedlora.server.robust_rules`) is what weighs changes. Heads do not
+    count. A frozen factor is the download's. If a factor stays at the client, it is the norm of only the other one's
+    change, which depends on coordinates, but equally for all clients of the round.
+    """
+    begun = download.adapter.modules
+    return math.hypot(*(_moved(lora, begun.get(name)) for name, lora in upload.adapter.modules.items()))
 
 
-__all__ = ["Attempt", "Closed", "reply_limit"]
+def _moved(lora: LoRA, begun: LoRA | None) -> float:
+    if begun is not None and len(begun.tensors()) == 2:
+        return change_of(lora, begun).norm()
+    if len(lora.tensors()) == 2:
+        return lora.norm()
+    ((factor, tensor),) = lora.map(Tensor.double).tensors().items()
+    was = None if begun is None else begun.tensors().get(factor)
+    return float(torch.linalg.vector_norm(tensor if was is None or was.shape != tensor.shape else tensor - was))
+
+
+def far_ones(norms: Mapping[str, float]) -> dict[str, float]:
+    """client -> its norm in medians, for clients above `_FAR`; infinite if the median is zero.
+
+    Of an even number of norms it takes the lower median: with two clients, the smaller norm.
+
+    Example:
+        >>> far_ones({"a": 1.0, "b": 1.2, "c": 90.0})
+        {'c': 75.0}
+    """
+    if len(norms) < 2:
+        return {}
+    middle = statistics.median_low(norms.values())
+    found = {name: norm / middle if middle else (math.inf if norm else 0.0) for name, norm in norms.items()}
+    return {name: ratio for name, ratio in found.items() if ratio > _FAR}
+
+
+__all__ = ["Attempt", "Closed", "far_ones", "update_norm"]

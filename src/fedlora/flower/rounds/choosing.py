@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedlora.errors import ConfigError
-from fedlora.flower.rounds.server_evaluation import AtServer
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.stopping import Patience
 from fedlora.runs.tracking import check_trackers
 from fedlora.server.closing import held_to_share
 from fedlora.training.metrics import is_better, score_name
+
+if TYPE_CHECKING:
+    from fedlora.flower.rounds.server_evaluation import AtServer
 
 log = logging.getLogger(__name__)
 Line = Mapping[str, Any]
@@ -30,13 +32,17 @@ Line = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Choosing:
-    """The comparison of rounds. metric: a score's name. by: whose scores."""
+    """The comparison of rounds. metric: a score's name. by: whose scores; None: no round is measured. sites_due:
+    whether the sites measure a round, even if the server's scores count."""
 
     metric: str
-    by: Literal["server", "sites"]
+    by: Literal["server", "sites"] | None
+    sites_due: Callable[[int], bool] = lambda round: False
 
     def score(self, line: Line) -> float | None:
         """A round's own score: the server's, or the sites' weighted mean. None if it was not measured."""
+        if self.by is None:
+            return None
         scores: Mapping[str, Any] = line.get("metrics" if self.by == "server" else "site_mean") or {}
         value = scores.get(self.metric)
         return math.nan if value is None and scores else value  # NaN is null in a file
@@ -115,9 +121,14 @@ def check(settings: FederationSettings) -> None:
     check_trackers(settings.run.track)
 
 
-def choosing_of(settings: FederationSettings, at_server: AtServer, global_model: bool) -> Choosing | None:
+def choosing_of(settings: FederationSettings, at_server: AtServer, global_model: bool) -> Choosing:
     """Whose scores compare rounds. Raises `ConfigError` if patience has no scores."""
     evaluate, metric = settings.evaluate, score_name(settings.evaluate.metric)
+    at_sites = settings.data.validation > 0 and evaluate.target != "server"
+
+    def sites_due(round: int) -> bool:
+        return at_sites and due(settings, round)
+
     if at_server.validation is not None and not global_model and evaluate.target == "server":
         raise ConfigError(
             f"{settings.method.name} keeps no model at the server to measure, and evaluate.target = 'server'. Set it "
@@ -125,13 +136,13 @@ def choosing_of(settings: FederationSettings, at_server: AtServer, global_model:
         )
     if at_server.validation is not None and global_model and evaluate.target != "clients":
         log.info("each %s is measured at the server, on at_server.validation", _rounds(evaluate.every))
-        return Choosing(metric, "server")
-    if sites_measure(settings):
+        return Choosing(metric, "server", sites_due)
+    if at_sites:
         share = f"{settings.data.validation:g}"
         log.info(
             "each %s is measured at the sites, on the share of %s that each holds out", _rounds(evaluate.every), share
         )
-        return Choosing(metric, "sites")
+        return Choosing(metric, "sites", sites_due)
     if evaluate.patience is not None:
         raise ConfigError(
             f"evaluate.patience = {evaluate.patience} looks at a score of each round, and nothing is measured: "
@@ -139,17 +150,12 @@ def choosing_of(settings: FederationSettings, at_server: AtServer, global_model:
             f"at_server.validation is {'there' if at_server.validation is not None else 'not there'}."
         )
     log.info("no round is measured: [at_server] names no validation file, and the sites hold nothing out")
-    return None
+    return Choosing(metric, None)
 
 
 def due(settings: FederationSettings, round: int) -> bool:
     """Whether a round is measured."""
     return round % settings.evaluate.every == 0 or round == settings.run.rounds
-
-
-def sites_measure(settings: FederationSettings) -> bool:
-    """Whether each site measures its readout between rounds."""
-    return settings.data.validation > 0 and settings.evaluate.target != "server"
 
 
 def _rounds(every: int) -> str:
@@ -162,4 +168,4 @@ def sites_test(settings: FederationSettings) -> bool:
     return asked and settings.data.test > 0
 
 
-__all__ = ["Choosing", "check", "choosing_of", "due", "sites_measure", "sites_test"]
+__all__ = ["Choosing", "check", "choosing_of", "due", "sites_test"]

@@ -24,6 +24,7 @@ from fedlora.flower.messages.envelope import with_versions
 from fedlora.flower.rounds.arrivals import Arrival, Inbox, Limit, PlainInbox
 from fedlora.flower.rounds.bounded_pull import HttpInbox, is_http
 from fedlora.flower.rounds.events import Fate
+from fedlora.flower.rounds.questions import Question
 
 log = logging.getLogger(__name__)
 _UNAVAILABLE = {3: "its message is gone", 4: "its reply is gone", 5: "its node is not there any more"}  # flwr's codes
@@ -42,17 +43,6 @@ class Clock(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Question:
-    """A message to a client. limit: of its reply; None: there is none. whole: the same question with `ttl` seconds to
-    live, which leaves out nothing; None: this one does not either."""
-
-    client: str
-    message: Message
-    limit: Limit | None = None
-    whole: Callable[[float], Question] | None = None
-
-
-@dataclass(frozen=True, eq=False)
 class Answer:
     """The result of a question. message: the reply, to be judged, and `fate` is None; otherwise `fate` and `why`
     explain its absence. seconds: since the question. bytes: of the reply."""
@@ -65,7 +55,15 @@ class Answer:
     bytes: int = 0
 
 
-Awaiting = Callable[[list[str], float, float], object]
+@dataclass(frozen=True)
+class Waiting:
+    """Some clients let the others wait: no answer for `seconds`. left: seconds until the deadline."""
+
+    clients: tuple[str, ...]
+    seconds: float
+    left: float
+
+
 Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, for nodes that are online
 
 
@@ -76,15 +74,14 @@ def collect(
     deadline: float,
     inbox: Inbox | None = None,
     clock: Clock = time,
-    awaiting: Awaiting = lambda clients, seconds, left: None,
-) -> Iterator[Answer]:
-    """One answer for each question, in the order in which they come.
+) -> Iterator[Answer | Waiting]:
+    """One answer for each question, in the order in which they come; between them, once, who has not answered for
+    `LONG` seconds. (Flower hands a message out once: one that a broken line swallowed is never answered, and nothing
+    else says so.)
 
     Args:
         questions: made one by one, and each is let go of once it is sent. deadline: seconds from each one's sending,
             those that are asked again, whole, included.
-        awaiting: told once who has not answered for `LONG` seconds, for how long, and how many are left. Flower hands a
-            message out once: one that a broken line swallowed is never answered, and nothing else says so.
     """
     inbox = inbox or inbox_of(grid)
     asked: dict[str, _Asked] = {}  # by message id
@@ -96,7 +93,7 @@ def collect(
             yield sent
         else:
             asked[sent.id] = sent
-    answered, strays, told = dict[str, str](), dict[str, str](), False
+    answered, strays, waited = dict[str, str](), dict[str, str](), False
     while asked:
         for arrival in inbox.look({id: one.limit for id, one in asked.items()}):
             if arrival.reply_to in answered:
@@ -106,16 +103,12 @@ def collect(
             else:
                 one = asked.pop(arrival.reply_to)
                 answered[one.id] = one.client
-                seconds = clock.monotonic() - one.began
-                found: Answer | _Asked = _answer(one, arrival, seconds, deadline)
-                if one.whole is not None and seconds < deadline and _lacks_something(arrival):
-                    log.warning("%s lacks what it was thought to hold, and is sent everything", one.client)
-                    found = _send(grid, one.whole(deadline - seconds), patience, clock)
+                found = _found(grid, one, arrival, deadline, patience, clock)
                 del arrival  # a reply may be large, and the next one comes before this name has another value
                 if isinstance(found, Answer):
                     yield found
                 else:
-                    asked[found.id] = replace(found, began=one.began)
+                    asked[found.id] = found
                 del found
         now = clock.monotonic()
         for one in [one for one in asked.values() if now - one.began >= deadline]:
@@ -126,9 +119,9 @@ def collect(
         if asked:
             first = min(one.began for one in asked.values())
             left = first + deadline - now
-            if not told and now - first >= LONG:
-                told = True
-                awaiting([one.client for one in asked.values()], now - first, left)
+            if not waited and now - first >= LONG:
+                waited = True
+                yield Waiting(tuple(one.client for one in asked.values()), now - first, left)
             clock.sleep(max(0.01, min(inbox.pause, left)))
 
 
@@ -157,6 +150,18 @@ def _send(grid: Grid, question: Question, patience: float, clock: Clock) -> _Ask
         why = f"the SuperLink takes no message for node {about.dst_node_id}"
         return Answer(client, 0.0, fate="offline", why=why)
     return _Asked(ids[0], client, about.dst_node_id, about.group_id, question.limit, question.whole, began)
+
+
+def _found(
+    grid: Grid, asked: _Asked, arrival: Arrival, deadline: float, patience: float, clock: Clock
+) -> Answer | _Asked:
+    """The answer; or the question again, whole, if the client lacks what its message left out."""
+    seconds = clock.monotonic() - asked.began
+    if asked.whole is None or seconds >= deadline or not _lacks_something(arrival):
+        return _answer(asked, arrival, seconds, deadline)
+    log.warning("%s lacks what it was thought to hold, and is sent everything", asked.client)
+    again = _send(grid, asked.whole(deadline - seconds), patience, clock)
+    return again if isinstance(again, Answer) else replace(again, began=asked.began)
 
 
 def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) -> Answer:
@@ -215,16 +220,16 @@ def who_is_online(identify: Identify, grid: Grid, deadline: float, clock: Clock)
 def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:
     """The SuperLink's answer, asked again while it answers with errors. until: the clock's time at which its error is
     raised."""
-    told = False
+    warned = False
     while True:
         try:
             return ask()
         except httpx.HTTPError as error:
             if clock.monotonic() >= until:
                 raise
-            if not told:
+            if not warned:
                 log.warning("the SuperLink fails, and is asked again: %s", _brief(error))
-            told = True
+            warned = True
             clock.sleep(2.0)
 
 
@@ -235,6 +240,6 @@ def _brief(error: BaseException) -> str:
 
 
 __all__ = [
-    "LONG", "Answer", "Arrival", "Awaiting", "Clock", "Identify", "Inbox", "Limit", "PlainInbox", "Question",
+    "LONG", "Answer", "Arrival", "Clock", "Identify", "Inbox", "Limit", "PlainInbox", "Question", "Waiting",
     "collect", "inbox_of", "patiently", "registered_names", "who_is_online",
 ]  # fmt: skip

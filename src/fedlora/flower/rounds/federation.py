@@ -6,7 +6,7 @@ The server needs no base model for any of it; if [at_server] names one, the serv
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,14 @@ from fedlora.errors import ConfigError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
+from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.membership import check_playable
-from fedlora.flower.rounds.memory import FlowerState
 from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.results import check_readouts
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
 from fedlora.flower.rounds.settings_history import History
-from fedlora.flower.rounds.strategy import whose
 from fedlora.flower.terms.agreement import check as check_facts
 from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
@@ -47,7 +46,7 @@ class Begun:
     """The checked start of the rounds: nothing in it is refused later.
 
     server: without releases, if it is private; then `plan` is set too. seed_adapter, spec: of the common start.
-    state: before the first round. rounds: the number up to the newest sound checkpoint.
+    state: before the first round. rounds: the number up to the newest sound checkpoint, which is `newest`.
     """
 
     home: FederationFolder
@@ -60,18 +59,21 @@ class Begun:
     state: RunState
     agreement: Agreement
     at_server: AtServer
-    choosing: Choosing | None
+    choosing: Choosing
     rounds: int
     history: History
+    newest: FlowerState | None = None
 
     @property
-    def whose(self) -> str:
-        """The name in the checkpoints."""
-        return whose(self.settings.id, self.server, self.state.server)
+    def identity(self) -> str:
+        """The run's name in the checkpoints."""
+        return run_identity(self.settings.id, self.server, self.state.server)
 
 
-def begun(folder: Path) -> Begun:
+def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
     """Make all checks of a ServerApp before it asks a site; `fedlora doctor` calls it too. It writes nothing.
+
+    tell: receives a line for each damaged checkpoint in whose place an older one is used.
 
     Raises:
         ConfigError, AdapterFormatError, Disagreement: files that are missing or do not fit; settings that may not
@@ -101,27 +103,26 @@ def begun(folder: Path) -> Begun:
         _check_base(settings, agreement, home)
         at_server = load_at_server(config, seed_adapter)
     choosing = choosing_of(settings, at_server, server.has_global_model(state.server))
-    found = checkpoint.load_newest(  # the one that the strategy goes on from, which also tells of damaged ones
-        home.checkpoints, FlowerState, server.method.State, of=whose(settings.id, server, state.server), tell=log.debug
-    )
+    kind, identity = server.method.State, run_identity(settings.id, server, state.server)
+    found = checkpoint.load_newest(home.checkpoints, FlowerState, kind, of=identity, tell=tell)
     rounds = found[0] if found is not None else 0
     if rounds > settings.run.rounds:
         raise ConfigError(
             f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can "
             f"undo a round. Set run.rounds = {rounds} to end here, or more to continue."
         )
-    if rounds > (told := rounds_done(home.rounds)):  # a round's line is written before its state
+    if rounds > (last := rounds_done(home.rounds)):  # a round's line is written before its state
         raise ConfigError(
-            f"{home.checkpoints} has the state of round {rounds}, but {home.rounds} ends with round {told}. Probably a "
+            f"{home.checkpoints} has the state of round {rounds}, but {home.rounds} ends with round {last}. Probably a "
             f"backup was unpacked over a newer folder. Move this folder away, unpack the backup into an empty place, "
             f"and start again."
         )
     history = History.read(home.server / "settings.json")
-    examples = at_server.examples if choosing is not None and choosing.by == "server" else None
+    examples = at_server.examples if choosing.by == "server" else None
     held_out = f"server:{examples[:16]}" if examples is not None else "sites"
     history = history.with_(settings, rounds, held_out)
     return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, agreement, at_server, choosing,
-                 rounds, history)  # fmt: skip
+                 rounds, history, found[1] if found is not None else None)  # fmt: skip
 
 
 def _check_base(settings: FederationSettings, agreement: Agreement, home: FederationFolder) -> None:

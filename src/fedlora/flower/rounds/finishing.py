@@ -15,6 +15,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import sites_test
 from fedlora.flower.rounds.events import Fated, read_events
 from fedlora.flower.rounds.federation import Begun
+from fedlora.flower.rounds.lines import measurement_lines
 from fedlora.flower.rounds.private_words import public_summary
 from fedlora.flower.rounds.recording import Line, Recorder
 from fedlora.flower.rounds.results import Results, taken_part
@@ -59,6 +60,8 @@ def finish(
     elif (found := recorder.best_state(best)) is not None:
         chosen["best"] = found
     at_sites = strategy.measure(grid, "test") if sites_test(settings) else SiteRound()
+    for note in measurement_lines(at_sites.facts(), f"test set, round {state.round}"):
+        log.warning("%s", note)
     judged = of_run(lines) if server.rule is not None else None
     for remark in remarks(judged, strategy.policy.clients) if judged is not None else ():
         log.warning("%s", remark)
@@ -75,7 +78,11 @@ def finish(
     if settings.run.readouts:
         results.write_readouts(home.server / "clients", state, {n: s.scores for n, s in at_sites.measured.items()})
     recorder.close({k: (one.round, tested[k].scores if k in tested else {}) for k, one in chosen.items()})
-    summary = _summary(_Ended(begun, strategy, lines, best, at_sites, tested, judged), recorder.stopped(lines))
+    stopped = recorder.stopped(lines)
+    if stopped is None and private is not None and strategy.stopped == "budget":
+        why = private.releases.why_spent(state.round)
+        stopped = {"round": state.round, "of": settings.run.rounds, "best_round": None, "best": None, "why": why}
+    summary = _summary(_Ended(begun, strategy, lines, best, at_sites, tested, judged), stopped)
     if results.spent is not None:
         summary = public_summary(summary, results.spent)
     files.write(home.summary, json.dumps(plain(summary), indent=2, sort_keys=True) + "\n")
@@ -99,7 +106,7 @@ def _tested(begun: Begun, strategy: FedLoRA, chosen: Mapping[str, RunState]) -> 
 def _summary(e: _Ended, stopped: Mapping[str, Any] | None) -> dict[str, Any]:
     """Any federation's summary; `public_summary` removes what a private one may not release."""
     settings, strategy, choosing, state = e.begun.settings, e.strategy, e.begun.choosing, e.strategy.memory.state
-    key = "metrics" if choosing is None or choosing.by == "server" else "site_mean"
+    key = "site_mean" if choosing.by == "sites" else "metrics"
     scored = [line for line in e.lines if line.get(key)]
     return {
         "federation": settings.id,
@@ -108,13 +115,13 @@ def _summary(e: _Ended, stopped: Mapping[str, Any] | None) -> dict[str, Any]:
         "rounds": state.round,
         "of": settings.run.rounds,
         "metric": score_name(settings.evaluate.metric),
-        "measured_by": None if choosing is None else choosing.by,
+        "measured_by": choosing.by,
         "validation": {
             "last": scored[-1][key] if scored else {},
             "best": e.best[key] if e.best is not None else {},
         },
         "best_round": e.best["round"] if e.best is not None else None,
-        "stopped_early": stopped or getattr(strategy, "out_of_budget", None),
+        "stopped_early": stopped,
         "test": {place: e.tested[name].scores if name in e.tested else {} for place, name in _PLACES.items()},
         "confusion": _confusion(e),
         "site_test": {
@@ -143,8 +150,8 @@ def _confusion(e: _Ended) -> dict[str, Any] | None:
 
 def _examples(home: FederationFolder) -> dict[str, float]:
     """Client -> the number of examples that it last reported for training."""
-    told = (event for event in read_events(home.events) if isinstance(event, Fated) and event.fate == "trained")
-    return {event.client: event.examples for event in told if event.examples is not None}
+    trained = (event for event in read_events(home.events) if isinstance(event, Fated) and event.fate == "trained")
+    return {event.client: event.examples for event in trained if event.examples is not None}
 
 
 __all__ = ["finish"]

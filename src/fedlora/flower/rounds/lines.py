@@ -14,13 +14,15 @@ from fedlora.flower.rounds.progress import fates_of, spent_of
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.server.judged import told
 
+_UNEXPLAINED = ("trained", "not drawn", None)  # fates of sites whose missing measurement needs words of its own
 _QUIET = ("trained", "offline", "not drawn", "quarantined")  # reported with the round, without their own lines
 
 
 def lines_of(event: Event, rounds: int | None = None) -> list[str]:
     """The lines to print for an event; none for most. rounds: the requested number."""
     if isinstance(event, Done):
-        return [*_overstated(event.line, event.round), round_line(event.line, event.round, rounds), *_beside(event)]
+        said = round_line(event.line, event.round, rounds)
+        return [said, *_beside(event), *measurement_lines(event.line, f"round {event.round}")]
     if isinstance(event, Fated) and event.fate not in _QUIET:
         return [f"round {event.round}: {event.client}: {event.fate}: {event.why}"]
     if isinstance(event, Began) and not event.asked:
@@ -107,19 +109,27 @@ def time_of(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _overstated(line: Mapping[str, Any], number: int) -> list[str]:
-    """The sites that claim to have measured on more examples than they train on."""
+def measurement_lines(line: Mapping[str, Any], when: str) -> list[str]:
+    """Notes on measurements at the sites (`SiteRound.facts`): who claims more examples than it trains on, whose share
+    of the mean was reduced, and who was not measured, unless its fate in the round explains that."""
     counts, said = line.get("site_counts") or {}, line.get("site_metrics") or {}
-    return [
-        f"round {number}: {shown(name)} says it measured {_number(claim, 0)} examples; {_number(counts[name], 0)} count"
+    found = [
+        f"{when}: {shown(name)} says it measured {_number(claim, 0)} examples; {_number(counts[name], 0)} count"
         for name in counts
         if isinstance(claim := (said.get(name) or {}).get("examples"), int | float) and claim > counts[name]
     ]
+    found += [
+        f"{when}: {shown(name)}: its scores count for {100 * share['counted']:.0f}% of the mean; by its examples it "
+        f"would be {100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
+        for name, share in (line.get("site_capped") or {}).items()
+    ]
+    fates = fates_of(line)
+    silent = {k: why for k, why in (line.get("site_unmeasured") or {}).items() if fates.get(k) in _UNEXPLAINED}
+    return found + [f"{when}: {shown(name)}: not measured: {why}" for name, why in silent.items()]
 
 
 def _beside(event: Done) -> list[str]:
-    """Further notes on a round: a robust rule's effect, capped shares, updates far larger than the others', and sites
-    that could not be measured though they trained."""
+    """Further notes on a round: a robust rule's effect, capped shares, updates far larger than the others'."""
     found = [
         f"round {event.round}: {name}: counts for {100 * share['counted']:.0f}% of the mean; by its examples it would "
         f"be {100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
@@ -138,9 +148,7 @@ def _beside(event: Done) -> list[str]:
             f"round {event.round}: too few sites counted for max_weight_share, so they have equal weight in "
             f"{', '.join(list(alike)[:3])}{', ...' if len(alike) > 3 else ''}"
         )
-    fates = fates_of(event.line)
-    silent = {k: why for k, why in (event.line.get("site_unmeasured") or {}).items() if fates.get(k) == "trained"}
-    return found + [f"round {event.round}: {name}: not measured: {why}" for name, why in silent.items()]
+    return found
 
 
 def _changes(event: PolicyChanged) -> list[str]:
@@ -164,4 +172,4 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-__all__ = ["lines_of", "nodes_line", "round_line", "size_of", "time_of"]
+__all__ = ["lines_of", "measurement_lines", "nodes_line", "round_line", "size_of", "time_of"]

@@ -30,6 +30,14 @@ class Drawn:
     asked: tuple[str, ...]
     not_asked: Mapping[str, tuple[Fate, str]]
 
+    @property
+    def quarantined(self) -> dict[str, str]:
+        """The clients in quarantine -> why, if nobody could be drawn in their place: then they count as refused."""
+        others = self.not_asked.items()
+        if any(fate == "not drawn" for _, (fate, _) in others):
+            return {}
+        return {name: why for name, (fate, why) in others if fate == "quarantined"}
+
 
 def draw(
     policy: Policy,
@@ -39,21 +47,23 @@ def draw(
     participation: float,
     seed: int,
     round: int,
+    chosen: Collection[str] | None = None,
 ) -> Drawn:
     """The clients of a round: a share of those that are not in quarantine; the ones among them that are online are
     asked.
 
-    Quarantine does not change the number drawn, only the clients to draw from. Pure.
+    Quarantine does not change the number drawn, only the clients to draw from. chosen: the clients to ask, if the
+    round itself decides (`Intake.asked`). Pure.
     """
-    free = [name for name in policy.clients if not is_quarantined(policy, refusals, name)]
-    share = participation
-    if 0 < len(free) < len(policy.clients):
-        share = min(1.0, share * len(policy.clients) / len(free))
-    chosen = sample_clients(free, share, seed=seed, round=round) if free else []
+    barred = {name: why for name in policy.clients if (why := quarantine(policy, refusals, name))}
+    free = [name for name in policy.clients if name not in barred]
+    if chosen is None:
+        share = min(1.0, participation * len(policy.clients) / len(free)) if barred and free else participation
+        chosen = sample_clients(free, share, seed=seed, round=round) if free else []
     fates: dict[str, tuple[Fate, str]] = {}
     for name in policy.clients:
-        if name not in free:
-            fates[name] = ("quarantined", f"it is in quarantine after {refusals[name]} refused uploads")
+        if name in barred:
+            fates[name] = ("quarantined", barred[name])
         elif name not in chosen:
             fates[name] = ("not drawn", "")
         elif name not in online:
@@ -61,37 +71,49 @@ def draw(
     return Drawn(tuple(name for name in policy.clients if name not in fates), fates)
 
 
-def is_quarantined(policy: Policy, refusals: Mapping[str, int], name: str) -> bool:
-    """Whether a client had so many uploads refused that it is no longer asked."""
-    return bool(policy.quarantine) and refusals.get(name, 0) >= policy.quarantine
+def quarantine(policy: Policy, refusals: Mapping[str, int], name: str) -> str:
+    """Why a client is no longer asked; "" if it is. refusals: client -> the number of refused uploads in a row."""
+    count = refusals.get(name, 0)
+    return f"it is in quarantine after {count} refused uploads" if 0 < policy.quarantine <= count else ""
 
 
-def read_again(
-    path: Path, check: Callable[[Policy], None], now: Policy, round: int
-) -> tuple[Policy, PolicyChanged | None]:
-    """(the policy that its file now has, the changes to its clients). A file that cannot be used changes nothing, and
-    `why` describes its error. check: raises `FedLoRAError` for a policy that this federation cannot play."""
-    try:
-        found = Policy.read(path)
-        check(found)
-    except FedLoRAError as error:
-        return now, PolicyChanged(round, why=f"{error} The policy before it stays.")
-    if found == now:
-        return now, None
-    old, new = dict(now.clients), dict(found.clients)
-    return found, PolicyChanged(
-        round,
-        {name: rank for name, rank in new.items() if name not in old},
-        tuple(name for name in old if name not in new),
-        {name: (old[name], rank) for name, rank in new.items() if name in old and old[name] != rank},
-    )
+class PolicyReader:
+    """policy.toml, which is read again before each round.
+
+    path: None: the policy stays. check: raises `FedLoRAError` for a policy that this federation cannot play.
+    """
+
+    def __init__(self, path: Path | None, check: Callable[[Policy], None]) -> None:
+        self._path, self._check, self._error = path, check, ""
+
+    def read(self, now: Policy, round: int) -> tuple[Policy, PolicyChanged | None]:
+        """(the policy that its file now has, what has changed). A file that cannot be used changes nothing, and `why`
+        describes its error, once."""
+        if self._path is None:
+            return now, None
+        error_before, self._error = self._error, ""
+        try:
+            found = Policy.read(self._path)
+            self._check(found)
+        except FedLoRAError as error:
+            self._error = f"{error} The policy before it stays."
+            return now, PolicyChanged(round, why=self._error) if self._error != error_before else None
+        if found == now:
+            return now, None
+        old, new = dict(now.clients), dict(found.clients)
+        return found, PolicyChanged(
+            round,
+            {name: rank for name, rank in new.items() if name not in old},
+            tuple(name for name in old if name not in new),
+            {name: (old[name], rank) for name, rank in new.items() if name in old and old[name] != rank},
+        )
 
 
 def check_playable(policy: Policy, server: Server, state: ServerState, codec: Codec, participation: float) -> None:
     """Raises `FedLoRAError` for a policy that a federation cannot play."""
     ranks = [ranks_of(policy.client(name), state) for name in policy.clients]
     codec.require(server, state, policy)
-    capped(server, policy)
+    with_largest_share(server, policy)
     drawn = check_quorum(server.quorum, len(policy.clients), participation)
     if server.rule is not None:
         shares = policy.largest_shares(server.weighs_by, drawn)
@@ -113,7 +135,7 @@ def check_quorum(quorum: int | None, sites: int, participation: float) -> int:
     return a_round
 
 
-def capped(server: Server, policy: Policy) -> Server:
+def with_largest_share(server: Server, policy: Policy) -> Server:
     """The server with the policy's largest share. A private one has none, because clipping bounds its clients.
 
     Raises:
@@ -131,4 +153,4 @@ def capped(server: Server, policy: Policy) -> Server:
     return replace(server, max_weight_share=policy.share)
 
 
-__all__ = ["Drawn", "capped", "check_playable", "check_quorum", "draw", "is_quarantined", "read_again"]
+__all__ = ["Drawn", "PolicyReader", "check_playable", "check_quorum", "draw", "quarantine", "with_largest_share"]

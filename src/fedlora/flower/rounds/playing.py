@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,19 @@ from fedlora.errors import BudgetSpent, ConfigError, LedgerError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.ownership import locked
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.choosing import due, sites_measure
 from fedlora.flower.rounds.collecting import Clock
 from fedlora.flower.rounds.federation import Begun, begun
 from fedlora.flower.rounds.finishing import finish
+from fedlora.flower.rounds.flower_state import FlowerState
+from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.private_federation import opened_private
-from fedlora.flower.rounds.private_strategy import PrivateFedLoRA
+from fedlora.flower.rounds.private_rounds import PrivateRounds
 from fedlora.flower.rounds.recording import Recorder
 from fedlora.flower.rounds.round_lines import fitting_summary
-from fedlora.flower.rounds.site_evaluation import Asking
 from fedlora.flower.rounds.strategy import FedLoRA, Identify, registered_names
 from fedlora.flower.terms.facts import Agreement, server_facts
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.private_run import PrivateRun
-from fedlora.training.metrics import score_name
 
 log = logging.getLogger(__name__)
 
@@ -41,15 +41,17 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
     """
     home = FederationFolder(folder.resolve())
     with played_by_one(home.server):
-        b = begun(folder)
+        b = begun(folder, log.warning)
+        newest, b = b.newest, replace(b, newest=None)  # kept by the strategy alone, whose rounds replace it
         settings = b.settings
         private = opened_private(home, settings, b.server, b.plan, b.rounds) if b.plan is not None else None
         recorder = Recorder(b, b.server if private is None else private.server)
-        strategy = _strategy(b, private, recorder, identify, clock)
+        strategy = _strategy(b, newest, private, recorder, identify, clock)
+        del newest
         stopped = recorder.stopped(recorder.lines(strategy.round))
         summary = fitting_summary(home.summary, settings, strategy.round)
         if summary is not None and (strategy.round == settings.run.rounds or stopped is not None):
-            log.info("%s", told(summary))
+            log.info("%s", ending(summary))
             return summary
         b.history.write(home.server / "settings.json")
         for line in b.history.told():
@@ -68,7 +70,7 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         return finish(grid, b, strategy, recorder, private)
 
 
-def told(summary: Mapping[str, Any]) -> str:
+def ending(summary: Mapping[str, Any]) -> str:
     """A sentence or two: the federation is over, and how to continue."""
     if not summary.get("finished", True):
         return f"{summary['rounds']} of {summary['of']} rounds are played, and the rest follow."
@@ -108,7 +110,8 @@ def played_by_one(server: Path) -> Iterator[None]:
 
 
 def _strategy(
-    b: Begun, private: PrivateRun | None, recorder: Recorder, identify: Identify, clock: Clock
+    b: Begun, newest: FlowerState | None, private: PrivateRun | None, recorder: Recorder, identify: Identify,
+    clock: Clock,
 ) -> FedLoRA:  # fmt: skip
     """The strategy at its last checkpoint. The recorder sees each stored round, and may end the federation."""
     settings = b.settings
@@ -119,34 +122,33 @@ def _strategy(
             strategy.stop("stopped early")
         return facts
 
-    more: dict[str, Any] = {
-        "run": settings.id,
-        "folder": b.home.checkpoints,
-        "resume": True,
-        "seed": settings.run.seed,
-        "codec": OwnClients(
+    hooks = RoundHooks()
+    if private is not None and settings.privacy is not None:
+        hooks = PrivateRounds(private, settings.privacy)
+    strategy = FedLoRA(
+        b.server if private is None else private.server,
+        b.policy,
+        b.state,
+        policy_file=b.home.policy,
+        run=settings.id,
+        folder=b.home.checkpoints,
+        record=b.home.server,
+        resume=newest or True,
+        participation=settings.run.participation,
+        seed=settings.run.seed,
+        codec=OwnClients(
             settings.server.upload,
             settings.travelling(),
             server_facts(settings, b.agreement, b.seed_adapter.modules),
             known=lambda: Agreement.read(b.home.agreement).facts,
         ),
-        "identify": identify,
-        "clock": clock,
-        "policy_file": b.home.policy,
-        "record": b.home.server,
-        "after_round": after_round,
-    }
-    strategy: FedLoRA
-    if private is not None and settings.privacy is not None:
-        strategy = PrivateFedLoRA(b.policy, b.state, private=private, terms=settings.privacy, **more)
-    else:
-        asking = Asking(
-            score_name(settings.evaluate.metric), lambda round: sites_measure(settings) and due(settings, round)
-        )
-        strategy = FedLoRA(
-            b.server, b.policy, b.state, participation=settings.run.participation, asking=asking, **more
-        )  # fmt: skip
+        identify=identify,
+        after_round=after_round,
+        choosing=None if private is not None else b.choosing,  # no site measures
+        hooks=hooks,
+        clock=clock,
+    )
     return strategy
 
 
-__all__ = ["play", "played_by_one", "told"]
+__all__ = ["ending", "play", "played_by_one"]

@@ -14,7 +14,7 @@ from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError
 from fedlora.flower.rounds.choosing import due
 from fedlora.flower.rounds.federation import Begun
-from fedlora.flower.rounds.memory import FlowerState
+from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.private_words import RELEASED, public_numbers
 from fedlora.flower.rounds.progress import numbers_of_round
 from fedlora.flower.rounds.round_lines import RoundLines
@@ -40,22 +40,19 @@ class Recorder:
 
     def best(self, lines: Sequence[Line]) -> Line | None:
         """The best of these rounds, if any was measured."""
-        choosing = self._begun.choosing
-        return None if choosing is None else choosing.best(self._comparable(lines))
+        return self._begun.choosing.best(self._comparable(lines))
 
     def stopped(self, lines: Sequence[Line]) -> dict[str, Any] | None:
         """Whether the federation ends early after these rounds, and why."""
-        choosing, settings = self._begun.choosing, self._begun.settings
-        if choosing is None:
-            return None
-        return choosing.stop(self._comparable(lines), settings.run.rounds, settings.evaluate.stopping())
+        settings = self._begun.settings
+        return self._begun.choosing.stop(self._comparable(lines), settings.run.rounds, settings.evaluate.stopping())
 
     def best_state(self, line: Line | None) -> RunState | None:
         """The stored state of that round, the best one; None, with a log line, if it is lost."""
         if line is None:
             return None
         round, why = line["round"], "it is not there any more"
-        kind, of = self._server.method.State, self._begun.whose
+        kind, of = self._server.method.State, self._begun.identity
         try:
             found = checkpoint.load_newest(self._best, FlowerState, kind, of=of, upto=round, tell=log.warning)
             if found is not None and found[0] == round:
@@ -81,8 +78,7 @@ class Recorder:
         facts = {"metrics": plain(dict(scores))}
         whole = {**plain(dict(line)), **facts}
         before = [old for old in self.lines(state.round) if old["round"] < line["round"]]
-        choosing = self._begun.choosing
-        if choosing is not None and choosing.replaces(whole, self.best(before)):
+        if self._begun.choosing.replaces(whole, self.best(before)):
             checkpoint.keep_also(self._best, self._begun.home.checkpoints, state.round, keep=2)
         self._tell_trackers(whole)
         stopped = self.stopped([*before, whole])
@@ -105,17 +101,17 @@ class Recorder:
 
     def _measured(self, state: RunState) -> Mapping[str, float]:
         """The server's scores, if it measures rounds and this one is due."""
-        settings, evaluator = self._begun.settings, self._begun.at_server.validation
-        if evaluator is None or settings.evaluate.target == "clients" or not due(settings, state.round):
+        evaluator = self._begun.at_server.validation
+        if evaluator is None or self._begun.choosing.by != "server" or not due(self._begun.settings, state.round):
             return {}
-        return evaluator.evaluate(self._server, state) if self._server.has_global_model(state.server) else {}
+        return evaluator.evaluate(self._server, state)
 
     def _tell_trackers(self, line: Line) -> None:
         """Report a round to trackers; of a private one only what may be released."""
         found = numbers_of_round(line) if self._trackers else {}
-        told = found if self._server.privacy is None else public_numbers(found, line)
+        numbers = found if self._server.privacy is None else public_numbers(found, line)
         for tracker in self._trackers:
-            tracker.log(line["round"], told)
+            tracker.log(line["round"], numbers)
 
     def _comparable(self, lines: Sequence[Line]) -> list[Line]:
         since = self._begun.history.comparable_since()

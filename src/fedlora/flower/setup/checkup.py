@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import os
 import shutil
 import stat
@@ -10,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -21,9 +24,9 @@ from fedlora.flower.rounds.lines import size_of
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.serving.connection import check_ports, connection
-from fedlora.flower.setup import doors, handshake
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.terms.agreement import Facts
+from fedlora.flower.terms.certificates import verdict
 from fedlora.flower.terms.facts import Agreement, admitted
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
@@ -33,6 +36,7 @@ from fedlora.privacy.accounting import epsilon_up
 from fedlora.privacy.ledger import Ledger
 
 Row = tuple[str, str, bool | None]
+CONTROL = "/v1/control/list-runs"
 
 
 def checked_folder(folder: Path) -> list[Row]:
@@ -74,8 +78,10 @@ def _place(there: FederationFolder) -> list[Row]:
 def _begins(there: FederationFolder) -> list[Row]:
     """The checks that `serve` and its ServerApp make when they start."""
     check_ports(there)
-    begun(there.path)
-    return [("serve", "would begin: nothing in the settings is refused", True)]
+    damaged: list[str] = []
+    begun(there.path, damaged.append)
+    rows: list[Row] = [("checkpoint", f"{line} Is the disk failing?", False) for line in damaged]
+    return [("serve", "would begin: nothing in the settings is refused", True), *rows]
 
 
 def _start(there: FederationFolder, settings: FederationSettings, clients: Mapping[str, Rank]) -> list[Row]:
@@ -152,7 +158,7 @@ def _certificates(there: FederationFolder, network: NetworkSection) -> list[Row]
     places = [("SuperLink's certificate", there.certificates, "127.0.0.1")]
     if network.name is not None:
         places.append((f"certificate of {network.name}", there.public, network.name))
-    found = [(what, handshake.looked_at(folder, name)) for what, folder, name in places]
+    found = [(what, verdict(folder, name)) for what, folder, name in places]
     return [(what, certificate.said(), certificate.sound) for what, certificate in found]
 
 
@@ -173,8 +179,8 @@ def _private(there: FederationFolder) -> list[Row]:
 
 def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
     port = int(connection(there).rpartition(":")[2])
-    found = doors.listening(port)
-    open_ = [address for address in found if not doors.is_loopback(address)]
+    found = listening(port)
+    open_ = [address for address in found if not is_loopback(address)]
     if open_:
         why = "whoever reaches it can run Python on this machine. Start it by fedlora flower serve, which does not"
         return [("SuperLink", f"port {port} answers on {', '.join(open_)}, not on loopback alone: {why}", False)]
@@ -182,7 +188,7 @@ def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
     rows: list[Row] = [("SuperLink", f"127.0.0.1:{port}, {said}", bool(found) or None)]
     if network.name is None:
         return rows
-    return [*rows, *_proxy(there, network, [*doors.own_addresses(), "127.0.0.1"])]
+    return [*rows, *_proxy(there, network, [*own_addresses(), "127.0.0.1"])]
 
 
 def _proxy(there: FederationFolder, network: NetworkSection, addresses: list[str]) -> list[Row]:
@@ -193,12 +199,12 @@ def _proxy(there: FederationFolder, network: NetworkSection, addresses: list[str
     else:
         wrong = _nginx_says(there, nginx)
         rows.append(("nginx", wrong or "its configuration is sound", not wrong))
-    found = {a: doors.control_answer(a, network.port, str(network.name)) for a in addresses}
+    found = {a: control_answer(a, network.port, str(network.name)) for a in addresses}
     closed = [a for a, (status, _) in found.items() if status == 403]
     open_ = {a: status for a, (status, _) in found.items() if status not in (None, 403)}
     if open_:
         address, status = next(iter(open_.items()))
-        said = f"{address}:{network.port} answers {status} to {doors.CONTROL}, which must be 403: Flower's control part"
+        said = f"{address}:{network.port} answers {status} to {CONTROL}, which must be 403: Flower's control part"
         rows.append(("proxy", f"{said} has no accounts. Is the proxy started with {there.proxy}?", False))
     elif closed:
         file = there.public / "server.crt"
@@ -210,6 +216,42 @@ def _proxy(there: FederationFolder, network: NetworkSection, addresses: list[str
     else:
         rows.append(("proxy", f"port {network.port}: nothing answers yet", None))
     return rows
+
+
+def listening(port: int) -> list[str]:
+    """The addresses that listen on a port."""
+    found = psutil.net_connections("tcp")
+    return [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN and c.laddr.port == port]
+
+
+def own_addresses() -> list[str]:
+    """The addresses of this machine, except loopback and those of one cable alone (link-local IPv6)."""
+    named = [a.address for each in psutil.net_if_addrs().values() for a in each if a.family.name.startswith("AF_INET")]
+    found = [ipaddress.ip_address(name) for name in dict.fromkeys(named) if "%" not in name]
+    return [str(a) for a in found if not a.is_loopback and not a.is_link_local]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches it; an IPv4 address within an IPv6 one counts as IPv4."""
+    found = ipaddress.ip_address(address)
+    mapped = getattr(found, "ipv4_mapped", None)
+    return (mapped or found).is_loopback
+
+
+def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> tuple[int | None, bytes]:
+    """The HTTP status of Flower's control part at an address and the certificate shown there (DER), whatever it is:
+    with TLS, otherwise without and b""; None if nothing speaks HTTP there."""
+    import httpx
+
+    host = f"[{address}]" if ":" in address else address
+    with httpx.Client(verify=False, timeout=seconds, trust_env=False) as client:
+        for scheme in ("https", "http"):
+            with contextlib.suppress(httpx.HTTPError):
+                url, more = f"{scheme}://{host}:{port}{CONTROL}", {"sni_hostname": name}
+                with client.stream("POST", url, headers={"Host": name}, extensions=more) as found:
+                    tls = found.extensions["network_stream"].get_extra_info("ssl_object")
+                    return found.status_code, tls.getpeercert(True) if tls else b""
+    return None, b""
 
 
 def _nginx_says(there: FederationFolder, nginx: str) -> str:
@@ -234,4 +276,4 @@ def _nginx_says(there: FederationFolder, nginx: str) -> str:
     return (lines or ["nginx refuses it"])[0] if failed else ""
 
 
-__all__ = ["checked_folder"]
+__all__ = ["CONTROL", "checked_folder", "control_answer", "is_loopback", "listening", "own_addresses"]

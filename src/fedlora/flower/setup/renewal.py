@@ -13,7 +13,6 @@ from pathlib import Path
 from fedlora.adapters.io import read_adapter
 from fedlora.core import files
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.setup import handshake
 from fedlora.flower.setup.members import changing
 from fedlora.flower.setup.project import Federation, write_derived
 from fedlora.flower.setup.start import Start
@@ -61,13 +60,13 @@ def renew(home: Path) -> Renewed:
 def _certificates(there: FederationFolder, settings: FederationSettings) -> tuple[bool, bool]:
     """Make the next ones: for loopback if it expires soon, as a running SuperLink has the old; for the name always."""
     network = settings.network
-    found = handshake.looked_at(there.certificates, "127.0.0.1")
-    loopback = not found.sound or found.days < handshake.SOON
+    found = certificates.verdict(there.certificates, "127.0.0.1")
+    loopback = not found.sound or found.days < certificates.SOON
     if loopback:
         certificates.write_loopback(there.certificates)
     if network.name is None:
         return loopback, False
-    found = handshake.looked_at(there.public, network.name)
+    found = certificates.verdict(there.public, network.name)
     ours = (there.public / "ca.key").is_file() or not (there.public / "ca.crt").is_file()
     if ours or not found.sound:
         certificates.write_public(there.public, network.name)

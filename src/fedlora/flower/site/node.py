@@ -1,8 +1,8 @@
 """A node's work: receive a parcel, train, keep what stays home, answer. Its state is on its own disk.
 
 A client's work depends only on what it receives and on its state after the last round in which its work counted. The
-server names that round in each question (`messages.counted`), and the node begins with exactly that state. So work that
-was refused, late or part of a failed attempt, and rounds that the server lost, leave no trace in the node's state.
+server names that round in each question (`messages.envelope`), and the node begins with exactly that state. So work
+that was refused, late or part of a failed attempt, and rounds that the server lost, leave no trace in the node's state.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from fedlora.core.parcels import Cache, Parcel, remember, unpack
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import Trainer
 from fedlora.errors import ConfigError, KeptStateError, UploadRefused
-from fedlora.flower.messages.counted import Counted, counted_of
-from fedlora.flower.messages.envelope import opened
+from fedlora.flower.messages.envelope import Receipt, opened, receipt_of
 from fedlora.flower.messages.measuring import Evaluators, asked_part, measured_record
 from fedlora.flower.messages.records import record_parcel, upload_record
 from fedlora.flower.terms.agreement import Facts, check
@@ -94,9 +93,9 @@ class Node:
                 missing. RecordError: not a message of fedlora. Disagreement: the server has another base model, other
                 classes, ...; nothing is trained. UploadRefused: training diverged in a part that stays here.
         """
-        parcel, run, counted = self._read(record)
+        parcel, run, receipt = self._read(record)
         folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
-        begun = self._begun(folder, of, parcel, counted)
+        begun = self._begun(folder, of, parcel, receipt)
         download = unpack(parcel, begun.state.fitting(parcel))
         memory = ClientMemory(begun.state.kept, begun.last.position)
         job = begin_round(download, memory)
@@ -122,9 +121,9 @@ class Node:
         Raises:
             ConfigError: nothing is held out. KeptStateError: as in `work`.
         """
-        parcel, run, counted = self._read(record)
+        parcel, run, receipt = self._read(record)
         folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
-        begun = self._begun(folder, of, parcel, counted)
+        begun = self._begun(folder, of, parcel, receipt)
         state = begun.state
         download = unpack(parcel, state.fitting(parcel))
         answer = measured_record(download, state.kept, run, asked_part(record), self._evaluators)
@@ -133,8 +132,8 @@ class Node:
             checkpoint.save(folder, begun.round, replace(state, measured=measured), of=of, keep=_KEPT)
         return answer
 
-    def _read(self, record: RecordDict) -> tuple[Parcel, str, Counted]:
-        """The parcel, the federation's name and what counted, from a server that agrees with this site."""
+    def _read(self, record: RecordDict) -> tuple[Parcel, str, Receipt]:
+        """The parcel, the federation's name, and the receipt, from a server that agrees with this site."""
         theirs = opened(record, "the server", "this site").facts
         for line in check(Facts.from_text(theirs) if theirs else Facts(), self._facts, self._client):
             if line not in self._told:
@@ -143,9 +142,9 @@ class Node:
         parcel, run = record_parcel(record)
         if parcel.client.id != self._client:
             raise ConfigError(f"this node is {self._client!r}, and the work is for {parcel.client.id!r}.")
-        return parcel, run, counted_of(record)
+        return parcel, run, receipt_of(record)
 
-    def _begun(self, folder: Path, of: str, parcel: Parcel, counted: Counted) -> _Begun:
+    def _begun(self, folder: Path, of: str, parcel: Parcel, receipt: Receipt) -> _Begun:
         """The starting point of this client's work. A site whose folder was emptied starts from nothing, and stores
         that, because later rounds may name the same state."""
 
@@ -155,21 +154,21 @@ class Node:
             except Exception as error:
                 raise KeptStateError(f"the state in {folder} cannot be read: {error} {_WAY_OUT}") from error
 
-        found, there = newest(counted.round), sorted({number for number, _ in _states(folder)})
+        found, there = newest(receipt.counted), sorted({number for number, _ in _states(folder)})
         round, state = found or (0, NodeState())
-        if counted.round and (found is None or (counted.sure and round != counted.round)):
-            what = f"the state after round {counted.round}, the last in which work of {self._client!r} counted,"
+        if receipt.counted and (found is None or (receipt.sure and round != receipt.counted)):
+            what = f"the state after round {receipt.counted}, the last in which work of {self._client!r} counted,"
             if there and _keeps(parcel):
-                missing = "is damaged" if counted.round in there else "is not there"
+                missing = "is damaged" if receipt.counted in there else "is not there"
                 raise KeptStateError(
                     f"{what} {missing}: {folder} has that of round {', '.join(map(str, there))}. Was this folder, or "
                     f"the server's, set back to a backup? {_WAY_OUT}"
                 )
             way = f"this site continues its data from round {round}" if found else "this site starts from nothing"
             log.warning("%s is not in %s: %s", what, folder, way)
-            round = counted.round
+            round = receipt.counted
             checkpoint.save(folder, round, state, of=of, keep=_KEPT)
-        read, last = (counted.answered > counted.round and newest(counted.answered)) or (round, state)
+        read, last = (receipt.answered > receipt.counted and newest(receipt.answered)) or (round, state)
         return _Begun(state, round, last, read)
 
 

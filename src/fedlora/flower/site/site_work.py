@@ -17,7 +17,7 @@ from flwr.app import RecordDict
 
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError, FedLoRAError, KeptStateError, UploadRefused
-from fedlora.flower.messages.envelope import Envelope, RecordError, opened
+from fedlora.flower.messages.envelope import Envelope, RecordError, opened, receipt_of
 from fedlora.flower.places import SiteFolder
 
 if TYPE_CHECKING:  # torch is loaded with the first message, so that earlier errors are answered at once
@@ -70,7 +70,6 @@ class SiteWork:
         return hashlib.sha256(b"\0".join([content, envelope.settings.encode()])).hexdigest()
 
     def _loaded(self, envelope: Envelope, record: RecordDict) -> Node:
-        from fedlora.flower.messages.counted import counted_of
         from fedlora.flower.messages.records import record_parcel
         from fedlora.flower.site.held_out import keep_held_out, record_of
         from fedlora.flower.site.node import Node
@@ -89,7 +88,7 @@ class SiteWork:
             log.warning("%s", line)
         parcel, run = record_parcel(record)
         kept = record_of(state, run, site.name)
-        keep = partial(keep_held_out, record=kept, first=parcel.round == 0, counted=counted_of(record).round > 0)
+        keep = partial(keep_held_out, record=kept, first=parcel.round == 0, counted=receipt_of(record).counted > 0)
         prepared = prepare(settings.for_site(site), None, keep=keep)
         return Node(
             site.name, prepared.trainer, state, form=settings.server.upload,

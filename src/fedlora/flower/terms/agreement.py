@@ -19,7 +19,7 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.errors import FedLoRAError
 from fedlora.versions import installed
 
-PROTOCOL = "fedlora/4"  # of the messages; both sides refuse another one by name
+PROTOCOL = "fedlora/5"  # of the messages; both sides refuse another one by name
 
 ASKED = ("base", "tokenizer", "labels", "scaling", "max_length")  # known to every site before it trains
 _MUST_MEET = ("protocol", "fedlora")

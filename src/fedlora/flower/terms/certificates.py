@@ -3,6 +3,7 @@
 write_loopback    for the SuperLink: names only this machine, and nobody else trusts its authority
 write_public      for the proxy: names the server, by an authority whose certificate the sites get in their join files.
                   Its key stays in ca.key, so that `write_public` can sign the server's next certificate with it
+verdict           what a node would say of a server's certificate
 new_key           a node's own pair, in OpenSSH's format: Flower reads no other kind
 """
 
@@ -14,6 +15,7 @@ import datetime
 import hashlib
 import ipaddress
 import os
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,26 @@ from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
 
 AUTHORITY_DAYS, SERVER_DAYS = 3650, 397
+SOON = 30  # days before expiry from which it is reported
 _CURVES = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """The state of a server's certificate. wrong: why a node would refuse it, otherwise "". days: until expiry."""
+
+    days: int
+    wrong: str
+
+    @property
+    def sound(self) -> bool:
+        return not self.wrong
+
+    def said(self) -> str:
+        """The state in words."""
+        if self.wrong:
+            return self.wrong
+        return f"valid for {self.days} days" + (": renew it soon (fedlora flower renew)" if self.days < SOON else "")
 
 
 @dataclass(frozen=True)
@@ -69,6 +90,22 @@ def write_public(folder: Path, name: str) -> None:
         write_private(folder / "ca.key", _private(signer.key, serialization.PrivateFormat.PKCS8))
         files.write(folder / "ca.crt", _pem(signer.certificate))
     _write_server(folder, signer, (name,), days)
+
+
+def verdict(folder: Path, name: str) -> Certificate:
+    """What a node that dials `name` would say of server.crt, server.key and ca.crt in `folder`, from both ends of a TLS
+    handshake in memory."""
+    paths = {file: folder / file for file in ("ca.crt", "server.crt", "server.key")}
+    lacks = [file for file, path in paths.items() if not path.is_file()]
+    if lacks:
+        return Certificate(0, f"{', '.join(lacks)} missing in {folder}")
+    try:
+        found = x509.load_pem_x509_certificate(paths["server.crt"].read_bytes())
+        x509.load_pem_x509_certificates(paths["ca.crt"].read_bytes())
+    except (OSError, ValueError) as error:
+        return Certificate(0, f"a certificate in {folder} cannot be read: {error}")
+    days = (found.not_valid_after_utc - datetime.datetime.now(datetime.UTC)).days
+    return Certificate(days, _why_refused(paths, name))
 
 
 def new_key() -> tuple[bytes, bytes]:
@@ -192,6 +229,26 @@ def _host(name: str) -> x509.GeneralName:
         return x509.DNSName(name)
 
 
+def _why_refused(paths: dict[str, Path], name: str) -> str:
+    try:
+        server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        server.load_cert_chain(paths["server.crt"], paths["server.key"], password=lambda: "")
+    except (ssl.SSLError, OSError, ValueError) as error:
+        return f"{paths['server.key']} does not belong to {paths['server.crt']}, or has a password: {error}"
+    node = ssl.create_default_context(cafile=str(paths["ca.crt"]))
+    here, there = ssl.MemoryBIO(), ssl.MemoryBIO()
+    one, other = node.wrap_bio(here, there, server_hostname=name), server.wrap_bio(there, here, server_side=True)
+    for side in 8 * (one, other):  # each turn gives the other side something to read
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", None) or error.reason or error
+            return f"a node would refuse {paths['server.crt']}: {why}. To make a new one: fedlora flower renew"
+    return ""
+
+
 def _private(key: ec.EllipticCurvePrivateKey, form: serialization.PrivateFormat) -> bytes:
     return key.private_bytes(serialization.Encoding.PEM, form, serialization.NoEncryption())
 
@@ -200,4 +257,7 @@ def _pem(found: x509.Certificate) -> bytes:
     return found.public_bytes(serialization.Encoding.PEM)
 
 
-__all__ = ["fingerprint", "new_key", "public_key", "write_loopback", "write_private", "write_public"]
+__all__ = [
+    "SOON", "Certificate", "fingerprint", "new_key", "public_key", "verdict", "write_loopback", "write_private",
+    "write_public",
+]  # fmt: skip

@@ -1,0 +1,47 @@
+"""What one kind of rounds adds to the loop of `FedLoRA`: nothing here; `private_rounds` has the other kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from flwr.serverapp import Grid
+
+from fedlora.errors import ConfigError
+from fedlora.flower.rounds.events import Event
+from fedlora.flower.terms.policy import Policy
+from fedlora.server.intake import Intake
+
+if TYPE_CHECKING:
+    from fedlora.flower.rounds.strategy import FedLoRA
+
+
+class RoundHooks:
+    """Rounds that are told in full: what became of each site is written down, and the site is told."""
+
+    def check(self, strategy: FedLoRA, policy: Policy) -> None:
+        """Raises `ConfigError` for a strategy, or a policy, that such rounds cannot have."""
+        if strategy.server.privacy is not None:
+            raise ConfigError(
+                "a server with privacy is played by FedLoRA(hooks=PrivateRounds(...)): without them FedLoRA plays "
+                "rounds again, and tells what became of single sites."
+            )
+
+    def playing(self, strategy: FedLoRA) -> AbstractContextManager[None]:
+        """Around all rounds of one start."""
+        return nullcontext()
+
+    def before(self, strategy: FedLoRA, grid: Grid, intake: Intake, deadline: float) -> None:
+        """Before an attempt's clients are drawn. deadline: seconds."""
+
+    def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """What may be written of a round's line."""
+        return dict(line)
+
+    def event(self, event: Event, policy: Policy) -> Event | None:
+        """What may be told of an event; None: nothing."""
+        return event
+
+
+__all__ = ["RoundHooks"]
