@@ -8,11 +8,12 @@ from pathlib import Path
 from fedlora.core import files
 from fedlora.core.folders import replacing_folder
 from fedlora.data import TextData
+from fedlora.data.rows import write_rows
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.membership import check_quorum
 from fedlora.flower.rounds.private_federation import check_affordable, planned
-from fedlora.flower.setup.dealing import dealt_out, write_rows
+from fedlora.flower.setup.dealing import dealt_out
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.project import Federation, write_federation
 from fedlora.flower.setup.start import Start, check_ranks, given_start, made_start
