@@ -8,6 +8,7 @@ is a stranger to this process: what it leaves is read like any adapter from outs
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import signal
@@ -55,8 +56,8 @@ class ProgramTrainer:
 
     Args:
         spec: of the federation's adapters. lora: how clients scale them. folder: for rounds and logs, a folder for each
-            client. data: client -> its examples, or its own file. columns: as in `write_rows`. base: where the base
-            model is; a result that names another one is refused. rounds: how many are planned.
+            client. data: client -> its examples, or its own file. columns: as in `write_rows`. bases: names and places
+            of the base model; a result that names another one is refused. rounds: how many are planned.
 
     Raises:
         ConfigError: a client that trains with several ranks at one fixed alpha, which a PEFT folder cannot say here.
@@ -81,11 +82,18 @@ class ProgramTrainer:
         *,
         data: Mapping[str, TextData | Path] | None = None,
         columns: Mapping[str, str | None] | None = None,
-        base: str | Path | None = None,
+        bases: Sequence[str] = (),
         rounds: int = 1,
     ) -> None:
         self._program, self._spec, self._lora, self.folder = program, spec, lora, folder
-        self._data, self._columns, self._base, self._rounds = dict(data or {}), columns, base, rounds
+        self._data, self._columns, self._rounds = dict(data or {}), columns, rounds
+        self._bases = [*filter(None, (*bases, spec.base_model))]
+
+    def working_in(self, folder: Path) -> ProgramTrainer:
+        """The same, with its rounds in another folder."""
+        other = copy.copy(self)
+        other.folder = folder
+        return other
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
         """Play a round of the client's program.
@@ -186,18 +194,18 @@ class ProgramTrainer:
 
     def _check_base(self, named: str | None) -> None:
         """Raise `ProgramFailed` if a result names another base model than the federation's."""
-        mine = self._spec.base_model
-        if not named or not mine or is_same_base(Base(named), Base(mine)) or named == str(self._base):
+        if not named or not self._bases or any(is_same_base(Base(named), Base(mine)) for mine in self._bases):
             return
-        there, here = (self._program.cwd or Path()) / named, Path(str(self._base or mine))
+        there = (self._program.cwd or Path()) / named
+        here = next((Path(mine) for mine in self._bases if Path(mine).exists()), None)
         try:
-            same = there.exists() and here.exists() and base_digest(there) == base_digest(here)
+            same = here is not None and there.exists() and base_digest(there) == base_digest(here)
         except ConfigError:
             same = False
         if not same:
             raise ProgramFailed(
-                f"its result names the base model {named!r}, and this federation's is {mine!r}: adapters of one model "
-                f"mean nothing on another. Load the same model in the program, or name it alike in both places."
+                f"its result names the base model {named!r}, and this federation's is {self._bases[0]!r}: adapters of "
+                f"one model mean nothing on another. Load the same model in the program, or name it alike in both."
             )
 
 

@@ -119,7 +119,10 @@ def write_site(there: FederationFolder, name: str, data: str | TextData, config:
         write_rows(site.path / where, data)
     device = None if config.model.device == "auto" else config.model.device
     method = config.method.name if ":" in config.method.name else None  # a trial's maker also operates its sites
-    said = Site(name=name, data=where, model=config.model.path, device=device, method=method)
+    said = Site(
+        name=name, data=where, model=config.model.path, device=device, method=method, command=config.train.command,
+        time_limit=config.train.time_limit,
+    )  # fmt: skip
     fill_site(site.path, there.join(name).read_bytes(), said, facts.table())
     files.write(there.request(name), site.request.read_bytes())
     files.write(there.key(name), site.public_key.read_bytes())
