@@ -1,32 +1,58 @@
-"""Text examples as a file again, for whoever reads them next: a site of a trial, or a client's own program."""
+"""Examples as a file again, for whoever reads them next: a site of a trial, or a client's own program."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedlora.data.readers import open_table
+from fedlora.data.splits import digests
 from fedlora.data.text import TextData
 
 
-def write_rows(path: Path, data: TextData, columns: Mapping[str, str | None] | None = None) -> None:
-    """Write examples as JSONL, in their order; classes by name, or as numbers if their names are 0, 1, 2, ...
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a table, and the suffix of the file that they came from, which says how to write them."""
 
-    columns: a column's usual name (text, pair, label, prompt, response, messages) -> the one to write.
-    """
-    named = {usual: name for usual, name in (columns or {}).items() if name}
-    with path.open("w", encoding="utf-8") as file:
-        for row in _rows(data):
-            file.write(json.dumps({named.get(name, name): value for name, value in row.items()}) + "\n")
+    rows: Sequence[Mapping[str, Any]]
+    suffix: str = ".jsonl"
+
+    @classmethod
+    def of(cls, data: TextData) -> Rows:
+        """Examples in their order, with the columns' usual names; classes by name."""
+        return cls(list(_rows(data)))
+
+    @classmethod
+    def left(cls, file: Path, whole: TextData, part: TextData) -> Rows:
+        """The rows of a file that are in `part` of it, as they are there: with all columns. whole: its examples."""
+        wanted, table = Counter(digests(part)), open_table(file, [])
+        found = []
+        for one, (_, row) in zip(digests(whole), table.rows, strict=True):
+            if wanted[one]:
+                wanted[one] -= 1
+                found.append(row)
+        return cls(found, file.suffix.lower())
+
+    def write(self, path: Path) -> None:
+        """Write them; the path's suffix should be theirs."""
+        import pandas
+
+        frame = pandas.DataFrame(list(self.rows), dtype=object)
+        if self.suffix == ".parquet":
+            pandas.DataFrame(list(self.rows)).to_parquet(path)
+        elif self.suffix in (".csv", ".tsv"):
+            frame.to_csv(path, index=False, sep="\t" if self.suffix == ".tsv" else ",")
+        else:
+            frame.to_json(path, orient="records", lines=True, force_ascii=False)
 
 
 def _rows(data: TextData) -> Iterator[dict[str, Any]]:
-    numbered = data.label_names == tuple(str(k) for k in range(len(data.label_names)))
     for k in range(len(data)):
         if data.labels is not None:
-            label = data.labels[k]
-            row = {"text": data.text[k], "label": label if numbered else data.label_names[label]}
+            row = {"text": data.text[k], "label": data.label_names[data.labels[k]]}
             yield row if data.pair is None else {**row, "pair": data.pair[k]}
         elif data.history is not None:
             yield {"messages": [{"role": role, "content": content} for role, content in data.messages(k)]}
@@ -35,4 +61,4 @@ def _rows(data: TextData) -> Iterator[dict[str, Any]]:
             yield {"prompt": data.text[k], "response": data.responses[k]}
 
 
-__all__ = ["write_rows"]
+__all__ = ["Rows"]

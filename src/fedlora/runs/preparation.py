@@ -17,7 +17,6 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.core.trainer import OneByOne, Workers
 from fedlora.data import TextData
-from fedlora.data.hub import is_hub
 from fedlora.runs.attack_section import attack_facts
 from fedlora.runs.base_names import base_name
 from fedlora.runs.checks import (
@@ -29,7 +28,7 @@ from fedlora.runs.checks import (
     check_task,
     planned_privacy,
 )
-from fedlora.runs.client_data import Dealt, Keep
+from fedlora.runs.client_data import Dealt, Keep, training_rows
 from fedlora.runs.config import RunConfig
 from fedlora.runs.exported import named
 from fedlora.runs.inputs import dealt_out
@@ -209,12 +208,9 @@ def _trainer(
     program = config.train.program(site)
     if program is None:
         return LocalTrainer(model, parts, _train_settings(config, template), seed=config.run.seed)
-    d, whole = config.data, not config.data.validation and not config.data.test and config.data.max_train is None
-    own = {c: Path(p) for c, p in d.clients.items() if whole and not is_hub(p) and config.attack.kind == "none"}
     return ProgramTrainer(
-        program, spec, model.settings, (site / "state" if site else Path()) / "programs", data={**parts, **own},
-        columns=d.model_dump(include={"text", "pair", "label", "prompt", "response", "messages"}),
-        bases=[str(config.model.location()), config.model.path], rounds=config.run.rounds,
+        program, spec, model.settings, (site / "state" if site else Path()) / "programs",
+        data=training_rows(config, parts), bases=[str(config.model.location()), config.model.path], rounds=config.run.rounds,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ is a stranger to this process: what it leaves is read like any adapter from outs
 from __future__ import annotations
 
 import copy
+import filecmp
 import os
 import shutil
 import signal
@@ -27,15 +28,14 @@ from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.core.parent import end, killed_with
 from fedlora.core.trainer import Trained
-from fedlora.data import TextData
-from fedlora.data.rows import write_rows
+from fedlora.data.rows import Rows
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
 from fedlora.training.content import base_digest
 from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, RoundFolder, trained_parts
 from fedlora.training.settings import LoRASettings
 
-_LOG, _ROUND, _KEPT, _DATA = "program.log", "round", "keep", "data.jsonl"
+_LOG, _ROUND, _KEPT = "program.log", "round", "keep"
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class ProgramTrainer:
 
     Args:
         spec: of the federation's adapters. lora: how clients scale them. folder: for rounds and logs, a folder for each
-            client. data: client -> its examples, or its own file. columns: as in `write_rows`. bases: names and places
-            of the base model; a result that names another one is refused. rounds: how many are planned.
+            client. data: client -> its training examples, or its own file of them. bases: names and places of the base
+            model; a result that names another one is refused. rounds: how many are planned.
 
     Raises:
         ConfigError: a client that trains with several ranks at one fixed alpha, which a PEFT folder cannot say here.
@@ -80,13 +80,12 @@ class ProgramTrainer:
         lora: LoRASettings,
         folder: Path,
         *,
-        data: Mapping[str, TextData | Path] | None = None,
-        columns: Mapping[str, str | None] | None = None,
+        data: Mapping[str, Rows | Path] | None = None,
         bases: Sequence[str] = (),
         rounds: int = 1,
     ) -> None:
         self._program, self._spec, self._lora, self.folder = program, spec, lora, folder
-        self._data, self._columns, self._rounds = dict(data or {}), columns, rounds
+        self._data, self._rounds = dict(data or {}), rounds
         self._bases = [*filter(None, (*bases, spec.base_model))]
 
     def working_in(self, folder: Path) -> ProgramTrainer:
@@ -151,8 +150,13 @@ class ProgramTrainer:
             return None
         if isinstance(data, Path):
             return str(data.absolute())
-        write_rows(place / _DATA, data, self._columns)
-        return str(place / _DATA)
+        file = place / f"data{data.suffix}"
+        written = file.with_name(f"new{data.suffix}")
+        data.write(written)
+        if not file.exists() or not filecmp.cmp(written, file, shallow=False):
+            os.replace(written, file)  # and no new file each round, for which datasets would fill its cache
+        written.unlink(missing_ok=True)
+        return str(file)
 
     def _run(self, client: str, facts: RoundFacts, round: RoundFolder, log: Path) -> None:
         """Run the program to its end. Raises `ProgramFailed`."""
