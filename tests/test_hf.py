@@ -4,12 +4,10 @@ the same losses; peft beside the base gives the same logits), end to end (script
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, DataCollatorWithPadding, Trainer, TrainingArguments
 

@@ -210,7 +210,8 @@ def _trainer(
         return LocalTrainer(model, parts, _train_settings(config, template), seed=config.run.seed)
     return ProgramTrainer(
         program, spec, model.settings, (site / "state" if site else Path()) / "programs",
-        data=training_rows(config, parts), bases=[str(config.model.location()), config.model.path], rounds=config.run.rounds,
+        data=training_rows(config, parts), bases=[str(config.model.location()), config.model.path],
+        rounds=config.run.rounds,
     )  # fmt: skip
 
 

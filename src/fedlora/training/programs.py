@@ -200,13 +200,15 @@ class ProgramTrainer:
         """Raise `ProgramFailed` if a result names another base model than the federation's."""
         if not named or not self._bases or any(is_same_base(Base(named), Base(mine)) for mine in self._bases):
             return
-        there = (self._program.cwd or Path()) / named
-        here = next((Path(mine) for mine in self._bases if Path(mine).exists()), None)
+        there = ((self._program.cwd or Path()) / named).resolve()
+        here = next((Path(mine).resolve() for mine in self._bases if Path(mine).exists()), None)
         try:
-            same = here is not None and there.exists() and base_digest(there) == base_digest(here)
+            same = here is not None and there.exists() and (there == here or base_digest(there) == base_digest(here))
         except ConfigError:
             same = False
-        if not same:
+        if same:
+            self._bases.append(named)  # its weights are not read again
+        else:
             raise ProgramFailed(
                 f"its result names the base model {named!r}, and this federation's is {self._bases[0]!r}: adapters of "
                 f"one model mean nothing on another. Load the same model in the program, or name it alike in both."
