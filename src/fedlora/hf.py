@@ -131,6 +131,8 @@ class HFTrainer:
         Raises:
             ConfigError: no trainer for the client, or a method that adds a term to the loss.
         """
+        from transformers import set_seed
+
         client = download.client.id
         if client not in self._trainers:
             raise ConfigError(f"client {client!r} has no trainer; there are {sorted(self._trainers)[:5]}.")
@@ -141,6 +143,8 @@ class HFTrainer:
         _install(trainer.model, adapter, self._scaling, trained_parts(download.roles))
         trainer.optimizer = trainer.lr_scheduler = None
         before = self._kept.get(client, {}) if self._optimizer == "keep" else None
+        if not download.round:  # later rounds set their own
+            set_seed(trainer.args.seed)
         rounds = max(self._rounds, download.round + 1)
         output, kept = _trained(trainer, trainer.train, download.round, rounds, before)
         self._kept[client] = kept

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +101,13 @@ def test_the_change_of_the_base_travels_beside_the_start(tmp_path: Path) -> None
     """FedEx-LoRA moves the base after the first round: base/ holds the change, as an adapter for peft to merge; a
     program that does not say that it merged it is refused."""
     server, clients = Server(build("fedex-lora")), [Client("a", 4), Client("b", 4)]
-    text = DOUBLING.replace(
-        "print(", "shutil.copytree(here / 'base', os.environ['COPY']) if said['base'] else 0\nprint("
-    )
-    trainer = trainer_of(tmp_path, text.replace("os.environ['COPY']", f"'{tmp_path}/' + said['client']"))
+    copied = f"if said['base']: shutil.copytree(here / 'base', '{tmp_path}/' + said['client'])"
+    trainer = trainer_of(tmp_path, f"{DOUBLING}\n{copied}")
 
     class Different:  # the two clients' updates must differ, otherwise the mean of factors is exact
         def train(self, download: Any, mine: Adapter, position: int) -> Any:
             done = trainer.train(download, mine, position)
-            turned = {n: LoRA(3 * lora.B, lora.A.flip(0)) for n, lora in done.adapter.modules.items()}  # type: ignore[union-attr]
+            turned = {n: LoRA(3 * lora.B, lora.A.flip(0)) for n, lora in done.adapter.modules.items()}
             made = Adapter(turned if download.client.id == "a" else done.adapter.modules, {}, done.adapter.base)
             return type(done)(made, done.num_examples, done.loss, done.position)
 
@@ -127,13 +126,13 @@ def test_the_change_of_the_base_travels_beside_the_start(tmp_path: Path) -> None
 
 
 FAULTS = {
-    "code 3": ("import sys; print('no memory left'); sys.exit(3)", r"ended with code 3 after 0 s. Its last line: 'no mem"),
+    "code 3": ("import sys; print('no room'); sys.exit(3)", r"ended with code 3 after \d s. Its last line: 'no room'"),
     "killed": ("import os; os.kill(os.getpid(), 9)", r"ended by SIGKILL \(was memory short"),
     "nothing": ("pass", r"left no result and no result.json .* fedlora.hf.federate"),
     "no facts": (DOUBLING.split("(here / \"result.json\")")[0], r"left no result.json"),
     "nan": (DOUBLING.replace('1 / said["round"]', "float('nan')"), r"result.json cannot be read: loss"),
     "no loss": (DOUBLING.replace('"loss"', '"lost"'), r"result.json cannot be read: loss: Field required"),
-    "not a number": (DOUBLING.replace('"examples": 30', '"examples": "30"'), r"examples: Input should be a valid number"),
+    "not a number": (DOUBLING.replace('"examples": 30', '"examples": "30"'), r"examples: Input should be a valid num"),
     "half a file": (DOUBLING.replace("write_bytes(out)", "write_bytes(out[:200])"), r"its result cannot be read: "),
     "rank": (
         DOUBLING + "\nshutil.rmtree(here / 'result'); shutil.copytree(OTHER, here / 'result')",
@@ -225,7 +224,7 @@ def test_rows_left_of_a_file_keep_their_columns(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     rows = [{"text": f"word {k}", "label": "no", "id": k} for k in range(4)]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    whole = TextData("classification", tuple(r["text"] for r in rows), labels=(0,) * 4, label_names=("no",))  # type: ignore[misc]
+    whole = TextData("classification", tuple(r["text"] for r in rows), labels=(0,) * 4, label_names=("no",))
     Rows.left(file, whole, whole.select([3, 1])).write(tmp_path / "left.jsonl")
     assert [json.loads(line) for line in (tmp_path / "left.jsonl").read_text().splitlines()] == [rows[1], rows[3]]
 
@@ -234,9 +233,7 @@ def test_what_a_program_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, DOUBLING)
     server = Server(build("fedit"))
     download = server.download(server.init(adapter()), Client("acme", 4))
-    asked = type(download)(
-        download.client, 0, download.adapter, Roles(penalty=TailPenalty(0.1, 0.5)), download.start, {}
-    )
+    asked = replace(download, roles=Roles(penalty=TailPenalty(0.1, 0.5)))
     with pytest.raises(ConfigError, match="a term to the loss"):
         trainer.train(asked, adapter(), 0)
     mixed = Adapter({"q": adapter(2).modules["q"], "v": adapter(4).modules["v"]})
@@ -254,4 +251,4 @@ def test_a_fixed_alpha_reaches_the_program_as_its_scale(tmp_path: Path) -> None:
     said = json.loads((tmp_path / "seen" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"]) == (4, 16)
     for name, lora in adapter().modules.items():
-        assert torch.equal(done.upload.adapter.modules[name].B, 2 * lora.B)  # type: ignore[arg-type, operator]
+        assert torch.equal(done.upload.adapter.modules[name].B, 2 * lora.B)
