@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,32 +23,11 @@ from fedlora.simulation import simulate
 from fedlora.training.programs import Program, ProgramTrainer
 from fedlora.training.round_folder import ProgramFailed
 from fedlora.training.settings import LoRASettings
+from support.own_programs import DOUBLING, command
 
 SPEC = AdapterSpec(
     ReadOnly({"peft_type": "LORA", "target_modules": ["q", "v"], "base_model_name_or_path": "org/base"}), 2.0
 )
-# Doubles B of each module by the format of safetensors alone: a header, then the tensors.
-DOUBLING = """
-import array, json, os, pathlib, shutil, struct
-here = pathlib.Path(os.environ["FEDLORA_ROUND"])
-said = json.loads((here / "round.json").read_text())
-shutil.copytree(here / "start", here / "result")
-file = here / "result" / "adapter_model.safetensors"
-raw = file.read_bytes()
-size = 8 + struct.unpack("<Q", raw[:8])[0]
-header = json.loads(raw[8:size])
-out = bytearray(raw)
-for name, entry in header.items():
-    if "lora_B" in name and "B" in said["trains"]:
-        begin, end = (size + at for at in entry["data_offsets"])
-        values = array.array("f", raw[begin:end])
-        out[begin:end] = array.array("f", [2 * v for v in values]).tobytes()
-file.write_bytes(out)
-seen = here / "keep" / "rounds"
-seen.write_text((seen.read_text() if seen.exists() else "") + str(said["round"]))
-(here / "result.json").write_text(json.dumps({"examples": 30, "loss": 1 / said["round"], "base": said["base"]}))
-print("done", said["client"])
-"""
 
 
 def adapter(rank: int = 4, seed: int = 0) -> Adapter:
@@ -62,9 +40,7 @@ def adapter(rank: int = 4, seed: int = 0) -> Adapter:
 
 
 def trainer_of(tmp_path: Path, text: str, *words: str, lora: LoRASettings | None = None, **more: Any) -> ProgramTrainer:
-    (tmp_path / "program.py").write_text(text)
-    limit = more.pop("time_limit", None)
-    program = Program([sys.executable, "-S", str(tmp_path / "program.py"), *words], limit)
+    program = Program(command(tmp_path, text, *words), more.pop("time_limit", None))
     return ProgramTrainer(program, SPEC, lora or LoRASettings(), tmp_path / "work", **more)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -209,8 +210,9 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def located_command(command: Sequence[str], folder: Path) -> list[str]:
-    """A command with the files among its words absolute; relative ones start at `folder`."""
-    return [str((folder / word).resolve()) if (folder / word).is_file() else word for word in command]
+    """A command with the files among its words absolute; relative ones start at `folder`. Links stay links: the python
+    of a virtual environment is one."""
+    return [os.path.abspath(folder / word) if (folder / word).is_file() else word for word in command]
 
 
 # ---- keys that are set without effect: each is an error, none is ignored ---------------------------------------------
@@ -240,7 +242,12 @@ def _found(config: RunConfig) -> Iterator[tuple[str, str]]:
         if getattr(section, name) != type(section).model_fields[name].default:
             yield key, why
     said = config.train.model_fields_set
-    if config.train.steps and "epochs" in said and len(said) < len(type(config.train).model_fields):
+    if (
+        config.train.command is None
+        and config.train.steps
+        and "epochs" in said
+        and len(said) < len(type(config.train).model_fields)
+    ):
         yield "train.epochs", f"train.steps = {config.train.steps} takes precedence. Set train.steps = 0 for epochs"
 
 
@@ -281,8 +288,9 @@ def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield key, "the program of train.command trains, and sets this itself"
     else:
         yield "train.time_limit", "it is for train.command, which is not set"
-    if config.train.steps:
-        yield "train.epochs", f"train.steps = {config.train.steps} takes precedence. Set train.steps = 0 for epochs"
+        if config.train.steps:
+            why = f"train.steps = {config.train.steps} takes precedence. Set train.steps = 0 for epochs"
+            yield "train.epochs", why
     if config.model.task == "classification":
         yield "evaluate.max_new_tokens", "it is for generated text, and model.task = 'classification'"
     if d.test == 0 and c.own_test is None:
