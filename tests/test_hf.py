@@ -265,7 +265,7 @@ def test_resuming_a_checkpoint_of_another_round_is_refused(tmp_path: Path, monke
     site = Site(tmp_path, "classify")
     folder, _, _ = site.round(1)
     trainer = site.play(monkeypatch, folder)["trainer"]
-    with pytest.raises(ConfigError, match=r"resume_from_checkpoint=...\) would replace the round's adapter"):
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint"):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -295,5 +295,5 @@ def test_a_dpo_trainer_is_federated_and_refuses_a_moving_reference(
     assert said.examples == 8 and 0.3 < said.loss < 1.2  # log 2 = 0.69 at the start
     moved, _, _ = site.round(2, moved=True)
     monkeypatch.setenv(VARIABLE, str(moved.path))
-    with pytest.raises(ConfigError, match=r"DPOTrainer compares with its own base model, and this method moves"):
+    with pytest.raises(ConfigError, match=r"DPOTrainer .* ref_model"):
         federate(trainer())

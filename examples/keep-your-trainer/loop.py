@@ -28,8 +28,8 @@ def collate(rows):
     return batch
 
 
-model = AutoModelForCausalLM.from_pretrained(asked.model)
-model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+model = get_peft_model(AutoModelForCausalLM.from_pretrained(asked.model), lora)
 federate(model, examples=len(data))
 
 optimizer = torch.optim.AdamW(model.parameters(), lr=2e-4)

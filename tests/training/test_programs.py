@@ -97,7 +97,7 @@ def test_the_change_of_the_base_travels_beside_the_start(tmp_path: Path) -> None
         torch.testing.assert_close(moved.modules[name].delta(), lora.delta())
 
     silent = trainer_of(tmp_path, DOUBLING.replace('said["base"]', "None"))
-    with pytest.raises(ClientFailed, match=r"does not say that it merged base/"):
+    with pytest.raises(ClientFailed, match=r"base is None, and round.json has"):
         list(simulate(server, clients, silent, records[0].state, rounds=2))
 
 
@@ -159,7 +159,7 @@ open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
 time.sleep(60)
 """
     began = time.monotonic()
-    with pytest.raises(ProgramFailed, match=r"ran longer than its limit of 0.5 s and was ended. Raise time_limit"):
+    with pytest.raises(ProgramFailed, match=r"limit of 0.5 s .* time_limit"):
         played(trainer_of(tmp_path, text, time_limit=0.5))
     assert time.monotonic() - began < 20
     child = int((tmp_path / "child").read_text())
@@ -178,7 +178,7 @@ def test_what_a_stopped_round_left_does_not_count(tmp_path: Path) -> None:
     old = tmp_path / "work" / "acme" / "round"
     (old / "result").mkdir(parents=True)
     (old / "result.json").write_text(json.dumps({"examples": 1, "loss": 0.0}))
-    with pytest.raises(ProgramFailed, match=r"left no result and no result.json"):
+    with pytest.raises(ProgramFailed, match=r"no result and no result.json"):
         played(trainer_of(tmp_path, "pass"))
 
 

@@ -44,6 +44,10 @@ class Program:
 
     time_limit: in seconds; None: none. cwd: where it runs; None: where this process does. "python" is this process's,
     unless it is given with its path, and so are other programs of the same environment.
+
+    Example:
+        >>> Program(["python", "my_train.py", "--data", "{data}"], time_limit=3600).command[0]
+        'python'
     """
 
     command: Sequence[str]
@@ -68,7 +72,7 @@ class ProgramTrainer:
         >>> trainer = ProgramTrainer(Program(["false"]), spec, model.settings, Path("work"))
         >>> try:
         ...     play_round(server.download(state, clients[0]), ClientMemory(), trainer)
-        ... except ProgramFailed as error:
+        ... except RuntimeError as error:
         ...     print(str(error).partition(" after")[0])
         the program of 'site-1' ended with code 1
     """
@@ -192,8 +196,7 @@ class ProgramTrainer:
                 end(process)  # and whatever it left running
         if code:
             raise ProgramFailed(
-                f"{what} ended {_fate(code)} after {time.monotonic() - began:.0f} s. Its last line: "
-                f"{_last_line(log)} Its log: {log}"
+                f"{what} ended {_fate(code)} after {time.monotonic() - began:.0f} s. {_last_line(log)} Its log: {log}"
             )
 
     def _check_base(self, named: str | None) -> None:
@@ -234,7 +237,7 @@ def _last_line(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 4096))
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return f"{lines[-1]!r}." if lines else "it said nothing."
+    return f"Its last line: {lines[-1]!r}." if lines else "It said nothing."
 
 
 __all__ = ["Program", "ProgramTrainer"]
