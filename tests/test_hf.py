@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import runpy
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,10 @@ from fedlora.adapters.io import read_model
 from fedlora.data import TextData
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.hf import HFTrainer, federate
+from fedlora.runs.config import load_config
+from fedlora.runs.execution import execute
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from fedlora.training.encoding import encode
@@ -37,6 +42,7 @@ from fedlora.training.settings import LoRASettings, TrainSettings
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import TOKENS, bert, llama, logits
 from support.training_data import LABELS, classification, save_encoder, save_model, tokenizer
+from support.worked_examples import python_blocks
 
 pytestmark = [
     FUTURE_NAMES,
@@ -81,6 +87,7 @@ def trainer_of(model: Any, examples: TextData, out: Path, **more: Any) -> Traine
     )  # fmt: skip
 
 
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("method", ["glora", "fedex-lora", "ffa-lora"])
 def test_three_rounds_of_a_trainer_have_the_losses_of_our_own_loop(
     base: Path, data: dict[str, TextData], tmp_path: Path, method: str
@@ -297,3 +304,80 @@ def test_a_dpo_trainer_is_federated_and_refuses_a_moving_reference(
     monkeypatch.setenv(VARIABLE, str(moved.path))
     with pytest.raises(ConfigError, match=r"DPOTrainer .* ref_model"):
         federate(trainer())
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "keep-your-trainer.md"
+
+
+def test_the_pages_program_needs_peft_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its block for any program, on a round whose base has moved: what it leaves counts, and no name of fedlora is in
+    it. Its stand-in for training adds 1 to each B."""
+    (block,) = (text for text in python_blocks(PAGE) if VARIABLE in text)
+    assert "fedlora" not in block.replace(VARIABLE, "")
+    site = Site(tmp_path, "loop")
+    folder, facts, begun = site.round(1, moved=True)
+
+    def train(model: Any, data: object) -> tuple[int, float]:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    assert parameter.requires_grad
+                    parameter += 1
+        return 7, 0.25
+
+    monkeypatch.setenv(VARIABLE, str(folder.path))
+    given = {"load_base": lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "train": train}
+    exec(compile(block, str(PAGE), "exec"), given)
+    made, said, named = folder.read_result(begun, facts, site.model.seed_adapter(4, seed=0)[1])
+    assert (said.examples, said.loss, named) == (7, 0.25, str(tmp_path / "base"))
+    for name, lora in begun.modules.items():
+        assert torch.equal(made.modules[name].B, lora.B + 1) and torch.equal(made.modules[name].A, lora.A)
+
+
+def test_the_pages_block_for_one_process(
+    base: Path, data: dict[str, TextData], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = (text for text in python_blocks(PAGE) if "HFTrainer" in text)
+    model = model_of(base, 4)
+
+    def trainer(model: Any, args: object, train_dataset: TextData) -> Trainer:
+        return trainer_of(model, train_dataset, tmp_path, max_steps=1)
+
+    exec(compile(block, str(PAGE), "exec"), {"Trainer": trainer, "model": model, "args": None, "parts": data})
+    assert capsys.readouterr().out.count("{'a': ") == 3
+
+
+@pytest.mark.parametrize("script", ["chat", "classify", "loop"])
+def test_each_script_has_its_line_and_a_config_that_loads(script: str, tmp_path: Path) -> None:
+    """The rest of each script knows nothing of fedlora; its config names the targets and the scaling of its LoRA."""
+    lines = (EXAMPLES / f"{script}.py").read_text().splitlines()
+    line = "federate(model, examples=len(data))" if script == "loop" else "federate(trainer)"
+    assert [x for x in lines if "fedlora" in x or "federate" in x] == ["from fedlora.hf import federate", line]
+    config = load_config(EXAMPLES / f"{script}.toml")
+    assert config.train.command == ["python", str(EXAMPLES / f"{script}.py"), "--data", "{data}"]
+    assert f"target_modules={json.dumps(config.lora.targets)}" in "\n".join(lines)
+    assert config.lora.scaling == 2 and "r=8, lora_alpha=16" in "\n".join(lines)
+    assert f'default="{config.model.path}"' in "\n".join(lines)
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_a_posted_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`classify.toml` on a small model and two clients: two rounds of real processes, of different ranks."""
+    pytest.importorskip("datasets")
+    Site(tmp_path, "classify")
+    monkeypatch.chdir(tmp_path)
+    for name in ("acme", "berlin"):
+        shutil.copy(tmp_path / "data.jsonl", tmp_path / f"{name}.jsonl")
+    shutil.copy(EXAMPLES / "classify.py", tmp_path)
+    text = (EXAMPLES / "classify.toml").read_text().replace('"{data}"]', '"{data}", "--model", "base"]')
+    (tmp_path / "classify.toml").write_text(text)
+    config = load_config(tmp_path / "classify.toml", [
+        "model.path=base", "model.device=cpu", "run.rounds=2", "clients.ranks=[2, 4]", "data.validation=0",
+        'data.clients={acme="acme.jsonl", berlin="berlin.jsonl"}',
+    ])  # fmt: skip
+    (_, last) = execute(prepare(config), RunFolder(tmp_path / "out"))
+    assert set(last.losses) == {"acme", "berlin"}
+    assert all(bool(lora.B.any()) for lora in read_adapter(tmp_path / "out" / "adapter")[0].modules.values())
+    assert "'berlin', rank [4], scaling 2" in (tmp_path / "out" / "programs" / "berlin" / "program.log").read_text()
