@@ -166,7 +166,7 @@ class Site:
             folder / "base", self.task, LoRASettings(targets=TARGETS[script], scaling=1.0), labels=labels
         )
 
-    def round(self, number: int = 1, moved: bool = False) -> tuple[RoundFolder, RoundFacts, Adapter]:
+    def round(self, number: int = 1, moved: bool = False, frozen: str = "") -> tuple[RoundFolder, RoundFacts, Adapter]:
         adapter, spec = self.model.seed_adapter(4, seed=number)
         adapter = replace(adapter, base={})
         if moved:
@@ -178,7 +178,7 @@ class Site:
             })  # fmt: skip
         folder = RoundFolder(self.folder / f"round{number}")
         folder.path.mkdir()
-        facts = RoundFacts(client="acme", round=number, rounds=3, scaling=1.0, trains=["B", "A", "heads"])
+        facts = RoundFacts(client="acme", round=number, rounds=3, scaling=1.0, trains=[part for part in ("B", "A", "heads") if part != frozen])
         return folder, folder.write(facts, adapter, spec), adapter
 
     def play(self, monkeypatch: pytest.MonkeyPatch, folder: RoundFolder | None) -> dict[str, Any]:
@@ -221,7 +221,7 @@ def test_a_posted_script_runs_alone_and_as_a_client(
 def test_the_base_of_a_round_is_what_peft_makes_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """base/ merged by peft, then start/ loaded by peft: the model on which `federate` trains says the same."""
     site = Site(tmp_path, "loop")
-    folder, facts, begun = site.round(1, moved=True)
+    folder, facts, begun = site.round(1, moved=True, frozen="A")
     assert facts.base is not None
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     unmoved = logits(plain)
@@ -235,6 +235,7 @@ def test_the_base_of_a_round_is_what_peft_makes_of_the_folder(tmp_path: Path, mo
     )  # fmt: skip
     federate(mine, examples=12)
     torch.testing.assert_close(logits(mine.eval()), expected, rtol=0, atol=1e-5)
+    assert {n.split(".")[-3] for n, p in mine.named_parameters() if p.requires_grad} == {"lora_B"}
     mine.train()
     mine(input_ids=TOKENS, labels=TOKENS)
     mine.save_pretrained(tmp_path / "own")
