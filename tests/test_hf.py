@@ -178,7 +178,13 @@ class Site:
             })  # fmt: skip
         folder = RoundFolder(self.folder / f"round{number}")
         folder.path.mkdir()
-        facts = RoundFacts(client="acme", round=number, rounds=3, scaling=1.0, trains=[part for part in ("B", "A", "heads") if part != frozen])
+        facts = RoundFacts(
+            client="acme",
+            round=number,
+            rounds=3,
+            scaling=1.0,
+            trains=[part for part in ("B", "A", "heads") if part != frozen],
+        )
         return folder, folder.write(facts, adapter, spec), adapter
 
     def play(self, monkeypatch: pytest.MonkeyPatch, folder: RoundFolder | None) -> dict[str, Any]:
@@ -372,7 +378,7 @@ def test_a_run_of_a_posted_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     for name in ("acme", "berlin"):
         shutil.copy(tmp_path / "data.jsonl", tmp_path / f"{name}.jsonl")
     shutil.copy(EXAMPLES / "classify.py", tmp_path)
-    text = (EXAMPLES / "classify.toml").read_text().replace('"{data}"]', '"{data}", "--model", "base"]')
+    text = (EXAMPLES / "classify.toml").read_text().replace('"{data}"]', '"{data}", "--model", "./base"]')
     (tmp_path / "classify.toml").write_text(text)
     config = load_config(tmp_path / "classify.toml", [
         "model.path=base", "model.device=cpu", "run.rounds=2", "clients.ranks=[2, 4]", "data.validation=0",

@@ -37,15 +37,16 @@ def with_program(fed: FederationOnDisk, name: str, text: str, **more: Any) -> Si
 
 
 def test_a_site_trains_by_its_program_beside_sites_that_do_not(tmp_path: Path) -> None:
-    """acme's program runs in the folder of its site.toml, says its own loss, and finds what it kept."""
+    """acme's program runs where its site may write, says its own loss, and finds what it kept."""
     fed = FederationOnDisk(tmp_path, run={"rounds": 2})
-    text = DOUBLING + "\nassert pathlib.Path('site.toml').exists()"
+    text = DOUBLING + "\npathlib.Path('mine').write_text('')"
     site = with_program(fed, "acme", text)
     fed.play()
     losses = [line["losses"]["acme"] for line in fed.lines()]
     assert losses == [1.0, 0.5]
     place = site.state / "programs" / "acme"
     assert (place / "keep" / "rounds").read_text() == "12" and (place / "program.log").read_text() == "done acme\n"
+    assert (place / "mine").exists()
     assert place.stat().st_mode & 0o777 == 0o700
 
 

@@ -104,8 +104,10 @@ def test_a_private_run_refuses_programs() -> None:
 
 def test_files_of_a_command_are_found_beside_the_config(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("")
+    (tmp_path / "python").mkdir()
+    (tmp_path / "base").mkdir()
     config = tmp_path / "run.toml"
     config.write_text(
-        '[model]\npath = "demo"\n[data]\ntrain = "demo"\n[train]\ncommand = ["python", "mine.py", "{data}"]'
+        '[model]\npath = "demo"\n[data]\ntrain = "demo"\n[train]\ncommand = ["python", "mine.py", "./base", "{data}"]'
     )
-    assert load_config(config).train.command == ["python", str(tmp_path / "mine.py"), "{data}"]
+    assert load_config(config).train.command == ["python", str(tmp_path / "mine.py"), str(tmp_path / "base"), "{data}"]

@@ -70,6 +70,7 @@ def train(
     from fedlora.adapters.writer import TRAIN, upload_folder
     from fedlora.offline.examples import Columns, kind_of, parse_class_weights, read_examples
     from fedlora.offline.site import Fresh, train_site
+    from fedlora.runs.config import located_command
     from fedlora.runs.quiet import quiet_libraries
     from fedlora.training.programs import Program
     from fedlora.training.settings import TrainSettings
@@ -108,7 +109,7 @@ def train(
         adapter if adapter is not None else Fresh(wanted, rank, seed=start_seed),
         examples, settings, out, client=client, round=round, seed=seed, start_seed=start_seed, device=device,
         data_file=data, limits=limits, force=force,
-        program=None if command is None else Program(shlex.split(command), time_limit),
+        program=None if command is None else Program(located_command(shlex.split(command), Path.cwd()), time_limit),
     )  # fmt: skip
     played = done.played
     tell_cut({client: asdict(done.cut)} if done.cut.cut else {}, done.max_length, "--max-length")

@@ -210,9 +210,13 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def located_command(command: Sequence[str], folder: Path) -> list[str]:
-    """A command with the files among its words absolute; relative ones start at `folder`. Links stay links: the python
-    of a virtual environment is one."""
-    return [os.path.abspath(folder / word) if (folder / word).is_file() else word for word in command]
+    """A command with the files among its words absolute; relative ones start at `folder`. A word with a slash may name
+    a folder too. Links stay links: the python of a virtual environment is one."""
+
+    def there(word: str) -> bool:
+        return (folder / word).is_file() or ("/" in word and (folder / word).exists())
+
+    return [os.path.abspath(folder / word) if there(word) else word for word in command]
 
 
 # ---- keys that are set without effect: each is an error, none is ignored ---------------------------------------------

@@ -100,15 +100,15 @@ def prepare(
     data_root: Path | None = None,
     label_names: Sequence[str] = (),
     keep: Keep | None = None,
-    site: Path | None = None,
+    programs: Path | None = None,
 ) -> Prepared:
     """Read the data, deal it out, load the model. Nothing is written.
 
     Args:
         data_root: where the files of `data.task` are. Not part of the configuration: it says where, not what.
         label_names: the classes of a run that is gone on with, `stored_classes` of its folder. By default data.labels,
-            or all that occur. keep: as `deal` has it. site: the folder of the site that trains here: its program
-            runs there, and its rounds are in state/programs; by default here, and in the run's folder.
+            or all that occur. keep: as `deal` has it. programs: the folder for the rounds
+            of train.command; by default in the run's folder.
 
     Raises:
         ConfigError, DataError, HyperparameterError: the configuration cannot be run as written.
@@ -136,7 +136,7 @@ def prepare(
         server = replace(server, privacy=planned_privacy(config, clients, seed_adapter))
     target = _checked_target(config, server, seed_adapter, clients, parts)
     measuring = _Measuring.of(config, data, model, clients, target)
-    trainer = _trainer(config, model, parts, spec, measuring.template, site)
+    trainer = _trainer(config, model, parts, spec, measuring.template, programs)
     facts = _facts(config, data, clients, model, server, target, adversary, trainer, measuring)
     return Prepared(
         config=config,
@@ -202,14 +202,14 @@ def _checked_target(
 
 def _trainer(
     config: RunConfig, model: AdaptedModel, parts: Mapping[str, TextData], spec: AdapterSpec, template: str | None,
-    site: Path | None,
+    programs: Path | None,
 ) -> LocalTrainer | ProgramTrainer:  # fmt: skip
     """What trains the clients: fedlora's own loop, or their program."""
-    program = config.train.program(site)
+    program = config.train.program()
     if program is None:
         return LocalTrainer(model, parts, _train_settings(config, template), seed=config.run.seed)
     return ProgramTrainer(
-        program, spec, model.settings, (site / "state" if site else Path()) / "programs",
+        program, spec, model.settings, programs or Path("programs"),
         data=training_rows(config, parts), bases=[str(config.model.location()), config.model.path],
         rounds=config.run.rounds,
     )  # fmt: skip

@@ -383,9 +383,9 @@ class TrainTable(TrainSection):
         Seconds | None, Key("each site sets time_limit in its site.toml", lasting="never", counts=False)
     ] = None
 
-    def program(self, cwd: Path | None = None) -> Program | None:
+    def program(self) -> Program | None:
         """The clients' program, if they have one."""
-        return None if self.command is None else Program(tuple(self.command), self.time_limit, cwd)
+        return None if self.command is None else Program(tuple(self.command), self.time_limit)
 
 
 class EvaluateSection(Section):

@@ -42,8 +42,8 @@ _LOG, _ROUND, _KEPT = "program.log", "round", "keep"
 class Program:
     """A command. {data}, {client}, {round}, {start} and {result} in its words are replaced.
 
-    time_limit: in seconds; None: none. cwd: where it runs; None: where this process does. "python" is this process's,
-    unless it is given with its path, and so are other programs of the same environment.
+    time_limit: in seconds; None: none. "python" is this process's, unless it is given with its path, and so are other
+    programs of the same environment. It runs in its client's folder, where it may write.
 
     Example:
         >>> Program(["python", "my_train.py", "--data", "{data}"], time_limit=3600).command[0]
@@ -52,7 +52,6 @@ class Program:
 
     command: Sequence[str]
     time_limit: float | None = None
-    cwd: Path | None = None
 
 
 class ProgramTrainer:
@@ -128,7 +127,7 @@ class ProgramTrainer:
         self._run(client, facts, round, place / _LOG)
         try:
             made, said, named = round.read_result(_scaled(adapter, self._lora.unit / spec.scaling), facts, spec)
-            self._check_base(named)
+            self._check_base(named, place)
         except ProgramFailed as failed:
             raise ProgramFailed(f"the program of {client!r} ended well, but {failed} Its log: {place / _LOG}") from None
         shutil.rmtree(place / _KEPT, ignore_errors=True)
@@ -171,13 +170,14 @@ class ProgramTrainer:
         command = list(self._program.command)
         for word, value in words.items():
             command = [part.replace(word, value) for part in command]
-        env = {**os.environ, VARIABLE: str(round.path)}
+        place = log.parent
+        env = {"HF_DATASETS_CACHE": str(place / "datasets"), **os.environ, VARIABLE: str(round.path)}
         env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
         what, began, limit = f"the program of {client!r}", time.monotonic(), self._program.time_limit
         with log.open("wb") as file, doing(what):
             try:
                 process = subprocess.Popen(
-                    command, env=env, cwd=self._program.cwd, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                    command, env=env, cwd=place, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                     start_new_session=True, preexec_fn=partial(killed_with, os.getpid()),
                 )  # fmt: skip
             except OSError as error:
@@ -199,11 +199,11 @@ class ProgramTrainer:
                 f"{what} ended {_fate(code)} after {time.monotonic() - began:.0f} s. {_last_line(log)} Its log: {log}"
             )
 
-    def _check_base(self, named: str | None) -> None:
-        """Raise `ProgramFailed` if a result names another base model than the federation's."""
+    def _check_base(self, named: str | None, place: Path) -> None:
+        """Raise `ProgramFailed` if a result names another base model than the federation's. place: where paths start"""
         if not named or not self._bases or any(is_same_base(Base(named), Base(mine)) for mine in self._bases):
             return
-        there = ((self._program.cwd or Path()) / named).resolve()
+        there = (place / named).resolve()
         here = next((Path(mine).resolve() for mine in self._bases if Path(mine).exists()), None)
         try:
             same = here is not None and there.exists() and (there == here or base_digest(there) == base_digest(here))
