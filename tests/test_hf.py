@@ -283,6 +283,27 @@ def test_resuming_a_checkpoint_of_another_round_is_refused(tmp_path: Path, monke
         trainer.train(resume_from_checkpoint=True)
 
 
+def test_a_script_keeps_its_optimiser_in_the_rounds_folder(
+    base: Path, data: dict[str, TextData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round is a new process: here, a new trainer. In the second the steps of Adam and the rate go on where they
+    were: after 2 S of the 3 S steps of all rounds, a third of the rate is left."""
+    model = AdaptedModel.load(base, "classification", LoRASettings(targets=["query", "value"]), labels=LABELS)
+    for number in (1, 2):
+        folder = RoundFolder(tmp_path / f"of-{number}")
+        folder.path.mkdir()
+        if number == 2:
+            shutil.copytree(tmp_path / "of-1" / "keep", folder.keep)
+        facts = RoundFacts(client="a", round=number, rounds=3, scaling=2.0, trains=["B", "A", "heads"])
+        folder.write(facts, *model.seed_adapter(4, seed=0))
+        monkeypatch.setenv(VARIABLE, str(folder.path))
+        trainer = trainer_of(model_of(base), data["a"], tmp_path, lr_scheduler_type="linear")
+        federate(trainer, optimizer="keep").train()
+    (steps,) = {int(state["step"]) for state in trainer.optimizer.state_dict()["state"].values()}
+    assert steps == 2 * STEPS
+    assert trainer.lr_scheduler.get_last_lr() == pytest.approx([LR / 3] * len(trainer.lr_scheduler.get_last_lr()))
+
+
 def test_a_dpo_trainer_is_federated_and_refuses_a_moving_reference(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
