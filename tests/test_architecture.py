@@ -14,7 +14,15 @@ import draw_idea
 from fedlora import METHODS
 
 ROOT = Path(__file__).parent.parent
-WORDS = {9: "nine", 10: "ten", 22: "twenty-two", 23: "twenty-three", 24: "twenty-four", 25: "twenty-five"}
+WORDS = {
+    9: "nine",
+    10: "ten",
+    22: "twenty-two",
+    23: "twenty-three",
+    24: "twenty-four",
+    25: "twenty-five",
+    26: "twenty-six",
+}
 
 
 def test_the_drawing_of_the_packages_is_the_codes() -> None:

@@ -46,10 +46,16 @@ def tables() -> Iterator[Table]:
 
 def table_of(name: str, section: type[BaseModel]) -> Table:
     """One table of a file, by that name."""
-    doc = (inspect.getdoc(section) or "").partition("\n\nExample:")[0]
-    about, meanings = split(doc, list(section.model_fields))
+    names = list(section.model_fields)
+    told = [split(_doc(each), names) for each in section.__mro__ if issubclass(each, BaseModel) and each.__doc__]
+    about = told[0][0]
+    meanings = {name: said for _, of in reversed(told) for name, said in of.items()}  # its own words count
     keys = [Key(key, _kind(of), _default(of), meanings.get(key, "")) for key, of in section.model_fields.items()]
     return Table(name, about, tuple(keys))
+
+
+def _doc(section: type[BaseModel]) -> str:
+    return (inspect.getdoc(section) or "").partition("\n\nExample:")[0]
 
 
 def page(of: Iterable[Table] | None = None) -> str:

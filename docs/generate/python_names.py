@@ -21,6 +21,7 @@ MODULES = {  # module -> what a reader looks there for
     "fedlora.runs": "One TOML file to one folder (`fedlora[train]`).",
     "fedlora.data": "Text and tables, and how they are dealt out.",
     "fedlora.privacy": "Differential privacy of what is released (`fedlora[privacy]`).",
+    "fedlora.hf": "Scripts with a trainer of their own.",
     "fedlora.attacks": "Clients that lie, for experiments.",
     "fedlora.testing": "The contracts that a method keeps, to run on one of your own.",
     "fedlora.offline": "Rounds without a network.",

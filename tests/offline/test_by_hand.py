@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -17,16 +18,18 @@ import torch
 from torch import Tensor
 
 import fedlora.cli
-from fedlora import Adapter, Client, Server, Upload, build, read_adapter
+from fedlora import Adapter, Client, LoRA, Server, Upload, build, read_adapter, write_adapter
 from fedlora.adapters.collection import Collection
 from fedlora.adapters.reader import AdapterFile
 from fedlora.core import checkpoint
 from fedlora.data.demo import PACKAGED
+from fedlora.data.rows import Rows
 from fedlora.errors import CheckpointError
 from fedlora.offline import ByHand
 from support.adapter_folders import saved, updates
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.own_programs import DOUBLING, command
 from support.processes import Program
 from support.tiny_models import bert, llama
 from support.training_data import classification, instructions, save_model
@@ -504,3 +507,38 @@ def test_a_site_weighs_its_classes(tmp_path: Path, main: Callable[..., Said]) ->
     for wrong, says in (("red=2", "--class-weights names 'red'"), ("blue", "--class-weights must be balanced or"),
                         ("blue=-1", "'blue=-1'")):  # fmt: skip
         assert says in main(*common, "--class-weights", wrong, "-o", tmp_path / "o").complaint()
+
+
+def test_a_site_trains_by_a_program_of_its_own(
+    tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rounds by hand of a program that doubles B and says 30 examples: the second begins from what the server gave
+    back, and the program finds what it kept. A failure is one line, and leaves no upload."""
+    monkeypatch.chdir(tmp_path)
+    base, data = save_model(tmp_path / "base", llama(), classifies=False), tmp_path / "mine.jsonl"
+    Rows.of(instructions(12, 0)).write(data)
+    words = shlex.join(command(tmp_path, DOUBLING, "{data}"))
+    site = ["train", "--base", base, "--data", data, "--client", "acme", "--command", words]
+    fresh = main(*site, "--targets", "q_proj", "--rank", "2", "-o", tmp_path / "up1")
+    assert fresh.code == 0, fresh.err
+    first = json.loads((tmp_path / "up1" / "upload.json").read_text())
+    assert (first["num_examples"], first["mean_loss"], first["settings"]) == (30, 1.0, {})
+    merged = main("merge", tmp_path / "up1", "--weights-from", "num_examples", "--method", "fedit", "--state",
+                  tmp_path / "st", "--readout", "same", "-o", tmp_path / "r1")  # fmt: skip
+    assert merged.code == 0, merged.err
+    start = tmp_path / "r1" / "clients" / "acme"
+    weights = {n: LoRA(torch.ones_like(p.B), p.A) for n, p in read_adapter(start)[0].modules.items()}
+    write_adapter(start, Adapter(weights), read_adapter(start)[1])
+    again = main(*site, "--adapter", start, "--round", "2", "-o", tmp_path / "up2")
+    assert again.code == 0, again.err
+    for name, lora in read_adapter(tmp_path / "up2")[0].modules.items():
+        assert torch.equal(lora.delta(), 2 * weights[name].delta())
+    assert Path("programs/acme/keep/rounds").read_text() == "12"
+
+    command(tmp_path, "raise SystemExit('no room')")
+    said = main(*site, "--adapter", start, "--round", "3", "-o", tmp_path / "up3").complaint()
+    assert "'acme' failed in round 3: " in said and "code 1" in said and "'no room'" in said
+    assert not (tmp_path / "up3").exists()
+    assert "--lr is " in main(
+        *site, "--lr", "0.1", "-o", tmp_path / "up3"
+    ).complaint()  # fmt: skip

@@ -38,7 +38,14 @@ def changed(base: dict[str, Any], **keys: Any) -> dict[str, Any]:
 
 
 MEDIAN = changed(FILE, defence__rule="geometric-median")
+PROGRAM = changed(FILE, train__command=["python", "mine.py"])
 UNTESTED = changed(FILE, data__validation=0, data__test=0)
+
+OF_OWN_LOOP: dict[str, Any] = {
+    "train.lr": 1e-4, "train.optimizer": "sgd", "train.weight_decay": 0.1, "train.steps": 3, "train.batch_size": 4,
+    "train.accumulation": 1, "train.clip": 0.5, "train.schedule": "linear", "train.class_weights": "balanced",
+    "lora.dropout": 0.1, "model.dropout": 0.1, "model.checkpointing": True, "clients.starts": "own",
+}  # fmt: skip
 
 # key -> (value, where it works, where it would do nothing)
 SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
@@ -63,7 +70,9 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "defence.tolerance": (1e-6, [MEDIAN], [FILE, changed(FILE, defence__rule="clip")]),
     "defence.iterations": (9, [MEDIAN, changed(FILE, defence__rule="centred-clipping")], [FILE]),
     "defence.factor_averages": (True, [MEDIAN], [FILE]),
-    "train.epochs": (3.0, [changed(FILE, train__steps=0)], [FILE, changed(FILE, train__steps=5)]),
+    "train.epochs": (3.0, [changed(FILE, train__steps=0)], [FILE, changed(FILE, train__steps=5), PROGRAM]),
+    "train.time_limit": (60.0, [PROGRAM], [FILE]),
+    **{key: (value, [FILE], [PROGRAM]) for key, value in OF_OWN_LOOP.items()},
     "evaluate.max_new_tokens": (8, [TEXT, NI], [FILE, OWN, DEMO, GLUE]),
     "evaluate.clients_at_end": (True, [FILE, NI], [changed(FILE, data__test=0), changed(NI, data__test=0)]),
     "evaluate.every": (2, [FILE, NI], [UNTESTED, changed(FILE, data__validation=0)]),
@@ -78,10 +87,10 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
 ALWAYS = {  # what they cannot do with others is an error of its own, at the latest before the first round
     "run": "*", "model": "*", "lora": "*", "method": "*",
     "server": "weighting heads quorum missing memory workers upload gauge_stress",
-    "clients": "ranks profile own_test starts",
+    "clients": "ranks profile own_test",
     "defence": "rule",
     "data": "train clients task max_train max_test validation test max_length messages template",
-    "train": "lr optimizer weight_decay steps batch_size accumulation clip schedule class_weights",
+    "train": "command",
     "evaluate": "target patience min_delta samples",
     "privacy": "*",
     "attack": "kind",

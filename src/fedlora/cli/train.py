@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from fedlora.offline.examples import Columns, Kind
 
 _OF_LANGUAGE_MODELS = ("template", "messages", "prompt", "response")
+_OF_OWN_LOOP = ("steps", "epochs", "lr", "batch_size", "max_length", "class_weights", "seed", "bf16", "template")
 _OF_CLASSES = ("label", "labels", "text", "pair", "class_weights")
 
 
@@ -54,6 +56,10 @@ def train(
     ] = None,
     round: Annotated[int, typer.Option(min=1, help="number of the round, for the record and the data order")] = 1,
     seed: Annotated[int, typer.Option(help="seed of the data order and dropout")] = 0,
+    command: Annotated[
+        str | None, typer.Option(help="a program that trains, as in a run's train.command: 'python my.py {data}'")
+    ] = None,
+    time_limit: Annotated[float | None, typer.Option(min=1, help="seconds for --command")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     bf16: Annotated[bool, typer.Option("--bf16", help="mixed precision")] = False,
     limit: Limit = None,
@@ -64,12 +70,18 @@ def train(
     from fedlora.adapters.writer import TRAIN, upload_folder
     from fedlora.offline.examples import Columns, kind_of, parse_class_weights, read_examples
     from fedlora.offline.site import Fresh, train_site
+    from fedlora.runs.config import located_command
     from fedlora.runs.quiet import quiet_libraries
+    from fedlora.training.programs import Program
     from fedlora.training.settings import TrainSettings
 
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
         raise ConfigError(f"--client may have letters, digits, '_', '-' and '.'; got {client!r}.")
     check_target(out, force=force, kind=upload_folder(TRAIN), inputs=[data, *([adapter] if adapter else [])])
+    if command is not None:
+        refuse_idle(context, dict.fromkeys(_OF_OWN_LOOP, "is for fedlora's own loop, and --command trains"))
+    else:
+        refuse_idle(context, {"time_limit": "is for --command"})
     if steps:
         refuse_idle(context, {"epochs": f"counts only if --steps is 0, and it is {steps}"})
     if adapter is not None:
@@ -97,6 +109,7 @@ def train(
         adapter if adapter is not None else Fresh(wanted, rank, seed=start_seed),
         examples, settings, out, client=client, round=round, seed=seed, start_seed=start_seed, device=device,
         data_file=data, limits=limits, force=force,
+        program=None if command is None else Program(located_command(shlex.split(command), Path.cwd()), time_limit),
     )  # fmt: skip
     played = done.played
     tell_cut({client: asdict(done.cut)} if done.cut.cut else {}, done.max_length, "--max-length")

@@ -1,10 +1,12 @@
-"""Ties a process's life to its parent's: the kernel kills it when the parent ends, in whatever way (Linux)."""
+"""The end of a process: with its parent, by the kernel (Linux), or with its whole group, by whoever started it."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
+import subprocess
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _libc = ctypes.CDLL(None)  # at import, so that a freshly forked process loads nothing
@@ -22,4 +24,18 @@ def killed_with(parent: int) -> None:
         os._exit(1)
 
 
-__all__ = ["killed_with"]
+def end(process: subprocess.Popen[bytes], seconds: float = 8.0) -> None:
+    """Ask a process and its group to end; after `seconds`, kill what remains."""
+    _signal_group(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    _signal_group(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
+
+
+__all__ = ["end", "killed_with"]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import select
-import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from fedlora.core.parent import killed_with
+from fedlora.core.parent import end, killed_with
 from fedlora.flower.ownership import opened_here
 
 SWITCHES = {
@@ -64,15 +63,6 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subpro
             command, env=dict(env), stdin=subprocess.DEVNULL, stdout=file, stderr=file,
             start_new_session=True, umask=0o077, preexec_fn=partial(killed_with, os.getpid()),
         )  # fmt: skip
-
-
-def end(process: subprocess.Popen[bytes], seconds: float = 8.0) -> None:
-    """Ask a process and its group to end; after `seconds`, kill what remains."""
-    _signal_group(process.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(seconds)
-    _signal_group(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def started_for(flower_home: Path) -> list[psutil.Process]:
@@ -132,11 +122,6 @@ def trim(log: Path, largest: int = 20_000_000) -> None:
         with contextlib.suppress(OSError):  # if the disk is full, all of it goes
             log.with_name(log.name + ".1").write_text(tail(log, largest // 4), encoding="utf-8")
         os.truncate(log, 0)  # it is open for appending, so its writer continues at the new end
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
 
 
 __all__ = [

@@ -27,15 +27,19 @@ from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory, Download
 from fedlora.core.method import Roles
 from fedlora.core.read_only import ReadOnly
+from fedlora.core.trainer import Trainer
 from fedlora.data import TextData
 from fedlora.data.demo import model_location
-from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.data.rows import Rows
+from fedlora.errors import AdapterFormatError, ClientFailed, ConfigError
 from fedlora.training.content import file_digest, model_content
 from fedlora.training.encoding import Cut
 from fedlora.training.hub_models import hub_name
 from fedlora.training.local import LocalTrainer
 from fedlora.training.models import AdaptedModel
+from fedlora.training.programs import Program, ProgramTrainer
 from fedlora.training.prompting import find_template
+from fedlora.training.round_folder import ProgramFailed
 from fedlora.training.settings import LoRASettings, Task, TrainSettings
 
 _TOLD = {"lr", "optimizer", "steps", "epochs", "batch_size", "class_weights"}  # settings recorded in an upload
@@ -78,16 +82,19 @@ def train_site(
     data_file: Path | None = None,
     limits: Limits | None = None,
     force: bool = False,
+    program: Program | None = None,
 ) -> SiteRound:
     """Train on `data` from the received adapter (or a fresh one), and write the upload to `out`.
 
     base: a directory, a hub id, or a packaged model, "demo" or "smollm2". The upload records the hub's name if known,
-    and a directory by its full path. force: replace an existing upload.
+    and a directory by its full path. force: replace an existing upload. program: trains in place of fedlora's loop;
+    its rounds are in the folder programs, and most of `settings` have no effect.
 
     Raises:
         ConfigError: the model cannot be loaded, the adapter has layers that fedlora does not train or numbers its
             classes differently from the data, or `out` is not empty or cannot be written.
         AdapterFormatError: the adapter cannot be read or does not fit the model. DataError: the data cannot be encoded.
+        ClientFailed: the program failed.
 
     Example:
         >>> from fedlora.offline.site import Fresh
@@ -113,11 +120,14 @@ def train_site(
     spec = _named(spec, called, digests, received=isinstance(start, Path))
     if model.positions is not None:  # the model cannot read longer texts
         settings = settings.model_copy(update={"max_length": min(settings.max_length, model.positions)})
-    trainer = LocalTrainer(model, {client: data}, settings, seed=seed)
-    ranks = adapter.ranks
+    ranks, of_program = adapter.ranks, program is not None
+    trainer, cut, a_round = _trainer(model, spec, client, data, settings, seed, program, data_file, str(base))
     download = Download(Client(client, ranks), round - 1, adapter, Roles(), Adapter({}), {})
-    position = (round - 1) * trainer.examples_a_round(client)  # as if the earlier rounds had been like this one
-    played = play_round(download, ClientMemory(position=position), trainer)
+    memory = ClientMemory(position=(round - 1) * a_round)  # as if the earlier rounds had been like this one
+    try:
+        played = play_round(download, memory, trainer)
+    except ProgramFailed as failed:
+        raise ClientFailed(client, round, str(failed)) from failed
     if not math.isfinite(played.loss):
         raise ConfigError(f"training diverged: the mean loss is {played.loss}. Try a smaller --lr.")
     facts = {
@@ -125,18 +135,33 @@ def train_site(
         "data_sha256": file_digest(data_file) if data_file is not None else None,
         "base_model_sha256": digests,
         "mean_loss": played.loss,
-        "settings": settings.model_dump(include=_TOLD),
+        "settings": {} if of_program else settings.model_dump(include=_TOLD),
         "seed": seed,
         "label_names": list(labels),
-        "template": find_template(settings.template, model.tokenizer).name if task == "causal-lm" else None,
+        "template": None
+        if of_program or task != "causal-lm"
+        else find_template(settings.template, model.tokenizer).name,
         "fedlora": version("fedlora"),
     }
     write_upload(out, played.upload, spec, round=round, more=facts, force=force, by=TRAIN)
     distinct = sorted(set(ranks.values()))
     return SiteRound(
         played, adapter, " to ".join(str(r) for r in dict.fromkeys((distinct[0], distinct[-1]))),
-        trainer.cut()[client], settings.max_length,
+        cut, settings.max_length,
     )  # fmt: skip
+
+
+def _trainer(
+    model: AdaptedModel, spec: AdapterSpec, client: str, data: TextData, settings: TrainSettings, seed: int,
+    program: Program | None, file: Path | None, base: str,
+) -> tuple[Trainer, Cut, int]:  # fmt: skip
+    """What trains, how much of the data it cuts, and how many examples it reads in a round, as far as is known."""
+    if program is None:
+        own = LocalTrainer(model, {client: data}, settings, seed=seed)
+        return own, own.cut()[client], own.examples_a_round(client)
+    rows = {client: file if file is not None else Rows.of(data)}
+    other = ProgramTrainer(program, spec, model.settings, Path("programs"), data=rows, bases=[base])
+    return other, Cut(len(data), 0, 0), 0
 
 
 def _received(

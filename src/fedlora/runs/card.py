@@ -217,6 +217,8 @@ def _dealt(config: RunConfig) -> str:
 def _local(config: RunConfig) -> str:
     """A client's round in words, including settings that are not at their defaults."""
     t, lora = config.train, config.lora
+    if t.command is not None:
+        return "by a program of the client's own"
     length = f"{t.steps} steps" if t.steps else f"{t.epochs:g} epochs"
     said = [f"{length} of {t.batch_size}", t.optimizer, f"learning rate {t.lr:g}"]
     said.append(f"texts of up to {config.data.max_length} tokens")

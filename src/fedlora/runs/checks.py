@@ -231,6 +231,11 @@ def _refusals(config: RunConfig) -> Iterator[str]:
     if evaluate.clients_at_end or run.readouts:
         key = "evaluate.clients_at_end" if evaluate.clients_at_end else "run.readouts"
         yield f"{key} reports on single clients, but a private run does not: leave it out"
+    if config.train.command is not None:
+        yield (
+            "train.command leaves logs and adapters of single clients in the run's folder, but a private run leaves "
+            "only what it lists: leave it out"
+        )
     if data.task == "superni":
         yield "data.task = 'superni' takes validation and test data from clients, so it cannot be private"
     own = bool(data.clients) or data.train not in (None, "demo")

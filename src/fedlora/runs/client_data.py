@@ -22,7 +22,9 @@ from fedlora.data import (
     select_tasks,
     split,
 )
+from fedlora.data.hub import is_hub
 from fedlora.data.labels import LabelError, given, in_order, one_number, shown
+from fedlora.data.rows import Rows
 from fedlora.data.splits import Parts, follow, inputs
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.config import RunConfig
@@ -307,6 +309,23 @@ def _all_classes(found: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
 def read_files(config: RunConfig, paths: Sequence[str]) -> dict[str, TextData]:
     """Path -> its examples, read like the run's own files."""
     return _read(config, list(paths))
+
+
+def training_rows(config: RunConfig, parts: Mapping[str, TextData]) -> dict[str, Rows | Path]:
+    """Client -> its training examples for a program of its own: its file if nothing of it is held out; otherwise the
+    rows that are left, as they are in the file; or, for data that are no file or were changed, plain rows."""
+    d, files = config.data, dict(config.data.clients) or dict.fromkeys(parts, config.data.train or "")
+    if d.task or config.attack.kind != "none":
+        files = {}
+    found: dict[str, Rows | Path] = {}
+    for client, part in parts.items():
+        path = files.get(client, "")
+        if not path or path == "demo" or is_hub(path):
+            found[client] = Rows.of(part)
+            continue
+        whole = read_files(config, [path])[path]
+        found[client] = Path(path) if len(whole) == len(part) else Rows.left(Path(path), whole, part)
+    return found
 
 
 def _dealt(config: RunConfig, data: TextData) -> dict[str, TextData]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from fedlora.runs.sections import (
     ModelSection,
     RunSection,
     ServerSection,
+    TrainTable,
 )
 from fedlora.server.terms import weighs_by
 from fedlora.training.prompting import RAW
@@ -53,7 +55,7 @@ class RunConfig(Section):
     server: ServerSection = ServerSection()
     defence: DefenceSection = DefenceSection()
     clients: ClientsSection = ClientsSection()
-    train: TrainSection = TrainSection()
+    train: TrainTable = TrainTable()
     evaluate: EvaluateSection = EvaluateSection()
     attack: AttackSection = AttackSection()
     privacy: PrivacySection | None = None
@@ -191,16 +193,30 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
             f"model.path = {model.path!r} is relative to {folder.resolve()}, the folder of its file, but there is no "
             f"such model there; the working directory has one. If you mean that one, give its full path."
         )
+    train = config.train
+    if train.command is not None:
+        train = train.model_copy(update={"command": located_command(train.command, folder)})
     private = config.privacy
     if private is not None:
         private = private.model_copy(update={"ledger": absolute(private.ledger)})
     return config.model_copy(
         update={
             "privacy": private,
+            "train": train,
             "data": data.model_copy(update=changes),
             "model": model.model_copy(update={"path": absolute(model.path)}) if local else model,
         }
     )
+
+
+def located_command(command: Sequence[str], folder: Path) -> list[str]:
+    """A command with the files among its words absolute; relative ones start at `folder`. A word with a slash may name
+    a folder too. Links stay links: the python of a virtual environment is one."""
+
+    def there(word: str) -> bool:
+        return (folder / word).is_file() or ("/" in word and (folder / word).exists())
+
+    return [os.path.abspath(folder / word) if there(word) else word for word in command]
 
 
 # ---- keys that are set without effect: each is an error, none is ignored ---------------------------------------------
@@ -208,6 +224,7 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
 # A key counts as set if it differs from its default: a resolved configuration (config.json, run.toml) names every key,
 # and must read back as the same run.
 
+_OF_OWN_LOOP = ("lora.dropout", "model.dropout", "model.checkpointing", "clients.starts")
 _DEALING = ("count", "partition", "alpha", "min_size")  # how one file becomes clients
 _COLUMNS = {"classification": ("text", "pair", "label", "labels"), "causal-lm": ("prompt", "response")}
 
@@ -229,7 +246,12 @@ def _found(config: RunConfig) -> Iterator[tuple[str, str]]:
         if getattr(section, name) != type(section).model_fields[name].default:
             yield key, why
     said = config.train.model_fields_set
-    if config.train.steps and "epochs" in said and len(said) < len(type(config.train).model_fields):
+    if (
+        config.train.command is None
+        and config.train.steps
+        and "epochs" in said
+        and len(said) < len(type(config.train).model_fields)
+    ):
         yield "train.epochs", f"train.steps = {config.train.steps} takes precedence. Set train.steps = 0 for epochs"
 
 
@@ -265,8 +287,14 @@ def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield from attack_reasons(config.attack)
     # server, training, evaluation
     yield from config.defence.idle()
-    if config.train.steps:
-        yield "train.epochs", f"train.steps = {config.train.steps} takes precedence. Set train.steps = 0 for epochs"
+    if config.train.command is not None:
+        for key in (*(f"train.{name}" for name in TrainSection.model_fields), *_OF_OWN_LOOP):
+            yield key, "the program of train.command trains, and sets this itself"
+    else:
+        yield "train.time_limit", "it is for train.command, which is not set"
+        if config.train.steps:
+            why = f"train.steps = {config.train.steps} takes precedence. Set train.steps = 0 for epochs"
+            yield "train.epochs", why
     if config.model.task == "classification":
         yield "evaluate.max_new_tokens", "it is for generated text, and model.task = 'classification'"
     if d.test == 0 and c.own_test is None:

@@ -52,7 +52,7 @@ def execute_events(
     folder.check_place()
     if not folder.exists():
         check_affordable(prepared)  # before creating a folder
-    with crewed(prepared) as crew, folder.held():
+    with crewed(prepared.working_in(folder.path / "programs")) as crew, folder.held():
         yield from _executed(crew, folder, resume)
 
 

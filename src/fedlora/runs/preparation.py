@@ -28,7 +28,7 @@ from fedlora.runs.checks import (
     check_task,
     planned_privacy,
 )
-from fedlora.runs.client_data import Dealt, Keep
+from fedlora.runs.client_data import Dealt, Keep, training_rows
 from fedlora.runs.config import RunConfig
 from fedlora.runs.exported import named
 from fedlora.runs.inputs import dealt_out
@@ -38,10 +38,12 @@ from fedlora.runs.tracking import check_trackers
 from fedlora.seeds import derive_seed
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
+from fedlora.training.encoding import Cut
 from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.local import LocalTrainer
 from fedlora.training.metrics import score_name
 from fedlora.training.models import AdaptedModel
+from fedlora.training.programs import ProgramTrainer
 from fedlora.training.prompting import end_tokens, find_template
 from fedlora.training.settings import TrainSettings
 
@@ -69,7 +71,7 @@ class Prepared:
     clients: tuple[Client, ...]
     parts: Mapping[str, TextData]
     model: AdaptedModel
-    trainer: LocalTrainer
+    trainer: LocalTrainer | ProgramTrainer
     workers: Workers
     processes: int
     adversary: Adversary | None
@@ -85,16 +87,28 @@ class Prepared:
     manifest: Mapping[str, Any]
     secrets: Mapping[str, Any] | None = None
 
+    def working_in(self, folder: Path) -> Prepared:
+        """The same run, with the rounds of its clients' programs in `folder`, if they train by programs."""
+        if isinstance(self.trainer, LocalTrainer):
+            return self
+        trainer = self.trainer.working_in(folder)
+        return replace(self, trainer=trainer, workers=OneByOne(trainer))
+
 
 def prepare(
-    config: RunConfig, data_root: Path | None = None, label_names: Sequence[str] = (), keep: Keep | None = None
+    config: RunConfig,
+    data_root: Path | None = None,
+    label_names: Sequence[str] = (),
+    keep: Keep | None = None,
+    programs: Path | None = None,
 ) -> Prepared:
     """Read the data, deal it out, load the model. Nothing is written.
 
     Args:
         data_root: where the files of `data.task` are. Not part of the configuration: it says where, not what.
         label_names: the classes of a run that is gone on with, `stored_classes` of its folder. By default data.labels,
-            or all that occur. keep: as `deal` has it.
+            or all that occur. keep: as `deal` has it. programs: the folder for the rounds
+            of train.command; by default in the run's folder.
 
     Raises:
         ConfigError, DataError, HyperparameterError: the configuration cannot be run as written.
@@ -122,7 +136,7 @@ def prepare(
         server = replace(server, privacy=planned_privacy(config, clients, seed_adapter))
     target = _checked_target(config, server, seed_adapter, clients, parts)
     measuring = _Measuring.of(config, data, model, clients, target)
-    trainer = LocalTrainer(model, parts, _train_settings(config, measuring.template), seed=config.run.seed)
+    trainer = _trainer(config, model, parts, spec, measuring.template, programs)
     facts = _facts(config, data, clients, model, server, target, adversary, trainer, measuring)
     return Prepared(
         config=config,
@@ -186,10 +200,25 @@ def _checked_target(
     return target
 
 
+def _trainer(
+    config: RunConfig, model: AdaptedModel, parts: Mapping[str, TextData], spec: AdapterSpec, template: str | None,
+    programs: Path | None,
+) -> LocalTrainer | ProgramTrainer:  # fmt: skip
+    """What trains the clients: fedlora's own loop, or their program."""
+    program = config.train.program()
+    if program is None:
+        return LocalTrainer(model, parts, _train_settings(config, template), seed=config.run.seed)
+    return ProgramTrainer(
+        program, spec, model.settings, programs or Path("programs"),
+        data=training_rows(config, parts), bases=[str(config.model.location()), config.model.path],
+        rounds=config.run.rounds,
+    )  # fmt: skip
+
+
 def _train_settings(config: RunConfig, template: str | None) -> TrainSettings:
     return TrainSettings(
-        **config.train.model_dump(), rounds=config.run.rounds, max_length=config.data.max_length,
-        loss_on=config.data.loss_on, bf16=config.model.bf16, template=template,
+        **config.train.model_dump(exclude={"command", "time_limit"}), rounds=config.run.rounds,
+        max_length=config.data.max_length, loss_on=config.data.loss_on, bf16=config.model.bf16, template=template,
         own_starts=config.clients.starts == "own",
     )  # fmt: skip
 
@@ -235,18 +264,22 @@ class _Measuring:
 
 def _facts(
     config: RunConfig, data: Dealt, clients: tuple[Client, ...], model: AdaptedModel, server: Server, target: Target,
-    adversary: Adversary | None, trainer: LocalTrainer, measuring: _Measuring,
+    adversary: Adversary | None, trainer: LocalTrainer | ProgramTrainer, measuring: _Measuring,
 ) -> dict[str, Any]:  # fmt: skip
     """The manifest, plus facts that are known only after preparation."""
     return {
         **manifest(config, data, clients, model, server.method),
         "evaluation_target": target,
-        "cut": {client: asdict(cut) for client, cut in trainer.cut().items() if cut.cut},
+        "cut": {client: asdict(cut) for client, cut in _cuts(trainer).items() if cut.cut},
         "copies": straddling(data),
         "answer_ends": list(measuring.ends),
         **({"attack": attack_facts(adversary)} if adversary is not None else {}),
         "cut_held_out": measuring.cut(),
     }
+
+
+def _cuts(trainer: LocalTrainer | ProgramTrainer) -> Mapping[str, Cut]:
+    return trainer.cut() if isinstance(trainer, LocalTrainer) else {}
 
 
 def _samples(config: RunConfig, data: Dealt) -> TextData | None:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from fedlora.training.local import LocalTrainer
     from fedlora.training.models import AdaptedModel
     from fedlora.training.modules import LoRAModule, ModuleEvaluator, ModuleTrainer
+    from fedlora.training.programs import Program, ProgramTrainer
     from fedlora.training.settings import LoRASettings, TrainSettings
 
 __getattr__ = face(
@@ -16,6 +17,7 @@ __getattr__ = face(
     {
         "models": ("AdaptedModel",),
         "local": ("LocalTrainer",),
+        "programs": ("Program", "ProgramTrainer"),
         "settings": ("LoRASettings", "TrainSettings"),
         "evaluation": ("ModelEvaluator",),
         "modules": ("LoRAModule", "ModuleEvaluator", "ModuleTrainer"),
@@ -25,5 +27,5 @@ __getattr__ = face(
 
 __all__ = [
     "AdaptedModel", "LoRAModule", "LoRASettings", "LocalTrainer", "ModelEvaluator", "ModuleEvaluator", "ModuleTrainer",
-    "TrainSettings",
+    "Program", "ProgramTrainer", "TrainSettings",
 ]  # fmt: skip

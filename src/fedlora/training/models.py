@@ -157,14 +157,7 @@ class AdaptedModel:
 
     def trainable(self, *, B: bool = True, A: bool = True, heads: bool = True) -> list[nn.Parameter]:
         """The active adapter's parameters that may train; all others are frozen."""
-        chosen = []
-        for path, parameter in self._model.named_parameters():
-            mine = path.endswith(f".{self._active}.weight") or f".modules_to_save.{self._active}." in path
-            kind = B if ".lora_B." in path else A if ".lora_A." in path else heads
-            parameter.requires_grad_(mine and kind)
-            if mine and kind:
-                chosen.append(parameter)
-        return chosen
+        return trainable(self._model, self._active, B=B, A=A, heads=heads)
 
     def tail_penalty(self, penalty: TailPenalty) -> Tensor:
         """The declared penalty on the active adapter in travelling units, as a loss term. `client.tail_size` computes
@@ -216,15 +209,13 @@ class AdaptedModel:
     def _config(self, rank: int | Mapping[str, int]) -> Any:
         from peft import LoraConfig
 
-        largest = rank if isinstance(rank, int) else max(rank.values())
-        patterns = {} if isinstance(rank, int) else {f"^{path}": r for path, r in rank.items() if r != largest}
         targets, unit, fixed = self.settings.targets, self.settings.unit, self.settings.alpha
+        ranked = rank_fields(rank, unit)
+        if fixed:
+            ranked |= {"lora_alpha": fixed, "alpha_pattern": {}}
         return LoraConfig(
-            r=largest,
-            lora_alpha=fixed or unit * largest,
+            **ranked,
             use_rslora=self.settings.rslora,
-            rank_pattern=patterns,
-            alpha_pattern={} if fixed else {path: unit * r for path, r in patterns.items()},
             lora_dropout=self.settings.dropout,
             target_modules=targets if isinstance(targets, str) else list(targets),
             modules_to_save=list(self.settings.saved) or None,
@@ -234,6 +225,28 @@ class AdaptedModel:
     def to(self, device: str) -> None:
         """Move to a device. The base weights must be unchanged."""
         self.network.to(device)
+
+
+def rank_fields(rank: int | Mapping[str, int], scaling: float) -> dict[str, Any]:
+    """A LoraConfig's fields for one rank, or module -> rank, so that alpha / r is `scaling` in every module."""
+    largest = rank if isinstance(rank, int) else max(rank.values())
+    patterns = {} if isinstance(rank, int) else {f"^{path}": r for path, r in rank.items() if r != largest}
+    return {
+        "r": largest, "lora_alpha": scaling * largest, "rank_pattern": patterns,
+        "alpha_pattern": {path: scaling * r for path, r in patterns.items()},
+    }  # fmt: skip
+
+
+def trainable(model: nn.Module, name: str, *, B: bool = True, A: bool = True, heads: bool = True) -> list[nn.Parameter]:
+    """The parameters of a peft model's adapter `name` that may train; all others are frozen."""
+    chosen = []
+    for path, parameter in model.named_parameters():
+        mine = path.endswith(f".{name}.weight") or f".modules_to_save.{name}." in path
+        kind = B if ".lora_B." in path else A if ".lora_A." in path else heads
+        parameter.requires_grad_(mine and kind)
+        if mine and kind:
+            chosen.append(parameter)
+    return chosen
 
 
 def _checkpoint(base: Any) -> None:

@@ -6,11 +6,8 @@ out of it. With data.clients each site has the file named for it, and holds out 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
@@ -64,21 +61,4 @@ def dealt_out(config: RunConfig, prepared: Prepared, network: NetworkSection, fo
     return Trial(settings, dict(prepared.parts), held)
 
 
-def write_rows(path: Path, data: TextData) -> None:
-    """Write examples as JSONL, in their order, with the columns' usual names; classes by name."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in _rows(data)), encoding="utf-8")
-
-
-def _rows(data: TextData) -> Iterator[dict[str, Any]]:
-    for k in range(len(data)):
-        if data.labels is not None:
-            row = {"text": data.text[k], "label": data.label_names[data.labels[k]]}
-            yield row if data.pair is None else {**row, "pair": data.pair[k]}
-        elif data.history is not None:
-            yield {"messages": [{"role": role, "content": content} for role, content in data.messages(k)]}
-        else:
-            assert data.responses is not None
-            yield {"prompt": data.text[k], "response": data.responses[k]}
-
-
-__all__ = ["Trial", "dealt_out", "write_rows"]
+__all__ = ["Trial", "dealt_out"]

@@ -8,11 +8,12 @@ from pathlib import Path
 from fedlora.core import files
 from fedlora.core.folders import replacing_folder
 from fedlora.data import TextData
+from fedlora.data.rows import Rows
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.membership import check_quorum
 from fedlora.flower.rounds.private_federation import check_affordable, planned
-from fedlora.flower.setup.dealing import dealt_out, write_rows
+from fedlora.flower.setup.dealing import dealt_out
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.project import Federation, write_federation
 from fedlora.flower.setup.start import Start, check_ranks, given_start, made_start
@@ -103,7 +104,7 @@ def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
         there = FederationFolder(building)
         for part, data in dealt.held.items():
             (building / "held").mkdir(mode=0o700, exist_ok=True)
-            write_rows(building / "held" / f"{part}.jsonl", data)
+            Rows.of(data).write(building / "held" / f"{part}.jsonl")
         for site, own in dealt.data.items():
             write_site(there, site, own, config, facts)
 
@@ -115,10 +116,13 @@ def write_site(there: FederationFolder, name: str, data: str | TextData, config:
         folder.mkdir(mode=0o700, exist_ok=True)
     where = data if isinstance(data, str) else "data.jsonl"
     if isinstance(data, TextData):
-        write_rows(site.path / where, data)
+        Rows.of(data).write(site.path / where)
     device = None if config.model.device == "auto" else config.model.device
     method = config.method.name if ":" in config.method.name else None  # a trial's maker also operates its sites
-    said = Site(name=name, data=where, model=config.model.path, device=device, method=method)
+    said = Site(
+        name=name, data=where, model=config.model.path, device=device, method=method, command=config.train.command,
+        time_limit=config.train.time_limit,
+    )  # fmt: skip
     fill_site(site.path, there.join(name).read_bytes(), said, facts.table())
     files.write(there.request(name), site.request.read_bytes())
     files.write(there.key(name), site.public_key.read_bytes())

@@ -89,7 +89,7 @@ class SiteWork:
         parcel, run = record_parcel(record)
         kept = record_of(state, run, site.name)
         keep = partial(keep_held_out, record=kept, first=parcel.round == 0, counted=receipt_of(record).counted > 0)
-        prepared = prepare(settings.for_site(site), None, keep=keep)
+        prepared = prepare(settings.for_site(site), None, keep=keep, programs=state / "programs")
         return Node(
             site.name, prepared.trainer, state, form=settings.server.upload,
             evaluators={"validation": prepared.validation, "test": prepared.test},

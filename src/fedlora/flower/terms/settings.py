@@ -353,7 +353,7 @@ class FederationSettings(Section):
                 "lora": said.get("lora", {}),
                 "method": said.get("method", {}),
                 "server": heads,
-                "train": said.get("train", {}),
+                "train": said.get("train", {}) if site.command is None else site.program,
                 "run": {**run, **({"threads": site.threads} if site.threads else {})},
                 "evaluate": seen,
             },

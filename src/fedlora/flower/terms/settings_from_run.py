@@ -102,7 +102,7 @@ def from_tables(
             if table in ("data", "clients") and isinstance(tables.get(table), dict):
                 tables[table].pop(name, None)
         tables.pop("clients", None)
-        for table, name in (("model", "device"), ("run", "workers")):
+        for table, name in (("model", "device"), ("run", "workers"), ("train", "command"), ("train", "time_limit")):
             if isinstance(tables.get(table), dict):
                 tables[table].pop(name, None)
     refuse_elsewhere(tables)

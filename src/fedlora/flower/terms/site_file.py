@@ -6,6 +6,7 @@ model = "/models/bert"      # a directory, a GGUF file, a hub id, or a packaged 
 text = "note"               # columns of its own file, if the federation has other names for them
 device = "cuda"             # the device; `threads` sets the number of threads
 app = "3f5a..."             # SHA-256 of the only Flower app from the server that may run here
+command = ["python", "my_train.py"]     # trains here in place of fedlora's loop; time_limit: in seconds
 method = "ours:Method"      # a method by module and class, if the server names one: its module is imported here
 """
 
@@ -22,7 +23,9 @@ from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site
 from fedlora.given_files import read_toml
+from fedlora.runs.config import located_command
 from fedlora.runs.reading import checked
+from fedlora.runs.sections import Command, Seconds
 from fedlora.training.settings import Section
 
 COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")
@@ -33,7 +36,8 @@ class Site(Section):
 
     data: its file, or a data set "hf://..."; model: the base model, as model.path of a run. text to messages: columns
     of its file, if their names differ from the federation's settings. device, threads: as model.device and run.threads;
-    default: the best device, and the settings' threads. app: SHA-256 of the one Flower app that the operator allows
+    default: the best device, and the settings' threads. command, time_limit: as train.command of a run; the settings'
+    [train] then has no effect here. app: SHA-256 of the one Flower app that the operator allows
     here; default: none. method: the one "module:Class" that the server may name as its method; default: only methods of
     fedlora and of installed packages.
 
@@ -54,6 +58,8 @@ class Site(Section):
     device: str | None = None
     threads: Annotated[int, Field(ge=1)] | None = None
     app: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    command: Command | None = None
+    time_limit: Seconds | None = None
     method: str | None = None
 
     @field_validator("name")
@@ -66,6 +72,12 @@ class Site(Section):
     def columns(self) -> dict[str, str]:
         """The columns for which this file gives other names."""
         return {column: found for column in COLUMNS if (found := getattr(self, column)) is not None}
+
+    @property
+    def program(self) -> dict[str, Any]:
+        """The table [train] of a site that trains by a program of its own."""
+        limit = {} if self.time_limit is None else {"time_limit": self.time_limit}
+        return {"command": self.command, **limit}
 
     def toml(self) -> str:
         """The text of site.toml."""
@@ -83,7 +95,8 @@ class Site(Section):
         if foreign:
             raise ConfigError(
                 f"the site file {path}: {foreign[0]!r} does not belong here. The file holds name, data, model, the "
-                f"columns of the site's own file ({', '.join(COLUMNS)}), device, threads, app and method. Classes, "
+                f"columns of the site's own file ({', '.join(COLUMNS)}), device, threads, command, time_limit, app and "
+                f"method. Classes, "
                 f"scaling, lengths, ranks and training settings come from the server, with every message. Leave it out."
             )
         try:
@@ -98,6 +111,8 @@ class Site(Section):
             changes["data"] = str((folder / self.data).resolve())
         if self.model not in PACKAGED and (folder / self.model).exists():
             changes["model"] = str((folder / self.model).resolve())
+        if self.command is not None:
+            changes["command"] = located_command(self.command, folder)
         return self.model_copy(update=changes)
 
 

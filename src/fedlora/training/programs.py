@@ -1,0 +1,243 @@
+"""A client's training by a program of its own: any command that finds a PEFT folder and leaves one.
+
+    trainer = ProgramTrainer(Program(["python", "my_train.py"]), spec, lora, Path("work"))
+
+The program is started once for each client and round, with the round's folder (`round_folder`) in its environment. It
+is a stranger to this process: what it leaves is read like any adapter from outside, and checked against the round.
+"""
+
+from __future__ import annotations
+
+import copy
+import filecmp
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from fedlora.adapters.base_names import Base, is_same_base
+from fedlora.adapters.io import AdapterSpec
+from fedlora.adapters.reader import scaled
+from fedlora.core.lora import Adapter
+from fedlora.core.messages import Download
+from fedlora.core.parent import end, killed_with
+from fedlora.core.trainer import Trained
+from fedlora.data.rows import Rows
+from fedlora.doing import doing
+from fedlora.errors import ConfigError
+from fedlora.training.content import base_digest
+from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, RoundFolder, trained_parts
+from fedlora.training.settings import LoRASettings
+
+_LOG, _ROUND, _KEPT = "program.log", "round", "keep"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A command. {data}, {client}, {round}, {start} and {result} in its words are replaced.
+
+    time_limit: in seconds; None: none. "python" is this process's, unless it is given with its path, and so are other
+    programs of the same environment. It runs in its client's folder, where it may write.
+
+    Example:
+        >>> Program(["python", "my_train.py", "--data", "{data}"], time_limit=3600).command[0]
+        'python'
+    """
+
+    command: Sequence[str]
+    time_limit: float | None = None
+
+
+class ProgramTrainer:
+    """Trains any client by its program. Implements `core.trainer.Trainer`.
+
+    Args:
+        spec: of the federation's adapters. lora: how clients scale them. folder: for rounds and logs, a folder for each
+            client. data: client -> its training examples, or its own file of them. bases: names and places of the base
+            model; a result that names another one is refused. rounds: how many are planned.
+
+    Raises:
+        ConfigError: a client that trains with several ranks at one fixed alpha, which a PEFT folder cannot say here.
+
+    Example:
+        >>> model = AdaptedModel.load("model", "classification", LoRASettings(targets=["query"]), labels=["no", "yes"])
+        >>> adapter, spec = model.seed_adapter(4, seed=0)
+        >>> trainer = ProgramTrainer(Program(["false"]), spec, model.settings, Path("work"))
+        >>> try:
+        ...     play_round(server.download(state, clients[0]), ClientMemory(), trainer)
+        ... except RuntimeError as error:
+        ...     print(str(error).partition(" after")[0])
+        the program of 'site-1' ended with code 1
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        spec: AdapterSpec,
+        lora: LoRASettings,
+        folder: Path,
+        *,
+        data: Mapping[str, Rows | Path] | None = None,
+        bases: Sequence[str] = (),
+        rounds: int = 1,
+    ) -> None:
+        self._program, self._spec, self._lora, self.folder = program, spec, lora, folder
+        self._data, self._rounds = dict(data or {}), rounds
+        self._bases = [*filter(None, (*bases, spec.base_model))]
+
+    def working_in(self, folder: Path) -> ProgramTrainer:
+        """The same, with its rounds in another folder."""
+        other = copy.copy(self)
+        other.folder = folder
+        return other
+
+    def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
+        """Play a round of the client's program.
+
+        Raises:
+            ConfigError: the method adds a term to the loss, or the ranks have no common scale. ProgramFailed: the
+                program failed, ran too long, or left a result that does not fit. What was kept stays as before.
+        """
+        client = download.client.id
+        if download.roles.penalty is not None:
+            raise ConfigError(
+                "this method adds a term to the loss of its clients (hetlora with pruning), which a program of one's "
+                "own cannot know. Leave pruning out, or train without train.command."
+            )
+        place = (self.folder / client).absolute()
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        round, spec = RoundFolder(place / _ROUND), replace(self._spec, scaling=self._scale(adapter))
+        shutil.rmtree(round.path, ignore_errors=True)  # of a round that failed: no result of it may count now
+        round.path.mkdir()
+        if (place / _KEPT).is_dir():
+            shutil.copytree(place / _KEPT, round.keep)
+        facts = round.write(
+            RoundFacts(
+                client=client, round=download.round + 1, rounds=max(self._rounds, download.round + 1),
+                scaling=spec.scaling, trains=trained_parts(download.roles), data=self._file(client, place),
+            ),
+            _scaled(adapter, self._lora.unit / spec.scaling), spec,
+        )  # fmt: skip
+        self._run(client, facts, round, place / _LOG)
+        try:
+            made, said, named = round.read_result(_scaled(adapter, self._lora.unit / spec.scaling), facts, spec)
+            self._check_base(named, place)
+        except ProgramFailed as failed:
+            raise ProgramFailed(f"the program of {client!r} ended well, but {failed} Its log: {place / _LOG}") from None
+        shutil.rmtree(place / _KEPT, ignore_errors=True)
+        os.replace(round.keep, place / _KEPT)
+        shutil.rmtree(round.path)
+        made = replace(_scaled(made, spec.scaling / self._lora.unit), base=adapter.base)
+        return Trained(made, int(said.examples), said.loss, position + int(said.examples))
+
+    def _scale(self, adapter: Adapter) -> float:
+        """The client's own alpha / r, or what stands for it."""
+        scales = {self._lora.scale(rank) for rank in adapter.ranks.values()}
+        if len(scales) > 1:
+            raise ConfigError(
+                f"lora.alpha gives this client several scales ({sorted(scales)}), since its ranks differ: with "
+                f"train.command, set lora.scaling instead, or one rank for all modules."
+            )
+        return scales.pop()
+
+    def _file(self, client: str, place: Path) -> str | None:
+        """The client's file of examples: its own, or one written here."""
+        data = self._data.get(client)
+        if data is None:
+            return None
+        if isinstance(data, Path):
+            return str(data.absolute())
+        file = place / f"data{data.suffix}"
+        written = file.with_name(f"new{data.suffix}")
+        data.write(written)
+        if not file.exists() or not filecmp.cmp(written, file, shallow=False):
+            os.replace(written, file)  # and no new file each round, for which datasets would fill its cache
+        written.unlink(missing_ok=True)
+        return str(file)
+
+    def _run(self, client: str, facts: RoundFacts, round: RoundFolder, log: Path) -> None:
+        """Run the program to its end. Raises `ProgramFailed`."""
+        words = {
+            "{data}": facts.data or "", "{client}": client, "{round}": str(facts.round),
+            "{start}": str(round.start), "{result}": str(round.result),
+        }  # fmt: skip
+        command = list(self._program.command)
+        for word, value in words.items():
+            command = [part.replace(word, value) for part in command]
+        place = log.parent
+        env = {"HF_DATASETS_CACHE": str(place / "datasets"), **os.environ, VARIABLE: str(round.path)}
+        env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
+        what, began, limit = f"the program of {client!r}", time.monotonic(), self._program.time_limit
+        with log.open("wb") as file, doing(what):
+            try:
+                process = subprocess.Popen(
+                    command, env=env, cwd=place, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                    start_new_session=True, preexec_fn=partial(killed_with, os.getpid()),
+                )  # fmt: skip
+            except OSError as error:
+                raise ProgramFailed(
+                    f"{what} cannot be started: {command[0]!r}: {error.strerror}. Check the command, or give its "
+                    f"whole path."
+                ) from error
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                raise ProgramFailed(
+                    f"{what} ran longer than its limit of {limit:g} s and was ended. Raise time_limit, or let it train "
+                    f"fewer steps. Its log: {log}"
+                ) from None
+            finally:
+                end(process)  # and whatever it left running
+        if code:
+            raise ProgramFailed(
+                f"{what} ended {_fate(code)} after {time.monotonic() - began:.0f} s. {_last_line(log)} Its log: {log}"
+            )
+
+    def _check_base(self, named: str | None, place: Path) -> None:
+        """Raise `ProgramFailed` if a result names another base model than the federation's. place: where paths start"""
+        if not named or not self._bases or any(is_same_base(Base(named), Base(mine)) for mine in self._bases):
+            return
+        there = (place / named).resolve()
+        here = next((Path(mine).resolve() for mine in self._bases if Path(mine).exists()), None)
+        try:
+            same = here is not None and there.exists() and (there == here or base_digest(there) == base_digest(here))
+        except ConfigError:
+            same = False
+        if same:
+            self._bases.append(named)  # its weights are not read again
+        else:
+            raise ProgramFailed(
+                f"its result names the base model {named!r}, and this federation's is {self._bases[0]!r}: adapters of "
+                f"one model mean nothing on another. Load the same model in the program, or name it alike in both."
+            )
+
+
+def _scaled(adapter: Adapter, factor: float) -> Adapter:
+    """The adapter in other units. A power of two, or 1, changes no digit."""
+    if factor == 1:
+        return adapter
+    base = None if adapter.base is None else {name: scaled(lora, factor) for name, lora in adapter.base.items()}
+    return Adapter({name: scaled(lora, factor) for name, lora in adapter.modules.items()}, adapter.heads, base)
+
+
+def _fate(code: int) -> str:
+    if code > 0:
+        return f"with code {code}"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    return f"by {name}" + (" (was memory short? journalctl -k says so)" if name == "SIGKILL" else "")
+
+
+def _last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4096))
+        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    return f"Its last line: {lines[-1]!r}." if lines else "It said nothing."
+
+
+__all__ = ["Program", "ProgramTrainer"]

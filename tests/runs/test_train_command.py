@@ -1,0 +1,113 @@
+"""`train.command` in a run: clients train by a program of their own. Kinds: *end to end*, tiny model; *contract*."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora import read_adapter
+from fedlora.errors import ConfigError
+from fedlora.runs.config import load_config, parse_config
+from fedlora.runs.execution import execute
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from support.command_line import Said
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.own_programs import DOUBLING, command
+from support.training_data import classification, rows, save_encoder
+
+pytestmark = [FUTURE_NAMES, LORA_BIAS]
+LISTING = DOUBLING + "\nimport sys; (here / 'keep' / 'data').write_text(open(sys.argv[1]).read())"
+
+
+def project(folder: Path, **train: Any) -> Path:
+    """A run of two clients on files of their own, a quarter of each held out; their programs double B."""
+    save_encoder(folder / "model")
+    for k, name in enumerate(("acme", "berlin")):
+        (folder / f"{name}.jsonl").write_text(rows(classification(24, k)))
+    words = json.dumps(command(folder, LISTING, "{data}"))
+    more = "".join(f"{key} = {json.dumps(value)}\n" for key, value in train.items())
+    (folder / "run.toml").write_text(f"""
+[model]
+path = "model"
+device = "cpu"
+[data]
+clients = {{ acme = "acme.jsonl", berlin = "berlin.jsonl" }}
+validation = 0
+test = 0.25
+max_length = 16
+[lora]
+targets = ["query"]
+[clients]
+ranks = [2, 4]
+[run]
+rounds = 2
+threads = 1
+[train]
+command = {words}
+{more}""")
+    return folder / "run.toml"
+
+
+def test_a_run_trains_by_programs_on_the_rows_that_are_not_held_out(tmp_path: Path) -> None:
+    config = load_config(project(tmp_path))
+    prepared, folder = prepare(config), RunFolder(tmp_path / "out")
+    records = list(execute(prepared, folder))
+    assert [dict(record.losses) for record in records] == [{"acme": 1.0, "berlin": 1.0}, {"acme": 0.5, "berlin": 0.5}]
+    place = folder.path / "programs" / "acme"
+    assert (place / "keep" / "rounds").read_text() == "12"
+    given, kept = (
+        [json.loads(line) for line in file.read_text().splitlines()]
+        for file in (tmp_path / "acme.jsonl", place / "keep" / "data")
+    )
+    assert len(kept) == len(prepared.parts["acme"]) == 18 and all(row in given for row in kept)
+    assert {row["text"] for row in kept} == set(prepared.parts["acme"].text)
+    assert read_adapter(folder.path / "adapter")[0].modules
+
+
+def test_a_failed_program_ends_the_run_with_one_line_and_the_run_goes_on(
+    tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """Round 2 fails at one client; once the program is mended, the run goes on with that round."""
+    file, out = project(tmp_path), tmp_path / "out"
+    whole = (tmp_path / "program.py").read_text()
+    (tmp_path / "program.py").write_text(whole + "\nif said['round'] == 2: raise SystemExit('the disk is away')")
+    said = main("run", file, "--out", out).err.splitlines()[-1]
+    assert "'acme' failed in round 2: ProgramFailed: " in said and "with code 1" in said
+    assert "'the disk is away'" in said and "programs/acme/program.log" in said
+    (tmp_path / "program.py").write_text(whole)
+    again = main("run", file, "--out", out, "--resume")
+    assert again.code == 0, again.err
+    assert (out / "programs" / "acme" / "keep" / "rounds").read_text() == "12"
+
+
+def test_programs_run_in_several_processes(tmp_path: Path) -> None:
+    config = load_config(project(tmp_path), ["run.workers=2", "run.threads=0"])
+    (*_, last) = execute(prepare(config), RunFolder(tmp_path / "out"))
+    assert dict(last.losses) == {"acme": 0.5, "berlin": 0.5}
+
+
+def test_a_private_run_refuses_programs() -> None:
+    """What a program leaves in the run's folder is in no list of releases."""
+    raw = {
+        "model": {"path": "m"}, "data": {"train": "t.csv", "labels": ["no", "yes"], "validation": 0, "test": "t.csv"},
+        "clients": {"count": 100}, "train": {"command": ["x"]}, "run": {"participation": 0.5},
+        "privacy": {"epsilon": 1.0, "delta": 1e-6, "population": "people", "ledger": "l.jsonl", "clip": 1.0},
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=r"train.command leaves"):
+        prepare(parse_config(raw))
+
+
+def test_files_of_a_command_are_found_beside_the_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("")
+    (tmp_path / "python").mkdir()
+    (tmp_path / "base").mkdir()
+    config = tmp_path / "run.toml"
+    config.write_text(
+        '[model]\npath = "demo"\n[data]\ntrain = "demo"\n[train]\ncommand = ["python", "mine.py", "./base", "{data}"]'
+    )
+    assert load_config(config).train.command == ["python", str(tmp_path / "mine.py"), str(tmp_path / "base"), "{data}"]

@@ -1,0 +1,411 @@
+"""`fedlora.hf`: a script's own trainer in a federation. Kinds of evidence: oracle (our own loop on equal settings gives
+the same losses; peft beside the base gives the same logits), end to end (scripts as programs).
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    DataCollatorWithPadding,
+    Trainer,
+    TrainingArguments,
+)
+
+from fedlora import Adapter, Client, LoRA, Server, build, read_adapter
+from fedlora.adapters.io import read_model
+from fedlora.data import TextData
+from fedlora.errors import AdapterFormatError, ConfigError
+from fedlora.hf import HFTrainer, federate
+from fedlora.runs.config import load_config
+from fedlora.runs.execution import execute
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from fedlora.server.server import start
+from fedlora.simulation import simulate
+from fedlora.training.encoding import encode
+from fedlora.training.local import LocalTrainer
+from fedlora.training.models import AdaptedModel
+from fedlora.training.round_folder import VARIABLE, RoundFacts, RoundFolder
+from fedlora.training.settings import LoRASettings, TrainSettings
+from support.known_warnings import FUTURE_NAMES, LORA_BIAS
+from support.tiny_models import TOKENS, bert, llama, logits
+from support.training_data import LABELS, classification, save_encoder, save_model, tokenizer
+from support.worked_examples import python_blocks
+
+pytestmark = [
+    FUTURE_NAMES,
+    LORA_BIAS,
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning"),  # of TRL's own settings
+    pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning"),  # of a script's own Trainer
+]
+LR, STEPS, SIZE, ROUNDS = 5e-3, 4, 12, 3
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("bert"), bert(), classifies=True)
+
+
+@pytest.fixture
+def data() -> dict[str, TextData]:
+    return {"a": classification(SIZE, 0), "b": classification(SIZE, 1)}
+
+
+def model_of(base: Path, rank: int = 8) -> Any:
+    names = dict(enumerate(LABELS))
+    network = AutoModelForSequenceClassification.from_pretrained(
+        base, id2label=names, label2id={v: k for k, v in names.items()}, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0, classifier_dropout=0.0,
+    )  # fmt: skip
+    return get_peft_model(
+        network, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=["query", "value"], task_type="SEQ_CLS")
+    )
+
+
+def trainer_of(model: Any, examples: TextData, out: Path, **more: Any) -> Trainer:
+    rows = [dict(row) for row in encode(examples, tokenizer(classifies=True), max_length=16)]
+    settings = {
+        "per_device_train_batch_size": SIZE, "max_steps": STEPS, "learning_rate": LR, "lr_scheduler_type": "constant",
+        "weight_decay": 0.0, "max_grad_norm": 1.0, "report_to": "none", "save_strategy": "no", "disable_tqdm": True,
+        "use_cpu": True,
+    }  # fmt: skip
+    args = TrainingArguments(str(out), **{**settings, **more})
+    return Trainer(
+        model, args, train_dataset=rows, data_collator=DataCollatorWithPadding(tokenizer(classifies=True))
+    )  # fmt: skip
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("method", ["glora", "fedex-lora", "ffa-lora"])
+def test_three_rounds_of_a_trainer_have_the_losses_of_our_own_loop(
+    base: Path, data: dict[str, TextData], tmp_path: Path, method: str
+) -> None:
+    """Equal settings: batches of all examples, no dropout, AdamW without decay is Adam, a constant rate, clipping at 1.
+    Then only the order of sums differs. The methods move ranks (2 and 4 of a model of 8), the base, and freeze A.
+    """
+    ranks = {"a": 2, "b": 4} if method == "glora" else {"a": 4, "b": 4}
+    server, clients = Server(build(method)), [Client(name, rank) for name, rank in ranks.items()]
+    ours = AdaptedModel.load(
+        base, "classification", LoRASettings(targets=["query", "value"]), labels=LABELS, dropout=0.0
+    )  # fmt: skip
+    seed_adapter, _ = ours.seed_adapter(4, seed=0)
+    settings = TrainSettings(lr=LR, steps=STEPS, batch_size=SIZE, accumulation=1, max_length=16)
+    local = LocalTrainer(ours, data, settings, seed=0)
+    model = model_of(base)
+    theirs = HFTrainer({name: trainer_of(model, part, tmp_path) for name, part in data.items()})
+    expected = [dict(r.losses) for r in simulate(server, clients, local, start(server, seed_adapter), rounds=ROUNDS)]
+    found = list(simulate(server, clients, theirs, start(server, seed_adapter), rounds=ROUNDS))
+    for record, losses in zip(found, expected, strict=True):
+        assert record.losses == pytest.approx(losses, abs=2e-5), record.round
+    assert found[-1].loss < found[0].loss - 0.05  # it learns
+    assert {u.num_examples for u in found[-1].uploads} == {SIZE}
+
+
+def test_a_kept_optimiser_goes_on_as_one_long_training(base: Path, data: dict[str, TextData], tmp_path: Path) -> None:
+    """One client, whose mean is itself: three rounds are one training of three times the steps, moments and the falling
+    rate included. With "reset" they are not."""
+    whole = trainer_of(model_of(base, 4), data["a"], tmp_path, max_steps=3 * STEPS, lr_scheduler_type="linear")
+    begun, _ = HFTrainer({"a": whole}).seed_adapter()
+    whole.train()
+    expected, _ = read_model(whole.model, scaling=2.0)
+    found = {}
+    for between in ("keep", "reset"):
+        trainer = HFTrainer(
+            {"a": trainer_of(model_of(base, 4), data["a"], tmp_path, lr_scheduler_type="linear")},
+            optimizer=between, rounds=3,
+        )  # fmt: skip
+        server = Server(build("fedit"))
+        (*_, last) = simulate(server, [Client("a", 4)], trainer, start(server, begun), rounds=3)
+        update = server.global_update(last.state.server)
+        found[between] = max(
+            float((update[name].delta() - lora.delta()).abs().max()) for name, lora in expected.modules.items()
+        )
+    assert found["keep"] < 1e-5 < 1e-3 < found["reset"]
+
+
+# ---- a script as the program -----------------------------------------------------------------------------------------
+
+EXAMPLES = Path(__file__).parents[1] / "examples" / "keep-your-trainer"
+TARGETS = {"classify": ["query", "value"], "loop": ["q_proj", "v_proj"], "chat": ["q_proj", "v_proj"]}
+
+
+class Site:
+    """A client's machine: a small base model, data for an example script, and a round of rank 4 at scaling 1."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        self.folder, self.script = folder, script
+        self.task = "classification" if script == "classify" else "causal-lm"
+        words = [f"w{k} w{k + 1} w{k + 2}" for k in range(12)]
+        if script == "classify":
+            save_encoder(folder / "base")
+            rows = [{"text": text, "label": "urgent" if k % 2 else "calm"} for k, text in enumerate(words)]
+        else:
+            save_model(folder / "base", llama(), classifies=False)
+            end = "{% if m['role'] == 'assistant' %}[EOS]{% endif %}"
+            template = "{% for m in messages %}{{ m['content'] }} " + end + "{% endfor %}"
+            (folder / "base" / "chat_template.jinja").write_text(template)
+            rows = [{"prompt": text, "response": "w9"} for text in words]
+            if script == "chat":
+                turns = (("user", "prompt"), ("assistant", "response"))
+                rows = [{"messages": [{"role": r, "content": row[c]} for r, c in turns]} for row in rows]
+        (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        labels = ("calm", "urgent") if script == "classify" else ()
+        self.model = AdaptedModel.load(
+            folder / "base", self.task, LoRASettings(targets=TARGETS[script], scaling=1.0), labels=labels
+        )
+
+    def round(self, number: int = 1, moved: bool = False, frozen: str = "") -> tuple[RoundFolder, RoundFacts, Adapter]:
+        adapter, spec = self.model.seed_adapter(4, seed=number)
+        adapter = replace(adapter, base={})
+        if moved:
+            shapes = {name: (lora.B.shape[0], lora.A.shape[1]) for name, lora in adapter.modules.items()}
+            draw = torch.Generator().manual_seed(3)
+            adapter = replace(adapter, base={
+                name: LoRA(torch.randn(d, 2, generator=draw), torch.randn(2, k, generator=draw) / 9)
+                for name, (d, k) in shapes.items()
+            })  # fmt: skip
+        folder = RoundFolder(self.folder / f"round{number}")
+        folder.path.mkdir()
+        facts = RoundFacts(
+            client="acme",
+            round=number,
+            rounds=3,
+            scaling=1.0,
+            trains=[part for part in ("B", "A", "heads") if part != frozen],
+        )
+        return folder, folder.write(facts, adapter, spec), adapter
+
+    def play(self, monkeypatch: pytest.MonkeyPatch, folder: RoundFolder | None) -> dict[str, Any]:
+        """Run the script, in this process: alone, or as the program of a round. Its globals."""
+        monkeypatch.chdir(self.folder)
+        monkeypatch.setattr(sys, "argv", [self.script, "--model", "base", "--data", "data.jsonl"])
+        monkeypatch.setenv("HF_DATASETS_CACHE", str(self.folder / "cache"))
+        monkeypatch.delenv(VARIABLE, raising=False)
+        if folder is not None:
+            monkeypatch.setenv(VARIABLE, str(folder.path))
+        return runpy.run_path(str(EXAMPLES / f"{self.script}.py"))
+
+
+@pytest.mark.parametrize("script", ["classify", "loop", "chat"])
+def test_a_posted_script_runs_alone_and_as_a_client(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Alone it leaves an adapter of its own rank, 8. Started with a round's folder it trains the round's adapter of
+    rank 4, from the round's start, and leaves examples and loss; its own output is as before."""
+    pytest.importorskip("datasets")
+    if script == "chat":
+        pytest.importorskip("trl")
+    site = Site(tmp_path, script)
+    site.play(monkeypatch, None)
+    alone, _ = read_adapter(tmp_path / f"{script}-adapter")
+    assert set(alone.ranks.values()) == {8}
+
+    folder, facts, begun = site.round(2)
+    site.play(monkeypatch, folder)
+    made, said, _ = folder.read_result(begun, facts, site.model.seed_adapter(4, seed=0)[1])
+    assert set(made.ranks.values()) == {4} and said.examples == 12 and 0 < said.loss < 10
+    for name, lora in begun.modules.items():  # a few small steps from the start, not from a new draw
+        moved = float((made.modules[name].A - lora.A).norm() / lora.A.norm())
+        assert moved < 0.3, name
+        assert bool(made.modules[name].B.any())
+    assert "fedlora: round 2 of 'acme', rank [4], scaling 1" in capfd.readouterr().err
+    assert set(read_adapter(tmp_path / f"{script}-adapter")[0].ranks.values()) == {4}
+
+
+def test_the_base_of_a_round_is_what_peft_makes_of_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """base/ merged by peft, then start/ loaded by peft: the model on which `federate` trains says the same."""
+    site = Site(tmp_path, "loop")
+    folder, facts, begun = site.round(1, moved=True, frozen="A")
+    assert facts.base is not None
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    unmoved = logits(plain)
+    merged = PeftModel.from_pretrained(plain, folder.base).merge_and_unload()
+    expected = logits(PeftModel.from_pretrained(merged, folder.start).eval())
+    assert float((expected - unmoved).abs().max()) > 0.1
+
+    monkeypatch.setenv(VARIABLE, str(folder.path))
+    mine = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"), LoraConfig(target_modules=TARGETS["loop"])
+    )  # fmt: skip
+    federate(mine, examples=12)
+    torch.testing.assert_close(logits(mine.eval()), expected, rtol=0, atol=1e-5)
+    assert {n.split(".")[-3] for n, p in mine.named_parameters() if p.requires_grad} == {"lora_B"}
+    mine.train()
+    mine(input_ids=TOKENS, labels=TOKENS)
+    mine.save_pretrained(tmp_path / "own")
+    made, said, _ = folder.read_result(begun, facts, site.model.seed_adapter(4, seed=0)[1])
+    assert said.base == facts.base and made.base == begun.base
+    for name, lora in begun.modules.items():  # nothing was trained: the same bits
+        assert torch.equal(made.modules[name].A, lora.A)
+
+
+def test_what_cannot_be_federated_is_refused_by_name(
+    base: Path, data: dict[str, TextData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site(tmp_path, "classify")
+    folder, _, _ = site.round(1)
+    monkeypatch.setenv(VARIABLE, str(folder.path))
+    one = trainer_of(model_of(base), data["a"], tmp_path)
+    with pytest.raises(AdapterFormatError, match=r"classifier.bias: the model has shape \(3,\), but the adapter"):
+        federate(one)  # three classes, and the federation has two
+    network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=2)
+    with pytest.raises(ConfigError, match=r"trains a BertForSequenceClassification. Wrap it with peft.get_peft_model"):
+        federate(trainer_of(network, data["a"], tmp_path))
+    few = get_peft_model(network, LoraConfig(target_modules=["query"], task_type="SEQ_CLS"))
+    with pytest.raises(ConfigError, match=r"differ in 'bert.*value' \(2 such\). The script has 2 modules"):
+        federate(trainer_of(few, data["a"], tmp_path))
+    with pytest.raises(ConfigError, match="needs examples=len"):
+        federate(few)
+    with pytest.raises(ConfigError, match="optimizer must be 'reset' or 'keep'"):
+        federate(few, optimizer="new")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"takes a transformers.Trainer or a PEFT model; got a dict"):
+        federate({})
+
+
+def test_resuming_a_checkpoint_of_another_round_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    site = Site(tmp_path, "classify")
+    folder, _, _ = site.round(1)
+    trainer = site.play(monkeypatch, folder)["trainer"]
+    with pytest.raises(ConfigError, match=r"resume_from_checkpoint"):
+        trainer.train(resume_from_checkpoint=True)
+
+
+def test_a_script_keeps_its_optimiser_in_the_rounds_folder(
+    base: Path, data: dict[str, TextData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each round is a new process: here, a new trainer. In the second the steps of Adam and the rate go on where they
+    were: after 2 S of the 3 S steps of all rounds, a third of the rate is left."""
+    model = AdaptedModel.load(base, "classification", LoRASettings(targets=["query", "value"]), labels=LABELS)
+    for number in (1, 2):
+        folder = RoundFolder(tmp_path / f"of-{number}")
+        folder.path.mkdir()
+        if number == 2:
+            shutil.copytree(tmp_path / "of-1" / "keep", folder.keep)
+        facts = RoundFacts(client="a", round=number, rounds=3, scaling=2.0, trains=["B", "A", "heads"])
+        folder.write(facts, *model.seed_adapter(4, seed=0))
+        monkeypatch.setenv(VARIABLE, str(folder.path))
+        trainer = trainer_of(model_of(base), data["a"], tmp_path, lr_scheduler_type="linear")
+        federate(trainer, optimizer="keep").train()
+    (steps,) = {int(state["step"]) for state in trainer.optimizer.state_dict()["state"].values()}
+    assert steps == 2 * STEPS
+    assert trainer.lr_scheduler.get_last_lr() == pytest.approx([LR / 3] * len(trainer.lr_scheduler.get_last_lr()))
+
+
+def test_a_dpo_trainer_is_federated_and_refuses_a_moving_reference(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DPO compares with the base model under its adapter; methods that move the base would move the reference."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    site = Site(tmp_path, "loop")
+    rows = [{"prompt": f"w{k} w1", "chosen": "w9", "rejected": "w8"} for k in range(8)]
+
+    def trainer() -> Any:
+        args = trl.DPOConfig(str(tmp_path / "out"), max_steps=2, report_to="none", bf16=False, use_cpu=True)
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+        lora = LoraConfig(r=8, lora_alpha=16, target_modules=TARGETS["loop"], task_type="CAUSAL_LM")
+        return trl.DPOTrainer(
+            model, args=args, train_dataset=Dataset.from_list(rows), peft_config=lora,
+            processing_class=tokenizer(classifies=False),
+        )  # fmt: skip
+
+    folder, facts, begun = site.round(1)
+    monkeypatch.setenv(VARIABLE, str(folder.path))
+    federate(trainer()).train()
+    _, said, _ = folder.read_result(begun, facts, site.model.seed_adapter(4, seed=0)[1])
+    assert said.examples == 8 and 0.3 < said.loss < 1.2  # log 2 = 0.69 at the start
+    moved, _, _ = site.round(2, moved=True)
+    monkeypatch.setenv(VARIABLE, str(moved.path))
+    with pytest.raises(ConfigError, match=r"DPOTrainer .* ref_model"):
+        federate(trainer())
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+PAGE = Path(__file__).parents[1] / "docs" / "how-to" / "keep-your-trainer.md"
+
+
+def test_the_pages_program_needs_peft_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its block for any program, on a round whose base has moved: what it leaves counts, and no name of fedlora is in
+    it. Its stand-in for training adds 1 to each B."""
+    (block,) = (text for text in python_blocks(PAGE) if VARIABLE in text)
+    assert "fedlora" not in block.replace(VARIABLE, "")
+    site = Site(tmp_path, "loop")
+    folder, facts, begun = site.round(1, moved=True)
+
+    def train(model: Any, data: object) -> tuple[int, float]:
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    assert parameter.requires_grad
+                    parameter += 1
+        return 7, 0.25
+
+    monkeypatch.setenv(VARIABLE, str(folder.path))
+    given = {"load_base": lambda: AutoModelForCausalLM.from_pretrained(tmp_path / "base"), "train": train}
+    exec(compile(block, str(PAGE), "exec"), given)
+    made, said, named = folder.read_result(begun, facts, site.model.seed_adapter(4, seed=0)[1])
+    assert (said.examples, said.loss, named) == (7, 0.25, str(tmp_path / "base"))
+    for name, lora in begun.modules.items():
+        assert torch.equal(made.modules[name].B, lora.B + 1) and torch.equal(made.modules[name].A, lora.A)
+
+
+def test_the_pages_block_for_one_process(
+    base: Path, data: dict[str, TextData], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = (text for text in python_blocks(PAGE) if "HFTrainer" in text)
+    model = model_of(base, 4)
+
+    def trainer(model: Any, args: object, train_dataset: TextData) -> Trainer:
+        return trainer_of(model, train_dataset, tmp_path, max_steps=1)
+
+    exec(compile(block, str(PAGE), "exec"), {"Trainer": trainer, "model": model, "args": None, "parts": data})
+    assert capsys.readouterr().out.count("{'a': ") == 3
+
+
+@pytest.mark.parametrize("script", ["chat", "classify", "loop"])
+def test_each_script_has_its_line_and_a_config_that_loads(script: str, tmp_path: Path) -> None:
+    """The rest of each script knows nothing of fedlora; its config names the targets and the scaling of its LoRA."""
+    lines = (EXAMPLES / f"{script}.py").read_text().splitlines()
+    line = "federate(model, examples=len(data))" if script == "loop" else "federate(trainer)"
+    assert [x for x in lines if "fedlora" in x or "federate" in x] == ["from fedlora.hf import federate", line]
+    config = load_config(EXAMPLES / f"{script}.toml")
+    assert config.train.command == ["python", str(EXAMPLES / f"{script}.py"), "--data", "{data}"]
+    assert f"target_modules={json.dumps(config.lora.targets)}" in "\n".join(lines)
+    assert config.lora.scaling == 2 and "r=8, lora_alpha=16" in "\n".join(lines)
+    assert f'default="{config.model.path}"' in "\n".join(lines)
+
+
+@pytest.mark.exhaustive
+def test_a_run_of_a_posted_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`classify.toml` on a small model and two clients: two rounds of real processes, of different ranks."""
+    pytest.importorskip("datasets")
+    Site(tmp_path, "classify")
+    monkeypatch.chdir(tmp_path)
+    for name in ("acme", "berlin"):
+        shutil.copy(tmp_path / "data.jsonl", tmp_path / f"{name}.jsonl")
+    shutil.copy(EXAMPLES / "classify.py", tmp_path)
+    text = (EXAMPLES / "classify.toml").read_text().replace('"{data}"]', '"{data}", "--model", "./base"]')
+    (tmp_path / "classify.toml").write_text(text)
+    config = load_config(tmp_path / "classify.toml", [
+        "model.path=base", "model.device=cpu", "run.rounds=2", "clients.ranks=[2, 4]", "data.validation=0",
+        'data.clients={acme="acme.jsonl", berlin="berlin.jsonl"}',
+    ])  # fmt: skip
+    (_, last) = execute(prepare(config), RunFolder(tmp_path / "out"))
+    assert set(last.losses) == {"acme", "berlin"}
+    assert all(bool(lora.B.any()) for lora in read_adapter(tmp_path / "out" / "adapter")[0].modules.values())
+    assert "'berlin', rank [4], scaling 2" in (tmp_path / "out" / "programs" / "berlin" / "program.log").read_text()

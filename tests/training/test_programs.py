@@ -1,0 +1,230 @@
+"""A client's own program as its trainer. Kind: end to end, with programs of a few lines; each fault made on purpose."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlora import Adapter, AdapterSpec, Client, LoRA, Server, build
+from fedlora.client import ClientMemory, play_round
+from fedlora.core.method import Roles, TailPenalty
+from fedlora.core.read_only import ReadOnly
+from fedlora.data import TextData
+from fedlora.data.rows import Rows
+from fedlora.errors import ClientFailed, ConfigError
+from fedlora.server.server import start
+from fedlora.simulation import simulate
+from fedlora.training.programs import Program, ProgramTrainer
+from fedlora.training.round_folder import ProgramFailed
+from fedlora.training.settings import LoRASettings
+from support.own_programs import DOUBLING, command
+
+SPEC = AdapterSpec(
+    ReadOnly({"peft_type": "LORA", "target_modules": ["q", "v"], "base_model_name_or_path": "org/base"}), 2.0
+)
+
+
+def adapter(rank: int = 4, seed: int = 0) -> Adapter:
+    draw = torch.Generator().manual_seed(seed)
+    shapes = {"q": (6, 5), "v": (7, 5)}
+    return Adapter({
+        name: LoRA(torch.randn(d, rank, generator=draw), torch.randn(rank, k, generator=draw))
+        for name, (d, k) in shapes.items()
+    })  # fmt: skip
+
+
+def trainer_of(tmp_path: Path, text: str, *words: str, lora: LoRASettings | None = None, **more: Any) -> ProgramTrainer:
+    program = Program(command(tmp_path, text, *words), more.pop("time_limit", None))
+    return ProgramTrainer(program, SPEC, lora or LoRASettings(), tmp_path / "work", **more)
+
+
+def played(trainer: ProgramTrainer, method: str = "fedit", begun: Adapter | None = None, **more: Any) -> Any:
+    server = Server(build(method, **more))
+    state = server.init(begun or adapter())
+    return play_round(server.download(state, Client("acme", 4)), ClientMemory(), trainer)
+
+
+def test_a_program_plays_rounds_and_finds_again_what_it_kept(tmp_path: Path) -> None:
+    """B doubles in each round: after two rounds of one client the update is four times the start's."""
+    server, begun = Server(build("fedit")), adapter()
+    trainer = trainer_of(tmp_path, DOUBLING)
+    records = list(simulate(server, [Client("acme", 4)], trainer, start(server, begun), rounds=2))
+    update = server.global_update(records[-1].state.server)
+    for name, lora in begun.modules.items():
+        torch.testing.assert_close(update[name].delta(), 4 * lora.delta())
+    assert [record.losses["acme"] for record in records] == [1.0, 0.5]
+    place = tmp_path / "work" / "acme"
+    assert (place / "keep" / "rounds").read_text() == "12" and not (place / "round").exists()
+    assert (place / "program.log").read_text() == "done acme\n"
+
+
+@pytest.mark.parametrize("method", ["ffa-lora", "fedsa-lora"])
+def test_roles_reach_the_program(tmp_path: Path, method: str) -> None:
+    """FFA-LoRA freezes A and FedSA-LoRA keeps B at home; the program trains only what round.json names."""
+    begun = adapter().map(torch.clone)
+    done = played(trainer_of(tmp_path, DOUBLING), method, begun)
+    sent, kept = done.upload.adapter.modules["q"], done.memory.kept
+    assert (sent.A is None, kept is None) == ((True, True) if method == "ffa-lora" else (False, False))
+
+
+def test_the_change_of_the_base_travels_beside_the_start(tmp_path: Path) -> None:
+    """FedEx-LoRA moves the base after the first round: base/ holds the change, as an adapter for peft to merge; a
+    program that does not say that it merged it is refused."""
+    server, clients = Server(build("fedex-lora")), [Client("a", 4), Client("b", 4)]
+    copied = f"if said['base']: shutil.copytree(here / 'base', '{tmp_path}/' + said['client'])"
+    trainer = trainer_of(tmp_path, f"{DOUBLING}\n{copied}")
+
+    class Different:  # the two clients' updates must differ, otherwise the mean of factors is exact
+        def train(self, download: Any, mine: Adapter, position: int) -> Any:
+            done = trainer.train(download, mine, position)
+            turned = {n: LoRA(3 * lora.B, lora.A.flip(0)) for n, lora in done.adapter.modules.items()}
+            made = Adapter(turned if download.client.id == "a" else done.adapter.modules, {}, done.adapter.base)
+            return type(done)(made, done.num_examples, done.loss, done.position)
+
+    records = list(simulate(server, clients, Different(), start(server, adapter()), rounds=2))
+    from fedlora import read_adapter
+
+    moved, _ = read_adapter(tmp_path / "a", scaling=2.0)
+    change = server.download(records[0].state.server, clients[0]).base_delta
+    assert set(change) == {"q", "v"}
+    for name, lora in change.items():
+        torch.testing.assert_close(moved.modules[name].delta(), lora.delta())
+
+    silent = trainer_of(tmp_path, DOUBLING.replace('said["base"]', "None"))
+    with pytest.raises(ClientFailed, match=r"base is None, and round.json has"):
+        list(simulate(server, clients, silent, records[0].state, rounds=2))
+
+
+FAULTS = {
+    "code 3": ("import sys; print('no room'); sys.exit(3)", r"ended with code 3 after \d s. Its last line: 'no room'"),
+    "killed": ("import os; os.kill(os.getpid(), 9)", r"ended by SIGKILL \(was memory short"),
+    "nothing": ("pass", r"left no result and no result.json .* fedlora.hf.federate"),
+    "no facts": (DOUBLING.split("(here / \"result.json\")")[0], r"left no result.json"),
+    "nan": (DOUBLING.replace('1 / said["round"]', "float('nan')"), r"result.json cannot be read: loss"),
+    "no loss": (DOUBLING.replace('"loss"', '"lost"'), r"result.json cannot be read: loss: Field required"),
+    "not a number": (DOUBLING.replace('"examples": 30', '"examples": "30"'), r"examples: Input should be a valid num"),
+    "half a file": (DOUBLING.replace("write_bytes(out)", "write_bytes(out[:200])"), r"its result cannot be read: "),
+    "rank": (
+        DOUBLING + "\nshutil.rmtree(here / 'result'); shutil.copytree(OTHER, here / 'result')",
+        r"has rank 2 in q, but this client's rank is 4: train the adapter in start/",
+    ),
+    "base": (
+        DOUBLING + "\nc = here / 'result/adapter_config.json'; c.write_text(c.read_text().replace('org/base', 'a/b'))",
+        r"names the base model 'a/b', and this federation's is 'org/base'",
+    ),
+    "module": (
+        DOUBLING + "\nshutil.rmtree(here / 'result'); shutil.copytree(FEW, here / 'result')",
+        r"differ in 'v' \(1 such\): train the adapter in start/, with the same target_modules",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_program_is_named_and_nothing_is_lost(tmp_path: Path, fault: str) -> None:
+    from fedlora import write_adapter
+
+    write_adapter(tmp_path / "rank", adapter(2), SPEC)
+    write_adapter(tmp_path / "few", Adapter({"q": adapter().modules["q"]}), SPEC)
+    text, says = FAULTS[fault]
+    text = text.replace("OTHER", f"'{tmp_path}/rank'").replace("FEW", f"'{tmp_path}/few'")
+    before = tmp_path / "work" / "acme" / "keep"
+    before.mkdir(parents=True)
+    (before / "mine").write_text("as it was")
+    with pytest.raises(ProgramFailed, match=says) as failed:
+        played(trainer_of(tmp_path, text))
+    assert f"Its log: {tmp_path}/work/acme/program.log" in str(failed.value)
+    assert (before / "mine").read_text() == "as it was"
+    played(trainer_of(tmp_path, DOUBLING))  # the next round plays as if nothing had been
+    assert (before / "rounds").read_text() == "1"
+
+
+def test_a_frozen_part_that_was_trained_is_refused(tmp_path: Path) -> None:
+    """FFA-LoRA freezes A; this program changes it, and A would not travel: the server would add up other updates."""
+    text = DOUBLING.replace('"lora_B" in name and "B" in said["trains"]', '"lora_A" in name')
+    with pytest.raises(ProgramFailed, match=r"trained A of q, which this method freezes"):
+        played(trainer_of(tmp_path, text), "ffa-lora")
+
+
+def test_a_program_that_runs_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
+    text = f"""
+import subprocess, time
+child = subprocess.Popen(["sleep", "60"])
+open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+time.sleep(60)
+"""
+    began = time.monotonic()
+    with pytest.raises(ProgramFailed, match=r"limit of 0.5 s .* time_limit"):
+        played(trainer_of(tmp_path, text, time_limit=0.5))
+    assert time.monotonic() - began < 20
+    child = int((tmp_path / "child").read_text())
+    for _ in range(100):
+        state = Path(f"/proc/{child}/stat")
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail(f"the child {child} is alive")
+
+
+def test_what_a_stopped_round_left_does_not_count(tmp_path: Path) -> None:
+    """A result of an earlier round lies there, as after a kill; the program of this round leaves none."""
+    played(trainer_of(tmp_path, DOUBLING))
+    old = tmp_path / "work" / "acme" / "round"
+    (old / "result").mkdir(parents=True)
+    (old / "result.json").write_text(json.dumps({"examples": 1, "loss": 0.0}))
+    with pytest.raises(ProgramFailed, match=r"no result and no result.json"):
+        played(trainer_of(tmp_path, "pass"))
+
+
+def test_words_of_the_command_are_filled_in(tmp_path: Path) -> None:
+    """{data} is a file of rows as they were, with all columns, in the form of the file that they came from."""
+    rows = [{"note": f"w{k}", "class": k % 2, "rejected": "x"} for k in range(4)]
+    text = "import sys; open(sys.argv[1], 'w').write(repr([open(sys.argv[2]).read(), *sys.argv[3:]]))" + DOUBLING
+    trainer = trainer_of(
+        tmp_path, text, str(tmp_path / "said"), "{data}", "--of={client}", "{round}", "{other}",
+        data={"acme": Rows(rows, ".csv")},
+    )  # fmt: skip
+    played(trainer)
+    table = "note,class,rejected\n" + "".join(f"w{k},{k % 2},x\n" for k in range(4))
+    assert (tmp_path / "said").read_text() == repr([table, "--of=acme", "1", "{other}"])
+
+
+def test_rows_left_of_a_file_keep_their_columns(tmp_path: Path) -> None:
+    """Two of four rows are held out; the others are as in the file, with the column that nobody named."""
+    file = tmp_path / "mine.jsonl"
+    rows = [{"text": f"word {k}", "label": "no", "id": k} for k in range(4)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    whole = TextData("classification", tuple(r["text"] for r in rows), labels=(0,) * 4, label_names=("no",))
+    Rows.left(file, whole, whole.select([3, 1])).write(tmp_path / "left.jsonl")
+    assert [json.loads(line) for line in (tmp_path / "left.jsonl").read_text().splitlines()] == [rows[1], rows[3]]
+
+
+def test_what_a_program_cannot_do_is_refused_by_name(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, DOUBLING)
+    server = Server(build("fedit"))
+    download = server.download(server.init(adapter()), Client("acme", 4))
+    asked = replace(download, roles=Roles(penalty=TailPenalty(0.1, 0.5)))
+    with pytest.raises(ConfigError, match="a term to the loss"):
+        trainer.train(asked, adapter(), 0)
+    mixed = Adapter({"q": adapter(2).modules["q"], "v": adapter(4).modules["v"]})
+    with pytest.raises(ConfigError, match=r"several scales \(\[4.0, 8.0\]\)"):
+        trainer_of(tmp_path, DOUBLING, lora=LoRASettings(alpha=16.0)).train(download, mixed, 0)
+    missing = ProgramTrainer(Program(["no-such-program"]), SPEC, LoRASettings(), tmp_path / "work")
+    with pytest.raises(ProgramFailed, match=r"'no-such-program': No such file"):
+        played(missing)
+
+
+def test_a_fixed_alpha_reaches_the_program_as_its_scale(tmp_path: Path) -> None:
+    """alpha 16 at rank 4 is a scale of 4, and the update 1 * B A travels; the program sees 4 * (B / 4) A."""
+    text = f"import shutil, os; shutil.copytree(os.environ['FEDLORA_ROUND'] + '/start', '{tmp_path}/seen')" + DOUBLING
+    done = played(trainer_of(tmp_path, text, lora=LoRASettings(alpha=16.0)))
+    said = json.loads((tmp_path / "seen" / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"]) == (4, 16)
+    for name, lora in adapter().modules.items():
+        assert torch.equal(done.upload.adapter.modules[name].B, 2 * lora.B)
