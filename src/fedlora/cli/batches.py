@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
+from functools import partial
 
-import torch
 from rich.progress import TaskID
 
 from fedlora.cli.privacy_rows import where_to_look
 from fedlora.cli.screen import bar, notes, say
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
+from fedlora.experiments.gpus import begin, dealt, visible
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun
+from fedlora.experiments.pool import Process, Slot
 from fedlora.experiments.runner import Outcome, missing, run_all
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.quiet import quiet_libraries
+from fedlora.training.loading import SPREAD
 from fedlora.workers.processes import available
 
 
@@ -37,6 +40,7 @@ def run_batch(
         place = places.folder(private[0]).path.parent / "*" / "private" / "log"
         notes.warn(where_to_look(place))
     rows: dict[str, TaskID] = {}  # digest -> the line of a run that is running
+    waited: list[bool] = []
     finished = 0
     with bar("{task.fields[unit]}") as progress, doing(title, len(todo)) as step:
         whole = progress.add_task(title, total=len(todo), unit="runs")
@@ -53,7 +57,14 @@ def run_batch(
             shares = (task.percentage / 100 for task in progress.tasks if task.id != whole)
             progress.update(whole, completed=finished + sum(shares))
 
-        with closing(run_all(todo, places, workers=workers, tick=tick, wanted=wanted)) as outcomes:
+        def waits() -> None:
+            step.what = f"{title}: waiting for other processes, which have all runs that are left"
+            if not waited:
+                waited.append(True)
+                say(f"{step.what}; a run whose process was killed is free after a minute")
+
+        runs = run_all(todo, places, slots=_slots(workers, todo), tick=tick, wanted=wanted, waits=waits)
+        with closing(runs) as outcomes:
             for outcome in outcomes:
                 finished += 1
                 if not notes.is_terminal:
@@ -64,6 +75,13 @@ def run_batch(
                 progress.update(whole, completed=finished)
                 step.done = finished
                 heard(outcome)
+
+
+def _slots(workers: int, todo: Sequence[PlannedRun]) -> Sequence[Slot[PlannedRun, Outcome]]:
+    if workers == 1:
+        return ()
+    gpus = dealt(workers, todo) or [""] * workers
+    return [Process(partial(begin, gpus[k])) for k in range(min(workers, len(todo)))]
 
 
 def run_stages(
@@ -99,14 +117,15 @@ def run_stages(
 
 def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:
     """The number of workers from `--workers`: N, or "auto", which is one for each core that this process may use, or
-    one on a GPU, because nobody has measured its memory.
+    for each GPU; one for models that are spread over all GPUs.
 
     Raises:
         ConfigError: the text is neither.
     """
     if text == "auto":
-        on_gpu = any(run.config.model.device != "cpu" for run in todo) and torch.cuda.is_available()
-        return 1 if on_gpu else max(1, min(len(todo), available()))
+        devices = {run.config.model.device for run in todo}
+        places = len(visible()) if devices != {"cpu"} else 0
+        return 1 if SPREAD in devices else max(1, min(len(todo), places or available()))
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--workers must be a whole number of at least 1, or auto; got {text!r}.")
     return int(text)
