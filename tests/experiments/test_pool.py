@@ -73,7 +73,7 @@ def test_an_interrupt_while_it_ends_is_raised_when_all_have_ended(monkeypatch: p
     ended: list[object] = []
     end = Process.end
 
-    def interrupted(slot: Process[Any, Any]) -> None:
+    def interrupted(slot: Process) -> None:
         if not ended:
             ended.append(None)
             raise KeyboardInterrupt

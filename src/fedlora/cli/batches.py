@@ -22,12 +22,14 @@ from fedlora.runs.quiet import quiet_libraries
 from fedlora.training.loading import SPREAD
 from fedlora.workers.processes import available
 
+Cluster = Callable[[Sequence[PlannedRun]], Sequence[Slot]]  # runs to do -> where they go on
+
 
 def run_batch(
     title: str,
     todo: Sequence[PlannedRun],
     places: Places,
-    workers: int,
+    slots: Sequence[Slot],
     wanted: Callable[[PlannedRun], bool],
     heard: Callable[[Outcome], None],
 ) -> None:
@@ -63,7 +65,7 @@ def run_batch(
                 waited.append(True)
                 say(f"{step.what}; a run whose process was killed is free after a minute")
 
-        runs = run_all(todo, places, slots=_slots(workers, todo), tick=tick, wanted=wanted, waits=waits)
+        runs = run_all(todo, places, slots=slots, tick=tick, wanted=wanted, waits=waits)
         with closing(runs) as outcomes:
             for outcome in outcomes:
                 finished += 1
@@ -77,7 +79,8 @@ def run_batch(
                 heard(outcome)
 
 
-def _slots(workers: int, todo: Sequence[PlannedRun]) -> Sequence[Slot[PlannedRun, Outcome]]:
+def _processes(workers: int, todo: Sequence[PlannedRun]) -> Sequence[Slot]:
+    """Processes of this machine; none if all goes on in this one."""
     if workers == 1:
         return ()
     gpus = dealt(workers, todo) or [""] * workers
@@ -92,12 +95,14 @@ def run_stages(
     *,
     given_up: Callable[[Sequence[Outcome]], Collection[str]],
     wanted: Callable[[PlannedRun], bool],
+    cluster: Cluster | None = None,
 ) -> list[Outcome]:
     """The search, then the runs that it decides, each at most once. Returns the failures.
 
     Args:
         given_up: from the failures so far, the digests of search runs that the search does without.
         wanted: called before a run is started; False leaves the run out.
+        cluster: where runs go on instead of `workers` processes of this machine.
     """
     failed: list[Outcome] = []
     tried: set[str] = set()
@@ -111,7 +116,8 @@ def run_stages(
         todo = [run for run in todo if run.digest not in tried and wanted(run)]
         todo.sort(key=lambda run: (not run.searching, run.seed))  # seed by seed: an interrupt leaves whole pairs
         tried |= {run.digest for run in todo}
-        run_batch(experiment.name, todo, places, worker_count(workers, todo), wanted, heard)
+        slots = _processes(worker_count(workers, todo), todo) if cluster is None else cluster(todo)
+        run_batch(experiment.name, todo, places, slots, wanted, heard)
     return failed
 
 

@@ -23,6 +23,7 @@ ProfileName = Annotated[
 Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
 Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
 Work = Annotated[Path, typer.Option("--work", help="where run folders, failures, and results of uncommitted code go")]
+Only = Annotated[str | None, typer.Option(help='only these labels of axes: "task=SST-2,method=GLoRA,method=FedIT"')]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 Claimed = Annotated[
     Path, typer.Option("--claims", help="questions and claims (if missing: claims.toml in the experiments' folder)")
@@ -37,6 +38,8 @@ def run(
     names: Names,
     profile: ProfileName = "mini",
     seeds: Annotated[str | None, typer.Option(help="only these seeds: 0:8 (eight of them), 0,3,5 or 7")] = None,
+    only: Only = None,
+    shard: Annotated[str | None, typer.Option(metavar="I/N", help="only the I-th of N parts of the runs")] = None,
     workers: Annotated[str, WorkersHelp] = "1",
     data_root: Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="show what would run, and run nothing")] = False,
@@ -52,7 +55,7 @@ def run(
     from fedlora.cli.experiment_runs import run_missing
 
     project = Project(experiments, results, work, data_root=data_root)
-    run_missing(project, names, profile, seeds, workers, plan, rate)
+    run_missing(project, names, profile, seeds, workers, plan, rate, only=only, shard=shard)
 
 
 @app.command()
@@ -67,6 +70,7 @@ def retry(results: Results = RESULTS, work: Work = WORK) -> None:
 def status(
     names: Names,
     profile: ProfileName = "mini",
+    only: Only = None,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
     work: Work = WORK,
@@ -76,7 +80,7 @@ def status(
     from fedlora.cli.experiment_project import Project
     from fedlora.cli.experiment_runs import show_status
 
-    show_status(Project(experiments, results, work), names, profile, json)
+    show_status(Project(experiments, results, work), names, profile, json, only=only)
 
 
 @app.command()

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from fedlora.workers.lifeline import Executor
 
@@ -24,7 +24,7 @@ LOOK = 0.3  # seconds between two checks of the running tasks
 _OVER = (-1, None)
 
 
-class Slot(Protocol[T, R]):
+class Slot(Protocol):
     """A place for one task at a time: a process of this machine, or a task of a cluster."""
 
     idle: bool
@@ -38,7 +38,7 @@ class Slot(Protocol[T, R]):
 def run_in_slots(
     function: Callable[[T], R],
     tasks: Iterator[T | None],
-    slots: Sequence[Slot[T, R]],
+    slots: Sequence[Slot],
     *,
     watch: Callable[[Sequence[T]], None],
 ) -> Generator[tuple[T, R | BaseException], None, None]:
@@ -53,7 +53,7 @@ def run_in_slots(
     fresh = enumerate(tasks)
     again: list[tuple[int, T]] = []
     deaths: Counter[int] = Counter()
-    running: dict[Future[R], tuple[int, T, Slot[T, R]]] = {}
+    running: dict[Future[R], tuple[int, T, Slot]] = {}
     try:
         while True:
             number = 0
@@ -66,7 +66,11 @@ def run_in_slots(
                 running[slot.start(function, task)] = (number, task, slot)
             if not running and number == _OVER[0]:
                 return
-            done = wait(running, LOOK, FIRST_COMPLETED).done if running else time.sleep(LOOK) or set()
+            if running:
+                done = wait(running, LOOK, FIRST_COMPLETED).done
+            else:
+                done = set()
+                time.sleep(LOOK)
             watch([task for _, task, _ in running.values()])
             for future in done:
                 number, task, slot = running.pop(future)
@@ -82,7 +86,7 @@ def run_in_slots(
         _end(slots)
 
 
-def _end(slots: Sequence[Slot[Any, Any]]) -> None:
+def _end(slots: Sequence[Slot]) -> None:
     """End all of them, even if an interrupt comes meanwhile; it is raised at the end. Python's own end would wake a
     half-closed executor, and print its errors."""
     interrupt: KeyboardInterrupt | None = None
@@ -97,7 +101,7 @@ def _end(slots: Sequence[Slot[Any, Any]]) -> None:
         raise interrupt
 
 
-class Process(Generic[T, R]):
+class Process:
     """A slot for one process and its one task. The process starts with its first task.
 
     Args:

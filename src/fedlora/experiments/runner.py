@@ -68,7 +68,7 @@ def run_all(
     runs: Sequence[PlannedRun],
     places: Places,
     *,
-    slots: Sequence[Slot[PlannedRun, Outcome]] = (),
+    slots: Sequence[Slot] = (),
     tick: Tick | None = None,
     wanted: Callable[[PlannedRun], bool] = lambda run: True,
     waits: Callable[[], None] = lambda: None,
@@ -88,8 +88,9 @@ def run_all(
 
         def watch(running: Sequence[PlannedRun]) -> None:
             claims.check()
-            for run in running if tick is not None else ():
-                tick(run, len(places.folder(run).metrics()))
+            if tick is not None:
+                for run in running:
+                    tick(run, len(places.folder(run).metrics()))
             if not running:
                 waits()
 

@@ -1,0 +1,134 @@
+"""Which process has which run, in a folder without locks of the file system. Kind: end-to-end, on real processes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fedlora.errors import CheckpointError
+from fedlora.experiments import leases, pool, runner
+from fedlora.experiments.leases import Claims, alone
+from fedlora.experiments.places import Places
+from fedlora.experiments.plan import PlannedRun
+from fedlora.experiments.runner import Outcome, run_all
+
+
+@pytest.fixture(autouse=True)
+def _no_kernel_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on Lustre without the option flock. An exchange of two names is refused too, as on NFS."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    monkeypatch.setattr(fcntl, "lockf", refused)
+    monkeypatch.setattr("filelock._soft.exchange_names", lambda *_: False)
+
+
+def test_a_run_is_with_one_and_free_when_it_leaves_it(tmp_path: Path) -> None:
+    with Claims(tmp_path) as one, Claims(tmp_path) as other:
+        assert one.take("a") and not other.take("a") and other.take("b") and not one.take("b")
+        one.leave("a")
+        assert other.take("a")
+    with Claims(tmp_path) as third:
+        assert third.take("a") and third.take("b"), "a `with` block leaves them all"
+
+
+def test_a_killed_holder_loses_its_run_after_three_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forked process takes it and is gone without a word: first it is refused, and after 3 x 0.1 s it is ours."""
+    monkeypatch.setattr(leases, "BEAT", 0.1)
+    if not (child := os.fork()):
+        Claims(tmp_path).take("a")
+        os._exit(0)
+    os.waitpid(child, 0)
+    with Claims(tmp_path) as other:
+        began = time.monotonic()
+        assert not other.take("a")
+        while not other.take("a"):
+            time.sleep(0.02)
+        assert 0.3 <= time.monotonic() - began < 5
+
+
+def test_a_holder_that_slept_hears_that_it_lost_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its signs of life stop for longer than three beats, as in a suspended machine, and go on when another has it."""
+    monkeypatch.setattr(leases, "BEAT", 0.1)
+    with Claims(tmp_path) as one, Claims(tmp_path) as other:
+        assert one.take("a")
+        one.check()
+        with monkeypatch.context() as asleep:
+            asleep.setattr("filelock._soft_rw._protocol.Participant.heartbeat", lambda self: ("ok", None))
+            while not other.take("a"):
+                time.sleep(0.02)
+        with pytest.raises(CheckpointError, match=r"no sign of life for 0\.3 s, .* the run a"):
+            for _ in range(100):
+                one.check()
+                time.sleep(0.05)
+        other.check()
+
+
+def test_a_file_that_somebody_holds_for_ever_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder was killed on another machine, where nobody here can look."""
+    monkeypatch.setattr(leases, "_BRIEF", 0.2)
+    with alone(tmp_path / ".lock"):
+        held = (tmp_path / ".lock").read_text()
+    assert not (tmp_path / ".lock").exists()
+    (tmp_path / ".lock").write_text(held.replace("host=", "host=other-"))
+    with pytest.raises(CheckpointError, match=rf"held for 0\.2 s by process {os.getpid()} of other-.*remove"):
+        with alone(tmp_path / ".lock"):
+            pass
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Digests of runs, in the order in which they were run: in no time."""
+    made: list[str] = []
+
+    def run(places: Places, run: PlannedRun, tick: object) -> Outcome:
+        made.append(run.digest)
+        return Outcome(run, 0.0, None)
+
+    monkeypatch.setattr(runner, "_run", run)
+    monkeypatch.setattr(runner, "LOOK", 0.01)
+    monkeypatch.setattr(pool, "LOOK", 0.01)
+    monkeypatch.setattr(Places, "done", lambda self, run: run.digest in made)
+    yield made
+
+
+def planned(digest: str) -> PlannedRun:
+    return PlannedRun({}, 0, None, False, None, digest)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_run_that_another_process_has_comes_last_and_is_not_run_twice(
+    tmp_path: Path, made: list[str], finished: bool
+) -> None:
+    """Another process has a of a, b, c. While nothing else is left, the first waits, and says so; then the other one
+    ends it, or leaves it as it is."""
+    places, said = Places(tmp_path, tmp_path, None), []
+    with Claims(places.claims) as other:
+        assert other.take("a")
+
+        def waits() -> None:
+            said.append([*made])
+            if len(said) == 3:
+                made.extend(["a"] * finished)
+                other.leave("a")
+
+        outcomes = [outcome.run.digest for outcome in run_all([*map(planned, "abc")], places, waits=waits)]
+    assert outcomes == ["b", "c", "a"] and said == [["b", "c"]] * 3
+    assert made == ["b", "c", "a"], "one of the two ran it, once"
+
+
+def test_an_interrupt_leaves_every_run(tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    places = Places(tmp_path, tmp_path, None)
+    one = run_all([*map(planned, "abc")], places)
+    assert next(one).run.digest == "a"
+    one.close()
+    with Claims(places.claims) as other:
+        assert all(map(other.take, "abc"))
