@@ -79,9 +79,9 @@ def test_a_file_that_somebody_holds_for_ever_is_named(tmp_path: Path, monkeypatc
         held = (tmp_path / ".lock").read_text()
     assert not (tmp_path / ".lock").exists()
     (tmp_path / ".lock").write_text(held.replace("host=", "host=other-"))
-    with pytest.raises(CheckpointError, match=rf"held for 0\.2 s by process {os.getpid()} of other-.*remove"):
-        with alone(tmp_path / ".lock"):
-            pass
+    why = rf"held for 0\.2 s by process {os.getpid()} of other-.*remove"
+    with pytest.raises(CheckpointError, match=why), alone(tmp_path / ".lock"):
+        pass
 
 
 @pytest.fixture

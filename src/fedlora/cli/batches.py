@@ -35,8 +35,6 @@ def run_batch(
 ) -> None:
     """Run them; `heard` gets each outcome at once. An interrupt ends them at once. If the output is a pipe or file, so
     that nobody sees a bar, a line reports each run's start and end."""
-    if not todo:
-        return
     quiet_libraries()
     if private := [run for run in todo if run.config.privacy is not None]:
         place = places.folder(private[0]).path.parent / "*" / "private" / "log"
@@ -116,8 +114,9 @@ def run_stages(
         todo = [run for run in todo if run.digest not in tried and wanted(run)]
         todo.sort(key=lambda run: (not run.searching, run.seed))  # seed by seed: an interrupt leaves whole pairs
         tried |= {run.digest for run in todo}
-        slots = _processes(worker_count(workers, todo), todo) if cluster is None else cluster(todo)
-        run_batch(experiment.name, todo, places, slots, wanted, heard)
+        if todo:
+            slots = _processes(worker_count(workers, todo), todo) if cluster is None else cluster(todo)
+            run_batch(experiment.name, todo, places, slots, wanted, heard)
     return failed
 
 
