@@ -26,7 +26,7 @@ deployment-all: $(VENV)/.ready
 
 # A grid on a real Slurm (as root: apt-get install slurm-wlm munge) and a real Ray (pip install ray) of this machine.
 cluster: $(VENV)/.ready
-	$(BIN)/python -m pytest -m cluster -rs tests/clusters
+	$(BIN)/python -m pytest -m cluster -rs -W ignore::ResourceWarning tests/clusters  # Ray leaves files open
 
 # Every product of parameters, fuzzing, pages: what `make test` takes samples of.
 exhaustive: $(VENV)/.ready

@@ -16,7 +16,7 @@ from support.slurm_cluster import until
 
 pytest.importorskip("ray", reason="pip install 'fedlora[ray]'")
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

@@ -9,13 +9,15 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fedlora.experiments.gpus import begin
 from fedlora.experiments.pool import Process, run_in_slots
-from support.pool_tasks import die_so_often, lives, nothing, sleep_long, square
+from support.pool_tasks import die_so_often, lives, nothing, sleep_long, square, visible_gpus
 
 TESTS = Path(__file__).parents[1]
 pytestmark = [
@@ -53,6 +55,13 @@ def test_a_task_whose_process_dies_is_run_again_and_a_second_time_is_a_failure(t
     assert isinstance(found.pop("twice"), BrokenProcessPool)
     assert found == {name: name for name in ("a", "once", "b")}
     assert {path.name: len(path.read_text()) for path, _ in tasks} == {"a": 1, "once": 2, "twice": 2, "b": 1}
+
+
+def test_each_process_sees_its_own_gpu() -> None:
+    """Each is asked what a library would read there."""
+    slots = [Process(partial(begin, gpus)) for gpus in ("5", "7")]
+    found = list(run_in_slots(visible_gpus, iter([0.5, 0.6]), slots, watch=lambda running: None))
+    assert sorted(found) == [(0.5, "5"), (0.6, "7")]
 
 
 def test_closing_ends_what_runs_at_once(tmp_path: Path) -> None:

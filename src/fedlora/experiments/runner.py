@@ -90,7 +90,8 @@ def run_all(
             claims.check()
             if tick is not None:
                 for run in running:
-                    tick(run, len(places.folder(run).metrics()))
+                    if places.folder(run).path.is_dir():  # a cluster may have no room for it yet
+                        tick(run, len(places.folder(run).metrics()))
             if not running:
                 waits()
 
