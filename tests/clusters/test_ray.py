@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +15,19 @@ import pytest
 from support.grids import GRID, fedlora, in_the_middle, told, write_grid
 from support.slurm_cluster import until
 
-pytest.importorskip("ray", reason="pip install 'fedlora[ray]'")
-
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.cluster, pytest.mark.timeout(900),
+    pytest.mark.skipif(find_spec("ray") is None, reason="needs Ray (pip install 'fedlora[ray]')"),
+]  # fmt: skip
 
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A head without cores, and two nodes of one core. Their workers find what this process finds."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "200")  # read when Ray is imported
     from ray.cluster_utils import Cluster
 
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    monkeypatch.setenv("RAY_health_check_period_ms", "1000")
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
     made.nodes = [made.add_node(num_cpus=1) for _ in range(2)]
     yield made
@@ -53,4 +55,4 @@ def test_a_run_that_fits_on_no_node_is_refused_with_what_it_asks(tmp_path: Path,
     """Instead of waiting for ever."""
     write_grid(tmp_path, GRID.replace("threads = 1", "threads = 3"))
     why = fedlora(tmp_path, "run", "two.toml", "--on", "ray", "--address", cluster.address, "--memory", "1G", code=2)
-    assert "a run asks for 3 cores, 0 GPUs and 1 GB of memory, and none of the cluster's 3 nodes has all that" in why
+    assert "3 cores, 0 GPUs and 1 GB of memory" in why and "3 nodes" in why

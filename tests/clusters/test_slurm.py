@@ -23,12 +23,11 @@ def test_a_grid_ends_with_the_same_bits_though_a_node_dies_and_a_limit_comes(tmp
     other task is told that its time is over. Both are queued again, and end as if nothing had been."""
     write_grid(tmp_path)
     options = ["--shards", "2", "--time", "20", "--results", "results", "--work", "work"]
-    said = fedlora(tmp_path, "sbatch", "two.toml", *options)
     script = tmp_path / "work" / "slurm" / "two-mini.sh"
-    assert said.endswith(f"2 tasks for the search, then the runs that it decides. Submit it by: bash {script}\n")
+    assert f"bash {script}" in fedlora(tmp_path, "sbatch", "two.toml", *options)
     with tempfile.TemporaryDirectory() as short, slurm(Path(short)) as cluster:
         assert cluster.call("bash", script).startswith("Submitted batch job ")
-        first = until(lambda: running(cluster, tmp_path / "work"), 300, "two runs are in the middle")
+        first = until(lambda: running(cluster, tmp_path / "work"), 300, "two in the middle")
         assert {job["NodeList"] for job in first} == {"n1", "n2"}, first
         cluster.kill_node(first[0]["NodeList"])
         cluster.call("scancel", "--signal=USR1", "--batch", first[1]["JobId"])

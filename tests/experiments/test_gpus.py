@@ -63,7 +63,7 @@ def test_what_does_not_fit_together_is_refused(machine: Callable[[int, str], Non
     machine(4, "")
     with pytest.raises(ConfigError, match=r"'cuda:1' names one GPU, but --workers 2 deals 4 GPUs"):
         dealt(2, [run("cuda:1")])
-    with pytest.raises(ConfigError, match=r"--workers 4 leaves each process one of 4 GPUs\. Use at most --workers 2"):
+    with pytest.raises(ConfigError, match=r"--workers 4 .* 4 GPUs\. .* --workers 2\."):
         dealt(4, [run("balanced")])
     for config, other in (
         (Space(model=Space(device="balanced", remember_prefix=True), run=Space()), "model.remember_prefix"),

@@ -65,7 +65,7 @@ def test_a_holder_that_slept_hears_that_it_lost_its_run(tmp_path: Path, monkeypa
             asleep.setattr("filelock._soft_rw._protocol.Participant.heartbeat", lambda self: ("ok", None))
             while not other.take("a"):
                 time.sleep(0.02)
-        with pytest.raises(CheckpointError, match=r"no sign of life for 0\.3 s, .* the run a"):
+        with pytest.raises(CheckpointError, match=r" 0\.3 s, .* run a:"):
             for _ in range(100):
                 one.check()
                 time.sleep(0.05)
@@ -79,7 +79,7 @@ def test_a_file_that_somebody_holds_for_ever_is_named(tmp_path: Path, monkeypatc
         held = (tmp_path / ".lock").read_text()
     assert not (tmp_path / ".lock").exists()
     (tmp_path / ".lock").write_text(held.replace("host=", "host=other-"))
-    why = rf"held for 0\.2 s by process {os.getpid()} of other-.*remove"
+    why = rf"\.lock .* 0\.2 s .* process {os.getpid()} of other-"
     with pytest.raises(CheckpointError, match=why), alone(tmp_path / ".lock"):
         pass
 
