@@ -25,10 +25,9 @@ pytestmark = [
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A head without cores, and two nodes of one core. Their workers find what this process finds."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "200")  # read when Ray is imported
     from ray.cluster_utils import Cluster
 
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     made.nodes = [made.add_node(num_cpus=1) for _ in range(2)]
     yield made
     made.shutdown()

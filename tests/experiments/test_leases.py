@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlora.errors import CheckpointError
+from fedlora.errors import CheckpointError, ConfigError
 from fedlora.experiments import leases, pool, runner
 from fedlora.experiments.leases import Claims, alone
 from fedlora.experiments.places import Places
@@ -38,6 +38,17 @@ def test_a_run_is_with_one_and_free_when_it_leaves_it(tmp_path: Path) -> None:
         assert other.take("a")
     with Claims(tmp_path) as third:
         assert third.take("a") and third.take("b"), "a `with` block leaves them all"
+
+
+def test_a_file_system_without_hard_links_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a memory stick, and some that keep files at a cloud."""
+
+    def refused(*_: object, **__: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refused)
+    with Claims(tmp_path) as claims, pytest.raises(ConfigError, match=f"{tmp_path} .*--work"):
+        claims.take("a")
 
 
 def test_a_killed_holder_loses_its_run_after_three_beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,16 +7,18 @@ by whoever waits, so clocks need not agree.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from filelock import SoftFileLease, SoftReadWriteLock, Timeout
+from filelock import SoftFileLease, SoftFileLockProtocolError, SoftReadWriteLock, Timeout
 
-from fedlora.errors import CheckpointError
+from fedlora.errors import CheckpointError, ConfigError
 
 BEAT = 20.0  # seconds between two signs of life; a lease that misses three is free
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
 _BRIEF = 120.0  # seconds: rewriting a file of results takes a tenth of one
 
 
@@ -29,7 +31,11 @@ class Claims:
         self._mine: set[str] = set()
 
     def take(self, name: str) -> bool:
-        """Whether nobody else has it; then it is ours. Ask again to see whether its holder still lives."""
+        """Whether nobody else has it; then it is ours. Ask again to see whether its holder still lives.
+
+        Raises:
+            ConfigError: the file system has no hard links.
+        """
         if name not in self._leases:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._leases[name] = SoftReadWriteLock(self._folder / name, is_singleton=False, heartbeat_interval=BEAT)
@@ -37,6 +43,13 @@ class Claims:
             self._leases[name].acquire_write(blocking=False)
         except Timeout:
             return False
+        except (OSError, SoftFileLockProtocolError) as error:
+            if isinstance(error, OSError) and error.errno not in _NO_LINKS:
+                raise
+            raise ConfigError(
+                f"{self._folder} takes no hard links ({error}), by which processes say which runs they have. Name a "
+                f"--work on another file system: ext4, xfs, NFS and Lustre have them."
+            ) from error
         self._mine.add(name)
         return True
 

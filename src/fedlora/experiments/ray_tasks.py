@@ -6,14 +6,16 @@ tasks begin again on another one, and resume.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any, TypeVar
 
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted
 from fedlora.experiments.gpus import begin
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.slurm import cores_of
@@ -43,7 +45,10 @@ def ray_tasks(
     except ImportError as error:
         raise ConfigError("--on ray needs Ray: pip install 'fedlora[ray]'.") from error
     try:
-        ray.init(address or "auto", ignore_reinit_error=True, log_to_driver=False)
+        if not ray.is_initialized():
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # of what Ray will do one day
+                ray.init(address or "auto", log_to_driver=False, logging_level=logging.WARNING)
     except (ConnectionError, ValueError) as error:
         raise ConfigError(
             f"no Ray cluster answers at {address or 'this machine or RAY_ADDRESS'}: {str(error).splitlines()[0]} Start "
@@ -58,9 +63,9 @@ def ray_tasks(
         raise ConfigError(f"model.device = {SPREAD!r} spreads a model over several GPUs: give --gpus 2 or more.")
     if not any(all(node.get(name, 0) >= number for name, number in asked.items()) for node in nodes):
         raise ConfigError(
-            f"a run asks for {asked['CPU']} cores, {gpus} GPUs and {asked['memory'] / 2**30:g} GB of memory, and none "
-            f"of the cluster's {len(nodes)} nodes has all that. Ask for less (run.threads, run.workers, --gpus, "
-            f"--memory), or add a node."
+            f"a run asks for {counted(asked['CPU'], 'core')}, {counted(gpus, 'GPU')} and {asked['memory'] / 2**30:g} "
+            f"GB of memory, and none of the cluster's {counted(len(nodes), 'node')} has all that. Ask for less "
+            f"(run.threads, run.workers, --gpus, --memory), or add a node."
         )
     return [RayTask(asked) for _ in runs[:_AT_ONCE]]
 

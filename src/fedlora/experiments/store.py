@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from functools import lru_cache
@@ -71,7 +72,8 @@ def rewrite(folder: Path, name: str, results: Mapping[str, Result]) -> None:
 
 def read_results_of(path: Path) -> Mapping[str, Result]:
     """The results of one file, as in `read_results`."""
-    seen = path.stat()
+    with path.open("rb") as file:  # NFS asks the server for a file's facts when it is opened, not for `path.stat()`
+        seen = os.fstat(file.fileno())
     return _read(path, (seen.st_mtime_ns, seen.st_size, seen.st_ino))
 
 
