@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -100,3 +101,17 @@ def test_what_is_no_option_of_sbatch_is_refused(tmp_path: Path) -> None:
     words = ["experiment", "sbatch", tmp_path / "two.toml", "--time", "10", "--work", tmp_path / "work"]
     refused = invoke(*words, "--option", "partition gpu", code=1)
     assert isinstance(refused.exception, ConfigError) and "got 'partition gpu'" in str(refused.exception)
+
+
+def test_the_page_writes_the_script_that_it_submits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its experiment and its commands, each as it stands; nothing is run."""
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "clusters.md").read_text(encoding="utf-8")
+    (toml,) = re.findall(r"```toml\n# (\S+)\n(.*?)```", page, flags=re.S)
+    (tmp_path / toml[0]).write_text(toml[1])
+    monkeypatch.chdir(tmp_path)
+    commands = [shlex.split(line)[1:] for line in page.splitlines() if line.startswith("fedlora ")]
+    assert [words[1] for words in commands] == ["run", "sbatch", "run"]
+    for words in commands:
+        invoke(*words, *(["--plan"] if words[1] == "run" else []))
+    (submitted,) = re.findall(r"^bash (\S+)$", page, flags=re.M)
+    assert Path(submitted).is_file()
