@@ -143,3 +143,27 @@ def test_an_interrupt_leaves_every_run(tmp_path: Path, made: list[str], monkeypa
     one.close()
     with Claims(places.claims) as other:
         assert all(map(other.take, "abc"))
+
+
+def test_a_run_that_was_taken_over_ends_after_its_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine sleeps in the middle of a run, another process takes it over, and both live. The first one hears of
+    it in one of its next rounds."""
+    monkeypatch.setattr(leases, "BEAT", 0.1)
+    places, rounds = Places(tmp_path, tmp_path, None), []
+
+    def slow(places: Places, run: PlannedRun, tick: runner.Tick) -> Outcome:
+        with monkeypatch.context() as asleep:
+            asleep.setattr("filelock._soft_rw._protocol.Participant.heartbeat", lambda self: ("ok", None))
+            while not other.take(run.digest):
+                time.sleep(0.02)
+        for round in range(200):
+            time.sleep(0.02)
+            tick(run, round)
+            rounds.append(round)
+        return Outcome(run, 0.0, None)
+
+    monkeypatch.setattr(runner, "_run", slow)
+    monkeypatch.setattr(Places, "done", lambda self, run: False)
+    with Claims(places.claims) as other, pytest.raises(CheckpointError, match="run a:"):
+        list(run_all([planned("a")], places))
+    assert len(rounds) < 100

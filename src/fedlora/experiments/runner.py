@@ -86,17 +86,21 @@ def run_all(
     """
     with Claims(places.claims) as claims:
 
-        def watch(running: Sequence[PlannedRun]) -> None:
+        def checked(run: PlannedRun, round: int) -> None:
             claims.check()
             if tick is not None:
-                for run in running:
-                    if places.folder(run).path.is_dir():  # a cluster may have no room for it yet
-                        tick(run, len(places.folder(run).metrics()))
+                tick(run, round)
+
+        def watch(running: Sequence[PlannedRun]) -> None:
+            claims.check()
+            for run in running:
+                if (folder := places.folder(run)).path.is_dir():  # a cluster may have no room for it yet
+                    checked(run, len(folder.metrics()))
             if not running:
                 waits()
 
         function, tasks = partial(_one, places), _free(runs, claims, wanted)
-        each = run_in_slots(function, tasks, slots, watch=watch) if slots else _here(tasks, places, tick, waits)
+        each = run_in_slots(function, tasks, slots, watch=watch) if slots else _here(tasks, places, checked, waits)
         with closing(each):
             for run, result in each:
                 claims.check()
@@ -124,7 +128,7 @@ def _free(
 
 
 def _here(
-    tasks: Iterator[PlannedRun | None], places: Places, tick: Tick | None, waits: Callable[[], None]
+    tasks: Iterator[PlannedRun | None], places: Places, tick: Tick, waits: Callable[[], None]
 ) -> Generator[tuple[PlannedRun, Outcome], None, None]:
     """As `run_in_slots`, in this process."""
     for run in tasks:
@@ -212,7 +216,7 @@ def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:
     return folder.whole()
 
 
-def _one(places: Places, run: PlannedRun, tick: Tick | None = None) -> Outcome:
+def _one(places: Places, run: PlannedRun, tick: Tick = lambda run, round: None) -> Outcome:
     """Run one in this process, unless another process has finished it meanwhile."""
     try:
         return Outcome(run, 0.0, None) if places.done(run) else _run(places, run, tick)
@@ -220,13 +224,12 @@ def _one(places: Places, run: PlannedRun, tick: Tick | None = None) -> Outcome:
         gc.collect()  # models have reference cycles, and a process makes many runs
 
 
-def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
+def _run(places: Places, run: PlannedRun, tick: Tick) -> Outcome:
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare  # imports transformers, only in processes that run
 
     began = time.perf_counter()
-    if tick is not None:
-        tick(run, 0)
+    tick(run, 0)
     try:
         check_private_data(run)
         folder = places.folder(run)
@@ -241,8 +244,7 @@ def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
         if not trained:
             note(folder, prepared.manifest)
             for record in execute(prepared, folder, resume=True):
-                if tick is not None:
-                    tick(run, record.round)
+                tick(run, record.round)
         if run.mergers:
             _merge(run, prepared, places)
         places.keep(run, None if trained else time.perf_counter() - began)
