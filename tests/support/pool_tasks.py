@@ -28,6 +28,12 @@ def die_so_often(task: tuple[Path, int]) -> str:
     return path.name
 
 
+def visible_gpus(seconds: float) -> str:
+    """What CUDA would read, after so many seconds, in which the other process begins."""
+    time.sleep(seconds)
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
 def sleep_long(path: Path) -> None:
     """Leaves its process id, and stays."""
     path.with_suffix(".part").write_text(str(os.getpid()))

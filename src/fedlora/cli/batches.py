@@ -4,39 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
+from functools import partial
 
-import torch
 from rich.progress import TaskID
 
 from fedlora.cli.privacy_rows import where_to_look
 from fedlora.cli.screen import bar, notes, say
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
+from fedlora.experiments.gpus import begin, dealt, visible
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun
+from fedlora.experiments.pool import Process, Slot
 from fedlora.experiments.runner import Outcome, missing, run_all
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.quiet import quiet_libraries
+from fedlora.training.loading import SPREAD
 from fedlora.workers.processes import available
+
+Cluster = Callable[[Sequence[PlannedRun]], Sequence[Slot]]  # runs to do -> where they go on
 
 
 def run_batch(
     title: str,
     todo: Sequence[PlannedRun],
     places: Places,
-    workers: int,
+    slots: Sequence[Slot],
     wanted: Callable[[PlannedRun], bool],
     heard: Callable[[Outcome], None],
 ) -> None:
     """Run them; `heard` gets each outcome at once. An interrupt ends them at once. If the output is a pipe or file, so
     that nobody sees a bar, a line reports each run's start and end."""
-    if not todo:
-        return
     quiet_libraries()
     if private := [run for run in todo if run.config.privacy is not None]:
         place = places.folder(private[0]).path.parent / "*" / "private" / "log"
         notes.warn(where_to_look(place))
     rows: dict[str, TaskID] = {}  # digest -> the line of a run that is running
+    waited: list[bool] = []
     finished = 0
     with bar("{task.fields[unit]}") as progress, doing(title, len(todo)) as step:
         whole = progress.add_task(title, total=len(todo), unit="runs")
@@ -53,7 +57,14 @@ def run_batch(
             shares = (task.percentage / 100 for task in progress.tasks if task.id != whole)
             progress.update(whole, completed=finished + sum(shares))
 
-        with closing(run_all(todo, places, workers=workers, tick=tick, wanted=wanted)) as outcomes:
+        def waits() -> None:
+            step.what = f"{title}: waiting for other processes, which have all runs that are left"
+            if not waited:
+                waited.append(True)
+                say(f"{step.what}; a run whose process was killed is free after a minute")
+
+        runs = run_all(todo, places, slots=slots, tick=tick, wanted=wanted, waits=waits)
+        with closing(runs) as outcomes:
             for outcome in outcomes:
                 finished += 1
                 if not notes.is_terminal:
@@ -66,6 +77,14 @@ def run_batch(
                 heard(outcome)
 
 
+def _processes(workers: int, todo: Sequence[PlannedRun]) -> Sequence[Slot]:
+    """Processes of this machine; none if all goes on in this one."""
+    if workers == 1:
+        return ()
+    gpus = dealt(workers, todo) or [""] * workers
+    return [Process(partial(begin, gpus[k])) for k in range(min(workers, len(todo)))]
+
+
 def run_stages(
     experiment: Experiment,
     profile: str,
@@ -74,12 +93,14 @@ def run_stages(
     *,
     given_up: Callable[[Sequence[Outcome]], Collection[str]],
     wanted: Callable[[PlannedRun], bool],
+    cluster: Cluster | None = None,
 ) -> list[Outcome]:
     """The search, then the runs that it decides, each at most once. Returns the failures.
 
     Args:
         given_up: from the failures so far, the digests of search runs that the search does without.
         wanted: called before a run is started; False leaves the run out.
+        cluster: where runs go on instead of `workers` processes of this machine.
     """
     failed: list[Outcome] = []
     tried: set[str] = set()
@@ -93,20 +114,23 @@ def run_stages(
         todo = [run for run in todo if run.digest not in tried and wanted(run)]
         todo.sort(key=lambda run: (not run.searching, run.seed))  # seed by seed: an interrupt leaves whole pairs
         tried |= {run.digest for run in todo}
-        run_batch(experiment.name, todo, places, worker_count(workers, todo), wanted, heard)
+        if todo:
+            slots = _processes(worker_count(workers, todo), todo) if cluster is None else cluster(todo)
+            run_batch(experiment.name, todo, places, slots, wanted, heard)
     return failed
 
 
 def worker_count(text: str, todo: Sequence[PlannedRun]) -> int:
     """The number of workers from `--workers`: N, or "auto", which is one for each core that this process may use, or
-    one on a GPU, because nobody has measured its memory.
+    for each GPU; one for models that are spread over all GPUs.
 
     Raises:
         ConfigError: the text is neither.
     """
     if text == "auto":
-        on_gpu = any(run.config.model.device != "cpu" for run in todo) and torch.cuda.is_available()
-        return 1 if on_gpu else max(1, min(len(todo), available()))
+        devices = {run.config.model.device for run in todo}
+        places = len(visible()) if devices != {"cpu"} else 0
+        return 1 if SPREAD in devices else max(1, min(len(todo), places or available()))
     if not text.isdigit() or int(text) < 1:
         raise ConfigError(f"--workers must be a whole number of at least 1, or auto; got {text!r}.")
     return int(text)

@@ -2,11 +2,13 @@
 
 experiment_project.py   a command's input files, and notes that all commands print
 experiment_runs.py      run, retry, status            experiment_costs.py    run --plan
+experiment_clusters.py  sbatch, run --on
 experiment_shown.py     table, plot, fill, report     experiment_decide.py   plan, decide
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -23,11 +25,22 @@ ProfileName = Annotated[
 Directory = Annotated[Path, typer.Option("--experiments", help="where the experiments' files are")]
 Results = Annotated[Path, typer.Option("--results", help="where results are kept")]
 Work = Annotated[Path, typer.Option("--work", help="where run folders, failures, and results of uncommitted code go")]
+Seeds = Annotated[str | None, typer.Option(help="only these seeds: 0:8 (eight of them), 0,3,5 or 7")]
+DataRoot = Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")]
+Only = Annotated[str | None, typer.Option(help='only these labels of axes: "task=SST-2,method=GLoRA,method=FedIT"')]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 Claimed = Annotated[
     Path, typer.Option("--claims", help="questions and claims (if missing: claims.toml in the experiments' folder)")
 ]
 EXPERIMENTS, RESULTS, WORK, CLAIMS = map(Path, ("experiments", "results", "runs/experiments", "docs/claims.toml"))
+
+
+class Machines(StrEnum):
+    """Where runs go on."""
+
+    here = "here"
+    ray = "ray"
+
 
 app = typer.Typer(help="Grids of runs from experiments/*.toml, and their results.", no_args_is_help=True)
 
@@ -36,23 +49,59 @@ app = typer.Typer(help="Grids of runs from experiments/*.toml, and their results
 def run(
     names: Names,
     profile: ProfileName = "mini",
-    seeds: Annotated[str | None, typer.Option(help="only these seeds: 0:8 (eight of them), 0,3,5 or 7")] = None,
+    seeds: Seeds = None,
+    only: Only = None,
+    shard: Annotated[str | None, typer.Option(metavar="I/N", help="only the I-th of N parts of the runs")] = None,
     workers: Annotated[str, WorkersHelp] = "1",
-    data_root: Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")] = None,
+    data_root: DataRoot = None,
     plan: Annotated[bool, typer.Option("--plan", help="show what would run, and run nothing")] = False,
     rate: Annotated[
         float | None, typer.Option(min=0.001, help="examples a second on another machine, to estimate --plan's hours")
     ] = None,
+    on: Annotated[Machines, typer.Option(help="this machine, or a Ray cluster that runs already")] = Machines.here,
+    address: Annotated[str | None, typer.Option(help="of the Ray cluster (default: RAY_ADDRESS, or here)")] = None,
+    gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of a run on Ray (default: 1 if it has GPUs)")] = None,
+    memory: Annotated[str | None, typer.Option(help="memory of a run on Ray: 16G")] = None,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
     work: Work = WORK,
 ) -> None:
     """Run what is missing: finished runs are skipped, interrupted ones resumed, failures kept apart."""
+    from fedlora.cli.experiment_clusters import cluster
     from fedlora.cli.experiment_project import Project
     from fedlora.cli.experiment_runs import run_missing
 
+    there = cluster(on, address, gpus, memory, workers)
     project = Project(experiments, results, work, data_root=data_root)
-    run_missing(project, names, profile, seeds, workers, plan, rate)
+    run_missing(project, names, profile, seeds, workers, plan, rate, only=only, shard=shard, cluster=there)
+
+
+@app.command()
+def sbatch(
+    names: Names,
+    time: Annotated[str, typer.Option(help="the time limit of a task, as Slurm takes it: 04:00:00")],
+    shards: Annotated[int, typer.Option(min=1, help="number of tasks, each with a part of the runs")] = 1,
+    gpus: Annotated[int, typer.Option(min=0, help="GPUs of a task")] = 0,
+    memory: Annotated[str | None, typer.Option(help="memory of a task, as Slurm takes it: 16G")] = None,
+    option: Annotated[list[str] | None, typer.Option(help="a further option of sbatch: --partition=gpu")] = None,
+    out: Annotated[Path | None, typer.Option(help="the script (default: WORK/slurm/NAME-PROFILE.sh)")] = None,
+    profile: ProfileName = "mini",
+    seeds: Seeds = None,
+    only: Only = None,
+    workers: Annotated[str, WorkersHelp] = "1",
+    data_root: DataRoot = None,
+    experiments: Directory = EXPERIMENTS,
+    results: Results = RESULTS,
+    work: Work = WORK,
+) -> None:
+    """Write a script for Slurm: an array of tasks, first for the search, then for the runs that count.
+
+    All folders must be shared by the nodes. A task whose node dies, or whose time ends, is queued again and resumes."""
+    from fedlora.cli.experiment_clusters import write_script
+    from fedlora.cli.experiment_project import Project
+
+    project = Project(experiments, results, work, data_root=data_root)
+    write_script(project, names, profile, seeds, only, workers, shards, time, gpus, memory, option or [], out)
 
 
 @app.command()
@@ -67,6 +116,7 @@ def retry(results: Results = RESULTS, work: Work = WORK) -> None:
 def status(
     names: Names,
     profile: ProfileName = "mini",
+    only: Only = None,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
     work: Work = WORK,
@@ -76,7 +126,7 @@ def status(
     from fedlora.cli.experiment_project import Project
     from fedlora.cli.experiment_runs import show_status
 
-    show_status(Project(experiments, results, work), names, profile, json)
+    show_status(Project(experiments, results, work), names, profile, json, only=only)
 
 
 @app.command()

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from fedlora.cli.batches import run_stages
+from fedlora.cli.batches import Cluster, run_stages
 from fedlora.cli.experiment_costs import show_plan
 from fedlora.cli.experiment_project import Project
+from fedlora.cli.grid_parts import parse_only, parse_shard
 from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError, counted
 from fedlora.experiments.lost import dead_ends, lost_lines, lost_of
-from fedlora.experiments.plan import mains, searches
+from fedlora.experiments.places import Places
+from fedlora.experiments.plan import PlannedRun, mains, searches, waiting
 from fedlora.experiments.runnable import check_number, check_runnable, missing_files, other_files
 from fedlora.experiments.runner import missing
 from fedlora.experiments.spec import Experiment
@@ -24,14 +27,16 @@ from fedlora.experiments.store import forget_failed
 
 def run_missing(
     project: Project, names: Sequence[str], profile: str, seeds: str | None, workers: str, plan: bool,
-    rate: float | None,
+    rate: float | None, *, only: str | None = None, shard: str | None = None, cluster: Cluster | None = None,
 ) -> None:  # fmt: skip
     """Run what is missing; `fedlora experiment run --help` explains each argument."""
     places = project.places
-    only = None if seeds is None else parse_seeds(seeds, "--seeds")
-    loaded = [_of_seeds(project, project.named(name), profile, only) for name in names]
+    loaded = chosen(project, names, profile, seeds, only)
+    mine = (lambda run: True) if shard is None else parse_shard(shard)
     if rate is not None and not plan:
         raise ConfigError("--plan computes hours from --rate: give both, or leave it out.")
+    if plan and shard is not None:
+        raise ConfigError("--plan counts the runs of all shards; leave --shard out.")
     for experiment in loaded:
         check_number(experiment, profile, experiment.compared(profile))
         todo = missing(experiment, profile, places, places.given_up())
@@ -44,14 +49,21 @@ def run_missing(
     if plan:
         show_plan(loaded, profile, places, rate)
         return
-    for experiment in loaded:
-        run_stages(
-            experiment, profile, places, workers, given_up=lambda _: places.given_up(),
-            wanted=lambda run: not places.failure(run).exists(),
-        )  # fmt: skip
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's end is like Ctrl-C
+    try:
+        for experiment in loaded:
+            run_stages(
+                experiment, profile, places, workers, given_up=lambda _: places.given_up(),
+                wanted=lambda run: mine(run) and not places.failure(run).exists(), cluster=cluster,
+            )  # fmt: skip
+    finally:
+        signal.signal(signal.SIGTERM, before)
     project.tell_left_out([(experiment, profile) for experiment in loaded])
     broken = 0
     for experiment in loaded:
+        if shard is not None:
+            broken += _tell_shard(experiment, profile, places, shard, mine)
+            continue
         grid = project.grid(experiment, profile, unclean=True)
         notes.warn(*lost_lines(grid))
         broken += sum(len(one.seeds) for one in lost_of(grid) if one.why) + len(dead_ends(grid))
@@ -59,6 +71,31 @@ def run_missing(
         said = f"{counted(broken, 'run')} failed; see {places.work / 'failures'}. Mend the cause, then: fedlora "
         complain(f"{said}experiment retry --work {places.work}, and run again.")
         raise typer.Exit(NOT_WHOLE)
+
+
+def _tell_shard(
+    experiment: Experiment, profile: str, places: Places, shard: str, mine: Callable[[PlannedRun], bool]
+) -> int:
+    """Print what a shard left, and what others have to do; returns how many runs of the shard failed."""
+    left = missing(experiment, profile, places, places.given_up())
+    waiting_for = len(waiting(experiment, profile, places.finished(unclean=True), places.given_up()))
+    failed = [run for run in [*left, *searches(experiment, profile)] if mine(run) and places.failure(run).exists()]
+    others = sum(not mine(run) for run in left)
+    notes.warn(*(f"{run.label} failed" for run in failed))
+    notes.print(
+        f"{experiment.name}, shard {shard}: done; {counted(others, 'run')} of other shards to do"
+        + (f"; {counted(waiting_for, 'run')} of any shard must wait for the search" if waiting_for else "")
+    )
+    return len({run.digest for run in failed})
+
+
+def chosen(
+    project: Project, names: Sequence[str], profile: str, seeds: str | None, only: str | None
+) -> list[Experiment]:
+    """The experiments with these seeds and labels alone. Raises `ConfigError`."""
+    wanted = None if seeds is None else parse_seeds(seeds, "--seeds")
+    loaded = [_of_seeds(project, project.named(name), profile, wanted) for name in names]
+    return loaded if only is None else [one.narrowed(profile, parse_only(only, one)) for one in loaded]
 
 
 def _of_seeds(project: Project, experiment: Experiment, profile: str, only: list[int] | None) -> Experiment:
@@ -82,14 +119,15 @@ def forget_failures(results: Path, work: Path) -> None:
     notes.print(f"{counted(len(found), 'failure')} forgotten")
 
 
-def show_status(project: Project, names: Sequence[str], profile: str, as_json: bool) -> None:
+def show_status(
+    project: Project, names: Sequence[str], profile: str, as_json: bool, *, only: str | None = None
+) -> None:
     """Show a row for each experiment."""
     places = project.places
     done, given_up = places.finished(unclean=True), places.given_up()
     shown = Table("experiment", "search", "runs", "failed", "to do", title=f"Experiments, profile {profile}")
     found: dict[str, Any] = {}
-    for name in names:
-        experiment = project.planned(project.named(name), profile)
+    for experiment in chosen(project, names, profile, None, only):
         search = searches(experiment, profile)
         cells = sum(1 for _ in experiment.cells(profile)) * len(experiment.profile(profile).seeds)
         finished = sum(run.result(done) is not None for run in mains(experiment, profile, done, given_up))

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from fedlora.simulation import RoundRecord
 
 Out = Annotated[Path | None, typer.Option(help="the run folder (default: runs/<config name>)")]
-WorkersHelp = typer.Option(metavar="N|auto", help="number of processes, each with one run at a time; auto: all cores")
+WorkersHelp = typer.Option(
+    metavar="N|auto", help="number of processes, each with one run at a time; auto: one for each core, or for each GPU"
+)
 Resume = Annotated[bool, typer.Option("--resume", help="continue the run in the folder")]
 
 

@@ -6,13 +6,17 @@ digits.py           how numbers are told apart and written
 scores.py           the numbers that runs are compared by: names, units, words
 result.py           what a finished run left
 origin.py           which code on which machine made it
+leases.py           which process of which machine has a run
 store.py            results on disk: a file an experiment, a line a run
 merger_settings.py  the settings behind the labels of an axis `merged`
 spec.py             what an experiment is: its file
 plan.py             which runs that makes; what a search chose
 runnable.py         what is known of runs before they start
+gpus.py             GPUs dealt to processes
+slurm.py            an array script
 costs.py            examples and hours
-pool.py             processes that may die
+pool.py             slots for runs: processes that may die
+ray_tasks.py        slots on a Ray cluster
 head_alone.py       the controls without LoRA
 mergers.py          train once, merge many
 places.py           where runs, results and failures are

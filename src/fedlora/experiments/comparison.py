@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
 from fedlora.core import echo, files
 from fedlora.errors import CheckpointError, ConfigError, FedLoRAError, counted
 from fedlora.experiments.digits import shown
@@ -134,10 +132,11 @@ class ComparedRuns(Places):
             return named
         return next((folder for folder in self.folders() if _digest(folder) == run.digest), named)
 
-    def lock(self, run: PlannedRun) -> FileLock:
-        """The lock lies outside of OUT, which stays unchanged if nothing can run."""
+    @property
+    def claims(self) -> Path:
+        """Outside of OUT, which stays unchanged if nothing can run."""
         place = hashlib.sha256(str(self.work.resolve()).encode()).hexdigest()[:16]
-        return FileLock(Path(tempfile.gettempdir()) / f"fedlora-{place}-{run.digest}.lock")
+        return Path(tempfile.gettempdir()) / f"fedlora-{place}"
 
     def classes(self, run: PlannedRun) -> tuple[str, ...]:
         """The run's stored classes, or those of another run on the same data, because the two are compared."""

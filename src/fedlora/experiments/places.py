@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError, DataError, WorkerDied
@@ -49,11 +48,10 @@ class Places:
         """The file with the failure here, and its traceback."""
         return self.work / "failures" / f"{run.digest}.json"
 
-    def lock(self, run: PlannedRun) -> FileLock:
-        """The lock that the running process holds."""
-        place = self.work / ".locks"
-        place.mkdir(parents=True, exist_ok=True)
-        return FileLock(place / run.digest)
+    @property
+    def claims(self) -> Path:
+        """The folder where processes say which runs they have (`leases.Claims`)."""
+        return self.work / ".claims"
 
     def finished(self, *, unclean: bool = False) -> Mapping[str, Result]:
         """Digest -> result; with `unclean`, also those of a changed checkout, and the mergers that it made."""

@@ -14,7 +14,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.digits import alike, shown
 from fedlora.experiments.merger_settings import check_run, resolved, searched_as
 from fedlora.experiments.result import Result
-from fedlora.experiments.spec import Cell, Changes, Experiment
+from fedlora.experiments.spec import Cell, Changes, Experiment, Tune
 from fedlora.runs.config import RunConfig, located, parse_config
 from fedlora.runs.inputs import contents, digest_of
 from fedlora.runs.private_simulation import LEDGER, simulated, with_ledger
@@ -66,13 +66,17 @@ class PlannedRun:
 
 
 def searches(experiment: Experiment, profile: str) -> list[PlannedRun]:
-    """The runs of the search; none if there is only one value."""
+    """The runs of the search for the experiment's cells; none if there is only one value."""
     tune, values = experiment.tune, _values(experiment, profile)
     if tune is None or len(values) < 2:
         return []
     planned: dict[str, PlannedRun] = {}
     known: Known = {}
-    for cell in _searched(experiment, profile):
+    wanted = _searched(experiment, profile)
+    if experiment.only:
+        needed = [shared for cell in experiment.cells(profile) for shared in _shared(experiment, profile, cell, tune)]
+        wanted = [cell for cell in wanted if cell in needed]
+    for cell in wanted:
         for value in values:
             for seed in tune.seeds:
                 run = _planned(experiment, profile, cell, seed, value, searching=True, known=known)
@@ -145,10 +149,7 @@ def choice(
         return Choice()
     if len(values) == 1:
         return Choice(values[0])
-    if experiment.merged is not None:  # a control uses the value of the label that it is compared with
-        axis, label = experiment.merged, cell[experiment.merged]
-        cell = {**cell, axis: searched_as(experiment.axes[axis], label, experiment.reference)}
-    shared = [c for c in _searched(experiment, profile) if all(c[axis] == cell[axis] for axis in tune.over)]
+    shared = _shared(experiment, profile, cell, tune)
     means: list[tuple[float, float]] = []
     metrics: set[str] = set()
     known = {} if known is None else known
@@ -185,12 +186,20 @@ def choice(
     return Choice(level[0], edge=ends.get(level[0]))
 
 
+def _shared(experiment: Experiment, profile: str, cell: Cell, tune: Tune) -> list[Cell]:
+    """The cells whose search chooses this cell's value."""
+    if experiment.merged is not None:  # a control uses the value of the label that it is compared with
+        axis, label = experiment.merged, cell[experiment.merged]
+        cell = {**cell, axis: searched_as(experiment.axes[axis], label, experiment.reference)}
+    return [c for c in _searched(experiment, profile) if all(c[axis] == cell[axis] for axis in tune.over)]
+
+
 def _searched(experiment: Experiment, profile: str) -> list[Cell]:
     """The cells of the search: the profile's, at the labels to which the search is confined. These need not be the
     profile's own."""
     at = experiment.tune.at if experiment.tune else {}
     found: list[Cell] = []
-    for cell in experiment.cells(profile):
+    for cell in experiment.every_cell(profile):
         moved = {**cell, **at}
         if moved not in found and not experiment.skips(moved):
             found.append(moved)

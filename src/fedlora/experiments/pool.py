@@ -1,4 +1,4 @@
-"""Tasks in separate processes: if one dies, its task gets a second try and the others lose nothing.
+"""Tasks in slots: a process each, or a task of a cluster. If one dies, its task gets a second try, others lose nothing.
 
 Each process is an `Executor` with one worker, so that a dead one identifies its task and costs no other's hours: after
 a death among `workers.Processes`, which share their work, all unfinished work is done again. Only the parent gets
@@ -7,11 +7,12 @@ interrupts and ends the processes; they also end with it, even in the middle of 
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, Generic, TypeVar
+from typing import Protocol, TypeVar
 
 from fedlora.workers.lifeline import Executor
 
@@ -19,39 +20,57 @@ T = TypeVar("T")
 R = TypeVar("R")
 _TRIES = 2
 _IMPORTED = ("fedlora.runs.execution", "fedlora.runs.preparation", "peft")  # once, for all processes
-_LOOK = 0.3  # seconds between two checks of the running tasks
+LOOK = 0.3  # seconds between two checks of the running tasks
+_OVER = (-1, None)
 
 
-def run_in_processes(
+class Slot(Protocol):
+    """A place for one task at a time: a process of this machine, or a task of a cluster."""
+
+    idle: bool
+
+    def start(self, function: Callable[[T], R], task: T) -> Future[R]: ...
+
+    def end(self) -> None:
+        """End what runs there, at once."""
+
+
+def run_in_slots(
     function: Callable[[T], R],
-    tasks: Sequence[T],
-    workers: int,
+    tasks: Iterator[T | None],
+    slots: Sequence[Slot],
     *,
-    begin: Callable[[], None],
-    wanted: Callable[[T], bool],
     watch: Callable[[Sequence[T]], None],
-) -> Iterator[tuple[T, R | BaseException]]:
+) -> Generator[tuple[T, R | BaseException], None, None]:
     """(task, function(task)) as they come; an exception takes the place of the result.
 
     Args:
-        begin: called once in each new process.
-        wanted: called before a task is started; False leaves the task out.
-        watch: called with the running tasks every now and then.
+        tasks: a None among them means that none can be started at the moment.
+        watch: called with the running tasks every now and then, with none while no task can be started.
 
     A task whose process died runs again in a new one; if that dies too, its result is a `BrokenProcessPool`.
     """
-    waiting = deque(enumerate(tasks))
+    fresh = enumerate(tasks)
+    again: list[tuple[int, T]] = []
     deaths: Counter[int] = Counter()
-    slots: list[_Slot[R]] = [_Slot(begin) for _ in range(min(workers, len(tasks)))]
-    running: dict[Future[R], tuple[int, T, _Slot[R]]] = {}
+    running: dict[Future[R], tuple[int, T, Slot]] = {}
     try:
-        while waiting or running:
+        while True:
+            number = 0
             for slot in slots:
-                while slot.idle and waiting:
-                    number, task = waiting.popleft()
-                    if wanted(task):
-                        running[slot.start(function, task)] = (number, task, slot)
-            done, _ = wait(running, timeout=_LOOK, return_when=FIRST_COMPLETED)
+                if not slot.idle:
+                    continue
+                number, task = again.pop() if again else next(fresh, _OVER)
+                if task is None:
+                    break
+                running[slot.start(function, task)] = (number, task, slot)
+            if not running and number == _OVER[0]:
+                return
+            if running:
+                done = wait(running, LOOK, FIRST_COMPLETED).done
+            else:
+                done = set()
+                time.sleep(LOOK)
             watch([task for _, task, _ in running.values()])
             for future in done:
                 number, task, slot = running.pop(future)
@@ -60,14 +79,14 @@ def run_in_processes(
                     slot.end()
                     deaths[number] += 1
                     if deaths[number] < _TRIES:
-                        waiting.appendleft((number, task))
+                        again.append((number, task))
                         continue
                 yield task, error if error is not None else future.result()
     finally:
         _end(slots)
 
 
-def _end(slots: Sequence[_Slot[Any]]) -> None:
+def _end(slots: Sequence[Slot]) -> None:
     """End all of them, even if an interrupt comes meanwhile; it is raised at the end. Python's own end would wake a
     half-closed executor, and print its errors."""
     interrupt: KeyboardInterrupt | None = None
@@ -82,8 +101,12 @@ def _end(slots: Sequence[_Slot[Any]]) -> None:
         raise interrupt
 
 
-class _Slot(Generic[R]):
-    """A slot for one process and its one task. The process starts with its first task."""
+class Process:
+    """A slot for one process and its one task. The process starts with its first task.
+
+    Args:
+        begin: called once in each new process.
+    """
 
     def __init__(self, begin: Callable[[], None]) -> None:
         self._begin = begin

@@ -1,7 +1,7 @@
 """Run what is missing of an experiment: finished runs are skipped, interrupted ones resumed, failures kept apart.
 
-Several processes may run one experiment in one folder: each run has one process at a time, and a process that finds a
-run taken does the others first, then waits for it.
+Several processes, also of several machines, may run one experiment in one folder: each run has one process at a time,
+and a process that finds a run taken does the others first, then waits for it (`leases`).
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ import gc
 import hashlib
 import json
 import time
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from filelock import Timeout
-
 from fedlora.data.demo import PACKAGED
 from fedlora.doing import doing
 from fedlora.errors import FedLoRAError, FilesChanged, WorkerDied
+from fedlora.experiments.leases import Claims
 from fedlora.experiments.origin import made_by, note
 from fedlora.experiments.places import Places, by_machine
 from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
-from fedlora.experiments.pool import run_in_processes
+from fedlora.experiments.pool import LOOK, Slot, run_in_slots
 from fedlora.experiments.result import content
 from fedlora.experiments.runnable import check_private_data
 from fedlora.experiments.spec import Experiment
@@ -35,7 +35,6 @@ from fedlora.runs.client_data import deal
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.inputs import contents
 from fedlora.runs.private_simulation import LEDGER, with_ledger
-from fedlora.runs.quiet import quiet_libraries
 
 if TYPE_CHECKING:
     from fedlora.runs.preparation import Prepared
@@ -45,14 +44,12 @@ Tick = Callable[[PlannedRun, int], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one run. error: one line, or None. by_machine: not the configuration failed, but the machine.
-    busy: another process has it."""
+    """The outcome of one run. error: one line, or None. by_machine: not the configuration failed, but the machine."""
 
     run: PlannedRun
     seconds: float
     error: str | None
     by_machine: bool = False
-    busy: bool = False
 
 
 def missing(experiment: Experiment, profile: str, places: Places, failed: Collection[str] = ()) -> list[PlannedRun]:
@@ -71,46 +68,75 @@ def run_all(
     runs: Sequence[PlannedRun],
     places: Places,
     *,
-    workers: int = 1,
+    slots: Sequence[Slot] = (),
     tick: Tick | None = None,
     wanted: Callable[[PlannedRun], bool] = lambda run: True,
+    waits: Callable[[], None] = lambda: None,
 ) -> Generator[Outcome, None, None]:
     """Run them, and yield each outcome as it comes. Close the iterator to end the runs still going.
 
     Args:
-        workers: processes; each uses the threads in a run's configuration. With 1, all is in this process.
+        slots: where runs go on, one in each at a time. Without any, all is in this process.
         tick: called with a run and its newest round.
         wanted: called before a run is started; False leaves the run out.
+        waits: called every now and then while other processes have all runs that are left.
+
+    Raises:
+        CheckpointError: this process gave no sign of life for so long that another one may have taken over its run.
     """
-    for wait in (False, True):
-        taken: list[PlannedRun] = []
-        for outcome in _once(runs, places, workers, tick, wanted, wait):
-            if outcome.busy:
-                taken.append(outcome.run)
-            else:
-                yield outcome
-        runs = taken
+    with Claims(places.claims) as claims:
 
+        def checked(run: PlannedRun, round: int) -> None:
+            claims.check()
+            if tick is not None:
+                tick(run, round)
 
-def _once(
-    runs: Sequence[PlannedRun], places: Places, workers: int, tick: Tick | None, wanted: Callable[[PlannedRun], bool],
-    wait: bool,
-) -> Generator[Outcome, None, None]:  # fmt: skip
-    """Each run once. wait: for runs that another process has."""
-    if workers == 1:
-        for run in runs:
-            if wanted(run):
-                yield _one(places, wait, run, tick)
-        return
-
-    def watch(running: Sequence[PlannedRun]) -> None:
-        if tick is not None:
+        def watch(running: Sequence[PlannedRun]) -> None:
+            claims.check()
             for run in running:
-                tick(run, len(places.folder(run).metrics()))
+                if (folder := places.folder(run)).path.is_dir():  # a cluster may have no room for it yet
+                    checked(run, len(folder.metrics()))
+            if not running:
+                waits()
 
-    function = partial(_one, places, wait)
-    for run, result in run_in_processes(function, runs, workers, begin=quiet_libraries, wanted=wanted, watch=watch):
-        yield result if isinstance(result, Outcome) else _lost(run, places, result)
+        function, tasks = partial(_one, places), _free(runs, claims, wanted)
+        each = run_in_slots(function, tasks, slots, watch=watch) if slots else _here(tasks, places, checked, waits)
+        with closing(each):
+            for run, result in each:
+                claims.check()
+                claims.leave(run.digest)
+                yield result if isinstance(result, Outcome) else _lost(run, places, result)
+
+
+def _free(
+    runs: Sequence[PlannedRun], claims: Claims, wanted: Callable[[PlannedRun], bool]
+) -> Iterator[PlannedRun | None]:
+    """Each wanted run when it is ours; None after an attempt to get one, if other processes have all that are left."""
+    left, refused = deque(runs), 0
+    while left:
+        run = left.popleft()
+        if not wanted(run):
+            continue
+        if claims.take(run.digest):
+            refused = 0
+            yield run
+            continue
+        left.append(run)
+        refused += 1
+        if refused >= len(left):
+            yield None
+
+
+def _here(
+    tasks: Iterator[PlannedRun | None], places: Places, tick: Tick, waits: Callable[[], None]
+) -> Generator[tuple[PlannedRun, Outcome], None, None]:
+    """As `run_in_slots`, in this process."""
+    for run in tasks:
+        if run is None:
+            waits()
+            time.sleep(LOOK)
+        else:
+            yield run, _one(places, run, tick)
 
 
 def _check_unchanged(run: PlannedRun) -> None:
@@ -190,28 +216,20 @@ def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:
     return folder.whole()
 
 
-def _one(places: Places, wait: bool, run: PlannedRun, tick: Tick | None = None) -> Outcome:
-    """Run one in this process, unless another process has it, or has finished it meanwhile."""
+def _one(places: Places, run: PlannedRun, tick: Tick = lambda run, round: None) -> Outcome:
+    """Run one in this process, unless another process has finished it meanwhile."""
     try:
-        with places.lock(run).acquire(blocking=wait):
-            if places.done(run):
-                return Outcome(run, 0.0, None)
-            if wait and places.failure(run).is_file():
-                return Outcome(run, 0.0, "it failed in another process, which says why")
-            return _run(places, run, tick)
-    except Timeout:
-        return Outcome(run, 0.0, None, busy=True)
+        return Outcome(run, 0.0, None) if places.done(run) else _run(places, run, tick)
     finally:
         gc.collect()  # models have reference cycles, and a process makes many runs
 
 
-def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
+def _run(places: Places, run: PlannedRun, tick: Tick) -> Outcome:
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare  # imports transformers, only in processes that run
 
     began = time.perf_counter()
-    if tick is not None:
-        tick(run, 0)
+    tick(run, 0)
     try:
         check_private_data(run)
         folder = places.folder(run)
@@ -226,8 +244,7 @@ def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
         if not trained:
             note(folder, prepared.manifest)
             for record in execute(prepared, folder, resume=True):
-                if tick is not None:
-                    tick(run, record.round)
+                tick(run, record.round)
         if run.mergers:
             _merge(run, prepared, places)
         places.keep(run, None if trained else time.perf_counter() - began)

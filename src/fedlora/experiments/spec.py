@@ -120,12 +120,18 @@ class Experiment(Part):
     budgets: Budgets | None = None
     merged: str | None = None
     _folder: Path | None = PrivateAttr(None)
+    _only: Mapping[str, Sequence[str]] = PrivateAttr({})
 
     @property
     def folder(self) -> Path | None:
         """The file's folder, where relative paths start. Runs are then identified by the content of files there. None
         for a comparison, which has no file: its paths are absolute and identify its runs."""
         return self._folder
+
+    @property
+    def only(self) -> Mapping[str, Sequence[str]]:
+        """Axis -> the labels that are wanted, if it was `narrowed`."""
+        return self._only
 
     @property
     def called(self) -> str:
@@ -148,10 +154,37 @@ class Experiment(Part):
         """The experiment with these seeds instead of the profile's."""
         changed = self.profile(profile).model_copy(update={"seeds": list(seeds)})
         made = self.model_copy(update={"profiles": {**self.profiles, profile: changed}})
-        made._folder = self.folder  # a copy of the fields lacks private attributes
+        made._folder, made._only = self.folder, self._only  # a copy of the fields lacks private attributes
+        return made
+
+    def narrowed(self, profile: str, only: Mapping[str, Sequence[str]]) -> Experiment:
+        """The experiment with only the cells of these labels of some axes, each run as in the whole experiment.
+
+        Raises:
+            ConfigError: no such axis, no such label in the profile, or no cell is left.
+        """
+        for axis, labels in only.items():
+            if axis not in self.axes:
+                raise ConfigError(f"experiment {self.name} has no axis {axis!r}; it has {', '.join(self.axes)}.")
+            known = self.profile(profile).axes.get(axis, list(self.axes[axis]))
+            if unknown := [label for label in labels if label not in known]:
+                raise ConfigError(
+                    f"{axis} of experiment {self.name}, profile {profile}, has no {unknown[0]!r}; it has "
+                    f"{', '.join(map(repr, known))}."
+                )
+        made = self.model_copy()
+        made._folder, made._only = self.folder, dict(only)
+        if not any(made.cells(profile)):
+            raise ConfigError(f"experiment {self.name}, profile {profile}, skips all cells of {dict(only)}.")
         return made
 
     def cells(self, profile: str) -> Iterator[Cell]:
+        """Every combination of labels that the profile runs, and that is wanted (`narrowed`)."""
+        for cell in self.every_cell(profile):
+            if all(cell[axis] in labels for axis, labels in self._only.items()):
+                yield cell
+
+    def every_cell(self, profile: str) -> Iterator[Cell]:
         """Every combination of labels that the profile runs."""
         chosen = self.profile(profile).axes
         labels = [[(axis, label) for label in chosen.get(axis, list(options))] for axis, options in self.axes.items()]

@@ -5,24 +5,24 @@
     results/plans/          how many seeds, and why (`seed_plan`)
 
 A run belongs to the experiment that made it first, and all that need its digest find it. Processes may write to one
-folder at the same time: a lock is held while a file is read, changed and replaced.
+folder at the same time: a lease is held while a file is read, changed and replaced.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError
+from fedlora.experiments.leases import alone
 from fedlora.experiments.origin import made_by, noted
 from fedlora.experiments.result import History, Result, content, short_config
 from fedlora.runs.config import RunConfig
@@ -50,7 +50,7 @@ def read_results(folder: Path) -> dict[str, Result]:
 
 def gather(folder: Path, name: str, result: Result) -> None:
     """Add a run to NAME.jsonl, or replace it there, keeping mergers that the new result lacks."""
-    with _locked(folder):
+    with alone(folder / _LOCK):
         for path in sorted(folder.glob("*.jsonl")):
             if (before := read_results_of(path).get(result.digest)) is not None:
                 name, result = path.stem, result.with_mergers_of(before)
@@ -62,7 +62,7 @@ def gather(folder: Path, name: str, result: Result) -> None:
 def rewrite(folder: Path, name: str, results: Mapping[str, Result]) -> None:
     """Write NAME.jsonl with these runs alone; stored ones stay as they are, because only they have the run's time."""
     path = folder / f"{name}.jsonl"
-    with _locked(folder):
+    with alone(folder / _LOCK):
         before: Mapping[str, Result] = {}
         with suppress(CheckpointError, FileNotFoundError):
             before = read_results_of(path)
@@ -72,7 +72,8 @@ def rewrite(folder: Path, name: str, results: Mapping[str, Result]) -> None:
 
 def read_results_of(path: Path) -> Mapping[str, Result]:
     """The results of one file, as in `read_results`."""
-    seen = path.stat()
+    with path.open("rb") as file:  # NFS asks the server for a file's facts when it is opened, not for `path.stat()`
+        seen = os.fstat(file.fileno())
     return _read(path, (seen.st_mtime_ns, seen.st_size, seen.st_ino))
 
 
@@ -161,32 +162,11 @@ def _failed(folder: Path) -> dict[str, Any]:
 
 
 def _change_failed(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    with _locked(folder):
+    with alone(folder / _LOCK):
         files.write(folder / FAILED, json.dumps(change(_failed(folder)), indent=1, sort_keys=True) + "\n")
 
 
 # ---- lines -----------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Allow only one of the processes that share the folder at a time. The lock's file exists only while it is held: a
-    process that waited for a file that its holder removed notices that, and locks the new one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / _LOCK
-    while True:
-        with path.open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            ours = False
-            with suppress(FileNotFoundError):  # another process removed its lock between two checks
-                ours = os.path.samestat(os.fstat(file.fileno()), path.stat())
-            if not ours:
-                continue
-            try:
-                yield
-            finally:
-                path.unlink()
-            return
 
 
 @lru_cache(maxsize=64)  # each version of a file is an entry: bounded, and a changed file is read again

@@ -23,13 +23,18 @@ from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 from fedlora.training.evaluation import Target
+from fedlora.training.loading import SPREAD
 from fedlora.training.metrics import METRICS, generates
 
 log = logging.getLogger("fedlora.runs")
 
 
 def check_processes(config: RunConfig, processes: int) -> None:
-    """Raise `ConfigError` for settings that do not work with several processes."""
+    """Raise `ConfigError` for settings that do not work with several processes, or with a model on several GPUs."""
+    spread, remember = config.model.device == SPREAD, config.model.remember_prefix
+    if spread and (processes > 1 or remember):
+        other = "model.remember_prefix" if remember else f"run.workers = {config.run.workers!r}"
+        raise ConfigError(f"model.device = {SPREAD!r} spreads one model over all GPUs, so leave {other} out.")
     if processes > 1 and config.model.four_bit:
         raise ConfigError(f"run.workers = {config.run.workers!r} cannot share model.four_bit; leave one of them out.")
     if processes > 1 and config.model.remember_prefix:

@@ -39,7 +39,7 @@ def manifest(
     return {
         "config_digest": shown_config(config).digest(),
         **code_facts(),
-        "device": str(torch.device(config.model.chosen_device())),
+        "device": config.model.chosen_device(),
         "threads": torch.get_num_threads(),
         "seed": config.run.seed,
         "model": read["model"],

@@ -105,12 +105,12 @@ class ModelSection(Section):
 
     path: a local directory or GGUF file, a hub id, or a packaged model, "demo" (MiniLM) or "smollm2". task:
     "classification", or "causal-lm" for a language model. device: "cpu", "cuda" or another torch device; "auto" is a
-    GPU if there is one. bf16: compute in bfloat16; on a CPU without instructions for it, that takes as long as float32.
-    checkpointing: recompute activations in the backward pass, which saves memory and costs time. dropout: overrides the
-    model's own dropout if given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library bitsandbytes),
-    on which fedex-lora and flora cannot run. remember_prefix: compute the layers before the first one with LoRA only
-    once per text, and remember the output (encoders without dropout): faster, and the same result up to rounding in
-    padded batches.
+    GPU if there is one, and "balanced" spreads the layers over all GPUs (transformers' device_map). bf16: compute in
+    bfloat16; on a CPU without instructions for it, that takes as long as float32. checkpointing: recompute activations
+    in the backward pass, which saves memory and costs time. dropout: overrides the model's own dropout if given.
+    four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library bitsandbytes), on which fedex-lora and flora
+    cannot run. remember_prefix: compute the layers before the first one with LoRA only once per text, and remember the
+    output (encoders without dropout): faster, and the same result up to rounding in padded batches.
     """
 
     path: Annotated[str, Key("each site names its own copy in its site.toml, and the server its own in [at_server]")]

@@ -19,6 +19,7 @@ from fedlora.training.content import file_digest
 from fedlora.training.hub_models import source
 from fedlora.training.settings import Task
 
+SPREAD = "balanced"  # transformers' name for a device_map: a model's layers over all GPUs
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
 
 
@@ -46,7 +47,7 @@ def load_base(
         raise ConfigError(  # transformers would make up an empty vocabulary
             f"the model {os.fspath(path)!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there."
         )
-    network, tokenizer, odd = _read(path, task, labels, seed, dropout, _quantisation(four_bit, device))
+    network, tokenizer, odd = _read(path, task, labels, seed, dropout, _placed(four_bit, device))
     if odd:
         raise ConfigError(_other_head(path, labels, odd))
     if task == "causal-lm" and tokenizer.eos_token_id is None:
@@ -56,9 +57,9 @@ def load_base(
     if network.config.get_text_config().pad_token_id is None:
         network.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     try:
-        if not four_bit:  # bitsandbytes has already placed it
+        if not four_bit and device != SPREAD:  # transformers has already placed it
             network.to(device)
-        torch.zeros((), device=device).item()  # fails on "meta", which accepts weights but holds no numbers
+        next(network.parameters()).sum().item()  # fails on "meta", which accepts weights but holds no numbers
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
@@ -143,21 +144,25 @@ def _other_head(
     )
 
 
-def _quantisation(four_bit: bool, device: str) -> dict[str, Any]:
-    """Arguments for `from_pretrained` to load a base in 4 bits. Raises `ConfigError` without a GPU or bitsandbytes."""
+def _placed(four_bit: bool, device: str) -> dict[str, Any]:
+    """Arguments for `from_pretrained` to load a base in 4 bits, or over all GPUs. Raises `ConfigError` for what this
+    machine lacks."""
+    if device == SPREAD and not torch.cuda.is_available():
+        raise ConfigError(f"model.device = {SPREAD!r} spreads the model over GPUs, but torch sees none.")
+    spread = {"device_map": SPREAD} if device == SPREAD else {}
     if not four_bit:
-        return {}
+        return spread
     from importlib.util import find_spec
 
     from transformers import BitsAndBytesConfig
 
-    if not device.startswith("cuda") or find_spec("bitsandbytes") is None:
+    if not (spread or device.startswith("cuda")) or find_spec("bitsandbytes") is None:
         raise ConfigError(
             f"model.four_bit needs a GPU and the library bitsandbytes (pip install bitsandbytes); the device is "
             f"{device!r}."
         )
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    return {"quantization_config": nf4, "device_map": {"": device}}
+    return {"quantization_config": nf4, "device_map": {"": device}, **spread}
 
 
 @doing("unpacking the GGUF model, once")

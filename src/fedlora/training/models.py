@@ -167,7 +167,8 @@ class AdaptedModel:
             if isinstance(getattr(module, "lora_A", None), nn.ModuleDict) and self._active in module.lora_A:
                 B, A = module.lora_B[self._active].weight, module.lora_A[self._active].weight
                 own, q = self.settings.scale(len(A)) / self.settings.unit, penalty.tail_start(len(A))
-                parts.append(_size((B if own == 1 else B * own)[:, q:]) * _size(A[q:]))
+                size = _size((B if own == 1 else B * own)[:, q:]) * _size(A[q:])
+                parts.append(size.to(self.device))  # a model may be spread over several GPUs
         return penalty.strength * torch.stack(parts).sum()
 
     def _adapter_for(self, rank: int | Mapping[str, int]) -> str:
