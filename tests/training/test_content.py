@@ -20,7 +20,8 @@ FILES = (
 
 
 def test_every_file_that_transformers_may_read_counts(tmp_path: Path) -> None:
-    """Weights, configurations, tokenizers of either kind, chat templates; not a readme, nor a pickle."""
+    """Weights, configurations, tokenizers of either kind, chat templates; not a readme, nor a pickle
+    beside other weights."""
     for name in (*FILES, "README.md", "pytorch_model.bin"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)

@@ -27,7 +27,7 @@ from fedlora.methods.registry import find
 from fedlora.runs.attack_section import with_flipped_labels
 from fedlora.runs.client_data import Dealt, Keep, deal
 from fedlora.runs.config import KEYS, RunConfig, has_no_effect
-from fedlora.training.content import file_digest, model_content
+from fedlora.training.content import file_digest, model_commit, model_content
 
 MODEL, CODE, DATA = "the model", "the code of the method", "the data"
 _MOST_NAMED = 3
@@ -111,7 +111,10 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, li
 
 
 def _model(config: RunConfig) -> dict[str, Any]:
-    return {"path": config.model.path, "sha256": model_content(config.model.location())}
+    place = config.model.location()
+    commit = model_commit(place)
+    facts = {"path": config.model.path, "sha256": model_content(place)}
+    return facts if commit is None else {**facts, "commit": commit}
 
 
 def _data(config: RunConfig, data: Dealt) -> dict[str, Any]:
@@ -209,6 +212,7 @@ def own_paths(config: RunConfig) -> dict[str, str]:
         **{f"data.clients.{client}": path for client, path in data.clients.items()},
         "data.validation": data.validation,
         "data.test": data.test,
+        **{f"data.task_lists.{k}": path for k, path in enumerate(data.task_lists)},
         "model.path": config.model.path,
     }
     return {key: path for key, path in told.items() if isinstance(path, str) and os.path.isabs(path)}
@@ -219,9 +223,10 @@ def with_paths(config: RunConfig, new: Mapping[str, str]) -> RunConfig:
     data, model, method = config.data, config.model, config.method
     parts = {part: new[f"data.{part}"] for part in ("train", "validation", "test") if f"data.{part}" in new}
     clients = {client: new.get(f"data.clients.{client}", path) for client, path in data.clients.items()}
+    lists = [new.get(f"data.task_lists.{k}", path) for k, path in enumerate(data.task_lists)]
     return config.model_copy(
         update={
-            "data": data.model_copy(update={**parts, "clients": clients}),
+            "data": data.model_copy(update={**parts, "clients": clients, "task_lists": lists}),
             "model": model.model_copy(update={"path": new.get("model.path", model.path)}),
             "method": method.model_copy(update={"name": new.get(_CODE, method.name)}),
         }

@@ -158,6 +158,11 @@ def _data(
             "data.task = 'mnli' from --data-root has one test set, matched or mixed: whichever the file holds. "
             "validation_mismatched is only on the hub (leave --data-root out), so this run will not have that number."
         )
+    if config.data.revision is not None and data_root is not None:
+        log.warning(
+            f"data.revision = {config.data.revision!r} names the hub's files, and --data-root has others: the "
+            f"manifest has their digests."
+        )
     check_measuring(config, data)
     return data, adversary
 
@@ -189,7 +194,8 @@ def _checked_target(
 def _train_settings(config: RunConfig, template: str | None) -> TrainSettings:
     return TrainSettings(
         **config.train.model_dump(), rounds=config.run.rounds, max_length=config.data.max_length,
-        loss_on=config.data.loss_on, bf16=config.model.bf16, template=template,
+        loss_on=config.data.loss_on, long_responses=config.data.long_responses, bf16=config.model.bf16,
+        template=template,
         own_starts=config.clients.starts == "own",
     )  # fmt: skip
 
@@ -217,7 +223,7 @@ class _Measuring:
         def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
             return config.evaluate.evaluator(
                 model, sets, clients, target=target, own=own, max_length=config.data.max_length,
-                bf16=config.model.bf16, template=template,
+                bf16=config.model.bf16, template=template, long_responses=config.data.long_responses,
             )  # fmt: skip
 
         probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}

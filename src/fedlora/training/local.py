@@ -155,7 +155,7 @@ class LocalTrainer(RoundTrainer):
         self._data: dict[str, Encoded] = {
             client: encode(
                 part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on,
-                template=settings.template,
+                template=settings.template, long_responses=settings.long_responses,
             )
             for client, part in data.items()
         }  # fmt: skip
