@@ -139,7 +139,7 @@ class AdaptedModel:
 
     def seed_adapter(self, rank: int | Mapping[str, int], *, seed: int) -> tuple[Adapter, AdapterSpec]:
         """A fresh adapter of `rank` as peft starts it (B = 0, A drawn from `seed`), the model's heads, and the spec."""
-        name = self._adapter_for(rank)  # also creates the peft model, if there is none yet
+        name = self.add(rank)  # also creates the peft model, if there is none yet
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "adapter"))
             self._model.add_adapter(_SEED, self._config(rank))
@@ -153,7 +153,7 @@ class AdaptedModel:
         """Set the model to W0 + scaling * adapter.base, adapted by `adapter`, replacing whatever was active."""
         ranks = adapter.ranks
         distinct = set(ranks.values())
-        name = self._adapter_for(distinct.pop() if len(distinct) == 1 else ranks)
+        name = self.add(distinct.pop() if len(distinct) == 1 else ranks)
         if name != self._active:
             self._model.set_adapter(name)
             self._active = name
@@ -186,7 +186,7 @@ class AdaptedModel:
                 parts.append(_size((B if own == 1 else B * own)[:, q:]) * _size(A[q:]))
         return penalty.strength * torch.stack(parts).sum()
 
-    def _adapter_for(self, rank: int | Mapping[str, int]) -> str:
+    def add(self, rank: int | Mapping[str, int]) -> str:
         from peft import get_peft_model
 
         key = rank if isinstance(rank, int) else tuple(sorted(rank.items()))
@@ -215,7 +215,7 @@ class AdaptedModel:
 
     def _check_rank(self, rank: int) -> None:
         """Raise `ConfigError` if a rank exceeds both sides of every adapted matrix, before allocating anything."""
-        name = self._adapter_for(1)  # creates the peft model
+        name = self.add(1)  # creates the peft model
         adapter, _ = read_model(self._model, name, scaling=self.settings.unit)
         sides = [max(len(B), A.shape[1]) for B, A in (lora.factors for lora in adapter.modules.values())]
         if rank > max(sides, default=rank):
