@@ -98,9 +98,7 @@ def _read(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **where)
         config = AutoConfig.from_pretrained(path, **where, **classes)
-        for name in config.to_dict() if dropout is not None else ():
-            if "dropout" in name or name.endswith("pdrop"):
-                setattr(config, name, dropout)
+        set_dropout(config, dropout)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "head"))
             network, found = kind.from_pretrained(
@@ -122,6 +120,13 @@ def _read(
         network.config.id2label = dict(enumerate(labels))
         network.config.label2id = {name: k for k, name in enumerate(labels)}
     return network, tokenizer, [(n, tuple(a), tuple(b)) for n, a, b in sorted(found["mismatched_keys"])]
+
+
+def set_dropout(config: Any, dropout: float | None) -> None:
+    """Replace every dropout rate in a model's configuration; None leaves them."""
+    for name in config.to_dict() if dropout is not None else ():
+        if "dropout" in name or name.endswith("pdrop"):
+            setattr(config, name, dropout)
 
 
 def _other_head(
@@ -227,4 +232,4 @@ def longest_of_files(model: Path) -> int | None:
         return longest_input(AutoModel.from_config(config), positions_of(config))
 
 
-__all__ = ["dequantised", "load_base", "longest_input", "longest_of_files", "positions_of"]
+__all__ = ["dequantised", "load_base", "longest_input", "longest_of_files", "positions_of", "set_dropout"]
