@@ -44,7 +44,7 @@ def kept(model: AdaptedModel, examples: int, tokens: int, *, classifies: bool) -
 def test_shapes_and_activations_are_those_of_the_real_model(
     load: Loader, load_language_model: Loader, classifier: Path, language_model: Path
 ) -> None:
-    """Kernels of attention on the meta device keep other small tensors: within 2 %."""
+    """Kernels of attention on the meta device keep other small tensors: within 5 % of so small a model."""
     lora = LoRASettings(targets=["query", "value"])
     for real, bare in ((load(dropout=0.1), Skeleton(classifier, "classification", lora, 3, dropout=0.1)),
                        (load_language_model(), Skeleton(language_model, "causal-lm", LANGUAGE, 0))):  # fmt: skip
@@ -53,7 +53,7 @@ def test_shapes_and_activations_are_those_of_the_real_model(
         assert bare.shapes.modules == shapes
         assert bare.shapes.heads == {name: head.numel() for name, head in adapter.heads.items()}
         all_kept, _ = bare.activations(5, 12)
-        assert all_kept == pytest.approx(kept(real, 5, 12, classifies=bool(adapter.heads)), rel=0.02)
+        assert all_kept == pytest.approx(kept(real, 5, 12, classifies=bool(adapter.heads)), rel=0.05)
 
 
 @pytest.mark.filterwarnings(

@@ -40,9 +40,10 @@ def run(
     workers: Annotated[str, WorkersHelp] = "1",
     data_root: Annotated[Path | None, typer.Option(envvar="FEDLORA_DATA_ROOT", help="folders glue, superni")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="show what would run, and run nothing")] = False,
-    rate: Annotated[
-        float | None, typer.Option(min=0.001, help="examples a second on another machine, to estimate --plan's hours")
-    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="time a few steps of each kind of run on this device, for --plan's hours")
+    ] = False,
+    price: Annotated[float | None, typer.Option(min=0, help="of an hour of one process, for --plan's costs")] = None,
     experiments: Directory = EXPERIMENTS,
     results: Results = RESULTS,
     work: Work = WORK,
@@ -52,7 +53,7 @@ def run(
     from fedlora.cli.experiment_runs import run_missing
 
     project = Project(experiments, results, work, data_root=data_root)
-    run_missing(project, names, profile, seeds, workers, plan, rate)
+    run_missing(project, names, profile, seeds, workers, plan, measure, price)
 
 
 @app.command()

@@ -113,7 +113,7 @@ def _columns_of_base(
     return found
 
 
-class _Nudged:
+class Nudged:
     """Stands for training: every tensor changes a little, at full rank."""
 
     def train(self, download: Download, adapter: Adapter, position: int) -> Trained:
@@ -137,7 +137,7 @@ def _messages(
     up: dict[_Kind, set[int]] = {}
     for now, part in enumerate(_PART):
         without, record = (
-            next(simulate(server, clients, _Nudged(), state, rounds=now + 1, form=form))
+            next(simulate(server, clients, Nudged(), state, rounds=now + 1, form=form))
             for clients in ([other], [other, one])
         )
         if part == "0":

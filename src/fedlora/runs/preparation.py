@@ -120,7 +120,7 @@ def prepare(
     clients, seed_adapter, spec = _start(config, model, list(parts))
     if config.privacy is not None:
         server = replace(server, privacy=planned_privacy(config, clients, seed_adapter))
-    target = _checked_target(config, server, seed_adapter, clients, parts)
+    target = checked_target(config, server, seed_adapter, clients, {name: len(part) for name, part in parts.items()})
     measuring = _Measuring.of(config, data, model, clients, target)
     trainer = LocalTrainer(model, parts, _train_settings(config, measuring.template), seed=config.run.seed)
     facts = _facts(config, data, clients, model, server, target, adversary, trainer, measuring)
@@ -176,10 +176,11 @@ def _start(config: RunConfig, model: AdaptedModel, names: list[str]) -> tuple[tu
     return clients, _cut(seed_adapter, clients), spec
 
 
-def _checked_target(
-    config: RunConfig, server: Server, seed_adapter: Adapter, clients: Sequence[Client], parts: Mapping[str, TextData]
+def checked_target(
+    config: RunConfig, server: Server, seed_adapter: Adapter, clients: Sequence[Client], sizes: Mapping[str, int]
 ) -> Target:
-    """The evaluation target, with "auto" resolved, after checking that the server can serve these clients."""
+    """The evaluation target, with "auto" resolved, after checking that the server can serve these clients, which have
+    `sizes` examples each."""
     initial = server.init(seed_adapter)
     for client in clients:  # a method that cannot serve these ranks raises now, not after the first round
         server.download(initial, client)
@@ -187,7 +188,7 @@ def _checked_target(
     if target == "auto":
         target = "server" if server.has_global_model(initial) else "clients"
     check_fit(config, server, initial, target, clients)
-    check_liars(config, server, initial, clients, {name: float(len(part)) for name, part in parts.items()})
+    check_liars(config, server, initial, clients, {name: float(size) for name, size in sizes.items()})
     return target
 
 

@@ -21,7 +21,7 @@ from fedlora.core import files
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
 from fedlora.given_files import parse_json, read_given
-from fedlora.training.hub_models import hub_name, source
+from fedlora.training.hub_models import SECONDS, hub_name, source
 
 # Files that no loader of ours reads: hidden files, cards, pictures, other frameworks' weights, data; and PyTorch's
 # pickled weights, unless there are no others (`weight_files`). All others count, because each model may read more: shards in folders, code, tokenizers of any kind.
@@ -180,6 +180,21 @@ def weight_files(place: Path) -> list[Path]:
     return found
 
 
+def check_weights(path: str | os.PathLike[str], revision: str | None = None) -> None:
+    """Raise `ConfigError` if a model's weights are neither here nor on the hub. Nothing is downloaded."""
+    if Path(path).exists():
+        weight_files(Path(path))
+        return
+    if source(path, revision)["local_files_only"]:
+        weight_files(model_place(path, revision))
+        return
+    from huggingface_hub import HfApi
+
+    listed = HfApi().model_info(os.fspath(path), revision=revision, timeout=SECONDS).siblings or []
+    if not any(one.rfilename.endswith(".safetensors") or one.rfilename.startswith(PICKLED[:-4]) for one in listed):
+        raise ConfigError(f"the model {os.fspath(path)!r} has no weights on the hub: no safetensors, and no {PICKLED}.")
+
+
 @doing("hashing the base model")
 def base_digest(path: str | os.PathLike[str], cache: Path | None = None) -> str:
     """SHA-256 (hex) of a base model's weights: each tensor's name, type, shape and bytes, sorted by name, so that a
@@ -291,6 +306,6 @@ def _merges(tokenizer: Any) -> list[list[str]]:
 
 
 __all__ = [
-    "base_digest", "file_digest", "model_commit", "model_content", "model_files", "model_place", "template_digest", "tokenizer_digest",
+    "base_digest", "check_weights", "file_digest", "model_commit", "model_content", "model_files", "model_place", "template_digest", "tokenizer_digest",
     "tokenizer_of", "weight_files",
 ]  # fmt: skip
