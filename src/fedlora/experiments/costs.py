@@ -84,8 +84,8 @@ class Workloads:
             tokens, memory = self._tokens(config, read, bare), memory_of(config, bare, list(read.sizes))
         except (ConfigError, DataError) as error:
             return Workload(trained, None, early, scored, answers, None, None, (*whys, _line(error)))
-        private = config.privacy is not None
-        size = None if private else bytes_of(config, bare.shapes, list(read.sizes))
+        moved = config.model.adapter is not None and config.method.build().roles(0).moves_base
+        size = None if config.privacy is not None or moved else bytes_of(config, bare.shapes, list(read.sizes))
         return Workload(trained, tokens, early, scored, answers, size, memory, whys)
 
     def data(self, config: RunConfig) -> _Read | str:

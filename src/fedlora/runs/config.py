@@ -199,7 +199,12 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
         update={
             "privacy": private,
             "data": data.model_copy(update=changes),
-            "model": model.model_copy(update={"path": absolute(model.path)}) if local else model,
+            "model": model.model_copy(
+                update={
+                    "path": absolute(model.path) if local else model.path,
+                    "adapter": absolute(model.adapter) if model.adapter else None,
+                }
+            ),
         }
     )
 

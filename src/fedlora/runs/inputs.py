@@ -113,8 +113,12 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, li
 def _model(config: RunConfig) -> dict[str, Any]:
     place = config.model.location()
     commit = model_commit(place)
-    facts = {"path": config.model.path, "sha256": model_content(place)}
-    return facts if commit is None else {**facts, "commit": commit}
+    facts: dict[str, Any] = {"path": config.model.path, "sha256": model_content(place)}
+    if commit is not None:
+        facts["commit"] = commit
+    if config.model.adapter is not None:
+        facts["adapter"] = model_content(config.model.adapter)
+    return facts
 
 
 def _data(config: RunConfig, data: Dealt) -> dict[str, Any]:
@@ -139,7 +143,8 @@ def _size(data: TextData) -> dict[str, Any]:
 def _named(table: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a table of `facts_of`, by descriptive names."""
     if table == "model":
-        return {f"the model's {file}": digest for file, digest in facts.get("sha256", {}).items()}
+        parts = {"model": facts.get("sha256", {}), "adapter": facts.get("adapter", {})}
+        return {f"the {part}'s {file}": digest for part, each in parts.items() for file, digest in each.items()}
     if table == "code":
         return {f"the method's code, {file}": digest for file, digest in facts.items()}
     words = {"train": "the data of {!r}", "probes": "the data of {!r}", "own_test": "the own test set of {!r}"}
@@ -186,6 +191,7 @@ def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> s
     if config.train.schedule != "constant" or config.privacy is not None:  # each round then depends on their number
         lasting["run.rounds"] = config.run.rounds
     told = [lasting, facts["model"]["sha256"], facts["code"], facts["data"], facts["threads"], secret]
+    told += [facts["model"]["adapter"]] if "adapter" in facts["model"] else []
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
@@ -214,6 +220,7 @@ def own_paths(config: RunConfig) -> dict[str, str]:
         "data.test": data.test,
         **{f"data.task_lists.{k}": path for k, path in enumerate(data.task_lists)},
         "model.path": config.model.path,
+        "model.adapter": config.model.adapter,
     }
     return {key: path for key, path in told.items() if isinstance(path, str) and os.path.isabs(path)}
 
@@ -227,7 +234,9 @@ def with_paths(config: RunConfig, new: Mapping[str, str]) -> RunConfig:
     return config.model_copy(
         update={
             "data": data.model_copy(update={**parts, "clients": clients, "task_lists": lists}),
-            "model": model.model_copy(update={"path": new.get("model.path", model.path)}),
+            "model": model.model_copy(
+                update={key: new.get(f"model.{key}", getattr(model, key)) for key in ("path", "adapter")}
+            ),
             "method": method.model_copy(update={"name": new.get(_CODE, method.name)}),
         }
     )

@@ -35,6 +35,7 @@ from fedlora.runs.inputs import dealt_out
 from fedlora.runs.manifest import manifest, straddling
 from fedlora.runs.private_outputs import public_manifest
 from fedlora.runs.tracking import check_trackers
+from fedlora.runs.warm_start import warm_start
 from fedlora.seeds import derive_seed
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
@@ -117,7 +118,7 @@ def prepare(
     check_processes(config, processes)
     labels, device = next(iter(parts.values())).label_names, "cpu" if processes > 1 else None  # processes move copies
     model = config.model.load(config.lora, labels, config.run.seed, device=device)
-    clients, seed_adapter, spec = _start(config, model, list(parts))
+    clients, seed_adapter, spec = _start(config, model, list(parts), labels)
     if config.privacy is not None:
         server = replace(server, privacy=planned_privacy(config, clients, seed_adapter))
     target = checked_target(config, server, seed_adapter, clients, {name: len(part) for name, part in parts.items()})
@@ -167,13 +168,16 @@ def _data(
     return data, adversary
 
 
-def _start(config: RunConfig, model: AdaptedModel, names: list[str]) -> tuple[tuple[Client, ...], Adapter, AdapterSpec]:
+def _start(
+    config: RunConfig, model: AdaptedModel, names: list[str], labels: Sequence[str]
+) -> tuple[tuple[Client, ...], Adapter, AdapterSpec]:
     """The clients with their ranks, and their common start."""
     types = config.clients.assigned(names, config.run.seed)
     largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
     seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
     clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())
-    return clients, _cut(seed_adapter, clients), spec
+    begun = _cut(seed_adapter, clients)
+    return clients, begun if config.model.adapter is None else warm_start(config, begun, labels), spec
 
 
 def checked_target(
