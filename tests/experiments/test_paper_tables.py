@@ -13,7 +13,6 @@ from fedlora.experiments.plan import searches, waiting
 from fedlora.experiments.spec import load_experiment
 from fedlora.methods import build
 
-
 ROOT = Path(__file__).parents[2]
 TABLES = sorted((ROOT / "experiments").glob("table*.toml"))
 

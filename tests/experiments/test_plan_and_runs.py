@@ -66,10 +66,9 @@ targets = ["q_proj", "v_proj"]
 train = "train.jsonl"
 template = "none"
 max_length = 12
-[run.clients.x]
 [axes.method]
 FLoRA = { "method.name" = "flora" }
-""").replace("{ranks}", "[2]").replace("[run.clients.x]\n", "").replace("count = 4", 'count = 4\npartition = "iid"')  # fmt: skip
+""").replace("{ranks}", '[2]\npartition = "iid"')  # fmt: skip
 
 
 @pytest.fixture
@@ -125,7 +124,9 @@ def test_what_is_planned_is_what_the_runner_does(kind: str, tmp_path: Path, coun
     assert sum(each.trained or 0 for each in work) == counted["trained"] > 0
     assert sum(each.tokens or 0 for each in work) == counted["tokens trained"] > 4 * counted["trained"]
     assert sum(each.scored or 0 for each in work) == counted["scored"] > 0
-    assert sum(each.answers or 0 for each in work) == counted["answers"] and (counted["answers"] > 0) == (kind == "words")
+    assert sum(each.answers or 0 for each in work) == counted["answers"] and (counted["answers"] > 0) == (
+        kind == "words"
+    )
     done = places.finished(unclean=True)
     for run, each in zip(runs, work, strict=True):
         assert each.bytes is not None
@@ -142,16 +143,21 @@ def test_a_pace_is_measured_and_nothing_is_written(tmp_path: Path) -> None:
     config = runs[0].config
     longer = config.model_copy(update={"run": config.run.model_copy(update={"rounds": 30})})
     seconds = [paces.seconds(each, count.of(each)) for each in (config, longer, runs[1].config)]
-    assert 0 < (seconds[0] or 0) < (seconds[1] or 0) < 600 and len(paces._known) == 1 and {*tmp_path.iterdir()} == before
+    assert (
+        0 < (seconds[0] or 0) < (seconds[1] or 0) < 600 and len(paces._known) == 1 and {*tmp_path.iterdir()} == before
+    )
 
 
 def test_all_that_is_wrong_is_one_list_and_nothing_starts(tmp_path: Path, main: Any) -> None:
     """A target that the model lacks, a metric of another task, uploads that a method cannot send: three lines."""
     save_encoder(tmp_path / "model")
     (tmp_path / "train.jsonl").write_text(rows(classification(60, 0)))
-    text = CLASSES.replace('FFA = { "method.name" = "ffa-lora" }', """FFA = { "method.name" = "ffa-lora", "server.upload" = "subspace" }
+    text = CLASSES.replace(
+        'FFA = { "method.name" = "ffa-lora" }',
+        """FFA = { "method.name" = "ffa-lora", "server.upload" = "subspace" }
 targets = { "lora.targets" = ["nowhere"] }
-metric = { "evaluate.metric" = "rouge-l" }""")
+metric = { "evaluate.metric" = "rouge-l" }""",
+    )
     (tmp_path / "mine.toml").write_text(text)
     where = ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
     said = main("experiment", "run", str(tmp_path / "mine.toml"), *where)

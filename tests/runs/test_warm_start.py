@@ -104,7 +104,10 @@ def test_what_does_not_fit_is_one_line(world: Path, change: list[str], says: str
 
 @pytest.mark.parametrize(
     ("key", "value", "says"),
-    [("base_model_name_or_path", "other/base", "belongs to the base model"), ("modules_to_save", None, "head|classifier")],
+    [
+        ("base_model_name_or_path", "other/base", "belongs to the base model"),
+        ("modules_to_save", None, "head|classifier"),
+    ],
 )
 def test_another_base_and_lost_heads_are_refused(world: Path, tmp_path: Path, key: str, value: Any, says: str) -> None:
     folder = shutil.copytree(world / "first" / "adapter", tmp_path / "a")

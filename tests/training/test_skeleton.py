@@ -51,7 +51,7 @@ def test_shapes_and_activations_are_those_of_the_real_model(
         adapter, _ = real.seed_adapter(1, seed=0)
         shapes = {name: (len(lora.factors[0]), lora.factors[1].shape[1]) for name, lora in adapter.modules.items()}
         assert bare.shapes.modules == shapes
-        assert bare.shapes.heads == {name: head.numel() for name, head in adapter.heads.items()}
+        assert bare.shapes.heads == {name: tuple(head.shape) for name, head in adapter.heads.items()}
         all_kept, _ = bare.activations(5, 12)
         assert all_kept == pytest.approx(kept(real, 5, 12, classifies=bool(adapter.heads)), rel=0.05)
 

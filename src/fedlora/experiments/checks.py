@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 
@@ -21,6 +21,7 @@ from fedlora.runs.checks import check_measuring, check_processes, check_task
 from fedlora.runs.config import RunConfig
 from fedlora.runs.preparation import checked_target
 from fedlora.runs.rank_profiles import is_attention
+from fedlora.runs.warm_start import warm_start
 from fedlora.training.content import check_weights
 from fedlora.training.skeleton import Skeleton
 
@@ -41,10 +42,9 @@ def problems(runs: Sequence[PlannedRun], places: Places, workers: int, count: Wo
 
 def _of_models(runs: Sequence[PlannedRun]) -> Iterator[str]:
     """Weights that are not here, and devices that this machine lacks."""
-    models = {(run.config.model.path, run.config.model.revision): run.config for run in runs}
-    for (path, revision), config in models.items():
+    for path, revision in sorted({(run.config.model.path, run.config.model.revision or "") for run in runs}):
         try:
-            check_weights(model_location(path), revision)
+            check_weights(model_location(path), revision or None)
         except FedLoRAError as error:
             yield f"model.path = {path!r}: {error}"
     for device in {run.config.model.chosen_device() for run in runs}:
@@ -70,21 +70,26 @@ def _of_runs(runs: Sequence[PlannedRun], count: Workloads, workers: int) -> Iter
             check_task(run.config)
             check_measuring(run.config, read.dealt)
             check_processes(run.config, run.config.run.processes(run.config.model.chosen_device(), len(read.sizes)))
-            _check_fit(run.config, bare, read.sizes)
+            _check_fit(run.config, bare, read.sizes, read.classes)
             yield from _of_memory(run, bare, list(read.sizes), workers)
         except FedLoRAError as error:
             yield f"{run.label}: {error}"
 
 
-def _check_fit(config: RunConfig, bare: Skeleton, sizes: Mapping[str, int]) -> None:
+def _fresh(shapes: Mapping[str, tuple[int, int]], rank: int) -> dict[str, LoRA]:
+    return {name: LoRA(torch.zeros(d_out, rank), torch.ones(rank, d_in)) for name, (d_out, d_in) in shapes.items()}
+
+
+def _check_fit(config: RunConfig, bare: Skeleton, sizes: Mapping[str, int], classes: Sequence[str]) -> None:
     """Raises what `prepare` would, on one module of each shape and kind."""
     each = {(is_attention(name), shape): name for name, shape in bare.shapes.modules.items()}
     types = config.clients.assigned(list(sizes), config.run.seed)
     largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
-    pairs = {
-        name: LoRA(torch.zeros(shape[0], largest), torch.ones(largest, shape[1])) for (_, shape), name in each.items()
-    }
-    adapter = Adapter(pairs, {name: torch.zeros(1) for name in bare.shapes.heads})
+    pairs = _fresh({name: shape for (_, shape), name in each.items()}, largest)
+    adapter = Adapter(pairs, {name: torch.zeros(shape) for name, shape in bare.shapes.heads.items()})
+    if config.model.adapter is not None:
+        begun = warm_start(config, replace(adapter, modules=_fresh(bare.shapes.modules, largest)), classes)
+        adapter = replace(adapter, modules={name: begun.modules[name] for name in pairs})
     clients = [Client(name, kind.ranks(pairs)) for name, kind in types.items()]
     server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
     checked_target(config, server, adapter, clients, sizes)
@@ -97,10 +102,10 @@ def _of_memory(run: PlannedRun, bare: Skeleton, names: Sequence[str], workers: i
     there = torch.cuda.mem_get_info(device)[1] if on_gpu else 2 * half_the_memory()
     if memory.total * workers > there:
         yield (
-            f"{run.label}: training takes about {memory.total / _GB:.1f} GB (weights {memory.weights / _GB:.1f}, adapters "
-            f"with their optimiser {memory.adapters / _GB:.1f}, activations {memory.activations / _GB:.1f}) in each of "
-            f"{counted(workers, 'process', 'processes')}, and {device} has {there / _GB:.1f} GB. Take fewer --workers, a "
-            f"larger train.accumulation, model.checkpointing, or model.dtype = 'bfloat16'."
+            f"{run.label}: training takes about {memory.total / _GB:.1f} GB (weights {memory.weights / _GB:.1f}, "
+            f"adapters with their optimiser {memory.adapters / _GB:.1f}, activations {memory.activations / _GB:.1f}) in "
+            f"each of {counted(workers, 'process', 'processes')}, and {device} has {there / _GB:.1f} GB. Take fewer "
+            f"--workers, a larger train.accumulation, model.checkpointing, or model.dtype = 'bfloat16'."
         )
 
 
@@ -113,7 +118,7 @@ def _of_disk(runs: Sequence[PlannedRun], places: Places, count: Workloads) -> It
             return
         kinds = run.config.clients.assigned(list(read.sizes), run.config.run.seed).values()
         rank = max(max(kind.attention, kind.feed_forward) for kind in kinds)
-        one = 4 * (rank * sum(map(sum, bare.shapes.modules.values())) + sum(bare.shapes.heads.values()))
+        one = 4 * (rank * sum(map(sum, bare.shapes.modules.values())) + bare.shapes.head_numbers)
         kept = run.config.run
         uploads = {"none": 0, "last": 1, "all": kept.rounds}[kept.keep_uploads]
         needed += one * (kept.keep_checkpoints + 3 + uploads * len(kinds))
@@ -123,6 +128,6 @@ def _of_disk(runs: Sequence[PlannedRun], places: Places, count: Workloads) -> It
     free = shutil.disk_usage(place).free
     if needed > free:
         yield (
-            f"the folders of {counted(len(runs), 'run')} take about {needed / _GB:.1f} GB, and the disk of {Path(place)} "
-            f"has {free / _GB:.1f} GB left. Name another --work, or lower run.keep_checkpoints."
+            f"the folders of {counted(len(runs), 'run')} take about {needed / _GB:.1f} GB, and the disk of {place} has "
+            f"{free / _GB:.1f} GB left. Name another --work, or lower run.keep_checkpoints."
         )

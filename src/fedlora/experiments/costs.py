@@ -1,5 +1,5 @@
-"""The cost of runs, counted before they start: examples, tokens, texts to score, answers, bytes, memory; and the time of
-finished ones."""
+"""The cost of runs, counted before they start: examples, tokens, texts to score, answers, bytes, memory; and the time
+of finished ones."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Workloads:
     def model(self, config: RunConfig) -> Skeleton | str:
         """The model's skeleton; the problem in one line, if there is none, or LoRA cannot go there."""
         m, read = config.model, self.data(config)
-        classes = 0 if m.task == "causal-lm" else 2 if isinstance(read, str) else read.classes
+        classes = 0 if m.task == "causal-lm" else 2 if isinstance(read, str) else len(read.classes)
         key = json.dumps([m.model_dump(include={"path", "revision", "task", "dropout", "checkpointing"}),
                           config.lora.model_dump(), classes])  # fmt: skip
         if key not in self._models:
@@ -122,7 +122,7 @@ class Workloads:
         except (ConfigError, DataError) as error:
             return _line(error)
         labels = next(iter(dealt.parts.values())).label_names
-        return _Read(dealt, Held.of(dealt), len(labels))
+        return _Read(dealt, Held.of(dealt), labels)
 
     def _tokens(self, config: RunConfig, read: _Read, bare: Skeleton) -> int:
         """The tokens of the examples that `examples_of` counts, each client's in the order of its epochs."""
@@ -156,11 +156,11 @@ class Workloads:
 
 @dataclass(frozen=True, eq=False)
 class _Read:
-    """classes: their number, 0 for a language model."""
+    """classes: empty for a language model."""
 
     dealt: Dealt
     held: Held
-    classes: int
+    classes: tuple[str, ...]
 
     @property
     def sizes(self) -> dict[str, int]:

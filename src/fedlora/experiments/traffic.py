@@ -82,7 +82,7 @@ def bytes_of(config: RunConfig, shapes: Shapes, names: Sequence[str]) -> Bytes:
             if roles.moves_base:
                 columns = _columns_of_base(ranks, turns, config.run.rounds, min(shape))
                 total, steady = total + count * sum(shape) * _FLOAT32 * columns, False
-    bare, full = (_messages(method, heads, form, 1, 1, (2, 2), size) for size in (0, sum(shapes.heads.values())))
+    bare, full = (_messages(method, heads, form, 1, 1, (2, 2), size) for size in (0, shapes.head_numbers))
     total += sum(full.of(each) - bare.of(each) for each in turns.values())
     return Bytes(total, not steady)
 
@@ -97,9 +97,7 @@ def turns_of(names: tuple[str, ...], share: float, seed: int, rounds: int) -> Ma
     return {name: tuple(each) for name, each in found.items()}
 
 
-def _columns_of_base(
-    ranks: Mapping[str, int], turns: Mapping[str, Sequence[int]], rounds: int, largest: int
-) -> int:
+def _columns_of_base(ranks: Mapping[str, int], turns: Mapping[str, Sequence[int]], rounds: int, largest: int) -> int:
     """The most columns of the base weight's change that clients get: of the steps that they missed, or of the total."""
     steps = [0] * rounds
     for name, rank in ranks.items():
@@ -152,8 +150,8 @@ def _messages(
             first = sent
         was = now
     steady = all(len(sizes) == 1 for sizes in (*down.values(), *up.values()))
-    most = ({kind: max(sizes) for kind, sizes in each.items()} for each in (down, up))
-    return _Messages(first, *most, steady)
+    most = [{kind: max(sizes) for kind, sizes in each.items()} for each in (down, up)]
+    return _Messages(first, most[0], most[1], steady)
 
 
 def _up(sent: Traffic) -> int:

@@ -1,4 +1,4 @@
-"""A run's common start from a trained PEFT adapter (`model.adapter`), read like any stranger's and checked against it."""
+"""A run's common start from a trained PEFT adapter (`model.adapter`), read and checked as a stranger's."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ def _check_modules(fresh: Adapter, given: Adapter, where: str) -> None:
     if odd:
         whose = "the run does not adapt" if odd[0] in given.modules else "it does not adapt"
         raise ConfigError(
-            f"{where} and lora.targets differ in {counted(len(odd), 'module')}, such as {odd[0]!r}, which {whose}. Name "
-            f"its modules in lora.targets."
+            f"{where} and lora.targets differ in {counted(len(odd), 'module')}, such as {odd[0]!r}, which {whose}. "
+            f"Name its modules in lora.targets."
         )
     for name, lora in given.modules.items():
         (B, A), (ours, mine) = lora.factors, fresh.modules[name].factors
         if (len(B), A.shape[1]) != (len(ours), mine.shape[1]):
             raise ConfigError(
-                f"{where} is for a matrix of {len(B)} x {A.shape[1]} at {name!r}, and the model has one of {len(ours)} x "
-                f"{mine.shape[1]}: it is of another model."
+                f"{where} is for a matrix of {len(B)} x {A.shape[1]} at {name!r}, and the model has one of {len(ours)} "
+                f"x {mine.shape[1]}: it is of another model."
             )
 
 

@@ -24,7 +24,8 @@ from fedlora.given_files import parse_json, read_given
 from fedlora.training.hub_models import SECONDS, hub_name, source
 
 # Files that no loader of ours reads: hidden files, cards, pictures, other frameworks' weights, data; and PyTorch's
-# pickled weights, unless there are no others (`weight_files`). All others count, because each model may read more: shards in folders, code, tokenizers of any kind.
+# pickled weights, unless there are no others (`weight_files`). All others count, because each model may read more:
+# shards in folders, code, tokenizers of any kind.
 NOT_READ = (
     ".*", "*.md", "*.rst", "*.pdf", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
     "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pyc",
@@ -248,7 +249,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, str]]:
             pickled = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
             each: Iterator[tuple[str, Any]] = iter(pickled.items())
         else:
-            stored = safe_open(file, framework="pt")
+            stored: Any = safe_open(file, framework="pt")
             each = ((name, stored.get_tensor(name)) for name in stored.keys())  # noqa: SIM118 - no mapping
         for name, tensor in each:
             raw = tensor.reshape(-1).view(torch.uint8).numpy()
@@ -306,6 +307,6 @@ def _merges(tokenizer: Any) -> list[list[str]]:
 
 
 __all__ = [
-    "base_digest", "check_weights", "file_digest", "model_commit", "model_content", "model_files", "model_place", "template_digest", "tokenizer_digest",
-    "tokenizer_of", "weight_files",
+    "base_digest", "check_weights", "file_digest", "model_commit", "model_content", "model_files", "model_place",
+    "template_digest", "tokenizer_digest", "tokenizer_of", "weight_files",
 ]  # fmt: skip

@@ -197,8 +197,9 @@ class TrainSettings(TrainSection):
     """`TrainSection`, plus what other tables of a run say about one client's round.
 
     rounds: in the whole run, for the schedule. max_length: tokens per example. loss_on: an instruction's response, or
-    all of it. long_responses: of an instruction that fill max_length. bf16: compute in bfloat16. template: for a language model's prompts, as in `encoding.encode`. own_starts:
-    a client that receives a fresh adapter (B = 0, in round 0) draws its own A.
+    all of it. long_responses: of an instruction that fill max_length. bf16: compute in bfloat16. template: for a
+    language model's prompts, as in `encoding.encode`. own_starts: a client that receives a fresh adapter (B = 0, in
+    round 0) draws its own A.
 
     Example:
         >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer
@@ -215,6 +216,6 @@ class TrainSettings(TrainSection):
 
 
 __all__ = [
-    "ClassWeights", "DType", "Key", "LongResponses", "LoRASettings", "LossOn", "Optimizer", "Positive", "Schedule", "Section", "Targets", "Task",
-    "TrainSection", "TrainSettings",
+    "ClassWeights", "DType", "Key", "LoRASettings", "LongResponses", "LossOn", "Optimizer", "Positive", "Schedule",
+    "Section", "Targets", "Task", "TrainSection", "TrainSettings",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ forward pass there says which tensors autograd would keep, whatever the architec
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +29,15 @@ from fedlora.training.targets import adapted
 
 @dataclass(frozen=True)
 class Shapes:
-    """modules: adapted matrix -> (d_out, d_in). heads: fully trained tensor -> how many numbers it holds."""
+    """modules: adapted matrix -> (d_out, d_in). heads: fully trained tensor -> its shape."""
 
     modules: Mapping[str, tuple[int, int]]
-    heads: Mapping[str, int]
+    heads: Mapping[str, tuple[int, ...]]
+
+    @property
+    def head_numbers(self) -> int:
+        """How many numbers all heads hold together."""
+        return sum(map(math.prod, self.heads.values()))
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,7 @@ class Skeleton:
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise ConfigError(f"the model {os.fspath(path)!r} cannot be built: {str(error).splitlines()[0]}") from error
         self.parameters = sum(parameter.numel() for parameter in self._base.parameters())
-        head: Any = self._base.get_output_embeddings() if task == "causal-lm" else None  # type: ignore[operator]
+        head: Any = self._base.get_output_embeddings() if task == "causal-lm" else None
         self.vocabulary = 0 if head is None else len(head.weight)
         adapted(self._base, lora.targets)  # stricter than peft
         with torch.device("meta"):
@@ -91,7 +97,7 @@ class Skeleton:
         pairs = {name: lora.factors for name, lora in adapter.modules.items()}
         self.shapes = Shapes(
             {name: (len(B), A.shape[1]) for name, (B, A) in pairs.items()},
-            {name: head.numel() for name, head in adapter.heads.items()},
+            {name: tuple(head.shape) for name, head in adapter.heads.items()},
         )
 
     def memory(
@@ -111,7 +117,7 @@ class Skeleton:
         weight = 0.6 if four_bit else {"float32": 4, "bfloat16": 2}[dtype]
         copies = (4 if by_hand else 2) if bf16 and dtype == "float32" else 0  # as products see them, for the backward
         sizes = [sum(r * sum(self.shapes.modules[name]) for name, r in each.items()) for each in ranks]
-        heads = sum(self.shapes.heads.values())
+        heads = self.shapes.head_numbers
         trained = max(sizes) + heads
         state = {"adam": 8, "adamw": 8, "sgd": 0}[train.optimizer]
         logits = 2 * 4 * scored * tokens * self.vocabulary
