@@ -103,7 +103,7 @@ def _of_memory(run: PlannedRun, bare: Skeleton, names: Sequence[str], workers: i
     if memory.total * workers > there:
         yield (
             f"{run.label}: training takes about {memory.total / _GB:.1f} GB (weights {memory.weights / _GB:.1f}, "
-            f"adapters with their optimiser {memory.adapters / _GB:.1f}, activations {memory.activations / _GB:.1f}) in "
+            f"adapters with optimiser {memory.adapters / _GB:.1f}, activations {memory.activations / _GB:.1f}) in "
             f"each of {counted(workers, 'process', 'processes')}, and {device} has {there / _GB:.1f} GB. Take fewer "
             f"--workers, a larger train.accumulation, model.checkpointing, or model.dtype = 'bfloat16'."
         )
