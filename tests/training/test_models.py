@@ -150,6 +150,17 @@ def test_a_base_in_bfloat16_multiplies_as_a_float32_one_under_autocast(load: Loa
     assert torch.allclose(*said, atol=0.05 * float(said[0].abs().max()))
 
 
+def test_tf32_is_set_both_ways_and_for_a_gpu_alone(load: Loader) -> None:
+    """Of the process: a run must not inherit another one's. torch takes the setting without a GPU, too."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        for tf32, device, wanted in ((True, "cuda:0", "high"), (False, "cpu", "high"), (False, "cuda", "highest")):
+            load(tf32=tf32)._set_precision(device)
+            assert torch.get_float32_matmul_precision() == wanted
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 def test_a_classifier_of_another_number_of_labels_is_our_error_and_no_crash(load: Loader) -> None:
     """The directory's own head has 3 labels, the data 2: the likeliest mistake with a model fine-tuned before."""
     with pytest.raises(ConfigError, match="cannot be loaded") as caught:
