@@ -278,7 +278,8 @@ def test_the_stored_results_of_the_paper_are_found() -> None:
             experiment = load_experiment(path)
             for profile in experiment.profiles:
                 for run in [*searches(experiment, profile), *mains(experiment, profile, stored)]:
-                    assert run.files == {} and run.digest == run.config.digest()
+                    lists = {"data.task_lists.0", "data.task_lists.1"}  # of SuperNI, beside the experiments
+                    assert {*run.files} in (set(), lists) and (run.files or run.digest == run.config.digest())
                     found.add(run.digest)
     assert set(stored) <= found and len(stored) == 410
 

@@ -81,31 +81,33 @@ def planned(folder: Path, *more: Any) -> tuple[dict[str, str], str]:
 
 def test_epochs_and_steps_searched_and_not_yet_searched(folder: Path) -> None:
     """Search: 2 methods x 2 lengths x 2 values; then 2 x 2 x 2 seeds, which wait for it. Half of each are epochs."""
-    row, _ = planned(folder, "--rate", "10")
+    row, said = planned(folder, "--price", "2.5")
     examples = (4 * 21 + 4 * 26) * 2 + (4 * 21 + 4 * 26) * 2
     assert (row["search runs"], row["runs"]) == ("8", "8") and row["examples to train"] == f"{examples:,}" == "752"
-    assert row["hours"] == f"{examples / 10 / 3600:.1f}"
     assert row["texts to score"] == str(16 * (2 * 5 + 2 * 7)), (
         "validation each round; the test at the last and the best"
     )
+    assert re.match("unknown: .* 16 runs", row["hours"]) and re.match("unknown", row["price"])
+    numbers = ("tokens to train", "MB that travel", "GB of memory")
+    assert {row[name] for name in numbers} == {"not counted"} and "model.path = 'm'" in said
 
 
 def test_another_profile_is_of_its_own_rounds_and_methods(folder: Path) -> None:
     """FedSA-LoRA has no model of the server's: each of its two clients is measured."""
-    row, said = planned(folder, "--profile", "more")
+    row, _ = planned(folder, "--profile", "more")
     assert row["examples to train"] == f"{6 * 5 * 21 + 6 * 5 * 26:,}" == "1,410"
     assert row["texts to score"] == str(8 * (5 * 5 + 2 * 7) + 4 * (5 * 10 + 2 * 14))
-    assert re.match("unknown: .* 12 runs", row["hours"]) and "--rate" not in said
+    assert re.match("unknown: .* 12 runs", row["hours"])
 
 
 def test_without_its_data_a_run_by_epochs_has_no_number(folder: Path) -> None:
     """Of steps there is a bound, and it is called one: whole batches, 2 clients x 2 rounds x 3 x 4."""
     (folder / "small.jsonl").unlink()
-    row, said = planned(folder, "--rate", "10")
-    assert {row[name] for name in ("examples to train", "texts to score", "hours")} == {"not counted: no data"}
-    assert "data were not read" in said and "small.jsonl" in said
-    row, said = planned(folder, "--profile", "steps", "--rate", "10")
-    assert row["examples to train"] == "at most 48" and row["texts to score"] == "not counted: no data"
+    row, said = planned(folder)
+    assert {row[name] for name in ("examples to train", "texts to score", "hours")} == {"not counted"}
+    assert "not all is counted" in said and "small.jsonl" in said
+    row, said = planned(folder, "--profile", "steps")
+    assert row["examples to train"] == "at most 48" and row["texts to score"] == "not counted"
 
 
 def test_a_part_of_the_clients_counts_as_it_is_drawn() -> None:

@@ -60,6 +60,8 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "data.prompt": ("question", [TEXT], [FILE, OWN, DEMO, GLUE, NI]),
     "data.response": ("answer", [TEXT], [FILE, OWN, DEMO, GLUE, NI]),
     "data.loss_on": ("all", [TEXT, NI], [FILE, OWN, DEMO, GLUE]),
+    "data.long_responses": ("cut", [TEXT, NI], [FILE, OWN, DEMO, GLUE]),
+    "data.revision": ("abc", [GLUE], [FILE, OWN, DEMO, NI, TEXT]),
     "data.tasks": (3, [NI], [FILE, OWN, DEMO, GLUE, TEXT]),
     "data.unseen": (3, [NI], [FILE, OWN, DEMO, GLUE, TEXT]),
     "data.task_lists": (["a", "b"], [NI], [FILE, OWN, DEMO, GLUE, TEXT]),

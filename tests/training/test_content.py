@@ -6,12 +6,16 @@ import hashlib
 import io
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub.constants import HF_HUB_CACHE
 
+from fedlora.errors import ConfigError
+from fedlora.runs.sections import ModelSection
 from fedlora.training import content
-from fedlora.training.content import file_digest, model_content
+from fedlora.training.content import check_weights, file_digest, model_commit, model_content, model_place
 
 FILES = (
     "model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
@@ -20,7 +24,8 @@ FILES = (
 
 
 def test_every_file_that_transformers_may_read_counts(tmp_path: Path) -> None:
-    """Weights, configurations, tokenizers of either kind, chat templates; not a readme, nor a pickle."""
+    """Weights, configurations, tokenizers of either kind, chat templates; not a readme, nor a pickle
+    beside other weights."""
     for name in (*FILES, "README.md", "pytorch_model.bin"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
@@ -40,6 +45,26 @@ def test_what_the_index_names_counts_whatever_it_is_called(name: str, tmp_path: 
     (tmp_path / name).write_bytes(b"weights")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": name}}))
     assert model_content(tmp_path)[name] == hashlib.sha256(b"weights").hexdigest()
+
+
+def test_a_pinned_revision_is_its_own_snapshot(encoder: Path, request: pytest.FixtureRequest) -> None:
+    """In the cache of all tests (conftest.py), where `main` has moved on; a revision that is not there is refused."""
+    cache = Path(HF_HUB_CACHE) / "models--org--pinned"
+    request.addfinalizer(lambda: shutil.rmtree(cache))
+    old, new = "a" * 40, "b" * 40
+    for commit in (old, new):
+        shutil.copytree(encoder, cache / "snapshots" / commit)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(new)
+    assert model_place("org/pinned").name == new and model_place("org/pinned", old).name == old
+    place = ModelSection(path="org/pinned", revision=old).location()
+    assert model_commit(place) == old and model_commit("org/pinned") == new and model_commit(encoder) is None
+    check_weights("org/pinned", old)
+    (cache / "snapshots" / old / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no weights"):
+        check_weights("org/pinned", old)
+    with pytest.raises(ConfigError, match=r"org/pinned"):
+        check_weights("org/pinned", "c" * 40)
 
 
 def test_a_gguf_file_is_one_file_and_a_hub_id_has_none_here(tmp_path: Path) -> None:

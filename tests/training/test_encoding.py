@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError, DataError
-from fedlora.training.encoding import IGNORED, collate, encode
+from fedlora.training.encoding import IGNORED, Cut, collate, cut_of, encode
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader
 from support.training_data import CLS, EOS, LABELS, PAD, SEP, UNK, classification, tokenizer, word
@@ -92,6 +92,16 @@ def test_a_response_that_leaves_no_room_for_its_prompt_is_refused_by_its_place()
     data = TextData("instruction", ("w0", "w0 w1"), responses=("w1", "w2 w3"))
     with pytest.raises(DataError, match=r"example 1: .*3 tokens .* max_length = 3"):
         encode(data, tokenizer(classifies=False), max_length=3, template="none")
+
+
+def test_a_response_that_fills_the_length_keeps_half_of_it_if_asked_and_is_counted() -> None:
+    """By hand: six words and an end token within 7 keep 3 words, no end token, and leave 4 to the prompt of 5."""
+    long = TextData("instruction", ("w0 w1 w2 w3 w4", "w0"), responses=("w5 w6 w7 w8 w9 w5", "w1"))
+    cut, whole = encode(long, tokenizer(classifies=False), max_length=7, template="none", long_responses="cut")
+    assert cut["input_ids"] == [*map(word, (1, 2, 3, 4)), *map(word, (5, 6, 7))]
+    assert cut["labels"] == [*[IGNORED] * 4, *map(word, (5, 6, 7))] and cut["cut"] == 1 + 4
+    assert whole["input_ids"][-1] == EOS and "cut" not in whole
+    assert cut_of([cut, whole]) == Cut(2, 1, 5, 1)
 
 
 def test_no_examples_are_no_examples() -> None:

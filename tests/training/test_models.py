@@ -18,8 +18,9 @@ import torch
 import transformers
 from torch import nn
 
-from fedlora.core.lora import LoRA
+from fedlora.core.lora import LoRA, named_tensors
 from fedlora.errors import ConfigError
+from fedlora.training.content import base_digest, model_content
 from fedlora.training.evaluation import ModelEvaluator
 from fedlora.training.local import LocalTrainer
 from fedlora.training.models import AdaptedModel
@@ -97,15 +98,67 @@ def test_a_model_without_its_tokenizer_is_refused(load: Loader, classifier: Path
         load(folder)
 
 
-def test_a_pickled_model_is_never_opened(load: Loader, classifier: Path, tmp_path: Path) -> None:
-    """A pickle can run code. Here it holds the very same weights, and would load."""
-    folder = tmp_path / "pickled"
-    shutil.copytree(classifier, folder)
+def pickled(folder: Path, *more: tuple[str, object]) -> Path:
+    """The folder's weights as PyTorch's own file, and beside them what is given."""
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    torch.save(weights, folder / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="cannot be loaded"):
-        load(folder)
+    torch.save({**weights, **dict(more)}, folder / "pytorch_model.bin")
+    return folder
+
+
+def test_pickled_weights_are_the_same_model_of_the_same_digest(load: Loader, classifier: Path, tmp_path: Path) -> None:
+    """The paper's LLaMA-1B has no other file. The digests of the weights, name by name, do not see the layout."""
+    folder = shutil.copytree(classifier, tmp_path / "pickled")
+    before, digest = load(folder).network.state_dict(), base_digest(folder)
+    after = load(pickled(folder)).network.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert base_digest(folder) == digest and "pytorch_model.bin" in model_content(folder)
+
+
+class Touches:
+    """What a pickle may do: call anything."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_a_pickle_that_calls_is_not_opened(load: Loader, classifier: Path, tmp_path: Path) -> None:
+    folder = pickled(shutil.copytree(classifier, tmp_path / "m"), ("x", Touches(tmp_path / "called")))
+    for opened in (load, base_digest):
+        with pytest.raises(ConfigError, match=r"more than tensors|tensors alone"):
+            opened(folder)
+    assert not (tmp_path / "called").exists()
+    torch.load(folder / "pytorch_model.bin", weights_only=False)
+    assert (tmp_path / "called").exists(), "the file is as dangerous as it says"
+
+
+def test_a_base_in_bfloat16_multiplies_as_a_float32_one_under_autocast(load: Loader) -> None:
+    """Autocast rounds float32 weights to bfloat16 before each product, so those products have the same bits; embeddings
+    and norms may differ by one rounding, 2^-8. What is trained and travels stays float32."""
+    said = []
+    for dtype in ("float32", "bfloat16"):
+        model = load(dtype=dtype)
+        model.activate(model.seed_adapter(2, seed=0)[0])
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            said.append(model.network.eval()(input_ids=torch.arange(4, 12).reshape(2, 4)).logits.float())
+        assert {p.dtype for p in model.trainable()} == {torch.float32}
+        assert {tensor.dtype for _, tensor in named_tensors(model.read())} == {torch.float32}
+        assert model.network.get_input_embeddings().weight.dtype == getattr(torch, dtype)
+    assert torch.allclose(*said, atol=0.05 * float(said[0].abs().max()))
+
+
+def test_tf32_is_set_both_ways_and_for_a_gpu_alone(load: Loader) -> None:
+    """Of the process: a run must not inherit another one's. torch takes the setting without a GPU, too."""
+    before = torch.get_float32_matmul_precision()
+    try:
+        for tf32, device, wanted in ((True, "cuda:0", "high"), (False, "cpu", "high"), (False, "cuda", "highest")):
+            load(tf32=tf32)._set_precision(device)
+            assert torch.get_float32_matmul_precision() == wanted
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_a_classifier_of_another_number_of_labels_is_our_error_and_no_crash(load: Loader) -> None:

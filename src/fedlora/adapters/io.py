@@ -107,7 +107,7 @@ def read_model(model: nn.Module, name: str = "default", *, scaling: float = 1.0)
     for path, layer in _lora_layers(model, name):
         lora = _pair(path, layer.lora_B[name].weight.detach(), layer.lora_A[name].weight.detach())
         modules[path] = scaled(lora, layer.scaling[name] / scaling).map(Tensor.clone)
-    heads = {path: tensor.detach().clone() for path, tensor in _head_tensors(model, name)}
+    heads = {path: tensor.detach().clone() for path, tensor in head_tensors(model, name)}
     return Adapter(modules, heads, getattr(model, _BASE, _UNMOVED)[0]), spec_of(config, scaling)
 
 
@@ -124,7 +124,7 @@ def load_into_model(model: nn.Module, adapter: Adapter, name: str = "default", *
     """
     check_scaling(scaling)
     _model_config(model, name)
-    layers, heads = dict(_lora_layers(model, name)), dict(_head_tensors(model, name))
+    layers, heads = dict(_lora_layers(model, name)), dict(head_tensors(model, name))
     for what, have, want in (("modules", layers, adapter.modules), ("heads", heads, adapter.heads)):
         if set(have) != set(want):
             odd = sorted(set(have) ^ set(want))
@@ -188,7 +188,7 @@ def _lora_layers(model: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
             yield path.removeprefix(PREFIX), module
 
 
-def _head_tensors(model: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
+def head_tensors(model: nn.Module, name: str) -> Iterator[tuple[str, Tensor]]:
     """Parameters and buffers of fully trained modules, as peft saves them."""
     for path, module in model.named_modules():
         saved = getattr(module, "modules_to_save", None)

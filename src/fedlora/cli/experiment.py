@@ -55,9 +55,10 @@ def run(
     workers: Annotated[str, WorkersHelp] = "1",
     data_root: DataRoot = None,
     plan: Annotated[bool, typer.Option("--plan", help="show what would run, and run nothing")] = False,
-    rate: Annotated[
-        float | None, typer.Option(min=0.001, help="examples a second on another machine, to estimate --plan's hours")
-    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="time a few steps of each kind of run on this device, for --plan's hours")
+    ] = False,
+    price: Annotated[float | None, typer.Option(min=0, help="of an hour of one process, for --plan's costs")] = None,
     on: Annotated[Machines, typer.Option(help="this machine, or a Ray cluster that runs already")] = Machines.here,
     address: Annotated[str | None, typer.Option(help="of the Ray cluster (default: RAY_ADDRESS, or here)")] = None,
     gpus: Annotated[int | None, typer.Option(min=0, help="GPUs of a run on Ray (default: 1 if it has GPUs)")] = None,
@@ -73,7 +74,7 @@ def run(
 
     there = cluster(on, address, gpus, memory, workers)
     project = Project(experiments, results, work, data_root=data_root)
-    run_missing(project, names, profile, seeds, workers, plan, rate, only=only, shard=shard, cluster=there)
+    run_missing(project, names, profile, seeds, workers, plan, measure, price, only=only, shard=shard, cluster=there)
 
 
 @app.command()

@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from fedlora.cli.screen import Table, console
+from fedlora.cli.screen import Table, console, notes
 from fedlora.errors import counted
+from fedlora.experiments.checks import problems
 from fedlora.experiments.costs import Workload, Workloads, trained_on
+from fedlora.experiments.measured import Paces
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun, mains, searches, waiting
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import named
-from fedlora.training.metrics import generates
+from fedlora.runs.quiet import quiet_libraries
 
 _Counted = tuple[PlannedRun, Workload]
+_NUMBERS = ("search runs", "runs", "finished", "examples to train", "tokens to train", "texts to score",
+            "answers to generate", "MB that travel", "GB of memory", "hours")  # fmt: skip
 
 
-def show_plan(chosen: Sequence[Experiment], profile: str, places: Places, rate: float | None) -> None:
-    """Show a row for each experiment. rate: examples a second, instead of the pace of finished runs."""
+def show_plan(
+    chosen: Sequence[Experiment], profile: str, places: Places, *, workers: int, measure: bool, price: float | None
+) -> None:
+    """Show a row for each experiment, and what is wrong with it.
+
+    measure: take the pace from a few steps here, instead of from finished runs. price: of an hour of one process.
+    """
+    quiet_libraries()
     done, given_up, count = places.finished(unclean=True), places.given_up(), Workloads(places.data_root)
-    paces = _paces(done)
-    numbers = ("search runs", "runs", "finished", "examples to train", "texts to score", "hours", "MB that travel")
-    table = Table("experiment", *numbers)
+    table = Table("experiment", *_NUMBERS, *([] if price is None else ["price"]))
     lacking: dict[str, str] = {}
+    wrong: dict[str, None] = {}
+    finished_pace = _paces(done)
+    measured = Paces(places.data_root) if measure else None
     for experiment in chosen:
         search = searches(experiment, profile)
         planned = [*mains(experiment, profile, done, given_up), *waiting(experiment, profile, done, given_up)]
@@ -32,24 +43,50 @@ def show_plan(chosen: Sequence[Experiment], profile: str, places: Places, rate: 
         todo = [run for run in search if run.digest not in done and run.digest not in given_up]
         todo += [run for digest, run in runs.items() if digest not in done]
         work = [(run, count.of(run.config)) for run in todo]
-        trained = _sum([each.trained for _, each in work])
-        most = "at most " if any(each.most for _, each in work) else ""
-        lacking |= {each.why: experiment.name for _, each in work if each.why}
-        told = "not counted: no data" if trained is None else f"{most}{trained:,}"
-        hours = _hours(work, (lambda _: 1 / rate) if rate else lambda config: paces.get(_kind(config)))
+        lacking |= {why: experiment.name for _, each in work for why in each.whys}
+        wrong |= dict.fromkeys(problems(todo, places, workers, count))
+        hours = _hours(work, measured.seconds if measured else finished_pace)
+        cost = [] if price is None else [hours if isinstance(hours, str) else f"{hours * price:,.2f}"]
         finished = sum(digest in done for digest in runs)
         table.add_row(
-            experiment.name, str(len(search)), str(len(runs)), str(finished), told, _scored(work), hours,
-            _travel(experiment, todo, list(runs.values()), done),
+            experiment.name, str(len(search)), str(len(runs)), str(finished), *_work(work),
+            hours if isinstance(hours, str) else f"{hours:.2f}", *cost,
         )  # fmt: skip
     console.print(table)
     for why, name in lacking.items():
-        console.print(f"{name}: its data were not read: {why}")
-    if lacking:
+        console.print(f"{name}: not all is counted: {why}")
+    if any("data" in why for why in lacking):
         console.print("at most: without data, each client counts with whole batches")
     said = "the time of finished runs of the same model and max_length, all included, on any machine"
-    by = f"--rate, {rate:g} examples a second: training only, without scoring" if rate else said
-    console.print(f"hours of one process by {by}")
+    by = "a few steps, texts and messages of each kind of run, timed on this device now" if measure else said
+    console.print(
+        f"hours of one process by {by}. GB of the process's device at the peak, estimated within a factor of 2, in the "
+        f"largest run."
+    )
+    notes.warn(*wrong)
+
+
+def _work(work: Sequence[_Counted]) -> list[str]:
+    """The cells from examples to memory."""
+    each = [workload for _, workload in work]
+    most = "at most " if any(one.most for one in each) else ""
+    sizes = [one.bytes for one in each]
+    travel = _sum([None if size is None else size.total for size in sizes])
+    bounded = "at most " if any(size is not None and size.most for size in sizes) else ""
+    memory = [one.memory.total if one.memory is not None else None for one in each]
+    largest = None if None in memory else max((n for n in memory if n is not None), default=0)
+    return [
+        _shown(_sum([one.trained for one in each]), most),
+        _shown(_sum([one.tokens for one in each]), most),
+        _shown(_sum([one.scored for one in each])),
+        _shown(_sum([one.answers for one in each])),
+        _shown(None if travel is None else travel / 1e6, bounded, ".1f"),
+        _shown(None if largest is None else largest / 1e9, "", ".2f"),
+    ]
+
+
+def _shown(number: float | None, most: str = "", form: str = "") -> str:
+    return "not counted" if number is None else f"{most}{number:,{form}}"
 
 
 def _sum(each: Sequence[int | None]) -> int | None:
@@ -57,26 +94,15 @@ def _sum(each: Sequence[int | None]) -> int | None:
     return None if None in each else sum(n for n in each if n is not None)
 
 
-def _scored(work: Sequence[_Counted]) -> str:
-    """The number of held-out texts, and of those whose answer is generated token by token."""
-    if (total := _sum([each.scored for _, each in work])) is None:
-        return "not counted: no data"
-    made = sum(each.scored or 0 for run, each in work if generates(run.config.evaluate.metric))
-    return f"{total:,}" + (f", {made:,} by generating" if 0 < made < total else " by generating" if made else "")
-
-
-def _hours(work: Sequence[_Counted], pace: Callable[[RunConfig], float | None]) -> str:
-    """The hours from each run's own pace in seconds per example; no number if one run has no pace."""
-    spent, strange = 0.0, 0
-    for run, each in work:
-        seconds = pace(run.config)
-        if each.trained is None:
-            return "not counted: no data"
-        if seconds is None:
-            strange += 1
-        else:
-            spent += seconds * each.trained / 3600
-    return f"unknown: no run like {counted(strange, 'run')} is finished" if strange else f"{spent:.1f}"
+def _hours(work: Sequence[_Counted], pace: Callable[[RunConfig, Workload], float | None]) -> float | str:
+    """The hours from each run's own seconds; words if one run's are unknown."""
+    each = [pace(run.config, workload) for run, workload in work]
+    strange = sum(seconds is None for seconds in each)
+    if any(workload.trained is None for _, workload in work):
+        return "not counted"
+    if strange:
+        return f"unknown: no run like {counted(strange, 'run')} is finished (--measure)"
+    return sum(seconds for seconds in each if seconds is not None) / 3600
 
 
 def _kind(config: RunConfig) -> tuple[str, int]:
@@ -84,8 +110,8 @@ def _kind(config: RunConfig) -> tuple[str, int]:
     return named(config).model.path, config.data.max_length
 
 
-def _paces(done: Mapping[str, Result]) -> dict[tuple[str, int], float]:
-    """Kind of run -> seconds of the whole process per trained example, from finished runs."""
+def _paces(done: Mapping[str, Result]) -> Callable[[RunConfig, Workload], float | None]:
+    """The seconds of a run's whole process, by those of finished runs of its kind for each trained example."""
     sums: dict[tuple[str, int], tuple[float, int]] = {}
     for result in done.values():
         config, trained = result.settings, trained_on(result)
@@ -93,21 +119,9 @@ def _paces(done: Mapping[str, Result]) -> dict[tuple[str, int], float]:
             kind = config.model.path, config.data.max_length
             spent, examples = sums.get(kind, (0.0, 0))
             sums[kind] = spent + result.wall_seconds, examples + trained
-    return {kind: spent / examples for kind, (spent, examples) in sums.items()}
 
+    def seconds(config: RunConfig, work: Workload) -> float | None:
+        spent, examples = sums.get(_kind(config), (0.0, 0))
+        return None if not examples or work.trained is None else spent / examples * work.trained
 
-def _travel(
-    experiment: Experiment, todo: Sequence[PlannedRun], runs: Sequence[PlannedRun], done: Mapping[str, Result]
-) -> str:
-    """The traffic in MB, from finished runs of each run's own cell; unknown if a cell has none."""
-
-    def cell(run: PlannedRun) -> tuple[tuple[str, str], ...]:
-        return tuple(pair for pair in run.cell.items() if pair[0] != experiment.merged)
-
-    sizes: dict[tuple[tuple[str, str], ...], list[float]] = {}
-    for run in runs:
-        if run.digest in done and (size := done[run.digest].bytes):
-            sizes.setdefault(cell(run), []).append(size["total"] / 1e6)
-    if any(cell(run) not in sizes for run in todo):
-        return "unknown"
-    return f"{sum(sum(sizes[cell(run)]) / len(sizes[cell(run)]) for run in todo):.0f}"
+    return seconds

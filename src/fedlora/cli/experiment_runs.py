@@ -9,46 +9,50 @@ from typing import Any
 
 import typer
 
-from fedlora.cli.batches import Cluster, run_stages
+from fedlora.cli.batches import Cluster, run_stages, worker_count
 from fedlora.cli.experiment_costs import show_plan
 from fedlora.cli.experiment_project import Project
 from fedlora.cli.grid_parts import parse_only, parse_shard
 from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError, counted
+from fedlora.experiments.checks import problems
+from fedlora.experiments.costs import Workloads
 from fedlora.experiments.lost import dead_ends, lost_lines, lost_of
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun, mains, searches, waiting
-from fedlora.experiments.runnable import check_number, check_runnable, missing_files, other_files
+from fedlora.experiments.runnable import check_number, other_files, unfit_runs
 from fedlora.experiments.runner import missing
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import forget_failed
+from fedlora.runs.quiet import quiet_libraries
 
 
 def run_missing(
-    project: Project, names: Sequence[str], profile: str, seeds: str | None, workers: str, plan: bool,
-    rate: float | None, *, only: str | None = None, shard: str | None = None, cluster: Cluster | None = None,
+    project: Project, names: Sequence[str], profile: str, seeds: str | None, workers: str, plan: bool, measure: bool,
+    price: float | None, *, only: str | None = None, shard: str | None = None, cluster: Cluster | None = None,
 ) -> None:  # fmt: skip
     """Run what is missing; `fedlora experiment run --help` explains each argument."""
     places = project.places
     loaded = chosen(project, names, profile, seeds, only)
-    mine = (lambda run: True) if shard is None else parse_shard(shard)
-    if rate is not None and not plan:
-        raise ConfigError("--plan computes hours from --rate: give both, or leave it out.")
+    if (measure or price is not None) and not plan:
+        raise ConfigError("--measure and --price are for --plan, which runs nothing: give it too, or leave them out.")
     if plan and shard is not None:
         raise ConfigError("--plan counts the runs of all shards; leave --shard out.")
+    todo: list[PlannedRun] = []
     for experiment in loaded:
         check_number(experiment, profile, experiment.compared(profile))
-        todo = missing(experiment, profile, places, places.given_up())
-        check_runnable(todo)
-        if plan:
-            continue
-        if gone := missing_files(todo):
-            raise ConfigError(f"experiment {experiment.name}: {' '.join(gone)}")
-        notes.warn(*other_files(todo, places.finished(unclean=True)))
+        todo += missing(experiment, profile, places, places.given_up())
+    _tell_wrong(unfit_runs(todo))
+    at_once = worker_count(workers, todo)
     if plan:
-        show_plan(loaded, profile, places, rate)
+        show_plan(loaded, profile, places, workers=at_once, measure=measure, price=price)
         return
+    quiet_libraries()
+    mine = (lambda run: True) if shard is None else parse_shard(shard)
+    here = at_once if cluster is None else None
+    _tell_wrong(problems([run for run in todo if mine(run)], places, here, Workloads(places.data_root)))
+    notes.warn(*other_files(todo, places.finished(unclean=True)))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's end is like Ctrl-C
     try:
         for experiment in loaded:
@@ -96,6 +100,15 @@ def chosen(
     wanted = None if seeds is None else parse_seeds(seeds, "--seeds")
     loaded = [_of_seeds(project, project.named(name), profile, wanted) for name in names]
     return loaded if only is None else [one.narrowed(profile, parse_only(only, one)) for one in loaded]
+
+
+def _tell_wrong(found: Sequence[str]) -> None:
+    """Raises `ConfigError` if anything is wrong; more than one thing stands in lines before it."""
+    if len(found) == 1:
+        raise ConfigError(found[0])
+    notes.warn(*found)
+    if found:
+        raise ConfigError(f"{len(found)} things are wrong, each in a line above. No run was started.")
 
 
 def _of_seeds(project: Project, experiment: Experiment, profile: str, only: list[int] | None) -> Experiment:

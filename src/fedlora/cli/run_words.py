@@ -59,18 +59,23 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
             what = "prompts to answer" if how == "asked" else "examples"
             notes.warn(
                 f"{part['cut']} of {part['examples']} {what} of {name} are longer than {room} and were cut by "
-                f"{part['tokens']} tokens; their scores are for the shortened texts."
+                f"{part['tokens']} tokens{_short(part['responses'])}; their scores are for the shortened texts."
             )
 
 
 def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str) -> None:
     """Print one line if training examples were too long: how many, and how many tokens were cut."""
     if cut:
-        examples, tokens = (sum(part[what] for part in cut.values()) for what in ("cut", "tokens"))
+        examples, tokens, short = (sum(part[what] for part in cut.values()) for what in ("cut", "tokens", "responses"))
         notes.warn(
             f"{counted(examples, 'training example')} of {counted(len(cut), 'client')} longer than {setting} = "
-            f"{max_length}: cut by {counted(tokens, 'token')}; raise it to keep them whole."
+            f"{max_length}: cut by {counted(tokens, 'token')}{_short(short)}; raise it to keep them whole."
         )
+
+
+def _short(responses: int) -> str:
+    """In how many of them the answer itself was cut (data.long_responses)."""
+    return f", {counted(responses, 'response')} among them" if responses else ""
 
 
 def show_run(folder: RunFolder) -> None:

@@ -44,10 +44,11 @@ GLUE: Mapping[str, Columns] = MappingProxyType(
 )  # fmt: skip
 
 
-def read_glue(task: GlueTask, root: Path | None) -> tuple[TextData, dict[str, TextData]]:
+def read_glue(task: GlueTask, root: Path | None, revision: str | None = None) -> tuple[TextData, dict[str, TextData]]:
     """(train, test set by name) for a task, from files below `root`, or from the hub if it is None.
 
-    A local copy has one test set, "validation"; for mnli the hub has two, matched and mismatched.
+    A local copy has one test set, "validation"; for mnli the hub has two, matched and mismatched. revision: the hub's
+    commit; None: the newest.
 
     Raises:
         DataError: no such files, or the hub cannot be reached.
@@ -59,7 +60,8 @@ def read_glue(task: GlueTask, root: Path | None) -> tuple[TextData, dict[str, Te
     """
     columns = GLUE[task]
     if root is None:
-        sources = {name: f"hf://{HUB}?config={task}&split={name}" for name in ("train", *columns.tests)}
+        at = "" if revision is None else f"&revision={revision}"
+        sources = {name: f"hf://{HUB}?config={task}&split={name}{at}" for name in ("train", *columns.tests)}
     else:
         folder = root / "glue" / task
         if not folder.is_dir():

@@ -12,14 +12,17 @@ merger_settings.py  the settings behind the labels of an axis `merged`
 spec.py             what an experiment is: its file
 plan.py             which runs that makes; what a search chose
 runnable.py         what is known of runs before they start
+traffic.py          bytes, from ranks and shapes
 gpus.py             GPUs dealt to processes
 slurm.py            an array script
-costs.py            examples and hours
+costs.py            examples, tokens, answers, memory; hours of finished runs
 pool.py             slots for runs: processes that may die
 ray_tasks.py        slots on a Ray cluster
 head_alone.py       the controls without LoRA
 mergers.py          train once, merge many
 places.py           where runs, results and failures are
+checks.py           what is wrong with runs, in one list, before the first starts
+measured.py         how long a run takes, from a few steps here
 runner.py           run what is missing
 comparison.py       methods on one configuration, as an experiment of one axis (`fedlora compare`)
 grid.py             an experiment at a profile with its results: what all below is made of

@@ -1,23 +1,28 @@
-"""The cost of runs: training examples, scored held-out texts, and the time of finished runs."""
+"""The cost of runs, counted before they start: examples, tokens, texts to score, answers, bytes, memory; and the time
+of finished ones."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
+from fedlora.data import TextData
+from fedlora.data.demo import model_location
 from fedlora.errors import ConfigError, DataError
 from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import clients_of
 from fedlora.experiments.scores import of_clients
+from fedlora.experiments.traffic import Bytes, bytes_of, turns_of
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
-from fedlora.server.sampling import sample_clients
+from fedlora.training.encoding import encode
+from fedlora.training.local import epoch_order
+from fedlora.training.metrics import generates
 from fedlora.training.settings import TrainSection
+from fedlora.training.skeleton import Memory, Skeleton
 
 
 @dataclass(frozen=True)
@@ -33,45 +38,149 @@ class Times:
 
 @dataclass(frozen=True)
 class Workload:
-    """The work of a run. trained: examples, over all clients and rounds; None if they cannot be counted. most: it may
-    be less, because without data a client may lack a whole batch. scored: held-out texts to score, at most; None if the
-    data are not here. why: the problem with the data, "" if they are here."""
+    """The work of a run. None: not counted, for one of the reasons in `whys`.
+
+    trained, tokens: examples over all clients and rounds, and their tokens without padding; for a private run, whose
+    draw is secret, the expected numbers. most: trained and tokens may be less, because training stops early, or because
+    without data a client may lack a whole batch. scored: held-out texts to score, at most: the best state may be the
+    last. answers: to generate, at most, of evaluate.max_new_tokens each. bytes: None for a private run, which does not
+    report them. memory: of the process that trains, if its texts fill data.max_length.
+    """
 
     trained: int | None
+    tokens: int | None
     most: bool
     scored: int | None
-    why: str
+    answers: int | None
+    bytes: Bytes | None
+    memory: Memory | None
+    whys: tuple[str, ...]
 
 
 class Workloads:
-    """Counts runs. It reads clients' sizes from the data, once for all runs with the same partition. data_root: for
-    named data; without it these are not searched for (the hub is not asked)."""
+    """Counts runs. It reads data and encodes texts once for all runs that share them. data_root: for named data;
+    without it these are not searched for (the hub is not asked)."""
 
     def __init__(self, data_root: Path | None) -> None:
         self._root = data_root
-        self._dealt: dict[str, tuple[Mapping[str, int], Held] | str] = {}
+        self._dealt: dict[str, _Read | str] = {}
+        self._models: dict[str, Skeleton | str] = {}
+        self._lengths: dict[tuple[object, ...], int] = {}  # of a text, by model and settings
 
     def of(self, config: RunConfig) -> Workload:
+        """All that can be counted of the run."""
+        read, bare = self.data(config), self.model(config)
+        whys = tuple(found for found in (read, bare) if isinstance(found, str))
+        early = config.evaluate.patience is not None
+        if isinstance(read, str):
+            return Workload(examples_of(config), None, True, None, None, None, None, whys)
+        trained, scored = examples_of(config, read.sizes), _scored(config, read.held)
+        answers = scored if generates(config.evaluate.metric) else 0
+        if config.model.task == "causal-lm":
+            answers += 2 * min(config.evaluate.samples, read.held.test or read.held.validation)
+        if isinstance(bare, str):
+            return Workload(trained, None, early, scored, answers, None, None, whys)
+        try:
+            tokens, memory = self._tokens(config, read, bare), memory_of(config, bare, list(read.sizes))
+        except (ConfigError, DataError) as error:
+            return Workload(trained, None, early, scored, answers, None, None, (*whys, _line(error)))
+        moved = config.model.adapter is not None and config.method.build().roles(0).moves_base
+        size = None if config.privacy is not None or moved else bytes_of(config, bare.shapes, list(read.sizes))
+        return Workload(trained, tokens, early, scored, answers, size, memory, whys)
+
+    def data(self, config: RunConfig) -> _Read | str:
+        """Who trains on what; the problem in one line, if that cannot be read."""
         c = config.clients
         count = c.count or (len(c.ranks or ()) if not c.profile else 0)
         key = json.dumps([config.data.model_dump(), config.run.seed, config.model.task, count, c.partition, c.alpha,
                           c.min_size, c.own_test], default=str)  # fmt: skip
         if key not in self._dealt:
             self._dealt[key] = self._deal(config)
-        found = self._dealt[key]
-        if isinstance(found, str):
-            return Workload(examples_of(config), True, None, found)
-        sizes, held = found
-        return Workload(examples_of(config, sizes), False, _scored(config, held), "")
+        return self._dealt[key]
 
-    def _deal(self, config: RunConfig) -> tuple[Mapping[str, int], Held] | str:
+    def model(self, config: RunConfig) -> Skeleton | str:
+        """The model's skeleton; the problem in one line, if there is none, or LoRA cannot go there."""
+        m, read = config.model, self.data(config)
+        classes = 0 if m.task == "causal-lm" else 2 if isinstance(read, str) else len(read.classes)
+        key = json.dumps([m.model_dump(include={"path", "revision", "task", "dropout", "checkpointing"}),
+                          config.lora.model_dump(), classes])  # fmt: skip
+        if key not in self._models:
+            try:
+                self._models[key] = Skeleton(
+                    model_location(m.path), m.task, config.lora, classes, revision=m.revision, dropout=m.dropout,
+                    checkpointing=m.checkpointing,
+                )  # fmt: skip
+            except (ConfigError, DataError) as error:
+                self._models[key] = f"model.path = {m.path!r}: {_line(error)}"
+        return self._models[key]
+
+    def _deal(self, config: RunConfig) -> _Read | str:
         if config.data.task is not None and self._root is None:
             return f"data.task = {config.data.task!r} without --data-root"
         try:
             dealt = deal(config, self._root)
         except (ConfigError, DataError) as error:
-            return str(error).splitlines()[0]
-        return {client: len(part) for client, part in dealt.parts.items()}, Held.of(dealt)
+            return _line(error)
+        labels = next(iter(dealt.parts.values())).label_names
+        return _Read(dealt, Held.of(dealt), labels)
+
+    def _tokens(self, config: RunConfig, read: _Read, bare: Skeleton) -> int:
+        """The tokens of the examples that `examples_of` counts, each client's in the order of its epochs."""
+        train, run, found = config.train, config.run, 0.0
+        turns = _turns(config, tuple(read.sizes))
+        for name, part in read.dealt.parts.items():
+            lengths = self._lengths_of(config, part, bare)
+            seen = turns[name] * _a_round(train, len(part))
+            epochs, rest = divmod(seen, len(part))
+            found += epochs * sum(lengths)
+            if config.privacy is None:
+                found += sum(lengths[k] for k in epoch_order(len(part), int(epochs), run.seed, name)[: int(rest)])
+            else:
+                found += rest * sum(lengths) / len(part)
+        return round(found)
+
+    def _lengths_of(self, config: RunConfig, part: TextData, bare: Skeleton) -> list[int]:
+        d, template = config.data, config.data.prompting() if config.model.task == "causal-lm" else None
+        kind = json.dumps([config.model.path, config.model.revision, d.max_length, d.long_responses, template])
+        columns = (part.text, part.pair, part.responses, part.history)
+        rows = zip(*(column for column in columns if column is not None), strict=True)
+        texts: list[tuple[object, ...]] = [(kind, *row) for row in rows]
+        new = [k for k, text in enumerate(texts) if text not in self._lengths]
+        made = encode(
+            part.select(new), bare.tokenizer, max_length=d.max_length, template=template,
+            long_responses=d.long_responses,
+        )  # fmt: skip
+        self._lengths |= {texts[k]: len(example["input_ids"]) for k, example in zip(new, made, strict=True)}
+        return [self._lengths[text] for text in texts]
+
+
+@dataclass(frozen=True, eq=False)
+class _Read:
+    """classes: empty for a language model."""
+
+    dealt: Dealt
+    held: Held
+    classes: tuple[str, ...]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {client: len(part) for client, part in self.dealt.parts.items()}
+
+
+def memory_of(config: RunConfig, bare: Skeleton, names: Sequence[str]) -> Memory:
+    """The memory of the process that trains these clients. Raises `ConfigError` if the model cannot tell."""
+    kinds = set(config.clients.assigned(names, config.run.seed).values())
+    modules = bare.shapes.modules
+    ranks = [dict.fromkeys(modules, r) if isinstance(r := kind.ranks(modules), int) else r for kind in sorted(kinds)]
+    m = config.model
+    return bare.memory(
+        ranks, config.train, config.data.max_length, device=m.chosen_device(), dtype=m.dtype, bf16=m.bf16,
+        four_bit=m.four_bit, scored=config.evaluate.batch_size,
+    )  # fmt: skip
+
+
+def _line(error: Exception) -> str:
+    return str(error).splitlines()[0]
 
 
 @dataclass(frozen=True)
@@ -100,16 +209,12 @@ def examples_of(config: RunConfig, sizes: Mapping[str, int] | None = None) -> in
     sizes: client -> its number of examples. Without them each client takes whole batches, which is the most; None if it
     trains by epochs, which only the data can count.
     """
-    train, run = config.train, config.run
+    train = config.train
     if sizes is None:
         if not train.steps:
             return None
         sizes = {str(k): train.batch_size for k in range(clients_of(config))}
-    names = tuple(sizes)
-    if config.privacy is not None or run.participation == 1.0:
-        turns: Mapping[str, float] = dict.fromkeys(names, run.rounds * run.participation)
-    else:
-        turns = _turns(names, run.participation, run.seed, run.rounds)
+    turns = _turns(config, tuple(sizes))
     return round(sum(turns[name] * _a_round(train, size) for name, size in sizes.items()))
 
 
@@ -139,10 +244,12 @@ def _a_round(train: TrainSection, size: int) -> int:
     return (train.steps or math.ceil(train.epochs * size / batch)) * batch
 
 
-@lru_cache(maxsize=256)
-def _turns(names: tuple[str, ...], share: float, seed: int, rounds: int) -> Mapping[str, int]:
-    """Client -> the number of rounds in which it takes part."""
-    return Counter(one for k in range(rounds) for one in sample_clients(names, share, seed=seed, round=k))
+def _turns(config: RunConfig, names: tuple[str, ...]) -> Mapping[str, float]:
+    """Client -> the number of rounds in which it takes part; the expected one for a private run."""
+    run = config.run
+    if config.privacy is not None or run.participation == 1.0:
+        return dict.fromkeys(names, run.rounds * run.participation)
+    return {name: len(each) for name, each in turns_of(names, run.participation, run.seed, run.rounds).items()}
 
 
 def _scored(config: RunConfig, held: Held) -> int:

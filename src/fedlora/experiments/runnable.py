@@ -35,20 +35,19 @@ def check_number(experiment: Experiment, profile: str, which: str) -> None:
         raise ConfigError(f"no run can have the number {which!r}: {whys[0]}.")
 
 
-def check_runnable(runs: Iterable[PlannedRun]) -> None:
-    """Raises `ConfigError`, with the run, for a method or rule that does not exist or refuses its settings, and for
-    ranks that do not fit the number of clients. Problems that only data or model show are found when a run begins."""
+def unfit_runs(runs: Iterable[PlannedRun]) -> list[str]:
+    """A line for each method or rule that does not exist or refuses its settings, and for ranks that do not fit the
+    number of clients, with the first such run. What only data or model show is in `checks`."""
     known: set[str] = set()
+    found = []
     for run in runs:
         check_private_data(run)
         config = run.config
         told = config.model_dump_json(include={"method", "server", "defence", "clients", "data"})
-        if told in known:
-            continue
+        if told not in known and (why := unfit(config)) is not None:
+            found.append(f"{run.label} cannot be run: {why}")
         known.add(told)
-        why = unfit(config)
-        if why is not None:
-            raise ConfigError(f"{run.label} cannot be run: {why}")
+    return found
 
 
 def check_private_data(run: PlannedRun) -> None:

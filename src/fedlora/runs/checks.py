@@ -123,6 +123,11 @@ def _check_metric(config: RunConfig) -> None:
 
 def _check_roles(config: RunConfig, name: str, roles: Roles) -> None:
     """name, roles: the method's."""
+    if config.model.adapter is not None and config.clients.starts == "own":
+        raise ConfigError(
+            "clients.starts = 'own' lets each client draw its own fresh A, but model.adapter starts all of them from "
+            "one trained adapter: leave one of them out."
+        )
     if config.clients.starts == "own" and not roles.both_shared:
         raise ConfigError(
             f"clients.starts = 'own' redraws each client's A, but {name} shares {roles}: there a factor belongs to "
@@ -230,6 +235,11 @@ def _refusals(config: RunConfig) -> Iterator[str]:
         yield (
             f"clients.own_test = {clients.own_test:g} measures on clients' own data and would release scores: leave it "
             f"out"
+        )
+    if config.model.adapter is not None:
+        yield (
+            "model.adapter is a trained start, and the first download releases what it learned: start fresh, or in "
+            "Python say what it learned from (Privacy(warm_start=True))"
         )
     if evaluate.target == "clients":
         yield "evaluate.target = 'clients' scores each client, but a private run publishes no such scores: leave it out"

@@ -134,7 +134,7 @@ def _glue(config: RunConfig, data_root: Path | None) -> Dealt:
         )
     if config.model.task != "classification":
         raise ConfigError(f"data.task = {d.task!r} is a classification task; model.task is {config.model.task!r}.")
-    train, tests = read_glue(d.task, data_root)
+    train, tests = read_glue(d.task, data_root, d.revision)
     train, validation, _ = split(train, validation=d.validation, test=0, seed=seed)
     tests = {name: _at_most(part, d.max_test, seed, "test") for name, part in tests.items()}
     first, *others = tests

@@ -187,6 +187,7 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
     for part in ("validation", "test"):
         if isinstance(getattr(data, part), str) and not is_hub(getattr(data, part)):
             changes[part] = absolute(getattr(data, part))
+    changes["task_lists"] = [absolute(one) if (folder / one).is_file() else one for one in data.task_lists]
     local = model.path not in PACKAGED and (folder / model.path).exists()
     if not local and model.path not in PACKAGED and Path(model.path).exists():  # transformers would use that one
         raise ConfigError(
@@ -204,7 +205,12 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
             "privacy": private,
             "train": train,
             "data": data.model_copy(update=changes),
-            "model": model.model_copy(update={"path": absolute(model.path)}) if local else model,
+            "model": model.model_copy(
+                update={
+                    "path": absolute(model.path) if local else model.path,
+                    "adapter": absolute(model.adapter) if model.adapter else None,
+                }
+            ),
         }
     )
 
@@ -271,6 +277,11 @@ def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
                 yield f"data.{column}", f"{source} has its own {what}"
     if config.model.task == "classification":
         yield "data.loss_on", "it is for instructions, and model.task = 'classification'"
+        yield "data.long_responses", "it is for instructions, and model.task = 'classification'"
+    if d.task is None or d.task == "superni":
+        yield "data.revision", "it is for GLUE from the hub (data.task); other data say it in their hf:// address"
+    if config.model.path in PACKAGED or Path(config.model.path).is_absolute():
+        yield "model.revision", f"it is for a hub id, and model.path = {config.model.path!r} is on this machine"
     if d.task != "superni":
         for name in ("tasks", "unseen", "task_lists"):
             yield f"data.{name}", "it is for data.task = 'superni'"

@@ -27,7 +27,7 @@ from fedlora.methods.registry import find
 from fedlora.runs.attack_section import with_flipped_labels
 from fedlora.runs.client_data import Dealt, Keep, deal
 from fedlora.runs.config import KEYS, RunConfig, has_no_effect
-from fedlora.training.content import file_digest, model_content
+from fedlora.training.content import file_digest, model_commit, model_content
 
 MODEL, CODE, DATA = "the model", "the code of the method", "the data"
 _MOST_NAMED = 3
@@ -111,7 +111,14 @@ def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, li
 
 
 def _model(config: RunConfig) -> dict[str, Any]:
-    return {"path": config.model.path, "sha256": model_content(config.model.location())}
+    place = config.model.location()
+    commit = model_commit(place)
+    facts: dict[str, Any] = {"path": config.model.path, "sha256": model_content(place)}
+    if commit is not None:
+        facts["commit"] = commit
+    if config.model.adapter is not None:
+        facts["adapter"] = model_content(config.model.adapter)
+    return facts
 
 
 def _data(config: RunConfig, data: Dealt) -> dict[str, Any]:
@@ -136,7 +143,8 @@ def _size(data: TextData) -> dict[str, Any]:
 def _named(table: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a table of `facts_of`, by descriptive names."""
     if table == "model":
-        return {f"the model's {file}": digest for file, digest in facts.get("sha256", {}).items()}
+        parts = {"model": facts.get("sha256", {}), "adapter": facts.get("adapter", {})}
+        return {f"the {part}'s {file}": digest for part, each in parts.items() for file, digest in each.items()}
     if table == "code":
         return {f"the method's code, {file}": digest for file, digest in facts.items()}
     words = {"train": "the data of {!r}", "probes": "the data of {!r}", "own_test": "the own test set of {!r}"}
@@ -183,6 +191,7 @@ def identity(config: RunConfig, facts: Mapping[str, Any], secret: str = "") -> s
     if config.train.schedule != "constant" or config.privacy is not None:  # each round then depends on their number
         lasting["run.rounds"] = config.run.rounds
     told = [lasting, facts["model"]["sha256"], facts["code"], facts["data"], facts["threads"], secret]
+    told += [facts["model"]["adapter"]] if "adapter" in facts["model"] else []
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
 
 
@@ -209,7 +218,9 @@ def own_paths(config: RunConfig) -> dict[str, str]:
         **{f"data.clients.{client}": path for client, path in data.clients.items()},
         "data.validation": data.validation,
         "data.test": data.test,
+        **{f"data.task_lists.{k}": path for k, path in enumerate(data.task_lists)},
         "model.path": config.model.path,
+        "model.adapter": config.model.adapter,
     }
     return {key: path for key, path in told.items() if isinstance(path, str) and os.path.isabs(path)}
 
@@ -219,10 +230,13 @@ def with_paths(config: RunConfig, new: Mapping[str, str]) -> RunConfig:
     data, model, method = config.data, config.model, config.method
     parts = {part: new[f"data.{part}"] for part in ("train", "validation", "test") if f"data.{part}" in new}
     clients = {client: new.get(f"data.clients.{client}", path) for client, path in data.clients.items()}
+    lists = [new.get(f"data.task_lists.{k}", path) for k, path in enumerate(data.task_lists)]
     return config.model_copy(
         update={
-            "data": data.model_copy(update={**parts, "clients": clients}),
-            "model": model.model_copy(update={"path": new.get("model.path", model.path)}),
+            "data": data.model_copy(update={**parts, "clients": clients, "task_lists": lists}),
+            "model": model.model_copy(
+                update={key: new.get(f"model.{key}", getattr(model, key)) for key in ("path", "adapter")}
+            ),
             "method": method.model_copy(update={"name": new.get(_CODE, method.name)}),
         }
     )

@@ -35,6 +35,7 @@ from fedlora.runs.inputs import dealt_out
 from fedlora.runs.manifest import manifest, straddling
 from fedlora.runs.private_outputs import public_manifest
 from fedlora.runs.tracking import check_trackers
+from fedlora.runs.warm_start import warm_start
 from fedlora.seeds import derive_seed
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
@@ -131,10 +132,10 @@ def prepare(
     check_processes(config, processes)
     labels, device = next(iter(parts.values())).label_names, "cpu" if processes > 1 else None  # processes move copies
     model = config.model.load(config.lora, labels, config.run.seed, device=device)
-    clients, seed_adapter, spec = _start(config, model, list(parts))
+    clients, seed_adapter, spec = _start(config, model, list(parts), labels)
     if config.privacy is not None:
         server = replace(server, privacy=planned_privacy(config, clients, seed_adapter))
-    target = _checked_target(config, server, seed_adapter, clients, parts)
+    target = checked_target(config, server, seed_adapter, clients, {name: len(part) for name, part in parts.items()})
     measuring = _Measuring.of(config, data, model, clients, target)
     trainer = _trainer(config, model, parts, spec, measuring.template, programs)
     facts = _facts(config, data, clients, model, server, target, adversary, trainer, measuring)
@@ -172,23 +173,32 @@ def _data(
             "data.task = 'mnli' from --data-root has one test set, matched or mixed: whichever the file holds. "
             "validation_mismatched is only on the hub (leave --data-root out), so this run will not have that number."
         )
+    if config.data.revision is not None and data_root is not None:
+        log.warning(
+            f"data.revision = {config.data.revision!r} names the hub's files, and --data-root has others: the "
+            f"manifest has their digests."
+        )
     check_measuring(config, data)
     return data, adversary
 
 
-def _start(config: RunConfig, model: AdaptedModel, names: list[str]) -> tuple[tuple[Client, ...], Adapter, AdapterSpec]:
+def _start(
+    config: RunConfig, model: AdaptedModel, names: list[str], labels: Sequence[str]
+) -> tuple[tuple[Client, ...], Adapter, AdapterSpec]:
     """The clients with their ranks, and their common start."""
     types = config.clients.assigned(names, config.run.seed)
     largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
     seed_adapter, spec = model.seed_adapter(largest, seed=config.run.seed)
     clients = tuple(Client(name, kind.ranks(seed_adapter.modules)) for name, kind in types.items())
-    return clients, _cut(seed_adapter, clients), spec
+    begun = _cut(seed_adapter, clients)
+    return clients, begun if config.model.adapter is None else warm_start(config, begun, labels), spec
 
 
-def _checked_target(
-    config: RunConfig, server: Server, seed_adapter: Adapter, clients: Sequence[Client], parts: Mapping[str, TextData]
+def checked_target(
+    config: RunConfig, server: Server, seed_adapter: Adapter, clients: Sequence[Client], sizes: Mapping[str, int]
 ) -> Target:
-    """The evaluation target, with "auto" resolved, after checking that the server can serve these clients."""
+    """The evaluation target, with "auto" resolved, after checking that the server can serve these clients, which have
+    `sizes` examples each."""
     initial = server.init(seed_adapter)
     for client in clients:  # a method that cannot serve these ranks raises now, not after the first round
         server.download(initial, client)
@@ -196,7 +206,7 @@ def _checked_target(
     if target == "auto":
         target = "server" if server.has_global_model(initial) else "clients"
     check_fit(config, server, initial, target, clients)
-    check_liars(config, server, initial, clients, {name: float(len(part)) for name, part in parts.items()})
+    check_liars(config, server, initial, clients, {name: float(size) for name, size in sizes.items()})
     return target
 
 
@@ -218,7 +228,8 @@ def _trainer(
 def _train_settings(config: RunConfig, template: str | None) -> TrainSettings:
     return TrainSettings(
         **config.train.model_dump(exclude={"command", "time_limit"}), rounds=config.run.rounds,
-        max_length=config.data.max_length, loss_on=config.data.loss_on, bf16=config.model.bf16, template=template,
+        max_length=config.data.max_length, loss_on=config.data.loss_on, long_responses=config.data.long_responses,
+        bf16=config.model.bf16, template=template,
         own_starts=config.clients.starts == "own",
     )  # fmt: skip
 
@@ -246,7 +257,7 @@ class _Measuring:
         def evaluator(sets: Mapping[str, TextData], own: Mapping[str, TextData]) -> ModelEvaluator | None:
             return config.evaluate.evaluator(
                 model, sets, clients, target=target, own=own, max_length=config.data.max_length,
-                bf16=config.model.bf16, template=template,
+                bf16=config.model.bf16, template=template, long_responses=config.data.long_responses,
             )  # fmt: skip
 
         probes = {name: evaluator(sets, {}) for name, sets in data.probes.items()}

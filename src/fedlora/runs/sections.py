@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -27,18 +28,31 @@ from fedlora.server.robust_rules import Rule
 from fedlora.server.server import Heads, Server
 from fedlora.server.terms import Weighting
 from fedlora.simulation import UploadHook
+from fedlora.training.content import model_place
 from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.metrics import MetricName, score_name
 from fedlora.training.models import AdaptedModel
 from fedlora.training.programs import Program
 from fedlora.training.prompting import CHAT, RAW, check_template
-from fedlora.training.settings import Key, LoRASettings, LossOn, Positive, Section, Targets, Task, TrainSection
+from fedlora.training.settings import (
+    DType,
+    Key,
+    LongResponses,
+    LoRASettings,
+    LossOn,
+    Positive,
+    Section,
+    Targets,
+    Task,
+    TrainSection,
+)
 from fedlora.training.targets import check_targets
 from fedlora.workers.processes import available
 
 Share = Annotated[float, Field(gt=0, le=1)]
 _EACH_ITS_OWN = "each site names its own in its site.toml (fedlora flower site)"
 _BENCHMARK = Key("it is for benchmarks, which only fedlora run has")
+_RUNS = Key("it is for fedlora run")
 _NOT_DEALT = Key("nothing is dealt out: each site has its own file")
 _IN_POLICY = Key("policy.toml says who takes part, with which rank (fedlora flower init --sites)")
 
@@ -105,18 +119,28 @@ class ModelSection(Section):
 
     path: a local directory or GGUF file, a hub id, or a packaged model, "demo" (MiniLM) or "smollm2". task:
     "classification", or "causal-lm" for a language model. device: "cpu", "cuda" or another torch device; "auto" is a
-    GPU if there is one, and "balanced" spreads the layers over all GPUs (transformers' device_map). bf16: compute in
-    bfloat16; on a CPU without instructions for it, that takes as long as float32. checkpointing: recompute activations
-    in the backward pass, which saves memory and costs time. dropout: overrides the model's own dropout if given.
-    four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library bitsandbytes), on which fedex-lora and flora
-    cannot run. remember_prefix: compute the layers before the first one with LoRA only once per text, and remember the
-    output (encoders without dropout): faster, and the same result up to rounding in padded batches.
+    GPU if there is one, and "balanced" spreads the layers over all GPUs (transformers' device_map). adapter: a PEFT
+    folder to start from, also another run's, instead of a fresh adapter. revision: the commit, tag or branch of a hub
+    id; not set: the newest. dtype: of the base weights in memory, "float32" or "bfloat16", which halves them and needs
+    bf16; adapters and heads stay float32. bf16: compute in bfloat16; on a CPU without instructions for it, that takes
+    as long as float32. tf32: let a GPU multiply float32 matrices in TF32, with ten bits of mantissa. checkpointing:
+    recompute activations in the backward pass, which saves memory and costs time. dropout: overrides the model's own
+    dropout if given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library bitsandbytes), on which
+    fedex-lora and flora cannot run. remember_prefix: compute the layers before the first one with LoRA only once per
+    text, and remember the output (encoders without dropout): faster, and the same result up to rounding in padded
+    batches.
     """
 
     path: Annotated[str, Key("each site names its own copy in its site.toml, and the server its own in [at_server]")]
     task: Task = "classification"
     device: Annotated[str, Key("each machine has its own: device in a site's site.toml")] = "auto"
+    adapter: Annotated[str | None, Key("fedlora flower init --start names a start")] = None
+    revision: Annotated[
+        str | None, Key("each site names its own copy in its site.toml, and the weights' digests are compared")
+    ] = None
+    dtype: Annotated[DType, _RUNS] = "float32"
     bf16: bool = False
+    tf32: Annotated[bool, _RUNS] = False
     four_bit: bool = False
     checkpointing: bool = False
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -124,9 +148,16 @@ class ModelSection(Section):
         bool, Key("it is for many runs on one machine, with fedlora run", counts=False)  # the same up to rounding
     ] = False
 
+    @model_validator(mode="after")
+    def _bfloat16_computes(self) -> ModelSection:
+        if self.dtype == "bfloat16" and not self.bf16:
+            raise ValueError("model.dtype = 'bfloat16' stores the base in bfloat16, so set model.bf16 = true, too")
+        return self
+
     def location(self) -> Path | str:
-        """Where the model is; packaged models are files of installed packages, and a hub id stays as it is."""
-        return model_location(self.path)
+        """Where the model is; packaged models are files of installed packages, and a hub id stays as it is, or is its
+        snapshot on this machine if the revision is given."""
+        return model_location(self.path) if self.revision is None else _snapshot(self.path, self.revision)
 
     def check_targets(self, targets: Targets) -> None:
         """Raise `ConfigError` if LoRA cannot go there, before weights are read. GGUF files are checked only later."""
@@ -144,7 +175,11 @@ class ModelSection(Section):
         return AdaptedModel.load(
             self.location(), self.task, lora, labels=tuple(labels), seed=seed, device=device, dropout=self.dropout,
             four_bit=self.four_bit, checkpointing=self.checkpointing, remember_prefix=self.remember_prefix,
+            dtype=self.dtype, tf32=self.tf32,
         )  # fmt: skip
+
+
+_snapshot = lru_cache(maxsize=32)(model_place)  # each ask of the hub costs seconds, and one process asks often
 
 
 class MethodSection(Section):
@@ -286,15 +321,17 @@ class DataSection(Section):
     Give one of three sources; each may also be a Parquet file or "hf://owner/name?config=...&split=...&revision=..."
     through the library datasets. train: one file distributed to the clients ("demo" is built in); clients: id -> that
     client's own file; task: a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE; from the hub without a
-    root), or "superni", where each task is a client. text: the column of the text. pair: the column of a second text.
-    label: the column of the class. labels: the agreed class names in the order of their numbers: a file may lack one,
-    but a row with another class is an error; default: all classes that occur in the files. prompt: the column of an
-    instruction. response: the column of its answer. validation: a share of each file to hold out, or a separate file;
-    only this chooses the best state. test: a share of each file to hold out, or a separate file; for GLUE the official
-    validation files. max_train: the most training examples (for superni, per client), drawn by the seed. max_test: the
-    most test examples (for superni, per task), drawn by the seed. tasks: for superni, how many tasks are clients.
-    unseen: for superni, how many tasks nobody trains on. task_lists: two files below the root that name these tasks,
-    instead of a draw by the seed. loss_on: an instruction's "response", or "all" of it. messages: the column of
+    root), or "superni", where each task is a client. revision: the commit of the hub's GLUE; not set: the newest. text:
+    the column of the text. pair: the column of a second text. label: the column of the class. labels: the agreed class
+    names in the order of their numbers: a file may lack one, but a row with another class is an error; default: all
+    classes that occur in the files. prompt: the column of an instruction. response: the column of its answer.
+    validation: a share of each file to hold out, or a separate file; only this chooses the best state. test: a share of
+    each file to hold out, or a separate file; for GLUE the official validation files. max_train: the most training
+    examples (for superni, per client), drawn by the seed. max_test: the most test examples (for superni, per task),
+    drawn by the seed. tasks: for superni, how many tasks are clients. unseen: for superni, how many tasks nobody trains
+    on. task_lists: two files that name these tasks, beside the config or below the root, instead of a draw by the seed.
+    long_responses: "refuse" a response that fills max_length, or "cut" it to half of that, without an end token; the
+    manifest counts both kinds of cuts. loss_on: an instruction's "response", or "all" of it. messages: the column of
     conversations, instead of prompt and response; default: "messages", if the rows have it and not the others.
     template: what surrounds prompts: "chat", the model's own chat template (the default, except for superni, which has
     its own prompts); "none"; a text with {prompt} in it, followed by the response; or a Jinja chat template.
@@ -304,6 +341,7 @@ class DataSection(Section):
     train: Annotated[str | None, Key(f"{_EACH_ITS_OWN}. To deal one file out, for a trial, leave --sites out")] = None
     clients: Annotated[dict[str, str], Key(_EACH_ITS_OWN)] = {}  # noqa: RUF012 - pydantic copies it
     task: Annotated[DataTask | None, Key(f"{_EACH_ITS_OWN}; a benchmark is for fedlora run")] = None
+    revision: Annotated[str | None, _BENCHMARK] = None
     tasks: Annotated[Positive, _BENCHMARK] = 50
     unseen: Annotated[int, Field(ge=0), _BENCHMARK] = 20
     task_lists: Annotated[list[str], _BENCHMARK] = []  # noqa: RUF012 - pydantic copies it
@@ -312,6 +350,7 @@ class DataSection(Section):
         Positive | None,
         Key("each site holds out its shares data.validation and data.test; the server's file can be shortened"),
     ] = None
+    long_responses: Annotated[LongResponses, _RUNS] = "refuse"
     loss_on: LossOn = "response"
     text: str = "text"
     pair: str | None = None
@@ -439,6 +478,7 @@ class EvaluateSection(Section):
         max_length: int,
         bf16: bool,
         template: str | None = None,
+        long_responses: LongResponses = "refuse",
     ) -> ModelEvaluator | None:
         """The evaluator for these sets; None if they are empty."""
         if not any(len(part) for part in sets.values()):
@@ -446,5 +486,5 @@ class EvaluateSection(Section):
         return ModelEvaluator(
             model, sets, clients, target=target, metric=self.metric, own=own, max_length=max_length,
             max_new_tokens=self.max_new_tokens, batch_size=self.batch_size, bf16=bf16,
-            template=template,
+            template=template, long_responses=long_responses,
         )  # fmt: skip

@@ -14,16 +14,18 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from fedlora.core import files
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
 from fedlora.given_files import parse_json, read_given
-from fedlora.training.hub_models import source
+from fedlora.training.hub_models import SECONDS, hub_name, source
 
-# Files that no loader of ours reads: hidden files, cards, pictures, other frameworks' or pickled weights, data. All
-# others count, because each model may read more: shards in folders, code, tokenizers of any kind.
+# Files that no loader of ours reads: hidden files, cards, pictures, other frameworks' weights, data; and PyTorch's
+# pickled weights, unless there are no others (`weight_files`). All others count, because each model may read more:
+# shards in folders, code, tokenizers of any kind.
 NOT_READ = (
     ".*", "*.md", "*.rst", "*.pdf", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*",
     "*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pyc",
@@ -32,6 +34,7 @@ NOT_READ = (
     "*.jsonl", "*.csv", "*.tsv", "*.parquet", "*.toml", "*.log",
 )  # fmt: skip
 MOST_FILES = 5_000
+PICKLED = "pytorch_model.bin"  # read as tensors alone (torch.load with weights_only), where there are no safetensors
 
 # Case, both forms of accents, digits, blanks, line ends, quotes, code, scripts without spaces, an emoji, long words.
 _PROBES = (
@@ -92,6 +95,12 @@ def model_content(path: str | os.PathLike[str]) -> dict[str, str]:
     return {file.relative_to(place).as_posix(): file_digest(file) for file in model_files(place)}
 
 
+def model_commit(path: str | os.PathLike[str]) -> str | None:
+    """The hub's commit of a snapshot, or of a hub id's cached one; None for any other model."""
+    place = Path(path) if Path(path).exists() else _cached(os.fspath(path))
+    return place.name if place is not None and hub_name(str(place)) and place.parent.name == "snapshots" else None
+
+
 def _unread(name: str) -> bool:
     return name == "__pycache__" or any(fnmatch.fnmatchcase(name, pattern) for pattern in NOT_READ)
 
@@ -123,8 +132,9 @@ def _of_file(path: str, *_: int) -> str:
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 
-def model_place(path: str | os.PathLike[str]) -> Path:
-    """A model's directory or GGUF file; for a hub id, its cached snapshot, downloaded if missing.
+def model_place(path: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """A model's directory or GGUF file; for a hub id, its cached snapshot, downloaded if missing. revision: of a hub
+    id, a commit, tag or branch; by default the main branch.
 
     Raises:
         ConfigError: there is no such model.
@@ -134,23 +144,32 @@ def model_place(path: str | os.PathLike[str]) -> Path:
         return found
     from huggingface_hub import snapshot_download
 
-    where = source(path)  # explains what is wrong with an unknown id
+    where = source(path, revision)  # explains what is wrong with an unknown id
     try:
-        return Path(snapshot_download(os.fspath(path), ignore_patterns=list(NOT_READ), **where))
+        place = Path(snapshot_download(os.fspath(path), ignore_patterns=list(NOT_READ), **where))
+        if not any(place.glob("*.safetensors*")):
+            place = Path(snapshot_download(os.fspath(path), allow_patterns=[f"{PICKLED}*"], **where))
+        return place
     except Exception as error:  # the transport may raise anything
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"the files of the model {os.fspath(path)!r} are not available: {reason}") from error
 
 
 def weight_files(place: Path) -> list[Path]:
-    """The files that hold the weights. Raises `ConfigError`."""
+    """The files that hold the weights: safetensors, or PyTorch's own if there are no others. Raises `ConfigError`."""
     if place.is_file():
         return [place]
-    single, index = place / "model.safetensors", place / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise ConfigError(f"the model {place} has no weights: it has neither {single.name} nor {index.name}.")
+    for single in (place / "model.safetensors", place / PICKLED):
+        index = place / f"{single.name}.index.json"
+        if single.is_file():
+            return [single]
+        if index.is_file():
+            break
+    else:
+        raise ConfigError(
+            f"the model {place} has no weights: it has neither model.safetensors nor {PICKLED}, nor an index of either "
+            f"({single.name}.index.json)."
+        )
     try:
         names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
         found = sorted({place / str(name) for name in names})
@@ -160,6 +179,21 @@ def weight_files(place: Path) -> list[Path]:
     if lacks or not found:
         raise ConfigError(f"the model {place} lacks {', '.join(lacks[:3]) or 'its files'}, which its index names.")
     return found
+
+
+def check_weights(path: str | os.PathLike[str], revision: str | None = None) -> None:
+    """Raise `ConfigError` if a model's weights are neither here nor on the hub. Nothing is downloaded."""
+    if Path(path).exists():
+        weight_files(Path(path))
+        return
+    if source(path, revision)["local_files_only"]:
+        weight_files(model_place(path, revision))
+        return
+    from huggingface_hub import HfApi
+
+    listed = HfApi().model_info(os.fspath(path), revision=revision, timeout=SECONDS).siblings or []
+    if not any(one.rfilename.endswith(".safetensors") or one.rfilename.startswith(PICKLED[:-4]) for one in listed):
+        raise ConfigError(f"the model {os.fspath(path)!r} has no weights on the hub: no safetensors, and no {PICKLED}.")
 
 
 @doing("hashing the base model")
@@ -206,19 +240,24 @@ def _of_tensors(found: list[Path]) -> str:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, str]]:
-    """Name, and type, shape and digest, of each tensor in a safetensors file. Its bytes are memory-mapped."""
+    """Name, and type, shape and digest, of each tensor in a file of weights. Its bytes are memory-mapped."""
     import torch
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="pt") as stored:
-            for name in stored.keys():  # noqa: SIM118 - no mapping
-                tensor = stored.get_tensor(name)
-                raw = tensor.reshape(-1).view(torch.uint8).numpy()
-                yield name, f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(raw).hexdigest()}"
-    except (SafetensorError, OSError) as error:
+        if file.suffix == ".bin":
+            pickled = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            each: Iterator[tuple[str, Any]] = iter(pickled.items())
+        else:
+            stored: Any = safe_open(file, framework="pt")
+            each = ((name, stored.get_tensor(name)) for name in stored.keys())  # noqa: SIM118 - no mapping
+        for name, tensor in each:
+            raw = tensor.reshape(-1).view(torch.uint8).numpy()
+            yield name, f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(raw).hexdigest()}"
+    except (SafetensorError, OSError, UnpicklingError, RuntimeError, AttributeError) as error:
         raise ConfigError(
-            f"the weights {file} are not a complete safetensors file ({error}): fetch the model again."
+            f"the weights {file} are not a complete file of tensors alone ({str(error).splitlines()[0]}): fetch the "
+            f"model again."
         ) from error
 
 
@@ -268,6 +307,6 @@ def _merges(tokenizer: Any) -> list[list[str]]:
 
 
 __all__ = [
-    "base_digest", "file_digest", "model_content", "model_files", "model_place", "template_digest", "tokenizer_digest",
-    "tokenizer_of", "weight_files",
+    "base_digest", "check_weights", "file_digest", "model_commit", "model_content", "model_files", "model_place",
+    "template_digest", "tokenizer_digest", "tokenizer_of", "weight_files",
 ]  # fmt: skip

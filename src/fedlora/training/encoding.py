@@ -15,7 +15,7 @@ from fedlora.doing import stepped
 from fedlora.errors import ConfigError, DataError, counted
 from fedlora.training.fitting import fit_prompt, fit_talk, talk_of
 from fedlora.training.prompting import Template, find_template
-from fedlora.training.settings import LossOn
+from fedlora.training.settings import LongResponses, LossOn
 
 Example = dict[str, Any]
 Encoded = list[Example]
@@ -24,14 +24,17 @@ IGNORED = -100  # the loss skips this label
 
 
 def encode(
-    data: TextData, tokenizer: Any, *, max_length: int, loss_on: LossOn = "response", template: str | None = None
-) -> Encoded:
+    data: TextData, tokenizer: Any, *, max_length: int, loss_on: LossOn = "response", template: str | None = None,
+    long_responses: LongResponses = "refuse",
+) -> Encoded:  # fmt: skip
     """One dict per example: input_ids, labels, and token_type_ids if the tokenizer marks the parts of a pair.
 
     Classification: the text (and its pair), truncated to `max_length` tokens. Instructions: prompt and response in
     `template`, with the loss on the assistant's turns only, each with its end token (loss_on="all": on everything).
     If they are too long, we drop the earliest exchanges first, then the part in `data.droppable` from its end, then the
     prompt from its start; never the last response or any of the template. "cut" counts the tokens an example lost.
+    The exception is a response that alone fills max_length: with long_responses="cut" its first max_length / 2 tokens
+    remain, without an end token, and the example has the key "short".
 
     Args:
         template: as in the key data.template: None or "chat" for the tokenizer's own chat template, "none" for the bare
@@ -50,7 +53,7 @@ def encode(
     examples = []
     for k in stepped(range(len(data)), "tokenizing"):
         with _in_example(k):
-            examples.append(_instruction(data, k, tokenizer, around, max_length, loss_on))
+            examples.append(_instruction(data, k, tokenizer, around, max_length, loss_on, long_responses == "cut"))
     return examples
 
 
@@ -76,17 +79,19 @@ def cut_prompts(
 
 @dataclass(frozen=True)
 class Cut:
-    """What did not fit into max_length: how many of `examples` were cut, and the tokens lost in total."""
+    """What did not fit into max_length: how many of `examples` were cut, the tokens lost in total, and in how many
+    `responses` the answer itself was cut."""
 
     examples: int
     cut: int
     tokens: int
+    responses: int = 0
 
 
 def cut_of(examples: Iterable[Example]) -> Cut:
     """How much was cut from these examples."""
-    lost = [example.get("cut", 0) for example in examples]
-    return Cut(len(lost), sum(tokens > 0 for tokens in lost), sum(lost))
+    lost = [(example.get("cut", 0), example.get("short", False)) for example in examples]
+    return Cut(len(lost), sum(n > 0 for n, _ in lost), sum(n for n, _ in lost), sum(short for _, short in lost))
 
 
 def check_length(examples: Iterable[Example], longest: int | None) -> None:
@@ -128,30 +133,41 @@ def _check_room(tokenizer: Any, max_length: int, texts: int) -> None:
         )
 
 
-def _instruction(data: TextData, k: int, tokenizer: Any, around: Template, max_length: int, loss_on: LossOn) -> Example:
+def _instruction(
+    data: TextData, k: int, tokenizer: Any, around: Template, max_length: int, loss_on: LossOn, shorten: bool
+) -> Example:
+    """shorten: cut a response that fills max_length."""
     assert data.responses is not None
     if around.kind == "chat":
         whole = talk = talk_of(data.messages(k), tokenizer, around)
+        answer = len(whole.ids) - len(whole.prompt)
+        kept = _kept(answer, max_length, shorten)
         if len(whole.ids) > max_length:
-            room = _room(len(whole.ids) - len(whole.prompt), max_length)
-            talk = fit_talk(data, k, room, tokenizer, around)
-        ids, turns, lost = talk.ids, talk.turns, len(whole.ids) - len(talk.ids)
+            talk = fit_talk(data, k, max_length - kept, tokenizer, around)
+        ids = talk.ids if kept == answer else talk.ids[: len(talk.prompt) + kept]
+        lost = len(whole.ids) - len(ids)
+        turns = tuple((start, min(end, len(ids))) for start, end in talk.turns)
     else:
-        answer = [*tokenizer(data.responses[k], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-        prompt, lost = fit_prompt(data, k, _room(len(answer), max_length), tokenizer, around)
-        ids, turns = prompt + answer, ((len(prompt), len(prompt) + len(answer)),)
+        response = [*tokenizer(data.responses[k], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        answer, kept = len(response), _kept(len(response), max_length, shorten)
+        prompt, lost = fit_prompt(data, k, max_length - kept, tokenizer, around)
+        ids, turns, lost = prompt + response[:kept], ((len(prompt), len(prompt) + kept),), lost + answer - kept
     learned = {place for start, end in turns for place in range(start, end)}
     labels = [token if loss_on == "all" or place in learned else IGNORED for place, token in enumerate(ids)]
-    return {"input_ids": ids, "labels": labels} | ({"cut": lost} if lost else {})
+    more = {"cut": lost} if lost else {}
+    return {"input_ids": ids, "labels": labels} | more | ({"short": True} if kept < answer else {})
 
 
-def _room(answer: int, max_length: int) -> int:
-    if max_length - answer < 1:
-        raise DataError(
-            f"its response has {answer} tokens and leaves no room for a prompt within max_length = {max_length}. Raise "
-            f"max_length, or leave the example out."
-        )
-    return max_length - answer
+def _kept(answer: int, max_length: int, shorten: bool) -> int:
+    """How many of a response's tokens remain."""
+    if answer < max_length:
+        return answer
+    if shorten and max_length > 1:
+        return max_length // 2
+    raise DataError(
+        f"its response has {answer} tokens and leaves no room for a prompt within max_length = {max_length}. Raise "
+        f"max_length, leave the example out, or have such responses cut (data.long_responses = 'cut' of a run)."
+    )
 
 
 @contextmanager

@@ -28,6 +28,7 @@ from fedlora.training.looks import client_model, server_model
 from fedlora.training.metrics import METRICS, MetricName, confusion_matrix, generates, recall, score_name, worst_of
 from fedlora.training.models import AdaptedModel
 from fedlora.training.prompting import end_tokens, find_template
+from fedlora.training.settings import LongResponses
 
 Target = Literal["server", "clients"]
 Scores = dict[str, float]
@@ -59,7 +60,7 @@ class ModelEvaluator:
         bf16: compute in bfloat16 autocast, like training with bf16.
         metric: the metric to improve, a name in `metrics.METRICS`. "rouge-l" and "exact-match" generate; see
             `generation` for "rouge-l-teacher-forced".
-        template: for a language model's prompts, as in `encoding.encode`.
+        template, long_responses: for a language model's texts, as in `encoding.encode`.
 
     Example:
         >>> data = read_classification("train.jsonl", text="text", label="label")
@@ -85,6 +86,7 @@ class ModelEvaluator:
         batch_size: int = 64,
         bf16: bool = False,
         template: str | None = None,
+        long_responses: LongResponses = "refuse",
     ) -> None:
         self._model = model
         self._clients = clients
@@ -93,6 +95,7 @@ class ModelEvaluator:
         self._bf16 = bf16
         self._limits = max_length, max_new_tokens, batch_size
         self._template = template
+        self._long_responses = long_responses
         self._ends: tuple[int, ...] = ()
         if generates(metric):
             self._ends = end_tokens(find_template(template, model.tokenizer), model.tokenizer)
@@ -249,7 +252,9 @@ class ModelEvaluator:
             cut = cut_prompts(data, tokenizer, max_length=room, template=self._template)
             prompts, lost = [ids for ids, _ in cut], [tokens for _, tokens in cut]
         references = data.references or tuple((response,) for response in data.responses or ())
-        examples = encode(data, tokenizer, max_length=max_length, template=self._template)
+        examples = encode(
+            data, tokenizer, max_length=max_length, template=self._template, long_responses=self._long_responses
+        )
         check_length(examples, self._model.longest)
         # Batches of similar lengths need little padding.
         reading = sorted(range(len(examples)), key=lambda i: len(examples[i]["input_ids"]))

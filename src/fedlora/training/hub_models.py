@@ -27,31 +27,39 @@ def hub_name(model: str) -> str | None:
     return HUB_NAMES.get(model) or (f"{found[1]}/{found[2]}" if found else None)
 
 
-def source(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The arguments with which `from_pretrained` finds a model: none for a directory; for a hub id, cache only if the
-    hub cannot be reached.
+def source(path: str | os.PathLike[str], revision: str | None = None) -> dict[str, Any]:
+    """The arguments with which `from_pretrained` finds a model: none for a directory; for a hub id its revision, and
+    cache only if the hub cannot be reached.
 
     Raises:
         ConfigError: the hub cannot be reached and the id is not cached, or the hub has no such model.
     """
-    return {} if Path(path).exists() else {"local_files_only": not _on_hub(os.fspath(path))}
+    if Path(path).exists():
+        return {}
+    local = not _on_hub(os.fspath(path), revision)
+    return {"local_files_only": local, **({} if revision is None else {"revision": revision})}
 
 
 @lru_cache(maxsize=32)
-def _on_hub(model: str) -> bool:
+def _on_hub(model: str, revision: str | None) -> bool:
     """Whether the hub has it; False if the hub cannot be reached but the cache has it."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     nowhere = f"there is no directory {model!r} beside the config file, which relative paths refer to"
     try:
-        cached = isinstance(try_to_load_from_cache(model, "config.json"), str)
+        cached = isinstance(try_to_load_from_cache(model, "config.json", revision=revision), str)
         if not constants.HF_HUB_OFFLINE:
-            HfApi().model_info(model, timeout=SECONDS)
+            HfApi().model_info(model, revision=revision, timeout=SECONDS)
             return True
         reason = "HF_HUB_OFFLINE is set, and it is not in the cache"
     except HFValidationError as error:
         raise ConfigError(f"the model {model!r} cannot be loaded: {nowhere}, and it is not a hub id.") from error
+    except RevisionNotFoundError as error:
+        raise ConfigError(
+            f"the model {model!r} has no revision {revision!r} on the hub: model.revision names a commit, a tag or a "
+            f"branch of it."
+        ) from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
             f"the model {model!r} cannot be loaded: {nowhere}, and the hub has no such model, or denies you access "

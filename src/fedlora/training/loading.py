@@ -1,4 +1,8 @@
-"""Loads a base model and its tokenizer from a directory, a GGUF file or a hub id. Reads safetensors weights only."""
+"""Loads a base model and its tokenizer from a directory, a GGUF file or a hub id.
+
+Weights are safetensors. PyTorch's own files (pytorch_model.bin) are read only if there are no others, and as tensors
+alone: torch refuses a pickle that holds anything else (weights_only), so no code of the file runs.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -17,9 +22,10 @@ from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.content import file_digest
 from fedlora.training.hub_models import source
-from fedlora.training.settings import Task
+from fedlora.training.settings import DType, Task
 
 SPREAD = "balanced"  # transformers' name for a device_map: a model's layers over all GPUs
+os.environ.setdefault("DISABLE_SAFETENSORS_CONVERSION", "1")  # else transformers asks the hub to convert a model
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt", "vocab.json", "spiece.model")
 
 
@@ -33,6 +39,7 @@ def load_base(
     device: str,
     dropout: float | None,
     four_bit: bool,
+    dtype: DType = "float32",
 ) -> tuple[Any, Any]:
     """The model, on its device, and its tokenizer; arguments as in `AdaptedModel.load`. Raises `ConfigError`."""
     if task == "classification" and len(labels) < 2:  # for one class, transformers would silently build a regression
@@ -47,7 +54,8 @@ def load_base(
         raise ConfigError(  # transformers would make up an empty vocabulary
             f"the model {os.fspath(path)!r} has no tokenizer: none of {', '.join(_TOKENIZER_FILES)} is there."
         )
-    network, tokenizer, odd = _read(path, task, labels, seed, dropout, _placed(four_bit, device))
+    more = {"dtype": getattr(torch, dtype), **_placed(four_bit, device)}
+    network, tokenizer, odd = _read(path, task, labels, seed, dropout, more)
     if odd:
         raise ConfigError(_other_head(path, labels, odd))
     if task == "causal-lm" and tokenizer.eos_token_id is None:
@@ -91,15 +99,17 @@ def _read(
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **where)
         config = AutoConfig.from_pretrained(path, **where, **classes)
-        for name in config.to_dict() if dropout is not None else ():
-            if "dropout" in name or name.endswith("pdrop"):
-                setattr(config, name, dropout)
+        set_dropout(config, dropout)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "head"))
             network, found = kind.from_pretrained(
-                path, dtype=torch.float32, use_safetensors=True, config=config, ignore_mismatched_sizes=True,
-                output_loading_info=True, **where, **more,
-            )  # fmt: skip
+                path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **where, **more
+            )
+    except UnpicklingError as error:
+        raise ConfigError(
+            f"the model {os.fspath(path)!r} cannot be loaded: its pytorch_model.bin holds more than tensors, which "
+            f"could run code, and is not opened. Convert it to safetensors on a machine where you trust it."
+        ) from error
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"the model {os.fspath(path)!r} cannot be loaded: {str(error).splitlines()[0]} "
@@ -111,6 +121,13 @@ def _read(
         network.config.id2label = dict(enumerate(labels))
         network.config.label2id = {name: k for k, name in enumerate(labels)}
     return network, tokenizer, [(n, tuple(a), tuple(b)) for n, a, b in sorted(found["mismatched_keys"])]
+
+
+def set_dropout(config: Any, dropout: float | None) -> None:
+    """Replace every dropout rate in a model's configuration; None leaves them."""
+    for name in config.to_dict() if dropout is not None else ():
+        if "dropout" in name or name.endswith("pdrop"):
+            setattr(config, name, dropout)
 
 
 def _other_head(
@@ -220,4 +237,4 @@ def longest_of_files(model: Path) -> int | None:
         return longest_input(AutoModel.from_config(config), positions_of(config))
 
 
-__all__ = ["dequantised", "load_base", "longest_input", "longest_of_files", "positions_of"]
+__all__ = ["dequantised", "load_base", "longest_input", "longest_of_files", "positions_of", "set_dropout"]

@@ -155,7 +155,7 @@ class LocalTrainer(RoundTrainer):
         self._data: dict[str, Encoded] = {
             client: encode(
                 part, model.tokenizer, max_length=settings.max_length, loss_on=settings.loss_on,
-                template=settings.template,
+                template=settings.template, long_responses=settings.long_responses,
             )
             for client, part in data.items()
         }  # fmt: skip
@@ -203,9 +203,15 @@ def _stream(size: int, position: int, seed: int, client: str) -> Iterator[int]:
     """Indices of a client's examples from `position` on: a new permutation each epoch, continuing across rounds."""
     epoch, offset = divmod(position, size)
     while True:
-        generator = torch.Generator().manual_seed(derive_seed(seed, "order", client, epoch))
-        yield from torch.randperm(size, generator=generator).tolist()[offset:]
+        yield from epoch_order(size, epoch, seed, client)[offset:]
         epoch, offset = epoch + 1, 0
+
+
+def epoch_order(size: int, epoch: int, seed: int, client: str) -> list[int]:
+    """The indices of a client's examples in the order of that epoch."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, "order", client, epoch))
+    order: list[int] = torch.randperm(size, generator=generator).tolist()
+    return order
 
 
 def micro_batch(size: int, accumulation: int | Literal["auto"], device: torch.device) -> int:
@@ -232,4 +238,4 @@ def optimizer_for(parameters: list[nn.Parameter], s: TrainSettings, round: int) 
     return kinds[s.optimizer](parameters, lr=s.lr * scale, weight_decay=s.weight_decay)  # type: ignore[call-arg]
 
 
-__all__ = ["LocalTrainer", "RoundTrainer", "micro_batch", "optimizer_for", "own_start"]
+__all__ = ["LocalTrainer", "RoundTrainer", "epoch_order", "micro_batch", "optimizer_for", "own_start"]

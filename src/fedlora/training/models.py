@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedlora.adapters.io import AdapterSpec, load_into_model, read_model
+from fedlora.adapters.io import AdapterSpec, head_tensors, load_into_model, read_model
 from fedlora.core.lora import Adapter
 from fedlora.core.method import TailPenalty
 from fedlora.errors import ConfigError
 from fedlora.seeds import derive_seed
 from fedlora.training.frozen_prefix import remember
 from fedlora.training.loading import load_base, longest_input, positions_of
-from fedlora.training.settings import LoRASettings, Task
+from fedlora.training.settings import DType, LoRASettings, Task
 
 _SEED = "seed"
 _USUAL_RANK = 512  # ranks above this are checked against the matrices before anything is allocated
@@ -42,13 +42,15 @@ class AdaptedModel:
     """
 
     def __init__(
-        self, base: nn.Module, tokenizer: Any, task: Task | None, settings: LoRASettings, *, checkpointing: bool = False
-    ) -> None:
+        self, base: nn.Module, tokenizer: Any, task: Task | None, settings: LoRASettings, *,
+        checkpointing: bool = False, tf32: bool = False,
+    ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
         self.task = task
         self.settings = settings
         self._base = base
         self._checkpointing = checkpointing
+        self._tf32 = tf32
         self._model: Any = None
         self._names: dict[tuple[tuple[str, int], ...] | int, str] = {}
         self._active = ""
@@ -67,18 +69,23 @@ class AdaptedModel:
         four_bit: bool = False,
         checkpointing: bool = False,
         remember_prefix: bool = False,
+        dtype: DType = "float32",
+        tf32: bool = False,
     ) -> AdaptedModel:
-        """A model and its tokenizer from a local directory or a hub id; safetensors only.
+        """A model and its tokenizer from a local directory or a hub id; files as in `loading`.
 
         A new classification head is drawn from `seed`, so that it is the same everywhere. dropout: if given, replaces
         every dropout rate in the model's configuration. four_bit: the base in NF4 (QLoRA), on a GPU with bitsandbytes.
         checkpointing: gradient checkpointing, which trades time for memory. remember_prefix: as in
-        `frozen_prefix.remember`.
+        `frozen_prefix.remember`. dtype: of the base weights; adapters and heads are float32 in any case. tf32: let a
+        GPU multiply float32 matrices in TF32, in this whole process.
 
         Raises:
             ConfigError: the model cannot be loaded.
         """
-        base, tokenizer = load_base(path, task, labels, seed=seed, device=device, dropout=dropout, four_bit=four_bit)
+        base, tokenizer = load_base(
+            path, task, labels, seed=seed, device=device, dropout=dropout, four_bit=four_bit, dtype=dtype
+        )
         paths = [name for name, _ in base.named_modules()]
         absent = [name for name in settings.saved if not any(f".{path}".endswith(f".{name}") for path in paths)]
         if absent:
@@ -88,7 +95,9 @@ class AdaptedModel:
             )
         if remember_prefix:
             remember(base, settings.targets, tokenizer.pad_token_id)
-        return cls(base, tokenizer, task, settings, checkpointing=checkpointing)
+        model = cls(base, tokenizer, task, settings, checkpointing=checkpointing, tf32=tf32)
+        model._set_precision(device)
+        return model
 
     @property
     def device(self) -> torch.device:
@@ -130,7 +139,7 @@ class AdaptedModel:
 
     def seed_adapter(self, rank: int | Mapping[str, int], *, seed: int) -> tuple[Adapter, AdapterSpec]:
         """A fresh adapter of `rank` as peft starts it (B = 0, A drawn from `seed`), the model's heads, and the spec."""
-        name = self._adapter_for(rank)  # also creates the peft model, if there is none yet
+        name = self.add(rank)  # also creates the peft model, if there is none yet
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(derive_seed(seed, "adapter"))
             self._model.add_adapter(_SEED, self._config(rank))
@@ -144,7 +153,7 @@ class AdaptedModel:
         """Set the model to W0 + scaling * adapter.base, adapted by `adapter`, replacing whatever was active."""
         ranks = adapter.ranks
         distinct = set(ranks.values())
-        name = self._adapter_for(distinct.pop() if len(distinct) == 1 else ranks)
+        name = self.add(distinct.pop() if len(distinct) == 1 else ranks)
         if name != self._active:
             self._model.set_adapter(name)
             self._active = name
@@ -171,7 +180,7 @@ class AdaptedModel:
                 parts.append(size.to(self.device))  # a model may be spread over several GPUs
         return penalty.strength * torch.stack(parts).sum()
 
-    def _adapter_for(self, rank: int | Mapping[str, int]) -> str:
+    def add(self, rank: int | Mapping[str, int]) -> str:
         from peft import get_peft_model
 
         key = rank if isinstance(rank, int) else tuple(sorted(rank.items()))
@@ -193,12 +202,14 @@ class AdaptedModel:
         except ValueError as error:
             targets, reason = self.settings.targets, str(error).splitlines()[0]
             raise ConfigError(f"LoRA cannot be put on {targets!r}: {reason}") from error
+        for _, head in head_tensors(self._model, name):  # peft leaves them in the base's type
+            head.data = head.data.float() if head.dtype == torch.bfloat16 else head.data
         self._names[key] = name
         return name
 
     def _check_rank(self, rank: int) -> None:
         """Raise `ConfigError` if a rank exceeds both sides of every adapted matrix, before allocating anything."""
-        name = self._adapter_for(1)  # creates the peft model
+        name = self.add(1)  # creates the peft model
         adapter, _ = read_model(self._model, name, scaling=self.settings.unit)
         sides = [max(len(B), A.shape[1]) for B, A in (lora.factors for lora in adapter.modules.values())]
         if rank > max(sides, default=rank):
@@ -226,6 +237,12 @@ class AdaptedModel:
     def to(self, device: str) -> None:
         """Move to a device. The base weights must be unchanged."""
         self.network.to(device)
+        self._set_precision(device)
+
+    def _set_precision(self, device: str) -> None:
+        """Both ways: another run of this process may have set it."""
+        if device.startswith("cuda"):
+            torch.set_float32_matmul_precision("high" if self._tf32 else "highest")
 
 
 def rank_fields(rank: int | Mapping[str, int], scaling: float) -> dict[str, Any]:

@@ -20,6 +20,8 @@ Positive = Annotated[int, Field(ge=1)]
 Task = Literal["classification", "causal-lm"]
 Targets = Sequence[str] | str
 LossOn = Literal["response", "all"]
+LongResponses = Literal["refuse", "cut"]
+DType = Literal["float32", "bfloat16"]
 Optimizer = Literal["adam", "adamw", "sgd"]
 Schedule = Literal["constant", "linear", "cosine"]
 ClassWeights = Literal["balanced"] | Annotated[dict[str, Annotated[float, Field(gt=0)]], Field(min_length=1)]
@@ -195,8 +197,9 @@ class TrainSettings(TrainSection):
     """`TrainSection`, plus what other tables of a run say about one client's round.
 
     rounds: in the whole run, for the schedule. max_length: tokens per example. loss_on: an instruction's response, or
-    all of it. bf16: compute in bfloat16. template: for a language model's prompts, as in `encoding.encode`. own_starts:
-    a client that receives a fresh adapter (B = 0, in round 0) draws its own A.
+    all of it. long_responses: of an instruction that fill max_length. bf16: compute in bfloat16. template: for a
+    language model's prompts, as in `encoding.encode`. own_starts: a client that receives a fresh adapter (B = 0, in
+    round 0) draws its own A.
 
     Example:
         >>> TrainSettings(lr=1e-3, steps=20, batch_size=16).optimizer
@@ -206,12 +209,13 @@ class TrainSettings(TrainSection):
     rounds: Positive = 1
     max_length: Positive = 128
     loss_on: LossOn = "response"
+    long_responses: LongResponses = "refuse"
     bf16: bool = False
     template: str | None = None
     own_starts: bool = False
 
 
 __all__ = [
-    "ClassWeights", "Key", "LoRASettings", "LossOn", "Optimizer", "Positive", "Schedule", "Section", "Targets", "Task",
-    "TrainSection", "TrainSettings",
+    "ClassWeights", "DType", "Key", "LoRASettings", "LongResponses", "LossOn", "Optimizer", "Positive", "Schedule",
+    "Section", "Targets", "Task", "TrainSection", "TrainSettings",
 ]  # fmt: skip

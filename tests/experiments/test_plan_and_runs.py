@@ -1,0 +1,170 @@
+"""A plan beside what its runs do: examples, tokens, texts, answers and bytes, counted where the model is called.
+
+Kind of evidence: *oracle*. The planned numbers come from data, seeds and shapes; the counted ones from every batch that
+reaches the network and every parcel of the engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedlora.experiments.checks import problems
+from fedlora.experiments.costs import Workloads
+from fedlora.experiments.measured import Paces
+from fedlora.experiments.places import Places
+from fedlora.experiments.plan import PlannedRun, mains
+from fedlora.experiments.runner import run_all
+from fedlora.experiments.spec import load_experiment
+from support.known_warnings import FUTURE_NAMES
+from support.tiny_models import llama
+from support.training_data import classification, instructions, rows, save_encoder, save_model
+
+pytestmark = FUTURE_NAMES
+
+COMMON = """title = "t"
+question = "q"
+[run.clients]
+count = 4
+ranks = {ranks}
+[run.train]
+batch_size = 4
+steps = 0
+epochs = 1.5
+[run.run]
+rounds = 3
+participation = 0.5
+[run.evaluate]
+every = 3
+{more}
+[profiles.mini]
+seeds = [0, 1]
+"""
+CLASSES = COMMON.replace("{more}", """clients_at_end = true
+[run.model]
+path = "model"
+[run.data]
+train = "train.jsonl"
+max_length = 7
+[axes.method]
+GLoRA = { "method.name" = "glora" }
+FFA = { "method.name" = "ffa-lora" }
+""").replace("{ranks}", "[1, 2, 2, 3]")  # fmt: skip
+WORDS = COMMON.replace("{more}", """metric = "rouge-l"
+max_new_tokens = 3
+samples = 2
+[run.model]
+path = "model"
+task = "causal-lm"
+[run.lora]
+targets = ["q_proj", "v_proj"]
+[run.data]
+train = "train.jsonl"
+template = "none"
+max_length = 12
+[axes.method]
+FLoRA = { "method.name" = "flora" }
+""").replace("{ranks}", '[2]\npartition = "iid"')  # fmt: skip
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """What reaches the network, by a count around each call."""
+    from fedlora.runs import samples
+    from fedlora.training import evaluation, local
+
+    found: Counter[str] = Counter()
+    for module, what in ((local, "trained"), (evaluation, "scored")):
+
+        def collate(examples: Any, *rest: Any, made: Any = module.collate, what: str = what) -> Any:
+            batch = made(examples, *rest)
+            found[what] += len(examples)
+            found[f"tokens {what}"] += int(batch["attention_mask"].sum())
+            return batch
+
+        monkeypatch.setattr(module, "collate", collate)
+    for module in (evaluation, samples):
+
+        def greedy(model: Any, prompts: Any, made: Any = module.greedy, **more: Any) -> Any:
+            found["answers"] += len(prompts)
+            return made(model, prompts, **more)
+
+        monkeypatch.setattr(module, "greedy", greedy)
+    return found
+
+
+def grid(folder: Path, text: str) -> tuple[list[PlannedRun], Places]:
+    (folder / "mine.toml").write_text(text)
+    experiment = load_experiment(folder / "mine.toml")
+    return mains(experiment, "mini", {}), Places(folder / "results", folder / "work", None)
+
+
+@pytest.mark.parametrize("kind", ["classes", "words"])
+def test_what_is_planned_is_what_the_runner_does(kind: str, tmp_path: Path, counted: Counter[str]) -> None:
+    """To the token and the byte; FLoRA's moved base is bounded."""
+    if kind == "classes":
+        save_encoder(tmp_path / "model")
+        (tmp_path / "train.jsonl").write_text(rows(classification(60, 0, length=(3, 9))))
+    else:
+        save_model(tmp_path / "model", llama(), classifies=False)
+        asked = instructions(60, 0)
+        pairs = zip(asked.text, asked.responses or (), strict=True)
+        lines = [json.dumps({"prompt": prompt, "response": response}) for prompt, response in pairs]
+        (tmp_path / "train.jsonl").write_text("\n".join(lines) + "\n")
+    runs, places = grid(tmp_path, CLASSES if kind == "classes" else WORDS)
+    count = Workloads(None)
+    work = [count.of(run.config) for run in runs]
+    assert problems(runs, places, 1, count) == [] and not any(each.whys for each in work) and not counted
+    outcomes = list(run_all(runs, places))
+    assert [one.error for one in outcomes] == [None] * len(runs) and len(runs) == (4 if kind == "classes" else 2)
+    assert sum(each.trained or 0 for each in work) == counted["trained"] > 0
+    assert sum(each.tokens or 0 for each in work) == counted["tokens trained"] > 4 * counted["trained"]
+    assert sum(each.scored or 0 for each in work) == counted["scored"] > 0
+    assert sum(each.answers or 0 for each in work) == counted["answers"] and (counted["answers"] > 0) == (
+        kind == "words"
+    )
+    done = places.finished(unclean=True)
+    for run, each in zip(runs, work, strict=True):
+        assert each.bytes is not None
+        sent = done[run.digest].bytes["total"]
+        assert sent == each.bytes.total if not each.bytes.most else sent <= each.bytes.total < 2 * sent
+
+
+def test_a_pace_is_measured_and_nothing_is_written(tmp_path: Path) -> None:
+    """Twice the rounds take more seconds; one kind of run is timed once. No folder appears."""
+    save_encoder(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text(rows(classification(60, 0)))
+    runs, _ = grid(tmp_path, CLASSES)
+    before, paces, count = {*tmp_path.iterdir()}, Paces(None), Workloads(None)
+    config = runs[0].config
+    longer = config.model_copy(update={"run": config.run.model_copy(update={"rounds": 30})})
+    seconds = [paces.seconds(each, count.of(each)) for each in (config, longer, runs[1].config)]
+    assert (
+        0 < (seconds[0] or 0) < (seconds[1] or 0) < 600 and len(paces._known) == 1 and {*tmp_path.iterdir()} == before
+    )
+
+
+def test_all_that_is_wrong_is_one_list_and_nothing_starts(tmp_path: Path, main: Any) -> None:
+    """A target that the model lacks, a metric of another task, uploads that a method cannot send: three lines."""
+    save_encoder(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text(rows(classification(60, 0)))
+    text = CLASSES.replace(
+        'FFA = { "method.name" = "ffa-lora" }',
+        """FFA = { "method.name" = "ffa-lora", "server.upload" = "subspace" }
+targets = { "lora.targets" = ["nowhere"] }
+metric = { "evaluate.metric" = "rouge-l" }""",
+    )
+    (tmp_path / "mine.toml").write_text(text)
+    where = ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    said = main("experiment", "run", str(tmp_path / "mine.toml"), *where)
+    told = " ".join((said.out + said.err).split())
+    assert said.code == 2 and "3 things are wrong" in told and not (tmp_path / "work").exists()
+    for what in ("'nowhere'", "subspace", "rouge-l"):
+        assert what in told
+    (tmp_path / "model" / "model.safetensors").unlink()
+    said = main("experiment", "run", str(tmp_path / "mine.toml"), *where)
+    assert "has no weights" in " ".join((said.out + said.err).split()) and json.dumps(said.code) == "2"

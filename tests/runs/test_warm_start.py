@@ -1,0 +1,117 @@
+"""A run that begins from a trained adapter. Kinds of evidence: *oracle* (dense products, the other run's scores),
+*contract* (what does not fit is one line)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedlora.adapters.io import read_adapter
+from fedlora.errors import FedLoRAError
+from fedlora.methods.registry import METHODS
+from fedlora.runs.config import load_config
+from fedlora.runs.execution import execute
+from fedlora.runs.folder import RunFolder
+from fedlora.runs.preparation import prepare
+from fedlora.server.server import start
+from support.known_warnings import FUTURE_NAMES
+from support.training_data import classification, rows, save_encoder
+
+pytestmark = FUTURE_NAMES
+
+CONFIG = """
+[model]
+path = "model"
+[data]
+train = "train.jsonl"
+max_length = 8
+[clients]
+count = 2
+ranks = [3]
+partition = "iid"
+[train]
+steps = 2
+batch_size = 8
+lr = 0.05
+[run]
+rounds = 2
+threads = 1
+"""
+ONE_RANK = {"fedit", "fedex-lora", "fedsa-lora", "fedrot-lora", "lora-fair"}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project, and the adapter of a run of rank 2 in it."""
+    root = tmp_path_factory.mktemp("warm")
+    save_encoder(root / "model")
+    (root / "train.jsonl").write_text(rows(classification(60, 0)))
+    (root / "config.toml").write_text(CONFIG)
+    first = prepare(load_config(root / "config.toml", ["clients.ranks=[2]", "method.name=fedit"]))
+    list(execute(first, RunFolder(root / "first")))
+    return root
+
+
+def prepared(root: Path, adapter: str = "first/adapter", *more: str) -> Any:
+    return prepare(load_config(root / "config.toml", [f"model.adapter={adapter}", *more]))
+
+
+@pytest.mark.parametrize("method", sorted(METHODS))
+def test_every_method_begins_with_the_given_update(world: Path, method: str) -> None:
+    """Rank 2 among clients of rank 3: the server's update is B A of the files, in float64; the third slot is fresh."""
+    run = prepared(world, "first/adapter", f"method.name={method}")
+    given, _ = read_adapter(world / "first" / "adapter", scaling=2.0)
+    state = start(run.server, run.seed_adapter).server
+    assert {lora.rank for lora in run.seed_adapter.modules.values()} == {3}
+    if method != "fedsa-lora":  # which has no model of the server's: its clients get B
+        update = run.server.global_update(state)
+        for name, lora in given.modules.items():
+            wanted, got = (one.map(torch.Tensor.double).delta() for one in (lora, update[name]))
+            assert bool(wanted.any()) and torch.allclose(got, wanted, atol=1e-5 * float(wanted.abs().max()))
+    assert all(torch.equal(head, given.heads[name]) for name, head in state.start.heads.items())
+
+
+def test_the_run_begins_where_the_other_one_ended(world: Path, tmp_path: Path) -> None:
+    """Same validation: its loss before the first round is the other run's last. The manifest has the adapter's
+    digests, and with other bytes there it is another run."""
+    run = prepared(world)
+    last = json.loads((world / "first" / "metrics.jsonl").read_text().splitlines()[-1])["metrics"]["loss"]
+    begun = run.validation.evaluate(run.server, start(run.server, run.seed_adapter))["loss"]
+    assert begun == pytest.approx(last, rel=1e-5)
+    assert "adapter_model.safetensors" in run.manifest["model"]["adapter"]
+    list(execute(run, RunFolder(tmp_path / "second")))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (["lora.targets=['query']"], r"lora.targets differ in 2 modules, such as .*value"),
+        (["data.labels=['red', 'green', 'blue']"], "trained for the classes"),
+        (["clients.starts=own"], "clients.starts = 'own'"),
+        (["method.name=fedit", "clients.ranks=[1]"], "FedIT .* rank"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(world: Path, change: list[str], says: str) -> None:
+    with pytest.raises(FedLoRAError, match=says) as caught:
+        prepared(world, "first/adapter", *change)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("base_model_name_or_path", "other/base", r"other/base"),
+        ("modules_to_save", None, "head|classifier"),
+    ],
+)
+def test_another_base_and_lost_heads_are_refused(world: Path, tmp_path: Path, key: str, value: Any, says: str) -> None:
+    folder = shutil.copytree(world / "first" / "adapter", tmp_path / "a")
+    told = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**told, key: value}))
+    with pytest.raises(FedLoRAError, match=says):
+        prepared(world, str(folder))
