@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from fedlora.cli.experiment_decide import answers_of
-from fedlora.cli.experiment_project import Project
+from fedlora.cli.experiment_project import PAPER_NUMBERS, Project
 from fedlora.cli.formats import Format
 from fedlora.cli.scores import show_scores
 from fedlora.cli.screen import NOT_WHOLE, notes, plotted
@@ -35,7 +35,7 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
     grid = project.grid(experiment, profile)
     parse_number(grid.which(metric or ""))
     show_scores(
-        grid, metric or "", tables_of(grid, metric or ""), form,
+        grid, metric or "", tables_of(grid, metric or "", project.paper(experiment)), form,
         beside=other_files(missing(experiment, profile, project.places, grid.failed), grid.results),
         more={"prices": [vars(price) for price in prices(grid)]},
     )  # fmt: skip
@@ -117,7 +117,7 @@ def report(project: Project, names: Sequence[str], out: Path, profile: str) -> N
     decided = None if claims is None else _decided(project, claims, shown)
     waiting = {one.family.experiment for one in decided.answers if not one.complete} if decided else set()
     grids = [grid for grid in grids if grid.experiment.name not in waiting]
-    write_report(out, grids, project.experiments / "paper_numbers.toml", decided)
+    write_report(out, grids, project.experiments / PAPER_NUMBERS, decided)
     notes.warn(*late)
     notes.print(f"report: {out}")
 

@@ -50,7 +50,8 @@ def show_scores(
     }  # fmt: skip
     aloud = {"not_for_use": " ".join(loud)} if loud else {}
     lines = [{**line, **aloud} for line in _records(which, cells, differences, grid.rows)]
-    show(Printed(tables, lines, value, [*remarks], long_records(grid) if form is Format.long else []), form)
+    by_round = long_records(grid) if form is Format.long else []
+    show(Printed(tables, lines, value, [*remarks], by_round, grid.experiment.title), form)
     if form is Format.json:  # the JSON is for a program; this is for people
         notes.warn(*missing)
 

@@ -16,6 +16,7 @@ from fedlora.experiments.digits import difference_in_words, shown
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.prices import price_rows, prices
+from fedlora.experiments.printed import PaperTable, printed_tables
 from fedlora.experiments.result import SCORES, Result
 from fedlora.experiments.scores import capital, scale
 from fedlora.experiments.table_source import Source, Table
@@ -37,17 +38,17 @@ def table_of(kind: str, source: Source) -> Table:
     return KINDS[kind](source)
 
 
-def tables_of(grid: Grid, number: str = "") -> list[Table]:
-    """All tables without a plan: scores, differences to the reference, prices, budgets, categories. number: instead of
-    the compared one."""
-    experiment = grid.experiment
+def tables_of(grid: Grid, number: str = "", paper: PaperTable | None = None) -> list[Table]:
+    """All tables without a plan: the paper's, scores, differences to the reference, prices, budgets, categories.
+    number: instead of the compared one. paper: the table of the paper that the experiment repeats."""
+    experiment, printed = grid.experiment, [] if paper is None else printed_tables(grid, paper, number)
     asked = [("scores", number)]
     asked += [("differences", f": {number}")] if experiment.reference else []
     asked += [("prices", score) for score in SCORES] if experiment.peace else []
     asked += [("budgets", "")] if experiment.budgets else []
     asked += [("categories", f"{when}, last") for when in ("test", "unseen")]
     made = [table_of(kind, Source(grid, words)) for kind, words in asked]
-    return [made[0], *(table for table in made[1:] if table.rows)]
+    return [*printed, made[0], *(table for table in made[1:] if table.rows)]
 
 
 def _budgets(source: Source) -> Table:
