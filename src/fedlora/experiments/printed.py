@@ -215,18 +215,20 @@ class _Filled:
         )
 
     def _below(self) -> list[str]:
-        there = [cell for column in self.cells for cell in column]
-        told = []
+        lacking: dict[str, list[str]] = {}
+        lines: list[str] = []
         for column, cells in zip(self.paper.columns, self.cells, strict=True):
-            ran = [cell for cell in cells if cell.metric is not None]
-            if not any(cell.scores for cell in cells):
-                which = self.which(column)
-                why = "no run of it is there" if which and not ran else f"no run measured '{which or self.number}' of it"
-                told.append(f"{column.over + ': ' if column.over else ''}{column.head}: {why}.")
-        gone = [f"No number of ours: {' '.join(told)}"] if told else []
-        if self.paper.average and told:
+            which = self.which(column)
+            if any(cell.scores for cell in cells):
+                lines += notes(self.grid, which, cells=cells)
+                continue
+            ran = which is None or any(cell.metric is not None for cell in cells)
+            why = f"no run measured '{which or self.number}' of it" if ran else "no run of it is there"
+            lacking.setdefault(why, []).append(f"{column.head} ({column.over})" if column.over else column.head)
+        gone = [f"No number of ours for {', '.join(heads)}: {why}." for why, heads in lacking.items()]
+        if self.paper.average and gone:
             gone.append(f"{self.paper.average} needs all columns.")
-        return [*gone, *notes(self.grid, self.number, cells=[cell for cell in there if cell.scores])]
+        return [*gone, *dict.fromkeys(lines)]
 
 
 def _average(columns: Sequence[CellScore], wanted: int) -> CellScore | None:
