@@ -66,18 +66,22 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
 
     def pictures() -> list[Path]:
         from fedlora.experiments.map_picture import map_figure
-        from fedlora.experiments.pictures import figure_of, save
+        from fedlora.experiments.picture_style import save
+        from fedlora.experiments.pictures import figures_of
 
         made = []
         for k, (score, of) in enumerate(by_score(decided).items()):
             made += save(map_figure(of), target if k == 0 else target.with_stem(f"{target.stem}-{score}"))
-        figure = figure_of(grid, margins(decided))
-        if figure is None:
+        figures = figures_of(grid, margins(decided))
+        if not figures:
             raise ConfigError(
                 f"experiment {experiment.name} has no result of profile {profile} to draw: it needs runs that were "
                 f"evaluated after several rounds, or two seeds of the reference and of another label. Run more first."
             )
-        return [*made, *save(figure, target.with_stem(f"{target.stem}-setups") if decided else target)]
+        for k, (name, figure) in enumerate(figures.items()):
+            more = [*(["setups"] if decided else []), *([name] if k else [])]
+            made += save(figure, target.with_stem("-".join([target.stem, *more])))
+        return made
 
     plotted(pictures)
 

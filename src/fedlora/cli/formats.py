@@ -21,6 +21,7 @@ from fedlora.runs.folder import plain
 if TYPE_CHECKING:
     from fedlora.experiments.table_source import Table  # imports torch
 
+
 class Format(StrEnum):
     """How a command prints its result."""
 
@@ -40,8 +41,8 @@ JsonAlias = Annotated[bool, typer.Option("--json", help="the same as --format js
 @dataclass(frozen=True)
 class Printed:
     """One result in all formats. tables and remarks: text for people; records: one CSV line each, with all digits;
-    value: for JSON. by_round: for curves, a line per run, round and score, if the result has rounds. title: of a page of
-    HTML."""
+    value: for JSON. by_round: for curves, a line per run, round and score, if the result has rounds. title: of an HTML
+    page."""
 
     tables: Sequence[Table]
     records: Sequence[Mapping[str, Any]]

@@ -76,4 +76,3 @@ def reaching(grid: Grid, target: float) -> list[Reaching]:
         else:
             mine.censored[run.seed] = planned if diverged or result is None else result.rounds  # type: ignore[index]
     return [one for one in found.values() if one.runs]
-

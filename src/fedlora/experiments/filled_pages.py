@@ -14,7 +14,7 @@ docs/evidence/experiments.md says what each kind of table (`page_tables.KINDS`) 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 

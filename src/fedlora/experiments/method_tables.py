@@ -101,7 +101,7 @@ def rounds(source: Source) -> Table:
     against = f" *p*: of the log-rank test against {reference}, of one comparison each." if reference else ""
     caption = (
         f"{capital(explained(which, metric))}. *reached*: runs that got there. *median*: by Kaplan and Meier; a run "
-        f"that does not get there counts as more than its last round, and one that diverged or failed as never.{against}"
+        f"that does not get there counts as more than its last round, one that diverged or failed as never.{against}"
     )
     columns = [*grid.axes, "reached", "median", *(["p"] if reference else [])]
     return Table(columns, rows, caption, notes(grid, which), len(grid.axes))
@@ -114,8 +114,8 @@ def _median(one: Reaching) -> str:
 def clients(source: Source) -> Table:
     """Each client's own readout after the last round, a column for each of the grid's cells."""
     return _by_cell(
-        source.grid, "client (rank)", "Each client's own readout after the last round, the mean over seeds.", "clients, last",
-        lambda result: {
+        source.grid, "client (rank)", "Each client's own readout after the last round, the mean over seeds.",
+        "clients, last", lambda result: {
             f"{name} ({result.ranks[name]})" if name in result.ranks else name: value
             for name, scores in result.clients_at_end.items()
             if (value := scores.get(result.metric)) is not None
@@ -130,9 +130,7 @@ def categories(source: Source) -> Table:
     return _by_cell(source.grid, "category", caption, which, lambda result: result.by_category(which))
 
 
-def _by_cell(
-    grid: Grid, of: str, caption: str, which: str, told: Callable[[Result], Mapping[str, float]]
-) -> Table:
+def _by_cell(grid: Grid, of: str, caption: str, which: str, told: Callable[[Result], Mapping[str, float]]) -> Table:
     """A row for each name that `told` gives, a column for each of the grid's cells with a result."""
     found = score_by(grid, told)
     labels = sorted({label for by in found.values() for label in by})

@@ -39,7 +39,7 @@ class Column(Part):
 
     head: str
     over: str = ""
-    at: dict[str, str] = {}
+    at: dict[str, str] = {}  # noqa: RUF012 - pydantic copies it
     of: str = "test"
 
 
@@ -175,7 +175,10 @@ class _Filled:
             mine = [None if one is None else _times(one.mean if one.mean is not None else one.median, paper.times)
                     for one in line.ours]  # fmt: skip
             theirs = [_first_number(text) for text in line.paper]
-            gaps = ["" if a is None or b is None else f"{a - b:+.{paper.digits}f}" for a, b in zip(mine, theirs, strict=True)]
+            gaps = [
+                "" if a is None or b is None else f"{a - b:+.{paper.digits}f}"
+                for a, b in zip(mine, theirs, strict=True)
+            ]
             parts: list[tuple[str, Sequence[str], list[float | None]]] = [
                 (OURS, [self._words(one) for one in line.ours], mine), (PAPER, line.paper, theirs), (GAP, gaps, [])
             ]  # fmt: skip
@@ -261,5 +264,3 @@ def _first_number(text: str) -> float | None:
 
 def _times(value: float | None, times: float) -> float | None:
     return None if value is None else times * value
-
-

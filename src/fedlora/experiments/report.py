@@ -103,7 +103,7 @@ def section(grid: Grid, paper: PaperTable | None = None) -> dict[str, Any]:
             *lost_lines(grid),
         ],
         "command": f"fedlora experiment table {of} --format json",
-        "picture": _picture(grid),
+        "pictures": _pictures(grid),
         "plot": f"fedlora experiment plot {of}",
         "config": "\n".join(
             [*(f"{r.digest}  {r.label}" for r in grid.runs), "", *(r.config.canonical() for r in grid.runs[:1])]
@@ -111,15 +111,15 @@ def section(grid: Grid, paper: PaperTable | None = None) -> dict[str, Any]:
     }
 
 
-def _picture(grid: Grid, margins: Mapping[str, float] | None = None) -> object:
-    """Scores by epsilon, dots of merged runs, or curves; None if there is nothing to draw. margins: score -> the
-    largest difference that does not matter, if decided."""
+def _pictures(grid: Grid, margins: Mapping[str, float] | None = None) -> list[object]:
+    """What `figures_of` draws. margins: score -> the largest difference that does not matter, if decided."""
     from markupsafe import Markup
 
-    from fedlora.experiments.pictures import figure_of, inline
+    from fedlora.experiments.picture_style import inline
+    from fedlora.experiments.pictures import figures_of
 
-    figure = figure_of(grid, margins)
-    return figure and Markup(inline(figure, f"{grid.experiment.title}, {grid.profile}{', decided' * bool(margins)}"))
+    of = f"{grid.experiment.title}, {grid.profile}{', decided' * bool(margins)}"
+    return [Markup(inline(figure, f"{of}: {name}")) for name, figure in figures_of(grid, margins).items()]
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def _decided(decided: Decided, name: str) -> dict[str, Any]:
         "remarks": [*remarks(found), *decided.past.get(name, [])],
         "tables": [Table(headings(one.family), rows(one), title(one)) for one in complete],
         "maps": _maps(name, complete),
-        "picture": _picture(grid, margins(found)) if grid else None,
+        "pictures": _pictures(grid, margins(found)) if grid else [],
         "mechanism": mechanism if mechanism and mechanism.rows else None,
         "decide": f"fedlora experiment decide {name} --format json", "plot": f"fedlora experiment plot {name}",
     }  # fmt: skip
@@ -169,7 +169,7 @@ def _maps(name: str, found: Sequence[Answers]) -> list[object]:
     from markupsafe import Markup
 
     from fedlora.experiments.map_picture import map_figure
-    from fedlora.experiments.pictures import inline
+    from fedlora.experiments.picture_style import inline
 
     made: list[object] = []
     for score, of in by_score(found).items():

@@ -208,6 +208,7 @@ def _one(places: Places, wait: bool, run: PlannedRun, tick: Tick | None = None) 
 def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare  # imports transformers, only in processes that run
+    from fedlora.runs.tracking import Called
 
     began = time.perf_counter()
     if tick is not None:
@@ -225,7 +226,7 @@ def _run(places: Places, run: PlannedRun, tick: Tick | None) -> Outcome:
         trained = _trained(run, prepared, folder)
         if not trained:
             note(folder, prepared.manifest)
-            for record in execute(prepared, folder, resume=True):
+            for record in execute(prepared, folder, resume=True, called=Called(run.label, run.experiment)):
                 if tick is not None:
                     tick(run, record.round)
         if run.mergers:

@@ -98,9 +98,10 @@ class Experiment(Part):
     of claims in claims.toml, for readers. run: the tables of a run's configuration, common to all; relative paths start
     at this file. axes: axis -> label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes one that only an
     earlier axis made. tune: the search for the best value of a key. profiles: scales to run at, by name. skip:
-    combinations of labels that are not cells; `why`, beside the labels, is told under the tables. peace: the label without an attack, for a table of each row's cost there
-    and its saving elsewhere. budgets: the axes of a table and a picture of scores by epsilon. merged: an axis whose
-    labels are not changes of the run but mergers of its uploads: one run serves them all.
+    combinations of labels that are not cells; `why`, beside the labels, is told under the tables. peace: the label
+    without an attack, for a table of each row's cost there and its saving elsewhere. budgets: the axes of a table and a
+    picture of scores by epsilon. merged: an axis whose labels are not changes of the run but mergers of its uploads:
+    one run serves them all.
     """
 
     name: str

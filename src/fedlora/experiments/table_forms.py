@@ -68,7 +68,9 @@ def latex(table: Table) -> str:
     if any(table.over):
         spans, rules, at = [], "", 1
         for over, count in _runs(_over(table)):
-            spans.append(rf"\multicolumn{{{count}}}{{c}}{{{over.translate(_IN_LATEX)}}}" if over else " & " * (count - 1))
+            spans.append(
+                rf"\multicolumn{{{count}}}{{c}}{{{over.translate(_IN_LATEX)}}}" if over else " & " * (count - 1)
+            )
             rules += rf"\cmidrule(lr){{{at}-{at + count - 1}}}" if over else ""
             at += count
         made += [line(spans), rules]
@@ -87,8 +89,9 @@ def html(table: Table, kind: str = "") -> str:
     """A <table> that scrolls by itself where it is wider than the screen. kind: its class."""
 
     def head(text: str, count: int = 1, kind: str = "") -> str:
-        spans = f' colspan="{count}"' if count > 1 else ""
-        return f'<th scope="col{"group" if kind == "over" else ""}"{spans}{f" class={kind}" if kind else ""}>{escape(text)}</th>'
+        of = f' scope="{"colgroup" if count > 1 else "col"}"' + (f' colspan="{count}"' if count > 1 else "")
+        named = f' class="{kind}"' if kind else ""
+        return f"<th{of}{named}>{escape(text)}</th>"
 
     caption = re.sub(r"\*(\S.*?)\*", r"<i>\1</i>", escape(table.caption))
     wide, label = " wide" * (len(table.columns) > 3), escape(plain_caption(table)) or escape(table.columns[0])

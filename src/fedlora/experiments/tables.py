@@ -195,9 +195,7 @@ def score_by(grid: Grid, told: Callable[[Result], Mapping[str, float]]) -> dict[
         mine = found.setdefault((where, run.cell[grid.rows] + (f" ({result.metric})" if mixed else "")), {})
         for name, value in told(result).items():
             mine.setdefault(name, []).append(value)
-    return {
-        label: {name: fmean(x) for name, x in sorted(by.items())} for label, by in found.items() if by
-    }
+    return {label: {name: fmean(x) for name, x in sorted(by.items())} for label, by in found.items() if by}
 
 
 def placings(cells: Sequence[CellScore], axis: str) -> list[Placing]:

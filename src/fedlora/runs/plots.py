@@ -111,6 +111,9 @@ def _metric(
         [line["round"] for line in scored], [line["metrics"][metric] for line in scored], "o-", color=COLOURS[0],
         label="validation",
     )  # fmt: skip
+    along = [(line["round"], line["metrics"][key]) for line in scored if (key := f"test/{metric}") in line["metrics"]]
+    if along:
+        upper.plot(*zip(*along, strict=True), "--", color=COLOURS[1], label="test (nothing is chosen by it)")
     last, best = lines[-1]["round"], summary["best_round"]
     ends = {"test, last and best round": ("best", best)} if last == best else {
         "test, last round": ("last", last), "test, best round": ("best", best)
@@ -123,7 +126,7 @@ def _metric(
         upper.axhline(chance, color="#777777", linestyle=":", label=f"guessing: {chance:.3f}")
     upper.set(xlabel="round", ylabel=words(metric))
     upper.set_title(f"{summary['method']}: held-out {words(metric)} ({summary['target']})")
-    upper.legend()
+    upper.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
     if not clients:  # a private run reports none
         return gridded(figure, upper)
     _losses(axes[1], lines, clients, ranks)
@@ -170,7 +173,7 @@ def _spectrum(summary: Mapping[str, Any]) -> Figure:
         )  # fmt: skip
     upper.set(xlabel="component", ylabel="singular value")
     upper.set_title("spectrum of the server's update, one line per module")
-    upper.legend(title="first and last module")
+    upper.legend(title="first and last module", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     upper.grid(alpha=0.3)
     if alike:
         said = ", ".join(f"{_RANKS[key][0]} {values[0]}" for key, values in known.items())

@@ -155,8 +155,9 @@ def _data(
     data, adversary = dealt_out(config, data_root, label_names, keep)
     if config.data.task == "mnli" and not data.probes:
         log.warning(
-            "data.task = 'mnli' from --data-root has one test set, the one in glue/mnli/validation.jsonl. This run will "
-            "not have 'validation_mismatched': put validation_mismatched.jsonl beside that file, or leave --data-root out."
+            "data.task = 'mnli' from --data-root has one test set, the one in glue/mnli/validation.jsonl. This run "
+            "will not have 'validation_mismatched': put validation_mismatched.jsonl beside that file, or leave "
+            "--data-root out."
         )
     check_measuring(config, data)
     return data, adversary
