@@ -24,7 +24,8 @@ from fedlora.experiments.table_forms import html, latex, markdown
 from support.command_line import invoke
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.made_results import stored, whole
-from support.training_data import classification, save_encoder
+from support.tiny_models import llama
+from support.training_data import classification, save_encoder, save_model
 
 pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 EXPERIMENTS = Path(__file__).parents[2] / "experiments"
@@ -196,29 +197,55 @@ def write_glue(root: Path) -> None:
             (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+def write_superni(root: Path) -> None:
+    """Seven tasks of seven categories, a hundred instances each: say the task's own word."""
+    (root / "superni").mkdir(parents=True)
+    for k in range(7):
+        each = [{"id": f"{k}-{j}", "input": f"w{10 + j % 20} w{30 + j % 7}", "output": [f"w{k}"]} for j in range(100)]
+        raw = {"Definition": [f"Say w{k}."], "Categories": [f"category {k}"], "Instances": each,
+               "Input_language": ["English"], "Output_language": ["English"]}  # fmt: skip
+        (root / "superni" / f"task{k}_x.json").write_text(json.dumps(raw))
+
+
+TINY = {
+    "run.rounds": 1, "train.steps": 1, "train.batch_size": 2, "train.accumulation": 1, "evaluate.every": 1,
+    "data.max_length": 12, "evaluate.clients_at_end": True, "model.bf16": False, "run.checkpoint_every": 1,
+}  # fmt: skip
+TASKS = TINY | {
+    "data.tasks": 5, "data.unseen": 2, "data.max_train": 8, "data.max_test": 2, "evaluate.max_new_tokens": 1,
+    "run.participation": 0.4,
+}  # fmt: skip
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("name", "heads"), [
-    ("table1", "& MNLI-m & MNLI-mm & SST-2 & QQP & QNLI & AVG"),
-    ("table2", "& MNLI-m & MNLI-mm & SST-2 & QQP & QNLI & Average"),
+@pytest.mark.parametrize(("name", "heads", "changes"), [
+    ("table1", "& MNLI-m & MNLI-mm & SST-2 & QQP & QNLI & AVG", TINY),
+    ("table2", "& MNLI-m & MNLI-mm & SST-2 & QQP & QNLI & Average", TINY | {"clients.min_size": 1}),
+    ("table3", "& Normal & Uniform & Heavy-tail & Normal & Uniform & Heavy-tail", TASKS),
 ])  # fmt: skip
-def test_a_whole_table_runs_at_toy_size(name: str, heads: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_whole_table_runs_at_toy_size(
+    name: str, heads: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every cell of profile mini is trained, one step a round of a tiny model, and printed in the paper's layout."""
-    write_glue(tmp_path / "data")
-    save_encoder(tmp_path / "model")
+    if name == "table3":
+        write_superni(tmp_path / "data")
+        save_model(tmp_path / "model", llama(), classifies=False)
+    else:
+        write_glue(tmp_path / "data")
+        save_encoder(tmp_path / "model")
     of_all_cells(name, tmp_path / "experiments")
     path = tmp_path / "experiments" / f"{name}.toml"
     raw = tomllib.loads(path.read_text())
-    raw["profiles"]["mini"]["set"] |= {
-        "model.path": str(tmp_path / "model"), "run.rounds": 1, "train.steps": 1, "train.batch_size": 2,
-        "train.accumulation": 1, "evaluate.every": 1, "data.max_length": 12, "evaluate.clients_at_end": True,
-        "model.bf16": False,
-    }  # fmt: skip
+    mini = raw["profiles"]["mini"]["set"]
+    mini.pop("data.task_lists", None)
+    mini |= {**changes, "model.path": str(tmp_path / "model")}
     path.write_text(tomli_w.dumps(raw))
     monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "a" * 40, "clean": True})
     where = ["--experiments", path.parent, "--results", tmp_path / "results", "--work", tmp_path / "work"]
     invoke("experiment", "run", name, *where, "--data-root", tmp_path / "data")
     tex = invoke("experiment", "table", name, "--format", "latex", *where).stdout
-    assert heads in tex and "No number of ours" not in tex.split(r"\end{tabular}")[0]
-    ours = [line for line in tex.split(r"\end{tabular}")[0].splitlines() if " & ours & " in line]
-    assert len(ours) == len([*load_experiment(path).cells("mini")]) / 4, "a row for a method in a block"
-    assert all(len(re.findall(r"\d+\.\d\d", line)) == 6 for line in ours), "five tasks and their average, all measured"
+    first = tex.split(r"\end{tabular}")[0]
+    assert heads in first
+    ours, cells = [line for line in first.splitlines() if " & ours & " in line], [*load_experiment(path).cells("mini")]
+    assert len(ours) == len(cells) / (3 if name == "table3" else 4), "a row for a method in a block"
+    assert all(len(re.findall(r"\d+\.\d\d", line)) == 6 for line in ours), "every column is measured"

@@ -29,15 +29,16 @@ from fedlora.experiments.seed_plan import plan_there, still_open
 from fedlora.experiments.spec import Experiment
 
 
-def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format) -> None:
-    """Show scores, differences, prices and budgets, with the notes that a reader needs below."""
+def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format, out: Path | None) -> None:
+    """Show the paper's table, scores, differences, prices and budgets, with the notes that a reader needs below. out: a
+    file, instead of the screen."""
     experiment = project.planned(project.named(name), profile)
     grid = project.grid(experiment, profile)
     parse_number(grid.which(metric or ""))
     show_scores(
         grid, metric or "", tables_of(grid, metric or "", project.paper(experiment)), form,
         beside=other_files(missing(experiment, profile, project.places, grid.failed), grid.results),
-        more={"prices": [vars(price) for price in prices(grid)]},
+        more={"prices": [vars(price) for price in prices(grid)]}, out=out,
     )  # fmt: skip
     project.tell_left_out([(experiment, profile)])
     if late := still_open(project.results, grid):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
 from fedlora.cli.screen import Table as Drawn
-from fedlora.cli.screen import console, print_json
+from fedlora.cli.screen import console
+from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
@@ -59,36 +62,59 @@ def chosen(format: Format, json: bool) -> Format:
     return Format.json if json else format
 
 
-def show(printed: Printed, format: Format) -> None:
-    """Print the result to stdout."""
-    if format is Format.json:
-        print_json(plain(printed.value))
-    elif format in (Format.csv, Format.long):
-        if format is Format.long and not printed.by_round:
-            raise ConfigError("--format long lists runs round by round, and this command shows no runs; use csv.")
-        print(_csv(printed.by_round if format is Format.long else printed.records), end="")
-        for remark in printed.remarks:  # a program reads the lines, a person reads what they are about
-            print(remark, file=sys.stderr)
-    elif format in (Format.markdown, Format.latex, Format.html):
-        print(document(printed, format), end="")
-    else:
-        for table in printed.tables:
-            for part in fitting(table, console.width):
-                console.print(_on_screen(part))
+def show(printed: Printed, format: Format, out: Path | None = None) -> None:
+    """Print the result to stdout. out: write it to this file instead; lines of numbers also as NAME.parquet. Raises
+    `ConfigError` for a format that no file has."""
+    lined = format in (Format.csv, Format.long)
+    if out is not None and (format is Format.table or (out.suffix == ".parquet" and not lined)):
+        kinds = "csv or long" if out.suffix == ".parquet" else "markdown, latex, html, csv, long or json"
+        raise ConfigError(f"{out} is written in a format: give --format {kinds}.")
+    if format is Format.table:
+        for part in (part for table in printed.tables for part in fitting(table, console.width)):
+            console.print(_on_screen(part))
         for remark in printed.remarks:
             console.print(remark)
+    elif out is not None and out.suffix == ".parquet":
+        _write_parquet(_lines(printed, format), out)
+    elif out is not None:
+        files.write(out, _text(printed, format))
+    else:
+        print(_text(printed, format), end="")
+    if lined or out is not None:
+        for remark in printed.remarks:  # a program reads the lines, a person reads what they are about
+            print(remark, file=sys.stderr)
 
 
-def document(printed: Printed, format: Format) -> str:
-    """The result as a text for documents: Markdown, LaTeX or a page of HTML."""
+def _text(printed: Printed, format: Format) -> str:
+    """The result in a format for documents and programs."""
     from fedlora.experiments.table_forms import latex, markdown, page, plain_caption
 
+    if format is Format.json:
+        return json.dumps(plain(printed.value), indent=2, sort_keys=True) + "\n"
+    if format in (Format.csv, Format.long):
+        return _csv(_lines(printed, format))
     if format is Format.html:
         return page(printed.title, printed.tables, printed.remarks)
     if format is Format.latex:
         return "\n".join([*map(latex, printed.tables), *(f"% {remark}" for remark in printed.remarks)]) + "\n"
     parts = [f"{plain_caption(table)}\n\n{markdown(table)}".rstrip() for table in printed.tables]
     return "\n\n".join([*parts, *printed.remarks]) + "\n"
+
+
+def _lines(printed: Printed, format: Format) -> Sequence[Mapping[str, Any]]:
+    if format is Format.long and not printed.by_round:
+        raise ConfigError("--format long lists runs round by round, and this command shows no runs; use csv.")
+    return printed.by_round if format is Format.long else printed.records
+
+
+def _write_parquet(lines: Sequence[Mapping[str, Any]], out: Path) -> None:
+    from pandas import DataFrame
+
+    try:
+        with files.replacing(out) as file:
+            DataFrame(plain(list(lines))).to_parquet(file)
+    except ImportError as error:
+        raise ConfigError("a Parquet file needs pyarrow: pip install 'fedlora[hub]', or name a .csv.") from error
 
 
 def fitting(table: Table, width: int) -> list[Table]:
