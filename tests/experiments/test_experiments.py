@@ -605,7 +605,7 @@ def test_the_page_is_self_contained_and_keeps_the_papers_numbers_apart(finished:
     call(finished, "report", "--profile", "one", "--out", str(tmp_path / "report.html"))
     page = (tmp_path / "report.html").read_text()
     assert "http" not in page.replace("data:", "") and "<script" not in page
-    assert '<tr class="paper"><th scope="row">paper</th><td>50.0 &lt;b&gt;&amp;</td></tr>' in page
+    assert 'class="paper"' in page and "<td>50.0 &lt;b&gt;&amp;</td></tr>" in page
     assert "aaaaaaaaaaaa" in page and 'role="img"' in page
     named = ("report", str(finished / "experiments" / "tiny.toml"), "--profile", "one")
     invoke("experiment", *named, "--out", tmp_path / "own.html", "--experiments", tmp_path, "--results",

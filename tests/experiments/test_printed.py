@@ -123,8 +123,8 @@ def test_table_3_in_each_form(tmp_path: Path) -> None:
     assert all(line.count("&") == 7 for line in tex.splitlines() if " & ours & " in line or " & paper & " in line)
     page = html(table)
     assert '<th scope="colgroup" colspan="3" class="over">In-domain Client Performance</th>' in page
-    assert '<th scope="row" rowspan="3">HetLoRA</th><th scope="row">ours</th><td>50.00</td>' in page
-    assert '<tr class="paper"><th scope="row">paper</th><td><u>50.31 ± 0.42</u></td>' in page
+    assert 'rowspan="3">HetLoRA</th>' in page and ">ours</th><td>50.00</td>" in page
+    assert ">paper</th><td><u>50.31 ± 0.42</u></td>" in page and page.count('<tr class="paper">') == 3
     text = markdown(table)
     assert "| In-domain Client Performance: Normal |" in text and "|  | paper | <u>50.31 ± 0.42</u> |" in text
 
@@ -135,15 +135,14 @@ def test_a_cell_without_runs_is_told_and_the_layout_stays_whole(tmp_path: Path) 
     results = {digest: one for digest, one in made(experiment).items() if one.settings.data.task == "sst2"}
     table = printed_tables(Grid(experiment, "mini", results), PAPER["table1"])[0]
     assert table.rows[0][3:] == ["", "", "50.00", "", "", ""] and table.rows[1][-1] == "81.00"
-    assert "No number of ours for MNLI-m, MNLI-mm, QQP, QNLI: no run of it is there." in table.below
-    assert "AVG needs all columns." in table.below
+    assert "MNLI-m, MNLI-mm, QQP, QNLI: no run" in table.below[0] and table.below[1].startswith("AVG needs")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         (('"81.00"]', '"81.00", "1"]'), r"\[table1\] has 6 columns .* its row FedIT of Dir\(0.1\) has 7 numbers"),
-        (('head = "MNLI-m"', 'name = "MNLI-m"'), r"\[table1\] is no table of a paper: columns.0.head"),
+        (('head = "MNLI-m"', 'name = "MNLI-m"'), r"\[table1\] .* columns.0.head"),
     ],
 )
 def test_a_wrong_table_of_the_paper_is_refused(change: tuple[str, str], said: str, tmp_path: Path) -> None:
