@@ -124,7 +124,7 @@ def _metric(
             upper.plot([round], [at], marker, color=COLOURS[1], markersize=10, label=f"{label}: {at:.3f}", zorder=3)
     if chance is not None:
         upper.axhline(chance, color="#777777", linestyle=":", label=f"guessing: {chance:.3f}")
-    upper.set(xlabel="round", ylabel=words(metric))
+    upper.set(xlabel="round", ylabel=words(metric), xlim=(lines[0]["round"] - 0.3, last + 0.3))  # as the losses below
     upper.set_title(f"{summary['method']}: held-out {words(metric)} ({summary['target']})")
     upper.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
     if not clients:  # a private run reports none
@@ -173,7 +173,10 @@ def _spectrum(summary: Mapping[str, Any]) -> Figure:
         )  # fmt: skip
     upper.set(xlabel="component", ylabel="singular value")
     upper.set_title("spectrum of the server's update, one line per module")
-    upper.legend(title="first and last module", loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    upper.legend(
+        title="first and last module", loc="upper center", bbox_to_anchor=(0.5, -0.22 if alike else -0.16), ncols=2,
+        frameon=False,
+    )  # fmt: skip
     upper.grid(alpha=0.3)
     if alike:
         said = ", ".join(f"{_RANKS[key][0]} {values[0]}" for key, values in known.items())
@@ -204,7 +207,7 @@ def _bytes(lines: Sequence[Mapping[str, Any]]) -> Figure:
         axis.bar(rounds, size, bottom=base, color=colour, width=0.7, label=label)
         base = [b + s for b, s in zip(base, size, strict=True)]
     axis.set(xlabel="round", ylabel="MB, all clients together", title="bytes sent (tensors)")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
     return gridded(figure, axis)
 
 
