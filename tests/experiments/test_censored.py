@@ -92,6 +92,7 @@ def test_kaplan_and_meier_by_hand(rounds: Grid) -> None:
     assert (half.reached, half.censored) == ({0: 5}, {1: 5, 2: 5})
     shares = dict(zip(one.below.quantiles.tolist(), one.below.probabilities.tolist(), strict=True))
     assert shares == pytest.approx({2: 2 / 3, 3: 2 / 3, 4: 0}) and (one.median, half.median) == (4, None)
+    assert Reaching({}, {0: 3}, {1: 5}).median == 3, "half of the runs are not below"
 
 
 def test_the_log_rank_test_by_hand() -> None:

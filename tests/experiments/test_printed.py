@@ -219,7 +219,8 @@ TASKS = TINY | {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("name", "heads", "changes"), [
     ("table1", "& MNLI-m & MNLI-mm & SST-2 & QQP & QNLI & AVG", TINY),
-    ("table2", "& MNLI-m & MNLI-mm & SST-2 & QQP & QNLI & Average", TINY | {"clients.min_size": 1, "clients.count": 10}),
+    ("table2", "& MNLI-m & MNLI-mm & SST-2 & QQP & QNLI & Average",
+     TINY | {"clients.min_size": 1, "clients.count": 10}),
     ("table3", "& Normal & Uniform & Heavy-tail & Normal & Uniform & Heavy-tail", TASKS),
 ])  # fmt: skip
 def test_a_whole_table_runs_at_toy_size(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -114,7 +114,6 @@ class _Filled:
     grid: Grid
     paper: PaperTable
     number: str
-    below: list[str] = field(default_factory=list)
 
     def which(self, column: Column) -> str | None:
         """The number of a column; None if there is none, as of clients' own readouts on another test set."""
@@ -172,8 +171,8 @@ class _Filled:
         marks: dict[tuple[int, int], str] = {}
         at: dict[tuple[str, str], list[tuple[int, list[float | None]]]] = {}
         for line in self.lines():
-            mine = [None if one is None else _times(one.mean if one.mean is not None else one.median, paper.times)
-                    for one in line.ours]  # fmt: skip
+            means = [None if one is None else one.mean for one in line.ours]
+            mine = [None if mean is None else paper.times * mean for mean in means]
             theirs = [_first_number(text) for text in line.paper]
             gaps = [
                 "" if a is None or b is None else f"{a - b:+.{paper.digits}f}"
@@ -197,10 +196,8 @@ class _Filled:
         )
 
     def _words(self, one: CellScore | None) -> str:
-        if one is None or not (one.scores or one.none):
-            return ""
-        if one.metric is not None and not one.scores and len(one.none) == one.planned:
-            return "none"
+        if one is None or not one.scores:
+            return "none" if one is not None and one.none else ""
         return one.words(self._form)
 
     def _form(self, mean: float, spread: float | None) -> str:
@@ -219,11 +216,11 @@ class _Filled:
 
     def _below(self) -> list[str]:
         lacking: dict[str, list[str]] = {}
-        lines: list[str] = []
+        measured: dict[str | None, list[CellScore]] = {}
         for column, cells in zip(self.paper.columns, self.cells, strict=True):
             which = self.which(column)
             if any(cell.scores for cell in cells):
-                lines += notes(self.grid, which, cells=cells)
+                measured.setdefault(which, []).extend(cells)
                 continue
             ran = which is None or any(cell.metric is not None for cell in cells)
             why = f"no run measured '{which or self.number}' of it" if ran else "no run of it is there"
@@ -231,7 +228,7 @@ class _Filled:
         gone = [f"No number of ours for {', '.join(heads)}: {why}." for why, heads in lacking.items()]
         if self.paper.average and gone:
             gone.append(f"{self.paper.average} needs all columns.")
-        return [*gone, *dict.fromkeys(lines)]
+        return [*gone, *(line for which, cells in measured.items() for line in notes(self.grid, which, cells=cells))]
 
 
 def _average(columns: Sequence[CellScore], wanted: int) -> CellScore | None:
@@ -260,7 +257,3 @@ def _marked(lines: Sequence[tuple[int, list[float | None]]], less: bool) -> dict
 def _first_number(text: str) -> float | None:
     found = re.match(r"[-+]?\d+(\.\d+)?", text)
     return float(found[0]) if found else None
-
-
-def _times(value: float | None, times: float) -> float | None:
-    return None if value is None else times * value
