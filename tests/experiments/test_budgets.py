@@ -118,13 +118,13 @@ def test_axes_that_are_not_there_are_refused(tmp_path: Path) -> None:
 
 def test_the_picture_is_drawn_of_whole_and_of_half_grids(experiment: Experiment, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from fedlora.experiments.pictures import figure_of, save
+    from fedlora.experiments.picture_style import save
+    from fedlora.experiments.pictures import figures_of
 
     results = stored(experiment)
     for some in (results, dict(list(results.items())[:1]), dict(list(results.items())[-1:])):
-        figure = figure_of(Grid(experiment, "mini", some))
-        assert figure is not None
-        (made,) = save(figure, tmp_path / "p.png")
+        figures = figures_of(Grid(experiment, "mini", some))
+        (made,) = save(figures["budgets"], tmp_path / "p.png")
         assert made.stat().st_size > 10_000
 
 
@@ -192,6 +192,6 @@ def test_the_pages_hold_what_the_stored_results_say(page: Path) -> None:
 def test_a_tick_of_the_picture_never_understates_epsilon() -> None:
     """By hand: the tenth at or above. 1.1 * 10 is 11.000000000000002 in floats, and stays 1.1."""
     pytest.importorskip("matplotlib")
-    from fedlora.experiments.pictures import _tenth_up
+    from fedlora.experiments.budget_picture import _tenth_up
 
     assert [_tenth_up(e) for e in (13.603, 8.0, 1.1, 0.02)] == [13.7, 8.0, 1.1, 0.1]

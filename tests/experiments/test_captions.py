@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from fedlora.cli.formats import _markdown
 from fedlora.experiments import method_tables
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import table_of
@@ -17,6 +16,7 @@ from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Commit, Machine, Made, Merged, Result, short_config
 from fedlora.experiments.scores import KNOWN, SCALES, explained, scale
 from fedlora.experiments.spec import Experiment, load_experiment
+from fedlora.experiments.table_forms import markdown
 from fedlora.experiments.table_source import Source
 from fedlora.training.metrics import METRICS, score_name
 from support.made_results import bare
@@ -145,7 +145,7 @@ def test_a_new_column_is_one_line(experiment: Experiment, monkeypatch: pytest.Mo
     monkeypatch.setitem(method_tables._COSTS, "round count", lambda runs: str(runs[0].rounds))
     table = table_of("costs", Source(Grid(experiment, "mini", results)))
     assert table.columns[-1] == "round count" and {row[-1] for row in table.rows} == {"1"}
-    assert "round count" in _markdown(table)
+    assert "round count" in markdown(table)
 
 
 def test_times_count_each_training_once(experiment: Experiment) -> None:

@@ -288,7 +288,7 @@ def test_what_is_not_there_is_a_sentence(place: Path) -> None:
     known = {name: experiment(place, name) for name in ("map_once", "map_rounds")}
     part = decided_part(Decided(claims, known))
     for one in part["experiments"]:
-        assert not (one["maps"] or one["picture"] or one["tables"] or one["mechanism"] or one["families"])
+        assert not (one["maps"] or one["pictures"] or one["tables"] or one["mechanism"] or one["families"])
         assert f"fedlora experiment run {one['name']} --profile pilot" in one["state"]
     waiting = [Answers(name, family, 2, 7) for name, family in claims.of("map_once").items()]
     once = decided_part(Decided(claims, known, waiting))["experiments"][0]

@@ -20,8 +20,9 @@ import pytest
 
 from fedlora.cli.experiment_project import Project
 from fedlora.errors import ConfigError
+from fedlora.experiments.curve_pictures import handles_of
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.pictures import _handles, figure_of
+from fedlora.experiments.pictures import figures_of
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import Choice, choice, mains, searches
 from fedlora.experiments.report import write_report
@@ -84,6 +85,15 @@ seeds = [0]
 tune = [1e-2]
 axes = {{ split = ["skewed"] }}
 set = {{ "run.rounds" = 2 }}
+"""
+PAPER = """
+[tiny]
+caption = "Tiny."
+times = 100
+blocks = "split"
+columns = [{ head = "SST-2" }]
+[tiny.rows.skewed]
+FedIT = ["50.0 <b>&"]
 """
 
 
@@ -515,7 +525,7 @@ def finished(experiment: Experiment, data_root: Path, tmp_path_factory: pytest.T
     (root / "experiments").mkdir()
     model = experiment.run["model"]["path"]
     (root / "experiments" / "tiny.toml").write_text(EXPERIMENT.format(model=model))
-    (root / "experiments" / "paper_numbers.toml").write_text('[tiny.skewed]\nFedIT = "50.0 <b>&"\n')
+    (root / "experiments" / "paper_numbers.toml").write_text(PAPER)
     places = Places(root / "results", root / "work", data_root)
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -595,7 +605,7 @@ def test_the_page_is_self_contained_and_keeps_the_papers_numbers_apart(finished:
     call(finished, "report", "--profile", "one", "--out", str(tmp_path / "report.html"))
     page = (tmp_path / "report.html").read_text()
     assert "http" not in page.replace("data:", "") and "<script" not in page
-    assert 'class="paper">50.0 &lt;b&gt;&amp;</td>' in page
+    assert 'class="paper"' in page and "<td>50.0 &lt;b&gt;&amp;</td></tr>" in page
     assert "aaaaaaaaaaaa" in page and 'role="img"' in page
     named = ("report", str(finished / "experiments" / "tiny.toml"), "--profile", "one")
     invoke("experiment", *named, "--out", tmp_path / "own.html", "--experiments", tmp_path, "--results",
@@ -620,16 +630,15 @@ def test_a_line_that_lies_on_another_says_so() -> None:
     history = [{"round": k, "metrics": {"accuracy": 0.1 * k}} for k in (1, 2)]
     other = [{"round": k, "metrics": {"accuracy": 0.2 * k}} for k in (1, 2)]
     lines = {"a": {0: bare("1", history)}, "b": {0: bare("2", other)}, "c": {0: bare("3", history)}}
-    assert [handle.get_label() for handle in _handles(["a", "b", "c"], [lines])] == ["a", "b", "c (lies on a)"]
+    assert [handle.get_label() for handle in handles_of(["a", "b", "c"], [lines])] == ["a", "b", "c (lies on a)"]
 
 
 def test_a_picture_names_the_label_that_has_no_result(experiment: Experiment) -> None:
     runs = mains(experiment, "one", {})
     done = {run.digest: result(run.digest, run.seed, 0.6) for run in runs}
-    whole = figure_of(Grid(experiment, "one", done))
+    whole = figures_of(Grid(experiment, "one", done))["curves"]
     del done[runs[0].digest]
-    less = figure_of(Grid(experiment, "one", done))
-    assert whole is not None and less is not None
+    less = figures_of(Grid(experiment, "one", done))["curves"]
     (gone,) = {*less.get_suptitle().splitlines()} - {*whole.get_suptitle().splitlines()}
     assert runs[0].cell["method"] in gone and runs[1].cell["method"] not in gone
 

@@ -14,7 +14,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedlora
-from fedlora.cli.formats import _latex
 from fedlora.errors import CheckpointError
 from fedlora.experiments import store
 from fedlora.experiments.origin import note, noted
@@ -22,6 +21,7 @@ from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Result, short_config, whole_config
 from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.store import as_lines, gather, read_results, read_results_of
+from fedlora.experiments.table_forms import latex
 from fedlora.experiments.table_source import Table
 from fedlora.runs.config import parse_config
 from fedlora.runs.folder import RunFolder
@@ -180,7 +180,7 @@ def test_the_frame_has_a_row_a_run_and_one_a_round(tmp_path: Path) -> None:
         fedlora.results(tmp_path)
 
 
-def test_the_long_format_and_latex(tmp_path: Path) -> None:
+def test_the_long_format_andlatex(tmp_path: Path) -> None:
     from support.command_line import invoke
 
     place = small_world(tmp_path / "place")
@@ -292,5 +292,5 @@ def test_a_run_that_stands_twice_is_told(tmp_path: Path) -> None:
 
 def test_a_latex_row_is_no_argument_of_the_line_break_before_it() -> None:
     """LaTeX reads a "[" or "*" behind \\\\ as its argument, despite blanks; an empty group parts them."""
-    lines = _latex(Table(["of", "mean"], [["a", "1"], ["[b]", "2"], ["* c", "3"]], "")).splitlines()
+    lines = latex(Table(["of", "mean"], [["a", "1"], ["[b]", "2"], ["* c", "3"]], "")).splitlines()
     assert [line for line in lines if line.endswith(r"\\")][1:] == [r"a & 1 \\", r"{}[b] & 2 \\", r"{}* c & 3 \\"]

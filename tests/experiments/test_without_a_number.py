@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from fedlora.experiments.curve_pictures import curves_of
+from fedlora.experiments.dot_pictures import dots_figure, dots_of
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import table_of
-from fedlora.experiments.pictures import comparison_figure, curves_of, dots_figure, dots_of
+from fedlora.experiments.pictures import comparison_figure
 from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import load_experiment

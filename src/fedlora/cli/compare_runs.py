@@ -210,7 +210,8 @@ def _drawing(grid: Grid, kept: ComparedRuns) -> Callable[[], list[Path]]:
     so it never replaces a fuller one. A method's colour depends on its place among all."""
 
     def draw() -> list[Path]:
-        from fedlora.experiments.pictures import comparison_figure, save
+        from fedlora.experiments.picture_style import save
+        from fedlora.experiments.pictures import comparison_figure
 
         every = sorted({folder.path.relative_to(kept.work).parts[0] for folder in kept.folders()})
         mine = {folder_name(label): label for label in grid.experiment.axes[AXIS]}

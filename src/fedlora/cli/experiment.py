@@ -140,12 +140,13 @@ def table(
     work: Work = WORK,
     format: FormatOption = Format.table,
     json: JsonAlias = False,
+    out: Annotated[Path | None, typer.Option(help="write a file instead; long and csv also as NAME.parquet")] = None,
 ) -> None:
-    """Means and spreads over seeds, and paired differences with 95 % intervals."""
+    """The paper's table with our numbers, means and spreads over seeds, paired differences with 95 % intervals."""
     from fedlora.cli.experiment_project import Project
     from fedlora.cli.experiment_shown import show_table
 
-    show_table(Project(experiments, results, work), name, profile, metric, chosen(format, json))
+    show_table(Project(experiments, results, work), name, profile, metric, chosen(format, json), out)
 
 
 @app.command()

@@ -13,10 +13,13 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, load_claims
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
+from fedlora.experiments.printed import PaperTable, read_paper
 from fedlora.experiments.runnable import left_out
 from fedlora.experiments.seed_plan import plan_there
 from fedlora.experiments.spec import Experiment, load_all, load_experiment, names_in
 from fedlora.experiments.store import read_results
+
+PAPER_NUMBERS = "paper_numbers.toml"  # beside the experiments
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,10 @@ class Project:
         """The experiment with the seeds of this profile's stored plan, if there is one."""
         plan = plan_there(self.results, experiment.name)
         return experiment if plan is None or plan.profile != profile else experiment.with_seeds(profile, plan.seeds)
+
+    def paper(self, experiment: Experiment) -> PaperTable | None:
+        """The table of the paper that the experiment repeats, if there is one."""
+        return read_paper(self.experiments / PAPER_NUMBERS).get(experiment.paper or "")
 
     def known(self, experiment: Experiment) -> dict[str, Experiment]:
         """Name -> experiment: this one, from any folder, and all of the folder, because a gate may name them."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from fedlora.cli.experiment_decide import answers_of
-from fedlora.cli.experiment_project import Project
+from fedlora.cli.experiment_project import PAPER_NUMBERS, Project
 from fedlora.cli.formats import Format
 from fedlora.cli.scores import show_scores
 from fedlora.cli.screen import NOT_WHOLE, notes, plotted
@@ -29,15 +29,16 @@ from fedlora.experiments.seed_plan import plan_there, still_open
 from fedlora.experiments.spec import Experiment
 
 
-def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format) -> None:
-    """Show scores, differences, prices and budgets, with the notes that a reader needs below."""
+def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format, out: Path | None) -> None:
+    """Show the paper's table, scores, differences, prices and budgets, with the notes that a reader needs below. out: a
+    file, instead of the screen."""
     experiment = project.planned(project.named(name), profile)
     grid = project.grid(experiment, profile)
     parse_number(grid.which(metric or ""))
     show_scores(
-        grid, metric or "", tables_of(grid, metric or ""), form,
+        grid, metric or "", tables_of(grid, metric or "", project.paper(experiment)), form,
         beside=other_files(missing(experiment, profile, project.places, grid.failed), grid.results),
-        more={"prices": [vars(price) for price in prices(grid)]},
+        more={"prices": [vars(price) for price in prices(grid)]}, out=out,
     )  # fmt: skip
     project.tell_left_out([(experiment, profile)])
     if late := still_open(project.results, grid):
@@ -66,18 +67,22 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
 
     def pictures() -> list[Path]:
         from fedlora.experiments.map_picture import map_figure
-        from fedlora.experiments.pictures import figure_of, save
+        from fedlora.experiments.picture_style import save
+        from fedlora.experiments.pictures import figures_of
 
         made = []
         for k, (score, of) in enumerate(by_score(decided).items()):
             made += save(map_figure(of), target if k == 0 else target.with_stem(f"{target.stem}-{score}"))
-        figure = figure_of(grid, margins(decided))
-        if figure is None:
+        figures = figures_of(grid, margins(decided))
+        if not figures:
             raise ConfigError(
                 f"experiment {experiment.name} has no result of profile {profile} to draw: it needs runs that were "
                 f"evaluated after several rounds, or two seeds of the reference and of another label. Run more first."
             )
-        return [*made, *save(figure, target.with_stem(f"{target.stem}-setups") if decided else target)]
+        for k, (name, figure) in enumerate(figures.items()):
+            more = [*(["setups"] if decided else []), *([name] if k else [])]
+            made += save(figure, target.with_stem("-".join([target.stem, *more])))
+        return made
 
     plotted(pictures)
 
@@ -117,7 +122,7 @@ def report(project: Project, names: Sequence[str], out: Path, profile: str) -> N
     decided = None if claims is None else _decided(project, claims, shown)
     waiting = {one.family.experiment for one in decided.answers if not one.complete} if decided else set()
     grids = [grid for grid in grids if grid.experiment.name not in waiting]
-    write_report(out, grids, project.experiments / "paper_numbers.toml", decided)
+    write_report(out, grids, project.experiments / PAPER_NUMBERS, decided)
     notes.warn(*late)
     notes.print(f"report: {out}")
 

@@ -1,29 +1,28 @@
-"""Tables for people, documents and programs: on the screen, as Markdown, as CSV, as JSON."""
+"""Tables for people, documents and programs: on the screen, as Markdown, LaTeX or HTML, as CSV, as JSON."""
 
 from __future__ import annotations
 
 import csv
 import io
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.text import Text
 
 from fedlora.cli.screen import Table as Drawn
-from fedlora.cli.screen import console, print_json
+from fedlora.cli.screen import console
+from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
     from fedlora.experiments.table_source import Table  # imports torch
-
-_IN_LATEX = str.maketrans({
-    **{sign: f"\\{sign}" for sign in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
-    "^": r"\textasciicircum{}", "±": r"$\pm$", "<": r"$<$", ">": r"$>$", "\n": " ",
-})  # fmt: skip
 
 
 class Format(StrEnum):
@@ -32,6 +31,7 @@ class Format(StrEnum):
     table = "table"
     markdown = "markdown"
     latex = "latex"
+    html = "html"
     csv = "csv"
     long = "long"
     json = "json"
@@ -44,13 +44,15 @@ JsonAlias = Annotated[bool, typer.Option("--json", help="the same as --format js
 @dataclass(frozen=True)
 class Printed:
     """One result in all formats. tables and remarks: text for people; records: one CSV line each, with all digits;
-    value: for JSON. by_round: for curves, a line per run, round and score, if the result has rounds."""
+    value: for JSON. by_round: for curves, a line per run, round and score, if the result has rounds. title: of an HTML
+    page."""
 
     tables: Sequence[Table]
     records: Sequence[Mapping[str, Any]]
     value: Mapping[str, Any]
     remarks: Sequence[str] = field(default=())
     by_round: Sequence[Mapping[str, Any]] = field(default=())
+    title: str = "fedlora"
 
 
 def chosen(format: Format, json: bool) -> Format:
@@ -60,32 +62,66 @@ def chosen(format: Format, json: bool) -> Format:
     return Format.json if json else format
 
 
-def show(printed: Printed, format: Format) -> None:
-    """Print the result to stdout."""
-    if format is Format.json:
-        print_json(plain(printed.value))
-    elif format in (Format.csv, Format.long):
-        if format is Format.long and not printed.by_round:
-            raise ConfigError("--format long lists runs round by round, and this command shows no runs; use csv.")
-        print(_csv(printed.by_round if format is Format.long else printed.records), end="")
-        for remark in printed.remarks:  # a program reads the lines, a person reads what they are about
-            print(remark, file=sys.stderr)
-    elif format is Format.markdown:
-        parts = [_markdown(table) for table in printed.tables]
-        print("\n\n".join([*parts, *printed.remarks]))
-    elif format is Format.latex:
-        print("\n".join([*map(_latex, printed.tables), *(f"% {remark}" for remark in printed.remarks)]))
-    else:
-        for table in printed.tables:
-            for part in fitting(table, console.width):
-                console.print(_on_screen(part))
+def show(printed: Printed, format: Format, out: Path | None = None) -> None:
+    """Print the result to stdout. out: write it to this file instead; lines of numbers also as NAME.parquet. Raises
+    `ConfigError` for a format that no file has."""
+    lined = format in (Format.csv, Format.long)
+    if out is not None and (format is Format.table or (out.suffix == ".parquet" and not lined)):
+        kinds = "csv or long" if out.suffix == ".parquet" else "markdown, latex, html, csv, long or json"
+        raise ConfigError(f"{out} is written in a format: give --format {kinds}.")
+    if format is Format.table:
+        for part in (part for table in printed.tables for part in fitting(table, console.width)):
+            console.print(_on_screen(part))
         for remark in printed.remarks:
             console.print(remark)
+    elif out is not None and out.suffix == ".parquet":
+        _write_parquet(_lines(printed, format), out)
+    elif out is not None:
+        files.write(out, _text(printed, format))
+    else:
+        print(_text(printed, format), end="")
+    if lined or out is not None:
+        for remark in printed.remarks:  # a program reads the lines, a person reads what they are about
+            print(remark, file=sys.stderr)
+
+
+def _text(printed: Printed, format: Format) -> str:
+    """The result in a format for documents and programs."""
+    from fedlora.experiments.table_forms import latex, markdown, page, plain_caption
+
+    if format is Format.json:
+        return json.dumps(plain(printed.value), indent=2, sort_keys=True) + "\n"
+    if format in (Format.csv, Format.long):
+        return _csv(_lines(printed, format))
+    if format is Format.html:
+        return page(printed.title, printed.tables, printed.remarks)
+    if format is Format.latex:
+        return "\n".join([*map(latex, printed.tables), *(f"% {remark}" for remark in printed.remarks)]) + "\n"
+    parts = [f"{plain_caption(table)}\n\n{markdown(table)}".rstrip() for table in printed.tables]
+    return "\n\n".join([*parts, *printed.remarks]) + "\n"
+
+
+def _lines(printed: Printed, format: Format) -> Sequence[Mapping[str, Any]]:
+    if format is Format.long and not printed.by_round:
+        raise ConfigError("--format long lists runs round by round, and this command shows no runs; use csv.")
+    return printed.by_round if format is Format.long else printed.records
+
+
+def _write_parquet(lines: Sequence[Mapping[str, Any]], out: Path) -> None:
+    from pandas import DataFrame
+
+    try:
+        with files.replacing(out) as file:
+            DataFrame(plain(list(lines))).to_parquet(file)
+    except ImportError as error:
+        raise ConfigError("a Parquet file needs pyarrow: pip install 'fedlora[hub]', or name a .csv.") from error
 
 
 def fitting(table: Table, width: int) -> list[Table]:
     """The table; if it is wider than `width` characters, several with part of the columns, each with the names."""
-    lines = [table.columns, *table.rows]
+    from fedlora.experiments.table_forms import heads
+
+    lines = [heads(table), *table.rows]
     widths = [max(len(line[k]) for line in lines) + len(" │ ") for k in range(len(table.columns))]
     names = list(range(table.names))
     parts, used = [names], 1 + sum(widths[: table.names])
@@ -97,46 +133,28 @@ def fitting(table: Table, width: int) -> list[Table]:
         used += widths[k]
     captions = [table.caption, *[f"{table.caption} (continued)"] * (len(parts) - 1)]
     return [
-        replace(table, caption=caption, columns=[table.columns[k] for k in part],
-                rows=[[row[k] for k in part] for row in table.rows])
+        replace(table, caption=caption, columns=[lines[0][k] for k in part], over=(),
+                rows=[[row[k] for k in part] for row in table.rows],
+                marks={(row, part.index(k)): mark for (row, k), mark in table.marks.items() if k in part})
         for caption, part in zip(captions, parts, strict=True)
     ]  # fmt: skip
 
 
-def _plain(table: Table) -> str:
-    """The caption without emphasis marks."""
-    return table.caption.replace("*", "")
-
-
 def _on_screen(table: Table) -> Drawn:
     """Numbers are never folded; if even one number column does not fit beside the names, the names are folded."""
-    drawn = Drawn(title=_plain(table), title_justify="left")
+    from fedlora.experiments.table_forms import plain_caption
+
+    drawn = Drawn(title=plain_caption(table), title_justify="left")
     for k, column in enumerate(table.columns):
         name = k < table.names
         drawn.add_column(column, no_wrap=not name, overflow="fold", justify="left" if name else "right")
-    for row in table.rows:
-        drawn.add_row(*row)
+    styles = {"best": "bold", "second": "underline", "": ""}
+    for k, row in enumerate(table.rows):
+        told = [cell if table.spans(k, c) else "" for c, cell in enumerate(row)]
+        drawn.add_row(*(Text(cell, styles[table.marks.get((k, c), "")]) for c, cell in enumerate(told)))
+        if table.grouped and k + 1 < len(table.rows) and table.spans(k + 1, 0):
+            drawn.add_section()
     return drawn
-
-
-def _markdown(table: Table) -> str:
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", r"\|").replace("\n", " ") for cell in cells) + " |"
-
-    rule = [":---" if k < table.names else "---:" for k in range(len(table.columns))]
-    return "\n".join([f"{_plain(table)}\n", line(table.columns), line(rule), *map(line, table.rows)])
-
-
-def _latex(table: Table) -> str:
-    """A tabular for booktabs."""
-
-    def line(cells: Sequence[str]) -> str:
-        row = " & ".join(cell.translate(_IN_LATEX) for cell in cells)
-        return ("{}" if row.lstrip().startswith(("[", "*")) else "") + row + r" \\"  # or \\ before takes an argument
-
-    columns = "l" * table.names + "r" * (len(table.columns) - table.names)
-    body = [r"\toprule", line(table.columns), r"\midrule", *map(line, table.rows), r"\bottomrule"]
-    return "\n".join([f"% {_plain(table)}", rf"\begin{{tabular}}{{{columns}}}", *body, r"\end{tabular}"])
 
 
 def _csv(records: Sequence[Mapping[str, Any]]) -> str:

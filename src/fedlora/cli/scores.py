@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from fedlora.cli.formats import Format, Printed, show
@@ -20,13 +21,13 @@ from fedlora.runs.attack_words import attacks_of
 
 def show_scores(
     grid: Grid, number: str, tables: Sequence[Table], form: Format, *, first: Sequence[str] = (),
-    beside: Sequence[str] = (), more: Mapping[str, Any] | None = None,
+    beside: Sequence[str] = (), more: Mapping[str, Any] | None = None, out: Path | None = None,
 ) -> None:  # fmt: skip
     """Print a number's tables, and the notes that a reader needs below them; what is missing comes first.
 
     Args:
         number: the number to compare; "" for the experiment's. first, beside: lines printed before and after the
-            others. more: for JSON, besides what every table has.
+            others. more: for JSON, besides what every table has. out: a file, instead of the screen.
     """
     which, cells = grid.which(number), score_cells(grid, number)
     less = {cell.less for cell in cells if cell.metric is not None} or {False}
@@ -50,7 +51,8 @@ def show_scores(
     }  # fmt: skip
     aloud = {"not_for_use": " ".join(loud)} if loud else {}
     lines = [{**line, **aloud} for line in _records(which, cells, differences, grid.rows)]
-    show(Printed(tables, lines, value, [*remarks], long_records(grid) if form is Format.long else []), form)
+    by_round = long_records(grid) if form is Format.long else []
+    show(Printed(tables, lines, value, [*remarks], by_round, grid.experiment.title), form, out)
     if form is Format.json:  # the JSON is for a program; this is for people
         notes.warn(*missing)
 

@@ -1,7 +1,8 @@
 """GLUE's sentence tasks, from local JSONL files or the Hugging Face hub: columns, labels and official test sets.
 
-Local files are ROOT/glue/TASK/{train,validation}.jsonl with the columns of the hub's `nyu-mll/glue`. We test on the
-official validation files, since GLUE's own test labels are not public; select models on a share of train.
+Local files are ROOT/glue/TASK/{train,validation}.jsonl with the columns of the hub's `nyu-mll/glue`; for mnli also
+validation_mismatched.jsonl, if it is there. We test on the official validation files, since GLUE's own test labels are
+not public; select models on a share of train.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ GLUE: Mapping[str, Columns] = MappingProxyType(
 def read_glue(task: GlueTask, root: Path | None, revision: str | None = None) -> tuple[TextData, dict[str, TextData]]:
     """(train, test set by name) for a task, from files below `root`, or from the hub if it is None.
 
-    A local copy has one test set, "validation"; for mnli the hub has two, matched and mismatched. revision: the hub's
-    commit; None: the newest.
+    A local copy has one test set, "validation"; for mnli the hub has two, matched and mismatched, and a local copy with
+    validation_mismatched.jsonl too. revision: the hub's commit; None: the newest.
 
     Raises:
         DataError: no such files, or the hub cannot be reached.
@@ -69,7 +70,8 @@ def read_glue(task: GlueTask, root: Path | None, revision: str | None = None) ->
                 f"{folder} does not exist: --data-root must hold glue/{task}/train.jsonl and validation.jsonl. "
                 f"Leave --data-root out to take {HUB} from the Hugging Face hub."
             )
-        sources = {name: str(folder / f"{name}.jsonl") for name in ("train", "validation")}
+        further = [name for name in columns.tests[1:] if (folder / f"{name}.jsonl").is_file()]
+        sources = {name: str(folder / f"{name}.jsonl") for name in ("train", "validation", *further)}
     try:
         found = {
             name: read_classification(

@@ -14,7 +14,7 @@ docs/evidence/experiments.md says what each kind of table (`page_tables.KINDS`) 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from fedlora.experiments.result import Result
 from fedlora.experiments.seed_plan import SeedPlan, check_plan, path_of, plan_there, read_plan, still_open
 from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.store import read_failed, read_results
+from fedlora.experiments.table_forms import markdown
 from fedlora.experiments.table_source import Source
 
 _MARKER = re.compile(r"<!--\s*(filled|end)\b", flags=re.IGNORECASE)  # anything that looks like a marker
@@ -145,7 +146,7 @@ def _block(asked: str, stored: Stored) -> str:
     if not table.rows:
         raise ConfigError(f"<!-- filled: {asked} -->: experiment {name} has nothing on {kind}.")
     below = "".join(f"{line}\n\n" for line in table.below)
-    return f"{table.caption}\n\n{markdown(table.columns, table.rows)}\n{below}{_made(grid, plan)}\n"
+    return f"{table.caption}\n\n{markdown(table, aligned=False)}\n{below}{_made(grid, plan)}\n"
 
 
 def _made(grid: Grid, plan: SeedPlan | None) -> str:
@@ -169,12 +170,3 @@ def _failed(grid: Grid) -> str:
     lost = [run for digest, run in each.items() if digest in grid.failed and digest not in grid.results]
     words = "; ".join(f"{run.label} ({grid.failed[run.digest]})" for run in lost)
     return f" {len(lost)} failed: {words}." if lost else ""
-
-
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table, with its last line break."""
-
-    def line(cells: Sequence[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
-
-    return line(columns) + "|" + "---|" * len(columns) + "\n" + "".join(line(row) for row in rows)

@@ -48,8 +48,9 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
             for each run.
 
     Returns:
-        By run: its file, `COLUMNS`, every setting in which the runs differ ("train.lr"), and every score on the test
-        set after the last round ("test loss"). By round: digest, method, seed, round, metric, client, value.
+        By run: its file, `COLUMNS`, every setting in which the runs differ ("train.lr"), every score on the test set
+        after the last round ("test loss"), and every client's own readout ("own readout of site-1"), if measured. By
+        round: digest, method, seed, round, metric, client, value; "test/loss" is of runs with evaluate.test_along.
 
     Raises:
         CheckpointError: the path is the folder of one run, or a file there does not hold results. FileNotFoundError:
@@ -82,7 +83,9 @@ def results(path: str | Path, *, by_round: bool = False) -> DataFrame:
         [
             {"file": file, **{name: column(result) for name, column in COLUMNS.items()},
              **{key: value for key, value in told.items() if key in differing - {"run.seed", "method.name"}},
-             **{f"test {name}": value for name, value in result.test.last.items()}}
+             **{f"test {name}": value for name, value in result.test.last.items()},
+             **{f"own readout of {client}": scores.get(result.metric)
+                for client, scores in result.clients_at_end.items()}}
             for (file, result), told in zip(found, settings, strict=True)
         ]
     )  # fmt: skip

@@ -92,7 +92,7 @@ def worst_values(grid: Grid) -> list[str]:
 
 
 def lost_lines(grid: Grid) -> list[str]:
-    """All of the above in words, and how many of the planned runs have a result."""
+    """All of the above in words, how many of the planned runs have a result, and what the file leaves out and why."""
     lost = lost_of(grid)
     lines = [one.words for one in lost if one.why]
     lines += [f"{cell} not run: {why}" for cell, why in dead_ends(grid).items()]
@@ -101,7 +101,7 @@ def lost_lines(grid: Grid) -> list[str]:
         more = [f"{len(idle) - _NAMED} more"] if len(idle) > _NAMED else []
         waiting = f" Not run: {'; '.join([*idle[:_NAMED], *more])}." if idle else ""
         lines.append(f"Not whole: {len(grid.used)} of {_planned(grid)} planned runs have a result.{waiting}")
-    return [*worst_values(grid), *lines]
+    return [*worst_values(grid), *lines, *grid.experiment.left_out(grid.profile)]
 
 
 def is_whole(grid: Grid) -> bool:

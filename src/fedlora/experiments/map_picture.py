@@ -12,7 +12,7 @@ from matplotlib.patches import Patch, Rectangle
 
 from fedlora.experiments.decision_words import MARKS, OUT, UNITS, mark
 from fedlora.experiments.decisions import Answer, Answers
-from fedlora.experiments.pictures import FAINT, INK, MUTED, drawn, wrapped
+from fedlora.experiments.picture_style import FAINT, INK, MUTED, drawn, wrapped
 
 _MAP = "PuOr"  # orange to purple: everybody can distinguish them
 _DARK, _LIGHT, _GREY = "#111111", "#fefefe", "#b9b9b9"  # in cells: the same by day and by night

@@ -1,4 +1,5 @@
-"""Two kinds of table that set methods side by side: the places that they took seed by seed, and what a run costs."""
+"""Kinds of table that set methods side by side: places seed by seed, costs, rounds to a target, clients' own readouts,
+categories of tasks."""
 
 from __future__ import annotations
 
@@ -6,9 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.censored import Reaching, reaching
+from fedlora.experiments.footnotes import notes
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
+from fedlora.experiments.scores import capital, explained, parse_number
 from fedlora.experiments.table_source import Source, Table
-from fedlora.experiments.tables import in_its_unit, orders, placings, score_cells
+from fedlora.experiments.tables import in_its_unit, metrics_of, orders, placings, score_by, score_cells
 
 _PLACES = 5  # so many places have a column of their own on 80 characters
 _SHARED = (
@@ -74,3 +79,62 @@ def _megabytes(each: Sequence[float | None]) -> str:
 
 def _told(each: Sequence[float | None]) -> list[float]:
     return [x for x in each if x is not None]
+
+
+def rounds(source: Source) -> Table:
+    """How soon each cell's runs reach the target. words: a number "rounds to X", or nothing for the experiment's.
+    Raises `ConfigError` for another number."""
+    grid = source.grid
+    which = grid.which(source.words)
+    number = parse_number(which)
+    if number.where != "rounds":
+        raise ConfigError(f"'rounds' tells how soon runs reach a target, such as 'rounds to 0.92'; got {which!r}.")
+    found, reference = reaching(grid, number.amount), grid.experiment.reference
+    rows = []
+    for one in found:
+        other = {**one.cell, grid.rows: reference}
+        theirs = next((r for r in found if r.cell == other), None)
+        p = None if theirs is None or theirs is one else one.against(theirs)
+        rows.append([*grid.place(one.cell), f"{len(one.reached)} of {one.runs}", _median(one),
+                     *(["" if p is None else f"{p:.2g}"] if reference else [])])  # fmt: skip
+    metric = next(iter(metrics_of(score_cells(grid, which))), None)
+    against = f" *p*: of the log-rank test against {reference}, of one comparison each." if reference else ""
+    caption = (
+        f"{capital(explained(which, metric))}. *reached*: runs that got there. *median*: by Kaplan and Meier; a run "
+        f"that does not get there counts as more than its last round, one that diverged or failed as never.{against}"
+    )
+    columns = [*grid.axes, "reached", "median", *(["p"] if reference else [])]
+    return Table(columns, rows, caption, notes(grid, which), len(grid.axes))
+
+
+def _median(one: Reaching) -> str:
+    return f"> {one.end}" if one.median is None else str(one.median)
+
+
+def clients(source: Source) -> Table:
+    """Each client's own readout after the last round, a column for each of the grid's cells."""
+    return _by_cell(
+        source.grid, "client (rank)", "Each client's own readout after the last round, the mean over seeds.",
+        "clients, last", lambda result: {
+            f"{name} ({result.ranks[name]})" if name in result.ranks else name: value
+            for name, scores in result.clients_at_end.items()
+            if (value := scores.get(result.metric)) is not None
+        },
+    )  # fmt: skip
+
+
+def categories(source: Source) -> Table:
+    """Means by category, for data in tasks. words: a number's name."""
+    which = source.grid.which(source.words)
+    caption = f"By category of its tasks, the mean over tasks and seeds: {which}."
+    return _by_cell(source.grid, "category", caption, which, lambda result: result.by_category(which))
+
+
+def _by_cell(grid: Grid, of: str, caption: str, which: str, told: Callable[[Result], Mapping[str, float]]) -> Table:
+    """A row for each name that `told` gives, a column for each of the grid's cells with a result."""
+    found = score_by(grid, told)
+    labels = sorted({label for by in found.values() for label in by})
+    rows = [[label, *(f"{by[label]:.3f}" if label in by else "" for by in found.values())] for label in labels]
+    over = ["", *(where for where, _ in found)] if any(where for where, _ in found) else ()
+    columns = [of, *(label for _, label in found)]
+    return Table(columns, rows, caption, notes(grid, which) if rows else [], over=over)

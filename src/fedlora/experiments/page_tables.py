@@ -16,8 +16,9 @@ from fedlora.experiments.digits import difference_in_words, shown
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.prices import price_rows, prices
+from fedlora.experiments.printed import PaperTable, printed_tables
 from fedlora.experiments.result import SCORES, Result
-from fedlora.experiments.scores import capital, scale
+from fedlora.experiments.scores import capital, parse_number, scale
 from fedlora.experiments.table_source import Source, Table
 from fedlora.experiments.tables import (
     CellScore,
@@ -25,7 +26,6 @@ from fedlora.experiments.tables import (
     in_its_unit,
     metrics_of,
     paired,
-    score_categories,
     score_cells,
 )
 
@@ -37,17 +37,18 @@ def table_of(kind: str, source: Source) -> Table:
     return KINDS[kind](source)
 
 
-def tables_of(grid: Grid, number: str = "") -> list[Table]:
-    """All tables without a plan: scores, differences to the reference, prices, budgets, categories. number: instead of
-    the compared one."""
-    experiment = grid.experiment
-    asked = [("scores", number)]
+def tables_of(grid: Grid, number: str = "", paper: PaperTable | None = None) -> list[Table]:
+    """All tables without a plan: the paper's, scores, differences to the reference, prices, budgets, categories,
+    clients. number: instead of the compared one. paper: the table of the paper that the experiment repeats."""
+    experiment, printed = grid.experiment, [] if paper is None else printed_tables(grid, paper, number)
+    asked = [("rounds" if parse_number(grid.which(number)).where == "rounds" else "scores", number)]
     asked += [("differences", f": {number}")] if experiment.reference else []
     asked += [("prices", score) for score in SCORES] if experiment.peace else []
     asked += [("budgets", "")] if experiment.budgets else []
     asked += [("categories", f"{when}, last") for when in ("test", "unseen")]
+    asked += [("clients", "")]
     made = [table_of(kind, Source(grid, words)) for kind, words in asked]
-    return [made[0], *(table for table in made[1:] if table.rows)]
+    return [*printed, made[0], *(table for table in made[1:] if table.rows)]
 
 
 def _budgets(source: Source) -> Table:
@@ -219,15 +220,6 @@ def _times(source: Source) -> Table:
     return Table([*row], [[*row.values()]], caption, notes(source.grid, ""))
 
 
-def _categories(source: Source) -> Table:
-    """Means by category, for data in tasks. words: a number's name."""
-    found = score_categories(source.grid, source.grid.which(source.words))
-    categories = sorted({category for by in found.values() for category in by})
-    rows = [[c, *(f"{by[c]:.3f}" if c in by else "" for by in found.values())] for c in categories]
-    caption = f"By category of its tasks, the mean over tasks and seeds: {source.grid.which(source.words)}."
-    return Table(["category", *found], rows, caption, notes(source.grid, source.words))
-
-
 def _value(grid: Grid, cell: CellScore) -> str:
     """The search's choice; and whether other values were as good, or it was at the edge."""
     if cell.tuned is None:
@@ -254,6 +246,8 @@ KINDS: Mapping[str, Callable[[Source], Table]] = {
     "rates": verdict_tables.rates,
     "mechanism": _mechanism,
     "times": _times,
-    "categories": _categories,
+    "categories": method_tables.categories,
+    "rounds": method_tables.rounds,
+    "clients": method_tables.clients,
 }
 PLANNED = ("decisions", "gates", "seeds", "rates")  # the kinds that need a plan

@@ -6,9 +6,8 @@ from Markdown pages (`page_tables`) and from `decisions`, and computes nothing.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +33,10 @@ from fedlora.experiments.decisions import Answers
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import lost_lines
 from fedlora.experiments.page_tables import table_of, tables_of
+from fedlora.experiments.printed import PaperTable, read_paper
 from fedlora.experiments.spec import Experiment
+from fedlora.experiments.table_forms import html
 from fedlora.experiments.table_source import Source, Table
-from fedlora.experiments.tables import score_cells
-from fedlora.given_files import read_toml
 from fedlora.runs.attack_words import attacks_of
 
 _ONE_LOOK = "Nothing is shown before all of them are there: a look in between would spend the error rate."
@@ -64,41 +63,33 @@ def write_report(path: Path, grids: Sequence[Grid], paper: Path, decided: Decide
     try:
         import jinja2
         import matplotlib  # noqa: F401
+        from markupsafe import Markup
     except ImportError as error:
         raise ConfigError("the report needs jinja2 and matplotlib: pip install 'fedlora[plot]'.") from error
-    printed = read_toml(paper, "the paper's numbers") if paper.is_file() else {}
+    printed = read_paper(paper)
     shown = [grid for grid in grids if grid.used]
     if not shown and not (decided and decided.answers):
         raise ConfigError("no experiment has a result that may be shown; run some first.")
     results = {result.digest: result for grid in shown for _, result in grid.used}.values()
     folder = Path(__file__).parent
     pages = jinja2.Environment(loader=jinja2.FileSystemLoader(folder), autoescape=True, trim_blocks=True)
-    pages.filters["marked"] = _marked
-    html = pages.get_template("page.html").render(
+    pages.filters["sheet"] = lambda table, kind="": Markup(html(table, kind))
+    text = pages.get_template("page.html").render(
         style=folder.joinpath("style.css").read_text(encoding="utf-8"),
         decided=None if decided is None else decided_part(decided),
-        sections=[section(grid, printed.get(grid.experiment.paper or "", {})) for grid in shown],
+        sections=[section(grid, printed.get(grid.experiment.paper or "")) for grid in shown],
         runs=len(results),
         commits=sorted({commit for result in results for commit in result.commits(12)}),
         machines=sorted({(part.machine or result.machine).words for result in results for part in result.made}),
     )
-    files.write(path, html)
+    files.write(path, text)
 
 
-def _marked(words: str) -> object:
-    """The text escaped, with *emphasis* as in Markdown."""
-    from markupsafe import Markup, escape
-
-    return Markup(re.sub(r"\*(\S.*?)\*", r"<i>\1</i>", str(escape(words))))
-
-
-def section(grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> dict[str, Any]:
-    """An experiment's section for page.html. printed: column -> row -> the paper's number."""
+def section(grid: Grid, paper: PaperTable | None = None) -> dict[str, Any]:
+    """An experiment's section for page.html. paper: the table of the paper that it repeats."""
     experiment, of = grid.experiment, f"{grid.experiment.name} --profile {grid.profile}"
     apart = "" if grid.profile in ("mini", "paper") else f" ({grid.profile})"
-    made = tables_of(grid)
-    if printed:
-        made[0] = _beside_the_paper(made[0], grid, printed)
+    made = tables_of(grid, paper=paper)
     return {
         "name": f"{experiment.name}{apart}".replace(" ", "-"),
         "title": f"{experiment.title}{apart}",
@@ -112,7 +103,7 @@ def section(grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> dict[str
             *lost_lines(grid),
         ],
         "command": f"fedlora experiment table {of} --format json",
-        "picture": _picture(grid),
+        "pictures": _pictures(grid),
         "plot": f"fedlora experiment plot {of}",
         "config": "\n".join(
             [*(f"{r.digest}  {r.label}" for r in grid.runs), "", *(r.config.canonical() for r in grid.runs[:1])]
@@ -120,27 +111,15 @@ def section(grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> dict[str
     }
 
 
-def _beside_the_paper(table: Table, grid: Grid, printed: Mapping[str, Mapping[str, object]]) -> Table:
-    """The table of scores, a row per cell, with the paper's number for the cell's labels."""
-    beside = grid.experiment.columns or [axis for axis in grid.experiment.axes if axis not in grid.experiment.rows]
-    told = []
-    for cell in score_cells(grid):
-        if cell.scores or cell.none:
-            column, row = (", ".join(cell.cell[axis] for axis in axes) for axes in (beside, grid.experiment.rows))
-            told.append(str(printed.get(column, {}).get(row, "")))
-    rows = [[*row, paper] for row, paper in zip(table.rows, told, strict=True)]
-    return replace(table, columns=[*table.columns, "paper"], rows=rows)
-
-
-def _picture(grid: Grid, margins: Mapping[str, float] | None = None) -> object:
-    """Scores by epsilon, dots of merged runs, or curves; None if there is nothing to draw. margins: score -> the
-    largest difference that does not matter, if decided."""
+def _pictures(grid: Grid, margins: Mapping[str, float] | None = None) -> list[object]:
+    """What `figures_of` draws. margins: score -> the largest difference that does not matter, if decided."""
     from markupsafe import Markup
 
-    from fedlora.experiments.pictures import figure_of, inline
+    from fedlora.experiments.picture_style import inline
+    from fedlora.experiments.pictures import figures_of
 
-    figure = figure_of(grid, margins)
-    return figure and Markup(inline(figure, f"{grid.experiment.title}, {grid.profile}{', decided' * bool(margins)}"))
+    of = f"{grid.experiment.title}, {grid.profile}{', decided' * bool(margins)}"
+    return [Markup(inline(figure, f"{of}: {name}")) for name, figure in figures_of(grid, margins).items()]
 
 
 # ---- decisions -------------------------------------------------------------------------------------------------------
@@ -179,7 +158,7 @@ def _decided(decided: Decided, name: str) -> dict[str, Any]:
         "remarks": [*remarks(found), *decided.past.get(name, [])],
         "tables": [Table(headings(one.family), rows(one), title(one)) for one in complete],
         "maps": _maps(name, complete),
-        "picture": _picture(grid, margins(found)) if grid else None,
+        "pictures": _pictures(grid, margins(found)) if grid else [],
         "mechanism": mechanism if mechanism and mechanism.rows else None,
         "decide": f"fedlora experiment decide {name} --format json", "plot": f"fedlora experiment plot {name}",
     }  # fmt: skip
@@ -190,7 +169,7 @@ def _maps(name: str, found: Sequence[Answers]) -> list[object]:
     from markupsafe import Markup
 
     from fedlora.experiments.map_picture import map_figure
-    from fedlora.experiments.pictures import inline
+    from fedlora.experiments.picture_style import inline
 
     made: list[object] = []
     for score, of in by_score(found).items():

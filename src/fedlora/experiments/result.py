@@ -293,6 +293,13 @@ class Result(Part):
         scores = self._held_out(parse_number(which))
         return {name.removeprefix("group/"): _number(x) for name, x in scores.items() if name.startswith("group/")}
 
+    def by_category(self, which: str) -> dict[str, float]:
+        """Category -> the mean over its tasks, for data that come in tasks. which: as in `by_group`."""
+        found: dict[str, list[float]] = {}
+        for task, score in self.by_group(which).items():
+            found.setdefault(self.categories.get(task, task), []).append(score)
+        return {category: fmean(scores) for category, scores in found.items()}
+
     def rounds_to(self, target: float) -> int | None:
         """The first evaluated round whose validation metric reaches the target; None if none does (censored)."""
         curve = self.history.curve(self.metric).items()

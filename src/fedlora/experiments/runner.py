@@ -227,6 +227,7 @@ def _one(places: Places, run: PlannedRun, tick: Tick = lambda run, round: None) 
 def _run(places: Places, run: PlannedRun, tick: Tick) -> Outcome:
     from fedlora.runs.execution import execute
     from fedlora.runs.preparation import prepare  # imports transformers, only in processes that run
+    from fedlora.runs.tracking import Called
 
     began = time.perf_counter()
     tick(run, 0)
@@ -243,7 +244,7 @@ def _run(places: Places, run: PlannedRun, tick: Tick) -> Outcome:
         trained = _trained(run, prepared, folder)
         if not trained:
             note(folder, prepared.manifest)
-            for record in execute(prepared, folder, resume=True):
+            for record in execute(prepared, folder, resume=True, called=Called(run.label, run.experiment)):
                 tick(run, record.round)
         if run.mergers:
             _merge(run, prepared, places)

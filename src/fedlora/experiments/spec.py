@@ -26,6 +26,7 @@ from fedlora.runs.reading import flat, set_in
 # Keys that change no score, and keys that a search would be judged by.
 NOT_TO_SEARCH = ("run.seed", "run.threads", "run.workers", "data.validation", "data.test", "data.max_test")
 NO_EXPERIMENTS = ("paper_numbers", "claims")  # our own files that may lie beside experiments
+WHY = "why"  # in `skip`, beside labels of axes
 Changes = dict[str, Any]
 Cell = Mapping[str, str]  # axis -> label
 
@@ -97,9 +98,10 @@ class Experiment(Part):
     of claims in claims.toml, for readers. run: the tables of a run's configuration, common to all; relative paths start
     at this file. axes: axis -> label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes one that only an
     earlier axis made. tune: the search for the best value of a key. profiles: scales to run at, by name. skip:
-    combinations of labels that are not cells. peace: the label without an attack, for a table of each row's cost there
-    and its saving elsewhere. budgets: the axes of a table and a picture of scores by epsilon. merged: an axis whose
-    labels are not changes of the run but mergers of its uploads: one run serves them all.
+    combinations of labels that are not cells; `why`, beside the labels, is told under the tables. peace: the label
+    without an attack, for a table of each row's cost there and its saving elsewhere. budgets: the axes of a table and a
+    picture of scores by epsilon. merged: an axis whose labels are not changes of the run but mergers of its uploads:
+    one run serves them all.
     """
 
     name: str
@@ -193,9 +195,21 @@ class Experiment(Part):
             if not self.skips(cell):
                 yield cell
 
+    def left_out(self, profile: str) -> list[str]:
+        """A line for each combination of the profile's labels that is skipped for a reason."""
+        chosen = self.profile(profile).axes
+        found = [({axis: label for axis, label in one.items() if axis != WHY}, one.get(WHY)) for one in self.skip]
+        return [
+            f"{', '.join(labels.values())} is left out: {why}."
+            for labels, why in found
+            if why and all(label in chosen.get(axis, [label]) for axis, label in labels.items())
+        ]
+
     def skips(self, cell: Cell) -> bool:
         """Whether that combination of labels is skipped."""
-        return any(all(cell.get(axis) == label for axis, label in skipped.items()) for skipped in self.skip)
+        return any(
+            all(cell.get(axis) == label for axis, label in skipped.items() if axis != WHY) for skipped in self.skip
+        )
 
 
 def load_experiment(path: Path) -> Experiment:
@@ -279,8 +293,11 @@ def _check_labels(experiment: Experiment, path: Path) -> None:
         if shared:
             refuse(f"seed {shared[0]} is both searched on and of profile {name}; keep the two apart.")
     for skipped in experiment.skip:
+        if {*skipped} <= {WHY}:
+            refuse("skip names no label: it would leave out every cell.")
         for axis, label in skipped.items():
-            look("skip", axis, label)
+            if axis != WHY:
+                look("skip", axis, label)
     for axis, label in (tune.at if tune else {}).items():
         look("tune.at", axis, label)
     if tune is not None and tune.key in NOT_TO_SEARCH:

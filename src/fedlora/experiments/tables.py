@@ -9,6 +9,7 @@ from statistics import fmean, stdev
 
 from fedlora.experiments.digits import ALIKE, alike, in_words, places
 from fedlora.experiments.grid import Grid
+from fedlora.experiments.result import Result
 from fedlora.experiments.scores import explained, parse_number
 from fedlora.experiments.spec import Cell
 
@@ -184,20 +185,17 @@ def metrics_of(cells: Iterable[CellScore]) -> list[str]:
     return list(dict.fromkeys(cell.metric for cell in cells if cell.metric is not None))
 
 
-def score_categories(grid: Grid, which: str) -> dict[str, dict[str, float]]:
-    """Label of the first row axis, with its metric if there are several -> category -> mean over its tasks and over
-    seeds, for data that come in tasks.
-
-    which: "test, last" (tasks that clients train on), "unseen, last" and so on.
-    """
-    found: dict[str, dict[str, list[float]]] = {}
+def score_by(grid: Grid, told: Callable[[Result], Mapping[str, float]]) -> dict[tuple[str, str], dict[str, float]]:
+    """(labels of the other axes, label of the first row axis, with its metric if there are several) -> what `told`
+    names -> its mean over seeds."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
     mixed = len({result.metric for _, result in grid.used}) > 1
     for run, result in grid.used:
-        label = f"{run.cell[grid.rows]} ({result.metric})" if mixed else run.cell[grid.rows]
-        for task, score in result.by_group(which).items():
-            category = result.categories.get(task, task)
-            found.setdefault(label, {}).setdefault(category, []).append(score)
-    return {label: {c: fmean(x) for c, x in sorted(by.items())} for label, by in found.items()}
+        where = ", ".join(run.cell[axis] for axis in grid.axes if axis != grid.rows)
+        mine = found.setdefault((where, run.cell[grid.rows] + (f" ({result.metric})" if mixed else "")), {})
+        for name, value in told(result).items():
+            mine.setdefault(name, []).append(value)
+    return {label: {name: fmean(x) for name, x in sorted(by.items())} for label, by in found.items() if by}
 
 
 def placings(cells: Sequence[CellScore], axis: str) -> list[Placing]:

@@ -35,7 +35,7 @@ library_name: peft
 | data dealt out | {dealt} |
 | local round | {local} |
 | rounds | {round} of {planned} planned, seed {seed} |
-{changes}{prompts}| held-out {on} ({target}) | {metrics} |
+{changes}{prompts}{validation}| held-out {on} ({target}) | {metrics} |
 {classes}{defence}{privacy}| configuration | digest {digest} |
 | code | fedlora {version}, commit {commit} |
 
@@ -111,13 +111,15 @@ def model_card(
     tokenizer: bool = True,
     privacy: str | None = None,
     judged: Mapping[str, Any] | None = None,
+    validation: Mapping[str, float] | None = None,
 ) -> str:
     """The README.md for a run's adapter, with front matter for the hub.
 
     on: "test" or "validation", the data of the metrics. client: the owner, for a client's own adapter. base: the base
     model's name, if manifest and configuration lack it. tokenizer: whether its files lie beside the card; otherwise the
     card takes it from the base model. privacy: a private run's guarantee, in words; example counts are then omitted.
-    judged: what a robust rule did (`server.judged.of_run`).
+    judged: what a robust rule did (`server.judged.of_run`). validation: the round's scores there, if the metrics are
+    of the test set.
     """
     base = base or base_name(config.model.path, manifest["model"]["sha256"])
     train = manifest["data"]["train"]
@@ -148,7 +150,8 @@ def model_card(
         changes="".join(f"| changed {_cell(one).replace(': ', ' | ', 1)} |\n" for one in manifest.get("changes", ())),
         seed=config.run.seed,
         target=manifest["evaluation_target"] if client is None else client,
-        metrics=", ".join(f"{k} {v:.4f}" for k, v in metrics.items() if "/" not in k) or "none",
+        metrics=_scores(metrics) or "none",
+        validation=f"| validation | {_scores(validation)} |\n" if validation else "",
         on=on,
         classes=_classes(manifest, metrics, on),
         defence=f"| robust rule | {rule.said}{_left_out(judged)} |\n" if (rule := config.defence.build()) else "",
@@ -156,6 +159,10 @@ def model_card(
         version=manifest["versions"]["fedlora"],
         commit=(commit["id"][:12] + ("" if commit["clean"] else " with local changes")) if commit else "unknown",
     )
+
+
+def _scores(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items() if "/" not in name)
 
 
 def _left_out(judged: Mapping[str, Any] | None) -> str:

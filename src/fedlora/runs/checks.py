@@ -65,6 +65,12 @@ def check_measuring(config: RunConfig, data: Dealt) -> None:
             f"evaluate.patience = {e.patience} needs the validation metric, but there are no validation data: "
             f"data.validation = {config.data.validation!r}. Give it a share or a file, or leave patience out."
         )
+    if e.test_along and not (any(map(len, data.validation.values())) and any(map(len, data.test.values()))):
+        raise ConfigError(
+            f"evaluate.test_along = true scores the test set beside the validation data, and one of them is missing: "
+            f"data.validation = {config.data.validation!r}, data.test = {config.data.test!r}. Give both, or leave "
+            f"test_along out."
+        )
     if e.clients_at_end == "both" and not (data.own_test and any(len(part) for part in data.test.values())):
         there = "a common one only" if not data.own_test else "each client's own only"
         raise ConfigError(
@@ -241,6 +247,8 @@ def _refusals(config: RunConfig) -> Iterator[str]:
             "model.adapter is a trained start, and the first download releases what it learned: start fresh, or in "
             "Python say what it learned from (Privacy(warm_start=True))"
         )
+    if evaluate.test_along:
+        yield "evaluate.test_along would release scores on the test set after each round: leave it out"
     if evaluate.target == "clients":
         yield "evaluate.target = 'clients' scores each client, but a private run publishes no such scores: leave it out"
     if evaluate.clients_at_end or run.readouts:

@@ -7,7 +7,7 @@ again on the same folder continues with the same bits.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from fedlora.doing import doing
 from fedlora.errors import BudgetSpent
@@ -18,15 +18,20 @@ from fedlora.runs.observers import Checkpoints, Log, Observer, Trackers, Uploads
 from fedlora.runs.opening import opened
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_run import PrivateRun, check_affordable, opened_private
-from fedlora.runs.tracking import check_trackers
+from fedlora.runs.tracking import Called, check_trackers
+from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.simulation import ClientDone, RoundRecord, play
+from fedlora.training.evaluation import ModelEvaluator
 
 
-def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> Iterator[RoundRecord]:
+def execute(
+    prepared: Prepared, folder: RunFolder, *, resume: bool = False, called: Called | None = None
+) -> Iterator[RoundRecord]:
     """Run all remaining rounds, storing each; then write the adapters, the test result and the summary.
 
-    If `evaluate.patience` ends the run early, its final round counts as the last in every respect.
+    If `evaluate.patience` ends the run early, its final round counts as the last in every respect. called: the run's
+    name and group at trackers (run.track); by default its folder's name.
 
     Raises:
         ConfigError: the folder holds files of something other than a run, or continuing would replace what somebody put
@@ -40,23 +45,25 @@ def execute(prepared: Prepared, folder: RunFolder, *, resume: bool = False) -> I
         >>> [record.round for record in execute(prepared, RunFolder(Path("runs/one")))]
         [1]
     """
-    for event in execute_events(prepared, folder, resume=resume):
+    for event in execute_events(prepared, folder, resume=resume, called=called):
         if isinstance(event, RoundRecord):
             yield event
 
 
 def execute_events(
-    prepared: Prepared, folder: RunFolder, *, resume: bool = False
+    prepared: Prepared, folder: RunFolder, *, resume: bool = False, called: Called | None = None
 ) -> Iterator[ClientDone | RoundRecord]:
     """`execute`, plus an event for each client that finishes: for a progress bar."""
     folder.check_place()
     if not folder.exists():
         check_affordable(prepared)  # before creating a folder
     with crewed(prepared.working_in(folder.path / "programs")) as crew, folder.held():
-        yield from _executed(crew, folder, resume)
+        yield from _executed(crew, folder, resume, called)
 
 
-def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[ClientDone | RoundRecord]:
+def _executed(
+    prepared: Prepared, folder: RunFolder, resume: bool, called: Called | None
+) -> Iterator[ClientDone | RoundRecord]:
     config, resumed = prepared.config, folder.exists()
     check_trackers(config.run.track)
     state, of = opened(prepared, folder, resume)
@@ -64,7 +71,8 @@ def _executed(prepared: Prepared, folder: RunFolder, resume: bool) -> Iterator[C
     if private is not None:
         prepared = replace(prepared, server=private.server)
     lines, link = folder.rewind(state.round, of)
-    trackers, checkpoints = Trackers(prepared, folder, lines, resumed), Checkpoints(prepared, folder, of, lines)
+    trackers = Trackers(prepared, folder, lines, resumed, called)
+    checkpoints = Checkpoints(prepared, folder, of, lines)
     observers: tuple[Observer, ...] = (Uploads(prepared, folder), Log(folder, link), trackers, checkpoints)
     patience = config.evaluate.stopping()
     stopped = patience.stop(lines, config.run.rounds) if patience else None
@@ -106,13 +114,33 @@ def _events(
         rounds=rounds,
         participation=config.run.participation if private is None else 1.0,  # a private server draws clients itself
         seed=config.run.seed,
-        evaluator=prepared.validation,
+        evaluator=_evaluator(prepared),
         evaluate_every=config.evaluate.every,
         form=config.server.upload,
         hooks=config.server.hooks(config.run.seed),
         adversary=prepared.adversary,
     )
     return events if private is None else _until_spent(events, state.round, private)
+
+
+@dataclass(frozen=True)
+class _WithTest:
+    """Scores on validation, and beside them as test/NAME on the test set."""
+
+    validation: ModelEvaluator
+    test: ModelEvaluator
+
+    def evaluate(self, server: Server, state: RunState) -> dict[str, float]:
+        tested = self.test.evaluate(server, state)
+        along = {f"test/{name}": score for name, score in tested.items() if "/" not in name}
+        return {**self.validation.evaluate(server, state), **along}
+
+
+def _evaluator(prepared: Prepared) -> ModelEvaluator | _WithTest | None:
+    validation, test = prepared.validation, prepared.test
+    if not prepared.config.evaluate.test_along or validation is None or test is None:
+        return validation
+    return _WithTest(validation, test)
 
 
 def _until_spent(

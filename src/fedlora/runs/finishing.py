@@ -99,13 +99,14 @@ class _Exports:
 
     def write(
         self, name: str, adapter: Adapter, round: int, scores: Mapping[str, float], client: str | None = None,
-        on: str = "test",
+        on: str = "test", validation: Mapping[str, float] | None = None,
     ) -> None:  # fmt: skip
-        """name: the folder's. client: the adapter's owner, if it is a client's own. on: the data of the scores."""
+        """name: the folder's. client: the adapter's owner, if it is a client's own. on: the data of the scores.
+        validation: the round's scores there, beside those on the test set."""
         p, template = self._prepared, self._prepared.config.data.prompting()
         card = model_card(
             p.manifest, p.config, adapter, round, scores,
-            on=on, client=client, privacy=self._privacy, judged=self._judged,
+            on=on, client=client, privacy=self._privacy, judged=self._judged, validation=validation,
         )  # fmt: skip
         write_export(
             self._folder.path / name, adapter, p.spec, p.tokenizer, p.manifest["data"]["labels"], card,
@@ -148,7 +149,8 @@ def finish(
             round, scores, on = one.state.round, one.measured.scores, "test"
             if not scores and validation.get(round):
                 scores, on = validation[round], "validation"
-            exports.write(name, global_adapter(server, one.state), round, scores, on=on)
+            beside = validation.get(round) if on == "test" else None
+            exports.write(name, global_adapter(server, one.state), round, scores, on=on, validation=beside)
     asked = prepared.config.evaluate.clients_at_end
     each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
     common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}

@@ -26,7 +26,7 @@ from fedlora.runs.opening import best_line
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import private_line, shown_config
 from fedlora.runs.private_run import PrivateRun
-from fedlora.runs.tracking import Tracker, make_tracker, numbers, numbers_of_test
+from fedlora.runs.tracking import Called, Tracker, make_tracker, numbers, numbers_of_test
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.simulation import RoundRecord
@@ -121,13 +121,14 @@ class Trackers:
     """The trackers in run.track. After a resume they get all earlier rounds again."""
 
     def __init__(
-        self, prepared: Prepared, folder: RunFolder, lines: Sequence[Mapping[str, Any]], resumed: bool
-    ) -> None:
+        self, prepared: Prepared, folder: RunFolder, lines: Sequence[Mapping[str, Any]], resumed: bool,
+        called: Called | None = None,
+    ) -> None:  # fmt: skip
         config = prepared.config
         self._trackers: list[Tracker] = []
         for name in config.run.track:
             told = json.loads(shown_config(config).canonical())
-            self._trackers.append(tracker := make_tracker(name, folder.path, told, anew=resumed))
+            self._trackers.append(tracker := make_tracker(name, folder.path, told, anew=resumed, called=called))
             for line in lines:
                 tracker.log(line["round"], numbers(line))
 

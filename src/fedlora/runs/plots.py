@@ -111,6 +111,9 @@ def _metric(
         [line["round"] for line in scored], [line["metrics"][metric] for line in scored], "o-", color=COLOURS[0],
         label="validation",
     )  # fmt: skip
+    along = [(line["round"], line["metrics"][key]) for line in scored if (key := f"test/{metric}") in line["metrics"]]
+    if along:
+        upper.plot(*zip(*along, strict=True), "--", color=COLOURS[1], label="test (nothing is chosen by it)")
     last, best = lines[-1]["round"], summary["best_round"]
     ends = {"test, last and best round": ("best", best)} if last == best else {
         "test, last round": ("last", last), "test, best round": ("best", best)
@@ -121,9 +124,9 @@ def _metric(
             upper.plot([round], [at], marker, color=COLOURS[1], markersize=10, label=f"{label}: {at:.3f}", zorder=3)
     if chance is not None:
         upper.axhline(chance, color="#777777", linestyle=":", label=f"guessing: {chance:.3f}")
-    upper.set(xlabel="round", ylabel=words(metric))
+    upper.set(xlabel="round", ylabel=words(metric), xlim=(lines[0]["round"] - 0.3, last + 0.3))  # as the losses below
     upper.set_title(f"{summary['method']}: held-out {words(metric)} ({summary['target']})")
-    upper.legend()
+    upper.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2, frameon=False)
     if not clients:  # a private run reports none
         return gridded(figure, upper)
     _losses(axes[1], lines, clients, ranks)
@@ -170,7 +173,10 @@ def _spectrum(summary: Mapping[str, Any]) -> Figure:
         )  # fmt: skip
     upper.set(xlabel="component", ylabel="singular value")
     upper.set_title("spectrum of the server's update, one line per module")
-    upper.legend(title="first and last module")
+    upper.legend(
+        title="first and last module", loc="upper center", bbox_to_anchor=(0.5, -0.22 if alike else -0.16), ncols=2,
+        frameon=False,
+    )  # fmt: skip
     upper.grid(alpha=0.3)
     if alike:
         said = ", ".join(f"{_RANKS[key][0]} {values[0]}" for key, values in known.items())
@@ -201,7 +207,7 @@ def _bytes(lines: Sequence[Mapping[str, Any]]) -> Figure:
         axis.bar(rounds, size, bottom=base, color=colour, width=0.7, label=label)
         base = [b + s for b, s in zip(base, size, strict=True)]
     axis.set(xlabel="round", ylabel="MB, all clients together", title="bytes sent (tensors)")
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, frameon=False)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), frameon=False)
     return gridded(figure, axis)
 
 

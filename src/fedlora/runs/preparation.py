@@ -170,8 +170,9 @@ def _data(
     data, adversary = dealt_out(config, data_root, label_names, keep)
     if config.data.task == "mnli" and not data.probes:
         log.warning(
-            "data.task = 'mnli' from --data-root has one test set, matched or mixed: whichever the file holds. "
-            "validation_mismatched is only on the hub (leave --data-root out), so this run will not have that number."
+            "data.task = 'mnli' from --data-root has one test set, the one in glue/mnli/validation.jsonl. This run "
+            "will not have 'validation_mismatched': put validation_mismatched.jsonl beside that file, or leave "
+            "--data-root out."
         )
     if config.data.revision is not None and data_root is not None:
         log.warning(

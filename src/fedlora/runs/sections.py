@@ -69,8 +69,8 @@ class RunSection(Section):
     machine's cores or GPUs, but at most the clients per round. Any number gives the same bits on a CPU, including 1.
     checkpoint_every: rounds from one stored state to the next. keep_checkpoints: how many of the newest to keep; the
     best by validation stays too. readouts: write each client's readout at the end. keep_uploads: store what clients
-    trained, for the last round or all, as PEFT directories for `fedlora audit`. track: also log to tensorboard, trackio
-    or wandb.
+    trained, for the last round or all, as PEFT directories for `fedlora audit`. track: also log to tensorboard,
+    trackio, wandb or mlflow; the runs of a comparison or an experiment are one group there.
     """
 
     rounds: Positive = 10
@@ -92,7 +92,7 @@ class RunSection(Section):
         Literal["none", "last", "all"],
         Key("a federation's server stores no uploads; it is for fedlora run", lasting="ahead"),
     ] = "none"
-    track: Annotated[list[TrackerName], Key(lasting="end")] = []  # noqa: RUF012 - pydantic copies it
+    track: Annotated[list[TrackerName], Key(lasting="end", counts=False)] = []  # noqa: RUF012 - pydantic copies it
 
     @model_validator(mode="after")
     def _one_thread_each(self) -> RunSection:
@@ -439,7 +439,8 @@ class EvaluateSection(Section):
     common one; "both": on both. patience: stop after this many evaluations in a row whose validation metric does not
     improve on the best before by more than min_delta; learning rate schedules still follow all run.rounds. min_delta:
     the smallest improvement that counts. samples: how many held-out prompts to ask a language model; its greedy answers
-    before and after training are kept in samples.jsonl and samples.md.
+    before and after training are kept in samples.jsonl and samples.md. test_along: also score the test set at each
+    evaluation, as test/NAME in metrics.jsonl, for curves; nothing is chosen by it.
     """
 
     every: Annotated[Positive, Key(lasting="ahead")] = 1
@@ -451,6 +452,7 @@ class EvaluateSection(Section):
     patience: Positive | None = None
     min_delta: Annotated[float, Field(ge=0)] = 0.0
     samples: Annotated[int, Field(ge=0), Key("a federation keeps no answers of its model; it is for fedlora run")] = 5
+    test_along: Annotated[bool, Key("a federation tests at its end; it is for fedlora run", lasting="ahead")] = False
 
     @model_validator(mode="after")
     def _delta_of_patience(self) -> EvaluateSection:

@@ -1,4 +1,5 @@
-"""Sends a run's numbers to TensorBoard, trackio or Weights & Biases, besides metrics.jsonl, which is always written.
+"""Sends a run's numbers to TensorBoard, trackio, Weights & Biases or MLflow, besides metrics.jsonl, which is always
+written.
 
 Each is an optional library; if one named in `run.track` is not installed, the run is refused before it starts.
 """
@@ -8,13 +9,25 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fedlora.errors import ConfigError
+from fedlora.runs.reading import flat
 
-TrackerName = Literal["tensorboard", "trackio", "wandb"]
+TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow"]
+_PROJECT = "fedlora"
+
+
+@dataclass(frozen=True)
+class Called:
+    """What a run is called at a tracker. group: the comparison or experiment that it belongs to, if any."""
+
+    name: str
+    group: str | None = None
 
 
 class Tracker(Protocol):
@@ -28,7 +41,7 @@ class Tracker(Protocol):
 
 
 _MODULES: Mapping[TrackerName, str] = {
-    "tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb",
+    "tensorboard": "torch.utils.tensorboard", "trackio": "trackio", "wandb": "wandb", "mlflow": "mlflow",
 }  # fmt: skip
 
 
@@ -59,15 +72,41 @@ class Logger:
     """trackio and wandb, which share init, log and finish. There a resumed run becomes a new one of the same name and
     logs all its rounds again; the old one ends where it was stopped."""
 
-    def __init__(self, name: TrackerName, called: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, name: TrackerName, called: Called, config: Mapping[str, Any]) -> None:
         self._library: Any = _library(name)
-        self._library.init(project="fedlora", name=called, config=dict(config))
+        self._library.init(project=_PROJECT, name=called.name, group=called.group, config=dict(config))
 
     def log(self, round: int, numbers: Mapping[str, float]) -> None:
         self._library.log({"round": round, **numbers})
 
     def close(self) -> None:
         self._library.finish()
+
+
+class MLflow:
+    """An MLflow run, where MLFLOW_TRACKING_URI says; a group is an experiment there. As with `Logger`, a resumed run
+    becomes a new one. Settings are its params, and whole in config.json; a character that MLflow refuses in names
+    becomes _."""
+
+    def __init__(self, called: Called, config: Mapping[str, Any]) -> None:
+        self._library: Any = _library("mlflow")
+        self._library.set_experiment(called.group or _PROJECT)
+        self._library.start_run(run_name=called.name)
+        params = [(key, str(value)) for key, value in flat(config).items()]
+        short = [(key, value) for key, value in params if len(value) <= _PARAM]
+        for k in range(0, len(short), _PARAMS):
+            self._library.log_params(dict(short[k : k + _PARAMS]))
+        self._library.log_dict(dict(config), "config.json")
+
+    def log(self, round: int, numbers: Mapping[str, float]) -> None:
+        self._library.log_metrics({_REFUSED.sub("_", name): x for name, x in numbers.items()}, step=round)
+
+    def close(self) -> None:
+        self._library.end_run()
+
+
+_PARAM, _PARAMS = 500, 100  # MLflow servers take values of so many letters, and so many at once
+_REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
 def check_trackers(names: Sequence[TrackerName]) -> None:
@@ -77,16 +116,17 @@ def check_trackers(names: Sequence[TrackerName]) -> None:
 
 
 def make_tracker(
-    name: TrackerName, folder: Path, config: Mapping[str, Any], *, anew: bool = False, called: str | None = None
+    name: TrackerName, folder: Path, config: Mapping[str, Any], *, anew: bool = False, called: Called | None = None
 ) -> Tracker:
-    """The tracker of that name. anew: the run is resumed and will log all its rounds again. called: the run's name
-    there; by default its folder's.
+    """The tracker of that name. anew: the run is resumed and will log all its rounds again. called: by default the
+    name of its folder.
 
     Raises `ConfigError` if its library is missing.
     """
-    return (
-        TensorBoard(folder, config, anew=anew) if name == "tensorboard" else Logger(name, called or folder.name, config)
-    )
+    called = called or Called(folder.name)
+    if name == "tensorboard":
+        return TensorBoard(folder, config, anew=anew)
+    return MLflow(called, config) if name == "mlflow" else Logger(name, called, config)
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:

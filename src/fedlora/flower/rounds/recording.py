@@ -19,7 +19,7 @@ from fedlora.flower.rounds.private_words import RELEASED, public_numbers
 from fedlora.flower.rounds.progress import numbers_of_round
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.runs.folder import plain
-from fedlora.runs.tracking import Tracker, make_tracker, numbers_of_test
+from fedlora.runs.tracking import Called, Tracker, make_tracker, numbers_of_test
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 
@@ -68,7 +68,7 @@ class Recorder:
         facts = {"federation": settings.id, **json.loads(settings.travelling())}
         for name in settings.run.track:
             folder, anew = self._begun.home.server, bool(lines)
-            self._trackers.append(make_tracker(name, folder, facts, anew=anew, called=settings.id))
+            self._trackers.append(make_tracker(name, folder, facts, anew=anew, called=Called(settings.id)))
         for line in lines:
             self._tell_trackers(line)
 
