@@ -21,6 +21,7 @@ from fedlora import read_adapter
 from fedlora.adapters import AdapterFile, MergeReport, merge, merging, resize
 from fedlora.adapters.merge_card import client_card
 from fedlora.adapters.merge_report import ClientReport
+from fedlora.adapters.merging import for_vllm
 from fedlora.adapters.truncation import RankRule, merge_module
 from fedlora.adapters.vllm import vllm_rank
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
@@ -316,7 +317,6 @@ def test_weights_from_examples_need_all_uploads_to_say_theirs(tmp_path: Path) ->
         ({"missing": "skip"}, "--missing must be one of"),
         ({"heads": "mean"}, "--heads must be one of"),
         ({"dtype": "int8"}, "float16, bfloat16"),
-        ({"serve": "tgi"}, "--for must be one of"),
         ({"rank": 0}, "a rank is a whole number"),
         ({"rank": True}, "a rank is a whole number"),
         ({"weights": [1, -1]}, "--sum"),
@@ -549,15 +549,15 @@ BESIDE: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", BESIDE)
 def test_what_vllm_does_not_take_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """Whole weights can be left out; biases of the update and LoRA of other layers cannot, so apply is the way."""
+    """Whole weights can be left out; biases of the update and LoRA of other layers cannot, so a merged model is the way."""
     beside, config = BESIDE[kind]
     a = bare(tmp_path / "a", {Q: 2}, beside=beside, **config)
-    with pytest.raises(ConfigError, match=r"vLLM does not take .*fedlora apply") as caught:
-        merge([a], tmp_path / "m", serve="vllm")
+    with pytest.raises(ConfigError, match=r"vLLM does not take .*export --for merged") as caught:
+        for_vllm(a, tmp_path / "m")
     names = {name.partition(".lora_")[0].replace(".base_layer", "") for name in beside}
     assert any(f"such as '{name}" in str(caught.value) for name in names)
-    if "--heads drop" in str(caught.value):
-        report = merge([a], tmp_path / "m", serve="vllm", heads="drop")
+    if "--drop" in str(caught.value):
+        report = for_vllm(a, tmp_path / "m", drop=True)
         assert list(report.dropped) == [kind] and set(AdapterFile(tmp_path / "m").modules) == {Q}
         assert not AdapterFile(tmp_path / "m").heads and not config_of(tmp_path / "m").get("modules_to_save")
     else:
@@ -576,7 +576,7 @@ def test_what_vllm_takes_goes_along(tmp_path: Path) -> None:
     }
     a = bare(tmp_path / "a", {Q: 3, V: 2}, beside=beside, modules_to_save=["score"],
              target_modules=[Q, V, "embed_tokens"])  # fmt: skip
-    report = merge([a], tmp_path / "m", serve="vllm")
+    report = for_vllm(a, tmp_path / "m")
     assert report.rank == 8 and report.one_rank and not report.dropped and len(report.warnings) == 3
     config = config_of(tmp_path / "m")
     assert (config["r"], config["lora_alpha"]) == (8, 8) and not config.get("rank_pattern")

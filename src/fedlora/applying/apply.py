@@ -38,7 +38,7 @@ from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.stored import stored_bytes
 
-_APPLY = "fedlora apply"
+_APPLY = "fedlora export --for merged"
 _SHARD = "5GB"  # most weights in one file
 Progress = Callable[[Sequence[str]], Iterable[str]]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -123,7 +123,7 @@ def model_folder(kept: Sequence[SideFile]) -> FolderKind:
     shards = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
     own = f"{shards}|{re.escape(CONFIG)}|{re.escape(CARD)}|generation_config\\.json"
     mark = only_by(_APPLY, "model*.safetensors")
-    return FolderKind("a model that apply writes for this base", CONFIG, f"{own}|{copied}", mark)
+    return FolderKind("a model that export writes for this base", CONFIG, f"{own}|{copied}", mark)
 
 
 def _refuse_inside(adapter: Path, base: Path, out: Path) -> None:

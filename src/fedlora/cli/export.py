@@ -1,7 +1,8 @@
-"""`fedlora validate | apply`: check an adapter, check it against a base model, and merge it into the model."""
+"""`fedlora validate | export`: check an adapter, alone or against a base model; write what a program serves."""
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +12,11 @@ from fedlora.cli.options import Adapters, AllowUnknown, AsJson, Force, Limit, Ma
 from fedlora.cli.screen import complain, console, notes, print_json, tell_remarks, tracked
 from fedlora.core.echo import quoted, shown
 from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
+    from fedlora.adapters.limits import Limits
+    from fedlora.adapters.reader import AdapterFile
     from fedlora.applying.apply import Applied, Cost
     from fedlora.applying.base_folder import BaseFiles
 
@@ -72,46 +76,142 @@ def validate(
         raise typer.Exit(complain("; ".join(shown(reason, 700) for reason in refused[:3]) + more))
 
 
-def apply(
+def export(
     adapter: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
-    base: Annotated[str, typer.Option(help="the base model's directory, or demo", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
+    serve: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            help="merged: the full model with the adapter in it; vllm: an adapter that vLLM accepts; gguf: an adapter "
+            "for llama.cpp",
+            show_default=False,
+        ),
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(help="the base model's directory, or demo; for gguf also its GGUF file (merged and gguf need it)"),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="type of the written model: float16, bfloat16, float32, float64 (default: the base model's)",
+            help="type of the result: float16, bfloat16, float32, float64 (default: the base model's for merged, "
+            "otherwise the adapter's)",
             show_default=False,
         ),
     ] = None,
+    drop: Annotated[
+        bool,
+        typer.Option("--drop", help="vllm and gguf: leave out trained heads, biases and tokens that it does not take"),
+    ] = False,
     force: Force = False,
     allow_unknown: AllowUnknown = None,
     limit: Limit = None,
     json: AsJson = False,
 ) -> None:
-    """Merge an adapter into the full model, for serving without PEFT. The model is loaded whole."""
-    from fedlora.adapters.merging import open_adapters
+    """Write what a program serves: the merged model, an adapter for vLLM, or one for llama.cpp (GGUF).
+
+    What the program would refuse or leave out is named before anything is written."""
+    if serve not in _WRITERS:
+        raise ConfigError(f"--for must be one of {', '.join(_WRITERS)}; got {serve[:40]!r}.")
+    if (base is None) != (serve == "vllm"):
+        raise ConfigError(f"--for {serve} {'takes no' if base else 'needs the'} base model: {_BASE_USE[serve]}.")
+    if drop and serve == "merged":
+        raise ConfigError("--for merged leaves nothing out, so --drop has no meaning. Leave it out.")
+    limits, allowed = limits_of(limit), tuple(allow_unknown or ())
+    _WRITERS[serve](_Asked(adapter, out, base, dtype, drop, force, allowed, limits, json))
+
+
+# ------------------------------------------------------------------------------------------------------------ writers
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the command line asks of `export`; fields as its options."""
+
+    adapter: Path
+    out: Path
+    base: str | None
+    dtype: str | None
+    drop: bool
+    force: bool
+    allow_unknown: tuple[str, ...]
+    limits: Limits
+    json: bool
+
+    def opened(self) -> AdapterFile:
+        """The adapter; its notes go to stderr."""
+        from fedlora.adapters.merging import open_adapters
+
+        (file,), said = open_adapters([self.adapter], self.allow_unknown, self.limits, with_base=True)
+        tell_remarks(said)
+        return file
+
+
+def _merged(asked: _Asked) -> None:
     from fedlora.applying.apply import DTYPES, apply_adapter
 
-    if dtype is not None and dtype not in DTYPES:
-        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
-    (file,), said = open_adapters([adapter], allow_unknown or (), limits_of(limit, None, None), with_base=True)
-    tell_remarks(said)
+    if asked.dtype is not None and asked.dtype not in DTYPES:
+        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {asked.dtype[:40]!r}.")
     done = apply_adapter(
-        file,
-        _base_files(base),
-        out,
-        DTYPES[dtype] if dtype else None,
+        asked.opened(),
+        _base_files(str(asked.base)),
+        asked.out,
+        DTYPES[asked.dtype] if asked.dtype else None,
         progress=lambda steps: tracked(steps, "writing"),
-        force=force,
+        force=asked.force,
     )
-    if json:
-        print_json({"out": str(out)} | _as_json(done))
+    if asked.json:
+        print_json({"out": str(asked.out)} | _as_json(done))
         return
     _tell(done)
     loss = done.cost.loss if done.cost is not None else 0.0
     console.print(
-        f"{out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {loss:.1e} of the update"
+        f"{asked.out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {loss:.1e} of the "
+        f"update"
     )
+
+
+def _gguf(asked: _Asked) -> None:
+    from fedlora.applying.gguf_adapter import NAME, write_gguf
+
+    done = write_gguf(
+        asked.opened(), _base_place(str(asked.base)), asked.out, asked.dtype, drop=asked.drop, force=asked.force
+    )
+    if asked.json:
+        print_json(plain({"out": str(asked.out)} | asdict(done)))
+        return
+    tell_remarks(done.notes)
+    if done.folded:
+        console.print(
+            f"{len(done.folded)} modules have another scale than the file's alpha gives, such as "
+            f"{shown(done.folded[0])}: it went into their lora_b"
+        )
+    if done.dropped:
+        console.print(f"left out: {len(done.dropped)}, such as {shown(done.dropped[0])}")
+    console.print(
+        f"{asked.out / NAME}: {len(done.names)} modules for architecture {done.arch}, alpha {done.alpha:g}, "
+        f"{done.dtype}; rounding changes the updates by {done.rounding:.1e}"
+    )
+
+
+def _vllm(asked: _Asked) -> None:
+    from fedlora.adapters.merging import for_vllm
+    from fedlora.cli.merge import show_report
+
+    report = for_vllm(
+        asked.adapter, asked.out, dtype=asked.dtype, drop=asked.drop, force=asked.force,
+        allow_unknown=asked.allow_unknown, limits=asked.limits, progress=tracked,
+    )  # fmt: skip
+    show_report(report, asked.json, None)
+
+
+_WRITERS = {"merged": _merged, "vllm": _vllm, "gguf": _gguf}
+_BASE_USE = {
+    "merged": "--base names the directory of the model that the adapter is merged into",
+    "vllm": "vLLM loads its base itself",
+    "gguf": "--base names its directory, or its GGUF file, for the names of its tensors",
+}
 
 
 # ------------------------------------------------------------------------------------------------------------- inside
@@ -124,21 +224,29 @@ def _base_files(base: str) -> BaseFiles:
         ConfigError: there is no directory of safetensors weights. DataError: the package is not installed.
     """
     from fedlora.applying.base_folder import BaseFiles
-    from fedlora.data.demo import HUB_NAMES, model_location
+    from fedlora.data.demo import HUB_NAMES
 
-    place = Path(model_location(base))
+    place = _base_place(base)
     if place.is_file():
         original = f" Fetch the original, {HUB_NAMES[base]}, from the hub." if base in HUB_NAMES else ""
         raise ConfigError(
-            f"the base model {quoted(base)} is one file, {place.name}, but apply needs a directory of safetensors "
+            f"the base model {quoted(base)} is one file, {place.name}, but this needs a directory of safetensors "
             f"weights.{original}"
         )
+    return BaseFiles(place)
+
+
+def _base_place(base: str) -> Path:
+    """The directory or file of a base model. Raises `ConfigError` if there is none; `DataError`: as in `_base_files`"""
+    from fedlora.data.demo import model_location
+
+    place = Path(model_location(base))
     if not place.exists():
         raise ConfigError(
             f"there is no directory {quoted(base)}: --base names the base model's directory, or demo. "
             f"`hf download NAME --local-dir DIRECTORY` fetches one from the hub."
         )
-    return BaseFiles(place)
+    return place
 
 
 def _as_json(done: Applied) -> dict[str, Any]:
