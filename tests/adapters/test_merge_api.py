@@ -124,14 +124,10 @@ def test_a_rank_that_is_not_given_is_said(tmp_path: Path) -> None:
         ("budget=9", "budget=9 is enough for"),
     ):
         assert (found := said(merge([a, b], tmp_path / "m", rank=rank, force=True)))[0] == 5 and words in found[1]
-    found = said(merge([a, b], tmp_path / "v", rank=4, serve="vllm"))
-    assert found[0] == 8 and "rank 4 is written as 8" in found[1] and "cannot train" in found[1]
-    found = said(resize(b, tmp_path / "s", rank=2, serve="vllm"))
-    assert found[0] == 8 and "rank 2 is written as 8" in found[1]
+    found = said(for_vllm(tmp_path / "m", tmp_path / "v"))
+    assert found[0] == 8 and "rank 5 is written as 8" in found[1] and "cannot train" in found[1]
     for rank in (1, 5, "exact", "budget=2"):
         assert merge([a, b], tmp_path / "n", rank=rank, force=True).warnings == ()
-    with pytest.raises(ConfigError, match=r"600.*--rank 512"):
-        resize(b, tmp_path / "t", rank=600, serve="vllm")
 
 
 def test_a_refused_loss_names_its_parts_and_what_makes_them_less(tmp_path: Path) -> None:
@@ -549,7 +545,7 @@ BESIDE: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", BESIDE)
 def test_what_vllm_does_not_take_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """Whole weights can be left out; biases of the update and LoRA of other layers cannot, so a merged model is the way."""
+    """Whole weights can be left out; biases of the update and LoRA of other layers go into a merged model."""
     beside, config = BESIDE[kind]
     a = bare(tmp_path / "a", {Q: 2}, beside=beside, **config)
     with pytest.raises(ConfigError, match=r"vLLM does not take .*export --for merged") as caught:
@@ -581,7 +577,7 @@ def test_what_vllm_takes_goes_along(tmp_path: Path) -> None:
     config = config_of(tmp_path / "m")
     assert (config["r"], config["lora_alpha"]) == (8, 8) and not config.get("rank_pattern")
     assert len(load_file(tmp_path / "m" / "adapter_model.safetensors")) == 4 + len(beside)
-    with pytest.raises(ConfigError, match="up to 512"):
+    with pytest.raises(ConfigError, match=r"up to 512.*resize --rank 512"):
         vllm_rank(513)
 
 

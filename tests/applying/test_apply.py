@@ -302,7 +302,8 @@ def test_a_classifier_is_loaded_by_its_own_config(
     (tmp_path / "adapter" / says).write_text(json.dumps(SAYS_CLASSES[says]))
     want = said(PeftModel.from_pretrained(fresh(), tmp_path / "adapter").eval(), {"input_ids": TOKENS})
 
-    done = main("export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    to = ["--base", tmp_path / "base", "-o", tmp_path / "full"]
+    done = main("export", tmp_path / "adapter", "--for", "merged", *to)
     first = CLASSES[0] if says != "nothing" else "LABEL_0"
     assert done.code == 0 and f"config.json has its classes: '{first}'" in done.err, done.err
     full = AutoModelForSequenceClassification.from_pretrained(tmp_path / "full").eval()
@@ -321,9 +322,7 @@ def test_a_classifier_is_loaded_by_its_own_config(
         < written.index("another model")
         < written.index("# Of the base")
     )
-    assert (
-        main("export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full", "--force").code == 0
-    )
+    assert main("export", tmp_path / "adapter", "--for", "merged", *to, "--force").code == 0
 
 
 def test_a_head_of_no_known_class_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -352,7 +351,8 @@ def test_sharded_and_tied(shards: str, tmp_path: Path, main: Callable[..., Said]
     peft_model.save_pretrained(tmp_path / "adapter")
     again = LlamaForCausalLM.from_pretrained(tmp_path / "base")
     want = said(PeftModel.from_pretrained(again, tmp_path / "adapter").eval(), {"input_ids": TOKENS})
-    done = main("export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full", "--json")
+    merged = ["export", tmp_path / "adapter", "--for", "merged"]
+    done = main(*merged, "--base", tmp_path / "base", "-o", tmp_path / "full", "--json")
     assert json.loads(done.out)["added"] == ["lm_head.weight"]
     got = said(LlamaForCausalLM.from_pretrained(tmp_path / "full").eval(), {"input_ids": TOKENS})
     torch.testing.assert_close(got, want, rtol=0, atol=1e-10)

@@ -74,7 +74,9 @@ def updates(file: Path, heads: dict[str, int] = HEADS) -> dict[str, np.ndarray[A
 
 
 def of_peft(model: Any) -> dict[str, np.ndarray[Any, Any]]:
-    layers = {name.removeprefix("base_model.model."): m for name, m in model.named_modules() if isinstance(m, LoraLayer)}
+    layers = {
+        name.removeprefix("base_model.model."): m for name, m in model.named_modules() if isinstance(m, LoraLayer)
+    }
     return {name: layer.double().get_delta_weight("default").detach().numpy() for name, layer in layers.items()}
 
 
@@ -92,7 +94,6 @@ KINDS = {
 }  # fmt: skip
 
 
-@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", KINDS)
 def test_llama_cpp_computes_pefts_update(name: str, tmp_path: Path, main: Main) -> None:
     """Every delta and scale of each kind; float64 factors are rounded to float32, those of 16 bits copied."""
@@ -113,7 +114,9 @@ def test_narrow_types_are_written_and_their_rounding_is_told(tmp_path: Path, mai
         done = main("export", adapter, "--for", "gguf", "--base", base, "-o", out, "--dtype", dtype, "--json")
         assert done.code == 0, done.err
         got, want = updates(out / "adapter.gguf"), of_peft(model)
-        off = np.sqrt(sum(np.square(got[n] - want[n]).sum() for n in want) / sum(np.square(d).sum() for d in want.values()))
+        off = np.sqrt(
+            sum(np.square(got[n] - want[n]).sum() for n in want) / sum(np.square(d).sum() for d in want.values())
+        )
         assert 0 < off < 2 * most and json.loads(done.out)["rounding"] == pytest.approx(off, rel=0.01)
 
 

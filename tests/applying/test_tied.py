@@ -178,7 +178,8 @@ def test_copies_of_one_tied_pair_that_differ_are_refused(
     (changed,) = [name for name in tensors if key in name]
     tensors[changed] = tensors[changed] * 1.5 + 1
     safetensors.torch.save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
-    asked = [("validate", adapter, "--base", base), ("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")]
+    merged = ("export", adapter, "--for", "merged", "-o", tmp_path / "full")
+    asked = [("validate", adapter, "--base", base), (*merged, "--base", base)]
     if "lm_head" not in targets:
         asked += [("validate", adapter), ("merge", adapter, adapter, "-o", tmp_path / "merged")]
     for words in asked:

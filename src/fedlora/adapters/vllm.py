@@ -64,7 +64,7 @@ def vllm_rank(largest: int) -> int:
     rank = next((r for r in VLLM_RANKS if r >= largest), None)
     if rank is None:
         raise ConfigError(
-            f"vLLM accepts ranks up to {VLLM_RANKS[-1]}, but this adapter would have {largest}: give --rank "
-            f"{VLLM_RANKS[-1]} or less."
+            f"vLLM accepts ranks up to {VLLM_RANKS[-1]}, but this adapter has {largest}: `fedlora resize "
+            f"--rank {VLLM_RANKS[-1]}` cuts it."
         )
     return rank

@@ -1,8 +1,8 @@
 """Writes an adapter as a GGUF file, which llama.cpp adds to its base model (`--lora`).
 
-llama.cpp computes W + alpha / r lora_b lora_a for each pair, with one alpha for the whole file and the tensor's own r. It
-takes nothing else that was trained: a saved head, a trained bias or token is named and refused, or left out if the user
-says so. Names, shapes and the order of rows: `gguf_base`.
+llama.cpp computes W + alpha / r lora_b lora_a for each pair, with one alpha for the whole file and the tensor's own r.
+It takes nothing else that was trained: a saved head, a trained bias or token is named and refused, or left out if the
+user says so. Names, shapes and the order of rows: `gguf_base`.
 """
 
 from __future__ import annotations

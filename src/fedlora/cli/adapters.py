@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedlora.cli.measures import byte_size
-from fedlora.cli.options import Adapters, AllowUnknown, AsJson, Limit, limits_of
+from fedlora.cli.options import Adapters, AllowUnknown, AsJson, Limit, OneAdapter, limits_of
 from fedlora.cli.screen import Table, cell, console, import_plots, plotted, print_json, tell_remarks
 from fedlora.core.echo import shown
 from fedlora.errors import AdapterFormatError
@@ -74,8 +74,8 @@ def inspect(
 
 
 def diff(
-    one: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
-    other: Annotated[Path, typer.Argument(help="another", show_default=False)],
+    one: OneAdapter,
+    other: OneAdapter,
     limit: Limit = None,
     json: AsJson = False,
 ) -> None:

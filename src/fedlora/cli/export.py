@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fedlora.cli.options import Adapters, AllowUnknown, AsJson, Force, Limit, MaxBytes, MaxTensors, limits_of
+from fedlora.cli.options import (
+    Adapters,
+    AllowUnknown,
+    AsJson,
+    Force,
+    Limit,
+    MaxBytes,
+    MaxTensors,
+    OneAdapter,
+    limits_of,
+)
 from fedlora.cli.screen import complain, console, notes, print_json, tell_remarks, tracked
 from fedlora.core.echo import quoted, shown
 from fedlora.errors import ConfigError, FedLoRAError
@@ -27,7 +37,10 @@ _NOTICEABLE = 0.01
 def validate(
     adapters: Adapters,
     base: Annotated[
-        str | None, typer.Option(help="the base model's directory, or demo: check modules and shapes against it")
+        str | None,
+        typer.Option(
+            help="the base model (its directory, demo, or owner/name@revision): check modules and shapes against it"
+        ),
     ] = None,
     allow_unknown: AllowUnknown = None,
     max_bytes: MaxBytes = None,
@@ -77,7 +90,7 @@ def validate(
 
 
 def export(
-    adapter: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
+    adapter: OneAdapter,
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
     serve: Annotated[
         str,
@@ -90,7 +103,9 @@ def export(
     ],
     base: Annotated[
         str | None,
-        typer.Option(help="the base model's directory, or demo; for gguf also its GGUF file (merged and gguf need it)"),
+        typer.Option(
+            help="the base model, for merged and gguf: its directory, demo, or owner/name@revision; for gguf also a GGUF file"
+        ),
     ] = None,
     dtype: Annotated[
         str | None,
@@ -239,12 +254,13 @@ def _base_files(base: str) -> BaseFiles:
 def _base_place(base: str) -> Path:
     """The directory or file of a base model. Raises `ConfigError` if there is none; `DataError`: as in `_base_files`"""
     from fedlora.data.demo import model_location
+    from fedlora.hub_folders import MODEL_FILES, local_folder
 
-    place = Path(model_location(base))
+    place = local_folder(model_location(base), MODEL_FILES)
     if not place.exists():
         raise ConfigError(
-            f"there is no directory {quoted(base)}: --base names the base model's directory, or demo. "
-            f"`hf download NAME --local-dir DIRECTORY` fetches one from the hub."
+            f"there is no directory {quoted(base)}: --base names the base model's directory, demo, or a repository of "
+            f"the hub with a revision, as owner/name@main."
         )
     return place
 

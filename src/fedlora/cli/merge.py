@@ -19,6 +19,7 @@ from fedlora.cli.options import (
     Limit,
     MaxBytes,
     MaxTensors,
+    OneAdapter,
     limits_of,
     numbers,
 )
@@ -121,7 +122,7 @@ def merge(
 
 
 def resize(
-    adapter: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
+    adapter: OneAdapter,
     rank: Annotated[
         str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)", show_default=False)
     ],
