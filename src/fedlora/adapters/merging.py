@@ -206,8 +206,9 @@ def open_adapters(
     limits: Limits | None = None,
     *,
     with_base: bool = False,
+    dora: bool = False,
 ) -> tuple[list[AdapterFile], list[str]]:
-    """The adapters, checked but not read, and notes for the user. with_base: as in `AdapterFile`.
+    """The adapters, checked but not read, and notes for the user. with_base, dora: as in `AdapterFile`.
 
     Raises:
         AdapterFormatError: an adapter cannot be read, or the list is empty.
@@ -217,7 +218,7 @@ def open_adapters(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         files = [
-            AdapterFile(directory, limits=limits, allow_unknown=allow_unknown, with_base=with_base)
+            AdapterFile(directory, limits=limits, allow_unknown=allow_unknown, with_base=with_base, dora=dora)
             for directory in directories
         ]
     told = [f"{file.directory}: {note}" for file in files for note in file.notes]

@@ -240,13 +240,15 @@ def _sum(
     kind: torch.dtype,
 ) -> tuple[Tensor, Rounding]:
     """One changed tensor of the result, and its rounding cost."""
-    value, delta = None, None
+    value, delta, magnitude = None, None, None
     for change in changes:
         if change.kind == "update":
             delta = update(file, change.source, layers[change.source], before.shape)
             continue
         head = file.head(change.source)
-        if change.kind == "bias":
+        if change.kind == "magnitude":
+            magnitude = head.double()
+        elif change.kind == "bias":
             delta = head.double().reshape(-1, 1)
         elif change.kind == "rows":
             whole = before if value is None else value  # the base's own copy, with a longer vocabulary
@@ -254,7 +256,7 @@ def _sum(
             value[list(change.rows)] = head.to(value.dtype)
         else:
             value = head
-    return changed(name, before, kind, value=value, delta=delta)
+    return changed(name, before, kind, value=value, delta=delta, magnitude=magnitude)
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

@@ -31,7 +31,7 @@ def inspect(
 
     if plot is not None:
         check_picture(plot)
-    files, said = open_adapters(adapters, allow_unknown or (), limits_of(limit))
+    files, said = open_adapters(adapters, allow_unknown or (), limits_of(limit), dora=True)
     tell_remarks(said)
     files = comparable(files)
     found = {str(f.directory): {m: facts(f.lora(m)) for m in f.modules} for f in files}
@@ -85,7 +85,7 @@ def diff(
     from fedlora.adapters.merging import open_adapters
     from fedlora.analysis.inspection import comparable, difference, heads_apart
 
-    files, said = open_adapters([one, other], (), limits_of(limit))
+    files, said = open_adapters([one, other], (), limits_of(limit), dora=True)
     tell_remarks(said)
     a, b = comparable(files)
     common = sorted(set(a.modules) & set(b.modules))

@@ -62,7 +62,9 @@ def validate(
         from fedlora.applying.apply import check_adapter
     for directory in tracked(adapters, "checking"):
         try:
-            (file,), said = open_adapters([directory], allow_unknown or (), limits, with_base=model is not None)
+            (file,), said = open_adapters(
+                [directory], allow_unknown or (), limits, with_base=model is not None, dora=True
+            )
             file.check()
             labels_of(file.directory, limits), read_facts(file.directory, limits)
             remarks[str(directory)] = said
@@ -104,7 +106,8 @@ def export(
     base: Annotated[
         str | None,
         typer.Option(
-            help="the base model, for merged and gguf: its directory, demo, or owner/name@revision; for gguf also a GGUF file"
+            help="the base model, for merged and gguf: its directory, demo, or owner/name@revision; for gguf also its "
+            "GGUF file"
         ),
     ] = None,
     dtype: Annotated[
@@ -154,11 +157,11 @@ class _Asked:
     limits: Limits
     json: bool
 
-    def opened(self) -> AdapterFile:
-        """The adapter; its notes go to stderr."""
+    def opened(self, *, dora: bool = False) -> AdapterFile:
+        """The adapter; its notes go to stderr. dora: as in `AdapterFile`."""
         from fedlora.adapters.merging import open_adapters
 
-        (file,), said = open_adapters([self.adapter], self.allow_unknown, self.limits, with_base=True)
+        (file,), said = open_adapters([self.adapter], self.allow_unknown, self.limits, with_base=True, dora=dora)
         tell_remarks(said)
         return file
 
@@ -169,7 +172,7 @@ def _merged(asked: _Asked) -> None:
     if asked.dtype is not None and asked.dtype not in DTYPES:
         raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {asked.dtype[:40]!r}.")
     done = apply_adapter(
-        asked.opened(),
+        asked.opened(dora=True),
         _base_files(str(asked.base)),
         asked.out,
         DTYPES[asked.dtype] if asked.dtype else None,
