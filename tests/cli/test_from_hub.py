@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from fedlora.data.hub_folders import ADAPTER_FILES, local_folder, repository_and_revision
 from fedlora.errors import ConfigError
-from fedlora.hub_folders import ADAPTER_FILES, local_folder, repository_and_revision
 from support.bases import small
 from support.command_line import Said
 from support.local_hub import COMMIT, serving
@@ -57,9 +57,7 @@ def test_the_cache_serves_without_a_network(tmp_path: Path, monkeypatch: pytest.
 
         monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
         assert local_folder("me/adapter@main", ADAPTER_FILES) == here
-        with pytest.raises(
-            ConfigError, match=r"me/other at revision v1 is not cached .*hf download me/other --revision v1"
-        ):
+        with pytest.raises(ConfigError, match="hf download me/other --revision v1 "):
             local_folder("me/other@v1", ADAPTER_FILES)
 
 
@@ -72,7 +70,7 @@ def test_what_the_hub_lacks_is_named(tmp_path: Path, main: Main, monkeypatch: py
         for name, why in (
             ("me/none@main", "hub has no repository me/none"),
             ("me/adapter@v9", "has no revision 'v9'"),
-            ("me/empty@main", "me/empty on the hub has none of adapter_config.json"),
+            ("me/empty@main", "me/empty .* adapter_config.json, "),
         ):
             assert re.search(why, main("validate", name).error())
         assert "has no repository me/none" in main("validate", adapter, "--base", "me/none@main").error()

@@ -22,6 +22,10 @@ from fedlora.errors import AdapterFormatError
 
 # Beyond this, sums of squares in float32 come near its end (3e38), and no model's weight is anywhere near.
 _LARGEST_NUMBER = 1e15
+_ONLY_UPDATES = (
+    "DoRA: each weight's rows are also rescaled, to the norms in lora_magnitude_vector, so only a base model shows the "
+    "whole change; norms and spectra are of s B A alone."
+)
 
 
 def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, with_base: bool) -> tuple[str, ...]:
@@ -55,14 +59,7 @@ def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, w
     _check_added(parsed)
     if config.get("use_dora"):
         _check_magnitudes(parsed, meaning)
-        notes += (
-            ()
-            if with_base
-            else (
-                "DoRA: each weight's rows are also rescaled to the norms in lora_magnitude_vector, so only with the base "
-                "model is the change known; norms and spectra of the update are of s B A alone.",
-            )
-        )
+        notes += () if with_base else (_ONLY_UPDATES,)
     lacking = _check_saved(config, [path for path, (_, kind) in parsed.beside.items() if kind == "head"])
     if lacking and not with_base:
         notes += (

@@ -77,7 +77,7 @@ def write_gguf(
     place: dict[str, Any] = {"force": force, "kind": _KIND, "inputs": [file.directory, base]}
     check_target(out, **place)
     try:
-        dropped = _checked_extras(file, drop=drop)
+        dropped = _checked_extras(file, BaseFiles(base) if base.is_dir() else None, drop=drop)
         file, served, notes = _fitted(file, base)
         names = check_fits(file, served)
         allocation.check(3 * allocation.bytes_to_read(file.stored.values()), "writing GGUF", file.limits)
@@ -98,23 +98,33 @@ def write_gguf(
 # -------------------------------------------------------------------------------------------------------------- inside
 
 
-def _checked_extras(file: AdapterFile, *, drop: bool) -> tuple[str, ...]:
-    """Names of the tensors other than pairs, which the file leaves out. Raises unless the user agreed."""
+def _checked_extras(file: AdapterFile, base: BaseFiles | None, *, drop: bool) -> tuple[str, ...]:
+    """Names of the tensors other than pairs, which the file leaves out, without mere copies of the base's own. Raises
+    unless the user agreed."""
     added = next((name for name in file.heads if file.kind(name) == "added"), None)
     if added is not None:
         raise AdapterFormatError(
             f"llama.cpp takes no biases of the update (lora_bias), such as {added!r}; "
             f"`fedlora export --for merged` writes the whole"
         )
-    if file.heads and not drop:
-        kinds = Counter(file.kind(name) for name in file.heads)
+    lost = tuple(name for name in file.heads if not (base is not None and _is_copy(file, name, base)))
+    if lost and not drop:
+        kinds = Counter(map(file.kind, lost))
         what = ", ".join(f"{count} of kind {kind}" for kind, count in sorted(kinds.items()))
         raise AdapterFormatError(
-            f"llama.cpp would not get {len(file.heads)} tensors trained or stored beside the pairs ({what}), such as "
-            f"{file.heads[0]!r}. `fedlora export --for merged` writes the whole; --drop leaves them out, but the "
+            f"llama.cpp would not get {len(lost)} tensors trained or stored beside the pairs ({what}), such as "
+            f"{lost[0]!r}. `fedlora export --for merged` writes the whole; --drop leaves them out, but the "
             f"result is then another model"
         )
-    return file.heads
+    return lost
+
+
+def _is_copy(file: AdapterFile, name: str, base: BaseFiles) -> bool:
+    """Whether a tensor beside the pairs is the base's own: peft stores a copy of an adapted embedding."""
+    if file.kind(name) != "base" or name not in base.stored:
+        return False
+    copy, own = file.head(name), base.tensor(name)
+    return copy.shape == own.shape and torch.equal(copy, own.to(copy.dtype))
 
 
 def _fitted(file: AdapterFile, base: Path) -> tuple[AdapterFile, GGUFBase, tuple[str, ...]]:

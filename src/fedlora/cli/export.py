@@ -257,7 +257,7 @@ def _base_files(base: str) -> BaseFiles:
 def _base_place(base: str) -> Path:
     """The directory or file of a base model. Raises `ConfigError` if there is none; `DataError`: as in `_base_files`"""
     from fedlora.data.demo import model_location
-    from fedlora.hub_folders import MODEL_FILES, local_folder
+    from fedlora.data.hub_folders import MODEL_FILES, local_folder
 
     place = local_folder(model_location(base), MODEL_FILES)
     if not place.exists():

@@ -14,7 +14,6 @@ from click.core import ParameterSource
 
 from fedlora.adapters.limits import Limits
 from fedlora.errors import ConfigError
-from fedlora.hub_folders import ADAPTER_FILES, local_folder
 
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON instead of tables")]
 
@@ -30,9 +29,13 @@ DataRoot = Annotated[
 # For commands that read adapters.
 def fetched(value: Path | list[Path] | None) -> Path | list[Path] | None:
     """Adapter folders, those written owner/name@revision in the hub's cache."""
+    if "@" not in str(value):
+        return value
+    from fedlora.data.hub_folders import ADAPTER_FILES, local_folder  # imports numpy
+
     if isinstance(value, list):
         return [local_folder(each, ADAPTER_FILES) for each in value]
-    return None if value is None else local_folder(value, ADAPTER_FILES)
+    return local_folder(str(value), ADAPTER_FILES)
 
 
 Adapters = Annotated[

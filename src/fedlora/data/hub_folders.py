@@ -66,6 +66,6 @@ def _why(repository: str, revision: str, error: Exception) -> str:
         return f"the hub has no repository {repository}, or denies you access to it (`hf auth login`)."
     reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
     return (
-        f"{repository} at revision {revision} is not cached here, and the hub cannot be reached ({reason}). Where there "
-        f"is a network, call hf download {repository} --revision {revision} --local-dir DIRECTORY, and give DIRECTORY."
+        f"{repository} at revision {revision} is not cached here, and the hub cannot be reached ({reason}). Where it "
+        f"can, call hf download {repository} --revision {revision} --local-dir DIRECTORY, and give DIRECTORY."
     )
