@@ -57,7 +57,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Applied:
-    """What `apply` did, or would do.
+    """What `apply_adapter` did, or would do.
 
     changed, added: names of tensors in the loaded model. left_out: files and tensors of the base that are not in the
     result, with reasons. notes: for the user. cost: None if nothing was computed.
@@ -93,7 +93,7 @@ def apply_adapter(
 
     Args:
         dtype: for all floating-point tensors in the result; None: the base model's own.
-        force: replace a model with the same files that `apply` wrote.
+        force: replace a model with the same files that `apply_adapter` wrote.
 
     Raises:
         AdapterFormatError: the adapter does not fit the base model, or the work would exceed the memory limit.

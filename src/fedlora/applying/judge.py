@@ -1,4 +1,4 @@
-"""Whether an adapter fits a base model, and what it changes in each tensor: one judgement for `apply` and
+"""Whether an adapter fits a base model, and what it changes in each tensor: one judgement for `export` and
 `validate --base`, made on the meta device without reading the base's numbers.
 
 transformers builds the model and peft adds the adapter. We compare the outcome with the file key by key and shape by
