@@ -313,6 +313,7 @@ def test_weights_from_examples_need_all_uploads_to_say_theirs(tmp_path: Path) ->
         ({"missing": "skip"}, "--missing must be one of"),
         ({"heads": "mean"}, "--heads must be one of"),
         ({"dtype": "int8"}, "float16, bfloat16"),
+        ({"dtype": "float8"}, "float16, bfloat16"),
         ({"rank": 0}, "a rank is a whole number"),
         ({"rank": True}, "a rank is a whole number"),
         ({"weights": [1, -1]}, "--sum"),

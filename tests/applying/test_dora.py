@@ -104,6 +104,8 @@ def test_files_that_are_no_dora_are_refused(tmp_path: Path, main: Main) -> None:
     adapter, base = small(tmp_path / "gpt2", build=gpt2, use_dora=True, target_modules=["c_attn"], fan_in_fan_out=True)
     refused(main, adapter, base, "DoRA of a layer whose weight is stored transposed")
     adapter, base = dora(tmp_path / "quantised")
+    reconfigure(adapter, base_model_name_or_path="org/tiny-bnb-4bit")
+    assert "tiny-bnb-4bit" in main("validate", adapter, "--base", base).err
     reconfigure(base, quantization_config={"quant_method": "gptq"})
     refused(main, adapter, base, "the sum is then of that model's weights")
     adapter, base = small(tmp_path / "off", target_modules=["q_proj"])
