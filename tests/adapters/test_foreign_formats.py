@@ -139,7 +139,7 @@ PLACES: dict[str, tuple[Callable[[Path], Path | str], str]] = {
     "config file": (lambda f: sound(f) / CONFIG_FILE, "one of its files; give the directory"),
     "another file": (lambda f: _file(f, "notes.txt"), "is a file"),
     "nowhere": (lambda f: f / "nowhere", "no such directory"),
-    "a hub id": (lambda f: "someone/some-adapter", "repository of the hub.*hf download someone/some-adapter"),
+    "a hub id": (lambda f: "someone/some-adapter", "repository of the hub.*someone/some-adapter@main"),
 }  # fmt: skip
 
 

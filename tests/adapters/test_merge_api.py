@@ -21,6 +21,7 @@ from fedlora import read_adapter
 from fedlora.adapters import AdapterFile, MergeReport, merge, merging, resize
 from fedlora.adapters.merge_card import client_card
 from fedlora.adapters.merge_report import ClientReport
+from fedlora.adapters.merging import for_vllm
 from fedlora.adapters.truncation import RankRule, merge_module
 from fedlora.adapters.vllm import vllm_rank
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
@@ -123,14 +124,10 @@ def test_a_rank_that_is_not_given_is_said(tmp_path: Path) -> None:
         ("budget=9", "budget=9 is enough for"),
     ):
         assert (found := said(merge([a, b], tmp_path / "m", rank=rank, force=True)))[0] == 5 and words in found[1]
-    found = said(merge([a, b], tmp_path / "v", rank=4, serve="vllm"))
-    assert found[0] == 8 and "rank 4 is written as 8" in found[1] and "cannot train" in found[1]
-    found = said(resize(b, tmp_path / "s", rank=2, serve="vllm"))
-    assert found[0] == 8 and "rank 2 is written as 8" in found[1]
+    found = said(for_vllm(tmp_path / "m", tmp_path / "v"))
+    assert found[0] == 8 and "rank 5 is written as 8" in found[1] and "cannot train" in found[1]
     for rank in (1, 5, "exact", "budget=2"):
         assert merge([a, b], tmp_path / "n", rank=rank, force=True).warnings == ()
-    with pytest.raises(ConfigError, match=r"600.*--rank 512"):
-        resize(b, tmp_path / "t", rank=600, serve="vllm")
 
 
 def test_a_refused_loss_names_its_parts_and_what_makes_them_less(tmp_path: Path) -> None:
@@ -316,7 +313,7 @@ def test_weights_from_examples_need_all_uploads_to_say_theirs(tmp_path: Path) ->
         ({"missing": "skip"}, "--missing must be one of"),
         ({"heads": "mean"}, "--heads must be one of"),
         ({"dtype": "int8"}, "float16, bfloat16"),
-        ({"serve": "tgi"}, "--for must be one of"),
+        ({"dtype": "float8"}, "float16, bfloat16"),
         ({"rank": 0}, "a rank is a whole number"),
         ({"rank": True}, "a rank is a whole number"),
         ({"weights": [1, -1]}, "--sum"),
@@ -549,15 +546,15 @@ BESIDE: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("kind", BESIDE)
 def test_what_vllm_does_not_take_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    """Whole weights can be left out; biases of the update and LoRA of other layers cannot, so apply is the way."""
+    """Whole weights can be left out; biases of the update and LoRA of other layers go into a merged model."""
     beside, config = BESIDE[kind]
     a = bare(tmp_path / "a", {Q: 2}, beside=beside, **config)
-    with pytest.raises(ConfigError, match=r"vLLM does not take .*fedlora apply") as caught:
-        merge([a], tmp_path / "m", serve="vllm")
+    with pytest.raises(ConfigError, match=r"vLLM does not take .*export --for merged") as caught:
+        for_vllm(a, tmp_path / "m")
     names = {name.partition(".lora_")[0].replace(".base_layer", "") for name in beside}
     assert any(f"such as '{name}" in str(caught.value) for name in names)
-    if "--heads drop" in str(caught.value):
-        report = merge([a], tmp_path / "m", serve="vllm", heads="drop")
+    if "--drop" in str(caught.value):
+        report = for_vllm(a, tmp_path / "m", drop=True)
         assert list(report.dropped) == [kind] and set(AdapterFile(tmp_path / "m").modules) == {Q}
         assert not AdapterFile(tmp_path / "m").heads and not config_of(tmp_path / "m").get("modules_to_save")
     else:
@@ -576,12 +573,12 @@ def test_what_vllm_takes_goes_along(tmp_path: Path) -> None:
     }
     a = bare(tmp_path / "a", {Q: 3, V: 2}, beside=beside, modules_to_save=["score"],
              target_modules=[Q, V, "embed_tokens"])  # fmt: skip
-    report = merge([a], tmp_path / "m", serve="vllm")
+    report = for_vllm(a, tmp_path / "m")
     assert report.rank == 8 and report.one_rank and not report.dropped and len(report.warnings) == 3
     config = config_of(tmp_path / "m")
     assert (config["r"], config["lora_alpha"]) == (8, 8) and not config.get("rank_pattern")
     assert len(load_file(tmp_path / "m" / "adapter_model.safetensors")) == 4 + len(beside)
-    with pytest.raises(ConfigError, match="up to 512"):
+    with pytest.raises(ConfigError, match=r"up to 512.*resize --rank 512"):
         vllm_rank(513)
 
 

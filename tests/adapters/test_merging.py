@@ -304,13 +304,14 @@ def test_a_budget_from_the_command_line(tmp_path: Path, main: Callable[..., Said
 
 
 def test_for_vllm_one_rank_that_it_takes(tmp_path: Path, main: Callable[..., Said]) -> None:
-    """A saved classifier goes along, as vLLM takes it since August 2026, and a line says so; --heads drop leaves it."""
+    """A saved classifier goes along, as vLLM takes it since August 2026, and a line says so; --drop leaves it."""
     folders = [saved(tmp_path, "a", 2), saved(tmp_path, "b", 7)]
-    done = main("merge", *folders, "--for", "vllm", "-o", tmp_path / "with")
-    assert done.code == 0 and "fedlora merge --heads drop" in done.err
+    assert main("merge", *folders, "-o", tmp_path / "mean").code == 0
+    done = main("export", tmp_path / "mean", "--for", "vllm", "-o", tmp_path / "with")
+    assert done.code == 0 and "--drop leaves them out" in done.err
     assert set(read_adapter(tmp_path / "with")[0].heads) == set(HEADS)
     out = tmp_path / "o"
-    done = main("merge", *folders, "--for", "vllm", "--heads", "drop", "-o", out)
+    done = main("export", tmp_path / "mean", "--for", "vllm", "--drop", "-o", out)
     assert done.code == 0 and "left out, heads: 2" in done.out
     config = json.loads((out / "adapter_config.json").read_text())
     assert config["r"] == config["lora_alpha"] == 16 and not config["rank_pattern"] and not config["modules_to_save"]

@@ -62,7 +62,7 @@ def test_the_written_model_answers_as_peft_with_the_adapter_beside_it(
     case.build().save_pretrained(base)
     if name == "layers repeated":
         return refused(main, adapter, base, "layer_replication")
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
     assert done.code == 0 and main("validate", adapter, "--base", base).code == 0, done.err
     want = said(loaded(case, adapter), case.inputs)
     got = said(read(case.build(), tmp_path / "full"), case.inputs)
@@ -95,10 +95,10 @@ def test_a_number_beyond_float16_is_refused_by_name(tmp_path: Path, main: Callab
         tensors[key.format("A")], tensors[key.format("B")] = torch.ones(2, 32), torch.full((32, 2), 25000.0)
 
     rewrite(adapter, grow)
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
     assert done.code == 2 and not (tmp_path / "full").exists()
     assert re.search(r"layers.1.self_attn.q_proj.weight' would hold 10\d{4} .*float16.*65504.*--dtype", done.err)
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full", "--dtype", "float32")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full", "--dtype", "float32")
     assert done.code == 0, done.err
     written = safetensors.torch.load_file(tmp_path / "full" / "model.safetensors")
     assert {t.dtype for t in written.values()} == {torch.float32}
@@ -118,7 +118,7 @@ def test_an_update_that_rounding_swallows_is_told(tmp_path: Path, main: Callable
             tensors[key] = tensors[key] * 1e-2
 
     rewrite(adapter, shrink)
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "narrow", "--json")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "narrow", "--json")
     told = json.loads(done.out)["rounding"]
     plain, written = (safetensors.torch.load_file(f / "model.safetensors") for f in (base, tmp_path / "narrow"))
     lora = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
@@ -129,7 +129,7 @@ def test_an_update_that_rounding_swallows_is_told(tmp_path: Path, main: Callable
         update += float(delta.square().sum())
         lost += float((written[name].double() - plain[name].double() - delta).square().sum())
     assert told["lost"] == pytest.approx((lost / update) ** 0.5, rel=1e-9) and told["lost"] > 0.5
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "wide", "--dtype", "float32")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "wide", "--dtype", "float32")
     assert "loses" in done.out and float(re.search(r"loses (\S+) of", done.out)[1]) < 1e-2  # type: ignore[index]
 
 
@@ -142,7 +142,7 @@ def test_a_vanished_update_is_told(tmp_path: Path, main: Callable[..., Said]) ->
             tensors[key] = tensors[key] * 1e-9
 
     rewrite(adapter, shrink)
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
     assert done.code == 0 and re.search("loses .*update in 2 tensors", done.err)
 
 
@@ -161,7 +161,7 @@ def test_an_update_far_below_the_weights_is_not_called_lossless(
             tensors[key] = tensors[key].double() * (size if "lora_B" in key else 1)
 
     rewrite(adapter, shrink)
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full", "--json")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full", "--json")
     told = json.loads(done.out)["rounding"]
     assert told["lost"] == pytest.approx(1.0, rel=1e-12) and len(told["vanished"]) == 2, told
     plain, written = (safetensors.torch.load_file(f / "model.safetensors") for f in (base, tmp_path / "full"))
@@ -172,7 +172,7 @@ def test_a_double_base_loses_digits_too(tmp_path: Path, main: Callable[..., Said
     """The rounding of float64 counts: measured against the update in 40 digits (Python's fractions)."""
     adapter, base = small(tmp_path, torch.float64)
     rewrite(adapter, lambda tensors: tensors.update({k: t.double() * 1e-8 for k, t in tensors.items()}))
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full", "--json")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full", "--json")
     plain, written = (safetensors.torch.load_file(f / "model.safetensors") for f in (base, tmp_path / "full"))
     lora = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
     update = lost = Fraction()
@@ -191,7 +191,7 @@ def test_a_double_base_loses_digits_too(tmp_path: Path, main: Callable[..., Said
 def test_a_narrow_base_is_rounded_once(dtype: torch.dtype, tmp_path: Path, main: Callable[..., Said]) -> None:
     """Each number is the one of the type that is nearest to W + B A in float64; what is not adapted stays as it was."""
     adapter, base = small(tmp_path, dtype, target_modules=["q_proj", "down_proj"])
-    assert main("apply", adapter, "--base", base, "-o", tmp_path / "full").code == 0
+    assert main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full").code == 0
     plain, written = (safetensors.torch.load_file(f / "model.safetensors") for f in (base, tmp_path / "full"))
     lora = safetensors.torch.load_file(adapter / "adapter_model.safetensors")
     assert plain.keys() == written.keys()
@@ -265,7 +265,7 @@ def test_a_head_on_an_encoder_stored_alone(tmp_path: Path, main: Callable[..., S
     randomise(peft_model, 1)
     peft_model.save_pretrained(tmp_path / "adapter")
     want = said(PeftModel.from_pretrained(fresh(), tmp_path / "adapter").eval(), {"input_ids": TOKENS})
-    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
     assert done.code == 0 and "classifier.weight (3, 32) is added" in done.err
     full = BertForSequenceClassification.from_pretrained(tmp_path / "full", num_labels=3).eval()
     torch.testing.assert_close(said(full, {"input_ids": TOKENS}), want, rtol=0, atol=1e-10)
@@ -302,7 +302,8 @@ def test_a_classifier_is_loaded_by_its_own_config(
     (tmp_path / "adapter" / says).write_text(json.dumps(SAYS_CLASSES[says]))
     want = said(PeftModel.from_pretrained(fresh(), tmp_path / "adapter").eval(), {"input_ids": TOKENS})
 
-    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    to = ["--base", tmp_path / "base", "-o", tmp_path / "full"]
+    done = main("export", tmp_path / "adapter", "--for", "merged", *to)
     first = CLASSES[0] if says != "nothing" else "LABEL_0"
     assert done.code == 0 and f"config.json has its classes: '{first}'" in done.err, done.err
     full = AutoModelForSequenceClassification.from_pretrained(tmp_path / "full").eval()
@@ -321,9 +322,7 @@ def test_a_classifier_is_loaded_by_its_own_config(
         < written.index("another model")
         < written.index("# Of the base")
     )
-    assert (
-        main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full", "--force").code == 0
-    )
+    assert main("export", tmp_path / "adapter", "--for", "merged", *to, "--force").code == 0
 
 
 def test_a_head_of_no_known_class_is_refused(tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -352,7 +351,8 @@ def test_sharded_and_tied(shards: str, tmp_path: Path, main: Callable[..., Said]
     peft_model.save_pretrained(tmp_path / "adapter")
     again = LlamaForCausalLM.from_pretrained(tmp_path / "base")
     want = said(PeftModel.from_pretrained(again, tmp_path / "adapter").eval(), {"input_ids": TOKENS})
-    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full", "--json")
+    merged = ["export", tmp_path / "adapter", "--for", "merged"]
+    done = main(*merged, "--base", tmp_path / "base", "-o", tmp_path / "full", "--json")
     assert json.loads(done.out)["added"] == ["lm_head.weight"]
     got = said(LlamaForCausalLM.from_pretrained(tmp_path / "full").eval(), {"input_ids": TOKENS})
     torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
@@ -363,7 +363,7 @@ def test_two_different_weights_under_a_tie_are_refused(tmp_path: Path, main: Cal
     """config.json says that they are one, the file has two: which is meant is not known."""
     adapter, base = small(tmp_path, target_modules=["lm_head"])
     reconfigure(base, tie_word_embeddings=True)
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
     assert done.code == 2 and re.search(r"embed_tokens.weight.* different numbers", done.err), done.err
     assert not (tmp_path / "full").exists()
 
@@ -387,12 +387,12 @@ def test_a_packaged_model_is_named_as_train_names_it(
     adapter, base = small(tmp_path)
     monkeypatch.setitem(PACKAGED, "demo", lambda: base)
     assert main("validate", adapter, "--base", "demo").code == 0
-    done = main("apply", adapter, "--base", "demo", "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", adapter, "--base", "demo", "-o", tmp_path / "full")
     assert done.code == 0 and (tmp_path / "full" / "model.safetensors").is_file(), done.err
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     monkeypatch.setitem(PACKAGED, "smollm2", lambda: tmp_path / "model.gguf")
     for name, why in (("smollm2", r"one file, model\.gguf.*SmolLM2-135M-Instruct, from the hub"), ("nowhere", "demo")):
-        for command in (["apply", adapter, "-o", tmp_path / "more"], ["validate", adapter]):
+        for command in (["export", "--for", "merged", adapter, "-o", tmp_path / "more"], ["validate", adapter]):
             assert re.search(why, main(*command, "--base", name).complaint())
 
 

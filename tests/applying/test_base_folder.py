@@ -59,7 +59,7 @@ def test_what_lies_beside_the_weights_is_copied_or_named(tmp_path: Path, main: C
     os.mkfifo(base / "pipe.json")
     (base / "onnx").mkdir()
     (base / "nowhere.json").symlink_to(base / "missing")
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full", "--json")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full", "--json")
     assert done.code == 0, done.err
     told = json.loads(done.out)["left_out"]
     assert len(told) == len(left) + 3 and "\x1b" not in done.out
@@ -69,7 +69,7 @@ def test_what_lies_beside_the_weights_is_copied_or_named(tmp_path: Path, main: C
     for name, text in copied.items():
         written = (tmp_path / "full" / name).read_text()
         assert written == text if name != "README.md" else written.endswith(f"of another model:\n\n{text}\n")
-    again = main("apply", adapter, "--base", base, "-o", tmp_path / "full", "--force")
+    again = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full", "--force")
     assert again.code == 0 and "of the base model: " in again.err
 
 
@@ -84,7 +84,7 @@ def test_folders_of_further_modules_are_copied(tmp_path: Path, main: Callable[..
         (base / name / "config.json").write_text("{}")
     (base / "2_Dense" / "model.safetensors").write_bytes(b"weights")
     (base / "2_Dense" / "pytorch_model.bin").write_bytes(b"pickle")
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
     assert done.code == 0, done.err
     assert "2_Dense/pytorch_model.bin" in done.err
     assert {"1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors"} <= listed(tmp_path / "full")
@@ -108,7 +108,7 @@ def test_no_link_leads_out_of_the_base_model(what: str, tmp_path: Path, main: Ca
         (base / "1_Pooling").mkdir()
     (base / what).unlink(missing_ok=True)
     (base / what).symlink_to(secret / what)
-    for command in (["apply", adapter, "-o", tmp_path / "full"], ["validate", adapter]):
+    for command in (["export", "--for", "merged", adapter, "-o", tmp_path / "full"], ["validate", adapter]):
         done = main(*command, "--base", base)
         assert done.code == 2 and "link to another place" in done.err and done.err.count("\n") == 1
     assert not (tmp_path / "full").exists()
@@ -128,8 +128,8 @@ def test_a_model_in_the_hubs_cache_is_applied_to(tmp_path: Path, main: Callable[
         shutil.copy(plain / name, blob)
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).symlink_to(os.path.relpath(blob, (home / name).parent))
-    assert main("apply", adapter, "--base", plain, "-o", tmp_path / "x").code == 0
-    assert main("apply", adapter, "--base", home, "-o", tmp_path / "y").code == 0
+    assert main("export", "--for", "merged", adapter, "--base", plain, "-o", tmp_path / "x").code == 0
+    assert main("export", "--for", "merged", adapter, "--base", home, "-o", tmp_path / "y").code == 0
     assert listed(tmp_path / "x") == listed(tmp_path / "y")
     for name in listed(tmp_path / "x"):
         assert not (tmp_path / "y" / name).is_symlink()
@@ -182,7 +182,7 @@ def test_a_base_model_that_contradicts_itself_is_refused(what: str, tmp_path: Pa
     adapter, base = small(tmp_path, shards=True)
     breaking, why = BROKEN[what]
     breaking(base)
-    for command in (["apply", adapter, "-o", tmp_path / "full"], ["validate", adapter]):
+    for command in (["export", "--for", "merged", adapter, "-o", tmp_path / "full"], ["validate", adapter]):
         done = main(*command, "--base", base)
         assert done.code == 2 and re.search(why, done.err) and done.err.count("\n") == 1, done.err
     assert not (tmp_path / "full").exists()
@@ -194,7 +194,7 @@ def test_a_quantised_base_is_refused_by_its_kind(tmp_path: Path, main: Callable[
     tensors = safetensors.torch.load_file(base / "model.safetensors")
     name = "model.layers.0.self_attn.q_proj.weight"
     safetensors.torch.save_file(tensors | {name: torch.zeros(32, 32, dtype=torch.int8)}, base / "model.safetensors")
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
     assert done.code == 2 and "is quantised (" in done.err and f"{name}' is of type I8" in done.err, done.err
     assert done.err.count("\n") == 1 and not (tmp_path / "full").exists()
 
@@ -206,7 +206,7 @@ def test_several_files_of_weights_are_one_model(tmp_path: Path, main: Callable[.
     assert len(list(base.glob("model-*.safetensors"))) > 2
     small(tmp_path / "whole")
     for place, model in (("x", base), ("y", tmp_path / "whole" / "base")):
-        assert main("apply", adapter, "--base", model, "-o", tmp_path / place).code == 0
+        assert main("export", "--for", "merged", adapter, "--base", model, "-o", tmp_path / place).code == 0
     assert (tmp_path / "x" / "model.safetensors").read_bytes() == (tmp_path / "y" / "model.safetensors").read_bytes()
 
 
@@ -215,9 +215,9 @@ def test_the_result_may_not_lie_in_its_inputs(tmp_path: Path, main: Callable[...
     adapter, base = small(tmp_path)
     before = listed(tmp_path)
     for out in (base, base / "full", adapter / "full", adapter, tmp_path):
-        done = main("apply", adapter, "--base", base, "-o", out, "--force")
+        done = main("export", "--for", "merged", adapter, "--base", base, "-o", out, "--force")
         assert done.code == 2 and done.err.count("\n") == 1, out
-    done = main("apply", adapter, "--base", adapter, "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", adapter, "--base", adapter, "-o", tmp_path / "full")
     assert done.code == 2 and "but an adapter's" in done.err
     assert listed(tmp_path) == before
 
@@ -228,7 +228,7 @@ def test_a_base_of_another_name_is_told(tmp_path: Path, main: Callable[..., Said
     config = adapter / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "meta/one"}))
     _config(base, _name_or_path="mine/two")
-    for command in (["apply", adapter, "-o", tmp_path / "full"], ["validate", adapter]):
+    for command in (["export", "--for", "merged", adapter, "-o", tmp_path / "full"], ["validate", adapter]):
         done = main(*command, "--base", base)
         assert done.code == 0 and re.search("^warning: .*'meta/one'", done.err, re.M)
         assert "calls itself 'mine/two'" in done.err
@@ -257,7 +257,7 @@ def test_only_we_open_files_of_the_base(watch: list[Path], tmp_path: Path, main:
     for name in ("pytorch_model.bin", ".metadata", "__0_0.distcp", "adapter_model.bin"):
         (base / name).write_bytes(b"\x80\x04cos\nsystem\n")
     watch.append(base)
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
     watch.clear()
     assert done.code == 0, done.err
     assert {name for name, _ in OPENED} == {"config.json", "model.safetensors", "generation_config.json"}

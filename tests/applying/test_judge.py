@@ -156,7 +156,7 @@ def test_what_peft_asks_of_the_base_is_asked_within_the_limit_of_patterns(
 def test_the_whole_model_must_fit_into_memory(tmp_path: Path, main: Callable[..., Said]) -> None:
     """Foretold from the headers, before a number is read; validate reads none."""
     adapter, base = small(tmp_path)
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full", "--limit", "memory=1MiB")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full", "--limit", "memory=1MiB")
     assert done.code == 2 and re.search(r"loading the base model .*--limit memory=\d+", done.err), done.err
     assert main("validate", adapter, "--base", base, "--limit", "memory=1MiB").code == 0
 
@@ -237,7 +237,7 @@ def test_both_names_of_one_table_are_pefts_to_read(tmp_path: Path, main: Callabl
     reconfigure(adapter, trainable_token_indices={"embed_tokens": [1, 2], "model.embed_tokens": [3, 4]})
     fresh = transformers.LlamaForCausalLM.from_pretrained(base)
     want = said(PeftModel.from_pretrained(fresh, adapter).eval(), LM)
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
     assert done.code == 0, done.err
     got = said(transformers.LlamaForCausalLM.from_pretrained(tmp_path / "full").eval(), LM)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
@@ -278,7 +278,7 @@ def test_experts_are_changed_as_peft_changes_them(name: str, tmp_path: Path, mai
     plain = said(again, LM)
     want = said(PeftModel.from_pretrained(again, tmp_path / "adapter").eval(), LM)
     assert float((want - plain).abs().max()) > 1e-3
-    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
     assert done.code == 0, done.err
     got = said(type(model).from_pretrained(tmp_path / "full", **eager).eval(), LM)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-10)
@@ -296,7 +296,7 @@ def test_square_weights_and_two_biases(tmp_path: Path, main: Callable[..., Said]
         adapter, base = small(tmp_path / kind.__name__, torch.float64, build=kind, **fields)
         model: Any = type(kind())
         want = said(PeftModel.from_pretrained(model.from_pretrained(base), adapter).eval(), LM)
-        done = main("apply", adapter, "--base", base, "-o", adapter.parent / "full")
+        done = main("export", "--for", "merged", adapter, "--base", base, "-o", adapter.parent / "full")
         assert done.code == 0, done.err
         got = said(model.from_pretrained(adapter.parent / "full").eval(), LM)
         torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
@@ -324,6 +324,6 @@ def test_a_wrong_update_or_file_is_never_written(
             write(self, *args, **how)
 
         monkeypatch.setattr(transformers.PreTrainedModel, "save_pretrained", spoiled)
-    done = main("apply", adapter, "--base", base, "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", adapter, "--base", base, "-o", tmp_path / "full")
     assert done.code == 2 and "Nothing is written" in done.err and done.err.count("\n") == 1
     assert not (tmp_path / "full").exists()

@@ -110,7 +110,7 @@ def test_models_that_transformers_renames_as_it_saves(
     """The file keeps its names, nothing is added, and the model answers as peft does with the adapter beside it."""
     with torch.random.fork_rng(devices=[]):
         kind, inputs, want = prepared(name, tmp_path, **fields)
-    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
     assert done.code == 0, done.err
     before, after = (safetensors.torch.load_file(tmp_path / f / "model.safetensors") for f in ("base", "full"))
     assert before.keys() == after.keys()
@@ -136,7 +136,7 @@ def test_a_head_with_a_bias(tmp_path: Path, main: Callable[..., Said]) -> None:
     assert any(key.endswith("lm_head.base_layer.bias") for key in keys)
     fresh = type(model).from_pretrained(tmp_path / "base")
     want = answered(PeftModel.from_pretrained(fresh, tmp_path / "adapter").eval(), inputs)
-    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
     assert done.code == 0, done.err
     loaded = type(model).from_pretrained(tmp_path / "full").eval()
     torch.testing.assert_close(answered(loaded, inputs), want, rtol=0, atol=1e-10)
@@ -149,7 +149,7 @@ def test_a_tensor_under_two_names_is_refused(tmp_path: Path, main: Callable[...,
     file = tmp_path / "base" / "model.safetensors"
     tensors = safetensors.torch.load_file(file)
     safetensors.torch.save_file(tensors | {"lm_head.weight": tensors["embed_out.weight"] + 1}, file)
-    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
     assert done.code and "under two names" in done.err and not (tmp_path / "full").exists()
 
 
@@ -160,5 +160,5 @@ def test_a_tensor_that_no_rule_finds_is_refused(tmp_path: Path, main: Callable[.
     tensors = safetensors.torch.load_file(file)
     tensors = {k.replace("attention.query", "attention.asking"): t for k, t in tensors.items()}
     safetensors.torch.save_file(tensors, file)
-    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
     assert done.code and re.search("q_proj.* neither its files", done.err), done.err

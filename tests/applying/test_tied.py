@@ -142,7 +142,7 @@ def test_tied_weights_are_written_as_peft_computes_them_or_refused(
         want = said(beside)
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         pytest.skip(f"peft itself cannot: {str(error)[:100]}")
-    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
     assert main("validate", tmp_path / "adapter", "--base", tmp_path / "base").code == done.code
     if done.code:
         assert done.err.count("\n") == 1 and not (tmp_path / "full").exists()
@@ -178,7 +178,8 @@ def test_copies_of_one_tied_pair_that_differ_are_refused(
     (changed,) = [name for name in tensors if key in name]
     tensors[changed] = tensors[changed] * 1.5 + 1
     safetensors.torch.save_file(tensors, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
-    asked = [("validate", adapter, "--base", base), ("apply", adapter, "--base", base, "-o", tmp_path / "full")]
+    merged = ("export", adapter, "--for", "merged", "-o", tmp_path / "full")
+    asked = [("validate", adapter, "--base", base), (*merged, "--base", base)]
     if "lm_head" not in targets:
         asked += [("validate", adapter), ("merge", adapter, adapter, "-o", tmp_path / "merged")]
     for words in asked:
@@ -258,7 +259,7 @@ def test_the_end_of_one_tie_is_the_end_of_all(name: str, kind: str, tmp_path: Pa
         want = answered(beside)
     except (ValueError, RuntimeError, KeyError, AttributeError, TypeError) as error:
         pytest.skip(f"peft itself cannot: {str(error)[:100]}")
-    done = main("apply", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
+    done = main("export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "full")
     assert main("validate", tmp_path / "adapter", "--base", tmp_path / "base").code == done.code
     if done.code:
         assert done.err.count("\n") == 1 and not (tmp_path / "full").exists()

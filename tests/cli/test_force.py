@@ -1,4 +1,4 @@
-"""`-o` of `merge`, `apply`, `train`: what is there stays, unless `--force` is given and it is what the command writes.
+"""`-o` of `merge`, `export`, `train`: what is there stays, unless `--force` is given and it is what the command writes.
 
 Kind of evidence: end to end. Kills, full disks and odd places: tests/core/test_folders.py.
 """
@@ -56,7 +56,7 @@ def test_merge(tmp_path: Path, main: Main) -> None:
 def test_apply(tmp_path: Path, main: Main) -> None:
     save_model(tmp_path / "base", llama(), classifies=False)
     get_peft_model(llama(), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")  # type: ignore[arg-type]
-    command = ["apply", tmp_path / "adapter", "--base", tmp_path / "base"]
+    command = ["export", "--for", "merged", tmp_path / "adapter", "--base", tmp_path / "base"]
     forced(main, command, tmp_path / "m" / "full", "sub/notes.txt")
     before = contents(tmp_path)
     for place in ("base", "adapter", "base/new", "adapter/new"):
@@ -78,11 +78,13 @@ def test_what_only_looks_like_ours_is_not_replaced(tmp_path: Path, main: Main) -
     outs = {
         "merge": ["merge", a, b, "--readout", "same"],
         "resize": ["resize", a, "--rank", 1],
-        "apply": ["apply", trained, "--base", base],
+        "merged": ["export", trained, "--for", "merged", "--base", base],
+        "vllm": ["export", a, "--for", "vllm"],
+        "gguf": ["export", trained, "--for", "gguf", "--base", base],
     }
     for name, command in outs.items():
         assert main(*command, "-o", tmp_path / name).code == 0
-        for other in ("merge", "resize", "apply"):
+        for other in outs:
             if (tmp_path / other).is_dir() and other != name:
                 before = contents(tmp_path / other)
                 main(*command, "-o", tmp_path / other, "--force").complaint()
@@ -108,7 +110,7 @@ def test_what_only_looks_like_ours_is_not_replaced(tmp_path: Path, main: Main) -
     save_model(tmp_path / "full", llama(), classifies=False)
     (tmp_path / "full" / "generation_config.json").unlink()
     before = contents(tmp_path / "full")
-    said = main(*outs["apply"], "-o", tmp_path / "full", "--force").complaint()
+    said = main(*outs["merged"], "-o", tmp_path / "full", "--force").complaint()
     assert "'model.safetensors'" in said and "did not write" in said and contents(tmp_path / "full") == before
 
 

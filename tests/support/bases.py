@@ -41,7 +41,7 @@ def reconfigure(folder: Path, **more: Any) -> None:
 
 def refused(main: Callable[..., Said], adapter: Path, base: Path, why: str) -> None:
     """By `apply` and by `validate --base`, in one line, with nothing written."""
-    for command in (["apply", adapter, "-o", adapter.parent / "full"], ["validate", adapter]):
+    for command in (["export", "--for", "merged", adapter, "-o", adapter.parent / "full"], ["validate", adapter]):
         done = main(*command, "--base", base)
         assert done.code == 2 and done.err.count("\n") == 1 and re.search(why, done.err), done.err
     assert not (adapter.parent / "full").exists()

@@ -692,7 +692,7 @@ def merges(draw: Draw, count: int) -> list[str]:
     options += draw(st.sampled_from([[], [], ["--missing", "renormalise"], ["--missing", "zero"]]))
     options += ["--heads", draw(st.sampled_from(["average", "average", "holders", "first", "drop"]))]
     options += draw(st.sampled_from([[], [], [], [], *TYPES]))
-    return options + draw(st.sampled_from([[], [], [], [], ["--for", "vllm"], ["--max-error", "0.5"]]))
+    return options + draw(st.sampled_from([[], [], [], [], [], ["--max-error", "0.5"]]))
 
 
 @st.composite

@@ -531,7 +531,7 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
         clean(copy)
         say(f"{OURS} apply")
         model = home / "model"
-        applied = command("apply", folder, "--base", base, "-o", model)
+        applied = command("export", "--for", "merged", folder, "--base", base, "-o", model)
         if did(applied, model):
             want = right(applied, folder, "an input applied")
             if want is not None:
@@ -554,7 +554,7 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
             eps = eps_of(*inputs, made)
             verdict.broken += [f"{done.name}: {x}" for x in faults_of(inputs, parts, parts_of(made, got, base), base,
                                                                       asked, eps)]  # fmt: skip
-        verdict.broken += _written_faults(made, served="--for" in asked.options)
+        verdict.broken += _written_faults(made)
 
     target = home / asked.out
     how = [*folders, "-o", target, "--rank", asked.rank, *options]
@@ -603,6 +603,14 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
         one = Asked(kind, asked.names[:1], asked.resize[1], ("--heads", "first", *asked.resize[2:]))
         all_right(resized, folders[:1], small, one)
     clean(small)
+    if "dry" in asked.also:
+        say(f"{OURS} export --for vllm")
+        served = home / "served"
+        exported = command("export", folders[0], "--for", "vllm", "-o", served)
+        if did(exported, served):
+            all_right(exported, folders[:1], served, Asked(kind, asked.names[:1], "exact", ("--heads", "first")))
+            verdict.broken += _written_faults(served, served=True)
+        clean(served)
     return verdict
 
 
@@ -619,7 +627,7 @@ def _by_python(folders: Sequence[Path], out: Path, asked: Asked) -> None:
         folders, out, rank=int(asked.rank) if asked.rank.isdigit() else asked.rank,
         weights=[float(w) for w in said.split(",")] if said else None, weights_from=value("--weights-from"),
         sum="--sum" in asked.options, missing=value("--missing"), heads=value("--heads") or "average",
-        dtype=value("--dtype"), serve=value("--for"), max_error=float(error) if error else None,
+        dtype=value("--dtype"), max_error=float(error) if error else None,
     )  # fmt: skip
 
 

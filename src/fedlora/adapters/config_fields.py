@@ -36,7 +36,8 @@ ADALORA_FIELDS = frozenset((
 # fmt: on
 # Fields that change the update or its base, with the way out.
 _REFUSED: Mapping[str, str] = {
-    "use_dora": "DoRA's magnitudes are not linear in the update; merge it into the base model first",
+    "use_dora": "DoRA rescales rows of the base's weights, so it is no update B @ A that could be averaged; `fedlora "
+    "export --for merged` writes the base model with it",
     "use_qalora": "QALoRA pools the inputs of A; not an update B @ A",
     "use_bdlora": "block-diagonal LoRA is not supported yet",
     "alora_invocation_tokens": "aLoRA applies the update to part of the tokens only",
@@ -63,8 +64,16 @@ _LARGEST_RANK, LARGEST_SCALE, _SMALLEST_SCALE, _LARGEST_INDEX = 1_000_000, 10_00
 _NAME = re.compile(r"[^\s./\\]+(\.[^\s./\\]+)*")
 
 
-def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = False, allow: Collection[str] = ()) -> None:
-    """Raise `AdapterFormatError` unless the config means W0 + s B A relative to the pre-trained weights.
+def check_config(
+    config: Mapping[str, Any],
+    *,
+    where: str,
+    in_model: bool = False,
+    allow: Collection[str] = (),
+    dora: bool = False,
+) -> None:
+    """Raise `AdapterFormatError` unless the config means W0 + s B A relative to the pre-trained weights; with `dora`,
+    also the same with rescaled rows.
 
     An unknown field that is null, false or empty causes a warning; any other is refused, since it may change the
     update, unless it is in `allow`. in_model: the adapter is to be trained, for which we support fewer kinds.
@@ -77,7 +86,7 @@ def check_config(config: Mapping[str, Any], *, where: str, in_model: bool = Fals
     if config.get("peft_type") != "LORA" and (in_model or not ada):
         raise refuse("peft_type", "only LORA adapters can be combined (and ADALORA's, read as LORA)")
     for field, why in ({**_REFUSED, **_FILES_ONLY} if in_model else _REFUSED).items():
-        if config.get(field):
+        if config.get(field) and not (dora and field == "use_dora"):
             raise refuse(field, why)
     if config.get("bias", "none") not in (("none",) if in_model else ("none", "all", "lora_only")):
         raise refuse("bias", "trained biases are not part of B @ A; train with bias='none'")

@@ -29,6 +29,7 @@ from fedlora.errors import AdapterFormatError
 
 ALL_LINEAR = "all-linear"
 TOKENS = ".token_adapter.trainable_tokens_delta"
+MAGNITUDE = ".lora_magnitude_vector"
 # peft saves these modules for a task if the model has them, whatever modules_to_save says.
 SAVED_FOR: Mapping[str | None, tuple[str, ...]] = {
     "SEQ_CLS": ("classifier", "score"), "TOKEN_CLS": ("classifier", "score"), "QUESTION_ANS": ("qa_outputs",),
@@ -243,8 +244,10 @@ def extra_kind(path: str, config: Mapping[str, Any]) -> str | None:
     the update and scaled like it. "base": a copy of an embedding or output that peft stores because the vocabulary may
     have been resized, whatever the model calls it; also the original of a saved module, which has no effect unless the
     base ties it to a module that has. "tokens": trained rows of an embedding (trainable_token_indices). "copy": a
-    second copy of a saved module, under a name that peft does not read.
+    second copy of a saved module, under a name that peft does not read. "magnitude": DoRA's norms of a weight's rows.
     """
+    if path.endswith(MAGNITUDE):
+        return "magnitude" if config.get("use_dora") else None
     if path.endswith(".lora_B.bias"):
         return "added" if config.get("lora_bias") else None
     if path.endswith(TOKENS):

@@ -90,7 +90,7 @@ def _no_directory(path: Path) -> str:
             return f"it is a single file, as sd-scripts, diffusers and MLX write; {_CONVERT}"
         return f"it is a file; give a directory of {_CONFIG} and {_WEIGHTS}"
     if not os.path.lexists(path) and re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", str(path)):
-        return f"there is no such directory. For a repository of the hub: hf download {path} --local-dir DIRECTORY"
+        return f"there is no such directory. For a repository of the hub, name a revision too: {path}@main"
     return "there is no such directory"
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedlora.adapters.config_fields import LARGEST_SCALE
-from fedlora.adapters.config_meaning import SAVED_FOR, TOKENS, check_left_to_base, names_rows, ties_saved
+from fedlora.adapters.config_meaning import MAGNITUDE, SAVED_FOR, TOKENS, check_left_to_base, names_rows, ties_saved
 from fedlora.adapters.limits import Limits
 from fedlora.adapters.module_names import may_be_embedding, plain, saved_modules
 from fedlora.adapters.parsed import Meaning, Parsed
@@ -22,6 +22,10 @@ from fedlora.errors import AdapterFormatError
 
 # Beyond this, sums of squares in float32 come near its end (3e38), and no model's weight is anywhere near.
 _LARGEST_NUMBER = 1e15
+_ONLY_UPDATES = (
+    "DoRA: each weight's rows are also rescaled, to the norms in lora_magnitude_vector, so only a base model shows the "
+    "whole change; norms and spectra are of s B A alone."
+)
 
 
 def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, with_base: bool) -> tuple[str, ...]:
@@ -53,6 +57,9 @@ def judge(parsed: Parsed, meaning: Meaning, limits: Limits, scaling: float, *, w
                 f"module {quoted(path)} has alpha / r = {scale:.3g}, a scale that no adapter is trained with."
             )
     _check_added(parsed)
+    if config.get("use_dora"):
+        _check_magnitudes(parsed, meaning)
+        notes += () if with_base else (_ONLY_UPDATES,)
     lacking = _check_saved(config, [path for path, (_, kind) in parsed.beside.items() if kind == "head"])
     if lacking and not with_base:
         notes += (
@@ -127,6 +134,28 @@ def _check_added(parsed: Parsed) -> None:
         if stored.dtype not in FLOATS or stored.shape != (d_out,):
             raise AdapterFormatError(
                 f"{quoted(path)} has shape {stored.shape} and type {stored.dtype}; its module has {d_out} outputs."
+            )
+
+
+def _check_magnitudes(parsed: Parsed, meaning: Meaning) -> None:
+    """Each pair must have a magnitude with one value per output, and each magnitude a pair."""
+    found = {
+        path.removesuffix(MAGNITUDE): parsed.tensors[key]
+        for path, (key, kind) in parsed.beside.items()
+        if kind == "magnitude"
+    }
+    odd = next(iter(sorted(found.keys() ^ parsed.pairs.keys())), None)
+    if odd is not None:
+        what = "a magnitude without a pair of factors" if odd in found else "no lora_magnitude_vector, which DoRA needs"
+        raise AdapterFormatError(f"module {quoted(odd)} has {what}.")
+    for path, stored in found.items():
+        kind, d_out = meaning.layouts[path].kind, parsed.shape(path, "B")[0]
+        if kind != "linear":
+            raise AdapterFormatError(f"{quoted(path)} is DoRA of a {kind} layer; fedlora reads that of linear layers.")
+        if stored.dtype not in FLOATS or stored.shape != (d_out,):
+            raise AdapterFormatError(
+                f"the magnitude of {quoted(path)} has shape {stored.shape} and type {stored.dtype}; its module has "
+                f"{d_out} outputs."
             )
 
 

@@ -26,21 +26,20 @@ Progress = Callable[[Sequence[str], str], Iterable[str]]  # (steps, activity) ->
 
 @dataclass(frozen=True)
 class Result:
-    """The desired result, however it is made. Fields as in `merge`. least: the rank to which every module is padded
-    with zero slots, at least."""
+    """The desired result, however it is made. Fields as in `merge`. vllm: write what vLLM accepts, or refuse. least:
+    the rank to which every module is padded with zero slots, at least."""
 
     rank: str | int = "exact"
     heads: str = "average"
     dtype: str | None = None
-    serve: str | None = None
     max_error: float | None = None
     dry_run: bool = False
+    vllm: bool = False
     least: int = 0
 
     def __post_init__(self) -> None:
         RankRule.parse(self.rank)
         one_of("--heads", self.heads, get_args(HeadRule))
-        one_of("--for", self.serve, ("vllm",))
         if self.dtype is not None:
             parse_type(self.dtype)
         if self.max_error is not None and not 0 <= self.max_error < math.inf:

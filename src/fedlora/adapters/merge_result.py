@@ -58,7 +58,7 @@ def write_result(
     dtype, remark = common_type(stored)
     dtype = parse_type(wanted.dtype) if wanted.dtype else dtype
     notes = [*said, *given.notes, *([remark] if remark and not wanted.dtype else []), *_far_apart(given, dtype)]
-    if wanted.serve == "vllm":
+    if wanted.vllm:
         notes += check_vllm(given, [(name, kind) for name, (kind, held) in kept(given, heads).items() if held])
     extras = averaged(given, heads, dtype if wanted.dtype else None, missing, added=dtype)
     notes += _of_first(wanted, given, extras)
@@ -188,7 +188,7 @@ def _one_rank(wanted: Result, rule: RankRule, cuts: Sequence[_Cut], dtype: torch
     """(the rank to pad all modules to, or 0; bytes in the pairs; notes for the user)."""
     ranks = [cut.rank for cut in cuts]
     asked = max(wanted.least, *ranks)
-    largest = vllm_rank(asked) if wanted.serve == "vllm" else asked
+    largest = vllm_rank(asked) if wanted.vllm else asked
     each = math.fsum(cut.rank * cut.width for cut in cuts) * dtype.itemsize
     one = largest * math.fsum(cut.width for cut in cuts) * dtype.itemsize
     notes = []
@@ -207,7 +207,7 @@ def _one_rank(wanted: Result, rule: RankRule, cuts: Sequence[_Cut], dtype: torch
             f"that are zero in both factors; they change nothing and cannot train"
         )
     small = rule.kind != "budget" and one <= _MOST_PADDING * each
-    if min(ranks) == largest or wanted.serve == "vllm" or wanted.least or small:
+    if min(ranks) == largest or wanted.vllm or wanted.least or small:
         return largest, one, notes
     notes.append(
         f"modules keep ranks {min(ranks)} to {max(ranks)}: programs that read r and lora_alpha (peft, vLLM) get them "

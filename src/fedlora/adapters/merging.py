@@ -18,7 +18,7 @@ from fedlora.adapters.merge_result import write_result
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import RankRule
 from fedlora.adapters.uploads import FILE, read_facts
-from fedlora.adapters.writer import MERGE, MERGE_FOLDER, RESIZE, RESIZE_FOLDER
+from fedlora.adapters.writer import MERGE, MERGE_FOLDER, RESIZE, RESIZE_FOLDER, VLLM, VLLM_FOLDER
 from fedlora.core.echo import quoted
 from fedlora.core.messages import Missing
 from fedlora.errors import AdapterFormatError, ConfigError
@@ -39,7 +39,6 @@ def merge(
     missing: Missing | None = None,
     heads: HeadRule = "average",
     dtype: str | None = None,
-    serve: Literal["vllm"] | None = None,
     max_error: float | None = None,
     same_base: bool = False,
     dry_run: bool = False,
@@ -61,9 +60,8 @@ def merge(
             common are refused.
         heads: for fully trained modules: the mean, the mean over "holders", the first adapter's, or none.
         dtype: float16, bfloat16, float32 or float64; default: the adapters' own.
-        serve: "vllm": write what vLLM accepts, or refuse. max_error: write nothing beyond this relative error.
-        same_base: treat their base models as one, whatever their names. dry_run: write nothing. force: replace the
-            result of an earlier merge.
+        max_error: write nothing beyond this relative error. same_base: treat their base models as one, whatever their
+            names. dry_run: write nothing. force: replace the result of an earlier merge.
 
     Raises:
         AdapterFormatError: an adapter cannot be read, or does not add up with the others. ConfigError,
@@ -75,7 +73,7 @@ def merge(
         >>> f"{report.error:.0e} lost of {len(report.modules)} modules"
         '0e+00 lost of 2 modules'
     """
-    wanted = Result(rank, heads, dtype, serve, max_error, dry_run)
+    wanted = Result(rank, heads, dtype, max_error, dry_run)
     if sum and missing == "renormalise":
         raise ConfigError("--sum uses weights as they are, but --missing renormalise rescales them: leave out one.")
     if isinstance(adapters, str | os.PathLike):
@@ -102,7 +100,6 @@ def resize(
     *,
     rank: int | str,
     dtype: str | None = None,
-    serve: Literal["vllm"] | None = None,
     max_error: float | None = None,
     dry_run: bool = False,
     force: bool = False,
@@ -122,8 +119,43 @@ def resize(
     """
     rule = RankRule.parse(rank)
     least = int(rule.value) if rule.kind == "rank" else 0
-    wanted = Result(rank, "first", dtype, serve, max_error, dry_run, least)
+    wanted = Result(rank, "first", dtype, max_error, dry_run, least=least)
     place = Place(Path(out), RESIZE_FOLDER, RESIZE, force, [adapter])
+    return _one(adapter, place, wanted, allow_unknown, limits, progress)
+
+
+@own_modes()
+def for_vllm(
+    adapter: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    drop: bool = False,
+    force: bool = False,
+    allow_unknown: Sequence[str] = (),
+    limits: Limits | None = None,
+    progress: Progress | None = None,
+) -> MergeReport:
+    """Write an adapter as vLLM accepts it: the same update at one of vLLM's ranks, with one alpha and no patterns.
+
+    drop: leave out trained heads, biases and tokens that vLLM does not take. Other arguments as in `merge`.
+
+    Raises:
+        ConfigError: vLLM does not take all of it, and the message says which parts; or as in `merge`.
+    """
+    wanted = Result("exact", "drop" if drop else "first", dtype, vllm=True)
+    return _one(adapter, Place(Path(out), VLLM_FOLDER, VLLM, force, [adapter]), wanted, allow_unknown, limits, progress)
+
+
+def _one(
+    adapter: str | os.PathLike[str],
+    place: Place,
+    wanted: Result,
+    allow_unknown: Sequence[str],
+    limits: Limits | None,
+    progress: Progress | None,
+) -> MergeReport:
+    """Write a single adapter as `wanted`."""
     place.check()
     files, said = open_adapters([adapter], allow_unknown, limits)
     given = Collection.of(files)
@@ -174,8 +206,9 @@ def open_adapters(
     limits: Limits | None = None,
     *,
     with_base: bool = False,
+    dora: bool = False,
 ) -> tuple[list[AdapterFile], list[str]]:
-    """The adapters, checked but not read, and notes for the user. with_base: as in `AdapterFile`.
+    """The adapters, checked but not read, and notes for the user. with_base, dora: as in `AdapterFile`.
 
     Raises:
         AdapterFormatError: an adapter cannot be read, or the list is empty.
@@ -185,7 +218,7 @@ def open_adapters(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         files = [
-            AdapterFile(directory, limits=limits, allow_unknown=allow_unknown, with_base=with_base)
+            AdapterFile(directory, limits=limits, allow_unknown=allow_unknown, with_base=with_base, dora=dora)
             for directory in directories
         ]
     told = [f"{file.directory}: {note}" for file in files for note in file.notes]

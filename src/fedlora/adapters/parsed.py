@@ -38,7 +38,7 @@ class Parsed:
 
     config: adapter_config.json. tensors: key -> its header entry. pairs: path -> factor (A, B, AdaLoRA's E) -> key.
     beside: name of each other tensor -> (key, kind as in `extra_kind`): its name in the base model without wrappers;
-    for added biases and token rows, their path.
+    for added biases, token rows and magnitudes, their path.
     """
 
     config: Mapping[str, Any]
@@ -96,7 +96,7 @@ def parse(config: Mapping[str, Any], tensors: Mapping[str, Stored]) -> Parsed:
             )
         if kind == "copy":
             continue
-        name = path if kind in ("added", "tokens") else plain(path)
+        name = path if kind in ("added", "tokens", "magnitude") else plain(path)
         if name in beside:
             raise AdapterFormatError(f"{beside[name][0]!r} and {key!r} are one tensor of the base model.")
         beside[name] = (key, kind)

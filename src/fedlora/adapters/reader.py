@@ -10,7 +10,7 @@ update or does not fit the config, in this order:
     which modules, ranks, alphas do patterns name?    parsed.understand, with config_meaning.resolve and patterns
     does the file hold what its config says?          judged.judge
     do copies of one tensor agree?                    here, with parsed.copies_in; tied_pairs
-    with a base model (`apply`, validate --base):
+    with a base model (`export`, validate --base):
     would peft load and compute exactly that?         applying.judge; with_base leaves it what a base decides
 """
 
@@ -65,7 +65,8 @@ class AdapterFile:
         directory: holds adapter_config.json and adapter_model.safetensors.
         scaling: the unit of the updates from `lora`: with the default 1.0, B @ A is the update itself.
         limits: what the files may claim. allow_unknown: config fields to treat as harmless.
-        with_base: a base model will be consulted (`apply`), so leave what depends on it open.
+        with_base: a base model will be consulted (`export`), so leave what depends on it open.
+        dora: also read DoRA: `lora` gives s B A alone, and a head of kind "magnitude" the norms of a weight's rows.
         names: key of a tensor -> the key to treat it as.
 
     `notes` tell the user what could not be decided without the base model.
@@ -88,6 +89,7 @@ class AdapterFile:
         limits: Limits | None = None,
         allow_unknown: Collection[str] = (),
         with_base: bool = False,
+        dora: bool = False,
         names: Mapping[str, str] = ReadOnly({}),
     ) -> None:
         check_scaling(scaling)
@@ -95,7 +97,9 @@ class AdapterFile:
         self.scaling = scaling
         self.limits = limits or Limits()
         try:
-            self._weights, self._parsed, self._meaning = _opened(self.directory, self.limits, allow_unknown, names)
+            self._weights, self._parsed, self._meaning = _opened(
+                self.directory, self.limits, allow_unknown, names, dora=dora
+            )
             self.notes = judge(self._parsed, self._meaning, self.limits, scaling, with_base=with_base)
             self._check_copies()
             self._tied_heads = frozenset(self._heads_by_tie())
@@ -326,7 +330,7 @@ def scaled(lora: LoRA, factor: float) -> LoRA:
 
 
 def _opened(
-    directory: Path, limits: Limits, allow_unknown: Collection[str], names: Mapping[str, str]
+    directory: Path, limits: Limits, allow_unknown: Collection[str], names: Mapping[str, str], *, dora: bool
 ) -> tuple[StrangersFile, Parsed, Meaning]:
     """The weights, still unread, and what the two files contain and mean."""
     config_path, weights_path = directory / CONFIG_FILE, directory / WEIGHTS_FILE
@@ -337,7 +341,7 @@ def _opened(
     config_file = StrangersFile(config_path)
     config = ReadOnly(json_of(config_file, limits))
     foreign_formats.check_config(config)
-    check_config(config, where=str(config_path), allow=allow_unknown)
+    check_config(config, where=str(config_path), allow=allow_unknown, dora=dora)
     weights = StrangersFile(weights_path)
     header = {names.get(key, key): stored for key, stored in header_of(weights, limits).items()}
     foreign_formats.check_keys(header)

@@ -30,7 +30,7 @@ def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str
     Raises:
         ConfigError: vLLM does not accept it; the message says which parts.
     """
-    way = "fedlora apply writes an adapter into its base, which vLLM serves as a model."
+    way = "`fedlora export --for merged` writes an adapter into its base, which vLLM serves as a model."
     if given.files[0].config.get("layer_replication"):
         raise ConfigError(f"vLLM does not support layer_replication: {way}")
     beside = list(beside)
@@ -46,11 +46,11 @@ def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str
             whole = False
     if refused:
         what = "; ".join(f"{what}, such as {quoted(name)}" for what, name in refused.items())
-        less = " fedlora merge --heads drop leaves that out, but the result is then another model." if whole else ""
+        less = " --drop leaves that out, but the result is then another model." if whole else ""
         raise ConfigError(f"vLLM does not take {what}.{less} To serve the whole: {way}")
     notes = []
     if any(kind == "head" for _, kind in beside):
-        notes.append("vLLM before August 2026 refuses saved score and classifier modules: fedlora merge --heads drop")
+        notes.append("vLLM before August 2026 refuses saved score and classifier modules: --drop leaves them out")
     if any(kind == "base" for _, kind in beside):
         notes.append(
             "vLLM ignores the copies of base weights beside an embedding or lm_head: this is right only if they are "
@@ -64,7 +64,7 @@ def vllm_rank(largest: int) -> int:
     rank = next((r for r in VLLM_RANKS if r >= largest), None)
     if rank is None:
         raise ConfigError(
-            f"vLLM accepts ranks up to {VLLM_RANKS[-1]}, but this adapter would have {largest}: give --rank "
-            f"{VLLM_RANKS[-1]} or less."
+            f"vLLM accepts ranks up to {VLLM_RANKS[-1]}, but this adapter has {largest}: `fedlora resize "
+            f"--rank {VLLM_RANKS[-1]}` cuts it."
         )
     return rank

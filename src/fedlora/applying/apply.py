@@ -38,7 +38,7 @@ from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.errors import AdapterFormatError, ConfigError
 from fedlora.linalg.stored import stored_bytes
 
-_APPLY = "fedlora apply"
+_APPLY = "fedlora export --for merged"
 _SHARD = "5GB"  # most weights in one file
 Progress = Callable[[Sequence[str]], Iterable[str]]
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -57,7 +57,7 @@ class Cost:
 
 @dataclass(frozen=True)
 class Applied:
-    """What `apply` did, or would do.
+    """What `apply_adapter` did, or would do.
 
     changed, added: names of tensors in the loaded model. left_out: files and tensors of the base that are not in the
     result, with reasons. notes: for the user. cost: None if nothing was computed.
@@ -93,7 +93,7 @@ def apply_adapter(
 
     Args:
         dtype: for all floating-point tensors in the result; None: the base model's own.
-        force: replace a model with the same files that `apply` wrote.
+        force: replace a model with the same files that `apply_adapter` wrote.
 
     Raises:
         AdapterFormatError: the adapter does not fit the base model, or the work would exceed the memory limit.
@@ -123,7 +123,7 @@ def model_folder(kept: Sequence[SideFile]) -> FolderKind:
     shards = r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
     own = f"{shards}|{re.escape(CONFIG)}|{re.escape(CARD)}|generation_config\\.json"
     mark = only_by(_APPLY, "model*.safetensors")
-    return FolderKind("a model that apply writes for this base", CONFIG, f"{own}|{copied}", mark)
+    return FolderKind("a model that export writes for this base", CONFIG, f"{own}|{copied}", mark)
 
 
 def _refuse_inside(adapter: Path, base: Path, out: Path) -> None:
@@ -240,13 +240,15 @@ def _sum(
     kind: torch.dtype,
 ) -> tuple[Tensor, Rounding]:
     """One changed tensor of the result, and its rounding cost."""
-    value, delta = None, None
+    value, delta, magnitude = None, None, None
     for change in changes:
         if change.kind == "update":
             delta = update(file, change.source, layers[change.source], before.shape)
             continue
         head = file.head(change.source)
-        if change.kind == "bias":
+        if change.kind == "magnitude":
+            magnitude = head.double()
+        elif change.kind == "bias":
             delta = head.double().reshape(-1, 1)
         elif change.kind == "rows":
             whole = before if value is None else value  # the base's own copy, with a longer vocabulary
@@ -254,7 +256,7 @@ def _sum(
             value[list(change.rows)] = head.to(value.dtype)
         else:
             value = head
-    return changed(name, before, kind, value=value, delta=delta)
+    return changed(name, before, kind, value=value, delta=delta, magnitude=magnitude)
 
 
 def _owner(model: nn.Module, name: str) -> nn.Module:

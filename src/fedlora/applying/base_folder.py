@@ -118,7 +118,8 @@ class BaseFiles:
         if why:
             raise ConfigError(
                 f"the base model in {self.directory} is quantised ({why}): its weights cannot take an update. "
-                f"Apply to the model it was quantised from, and quantise the result."
+                f"Give the model it was quantised from, and quantise the result: the sum is then of that model's "
+                f"weights, from which those that an adapter was trained beside may differ by rounding."
             )
 
     @property

@@ -49,6 +49,6 @@ library_name: transformers
 
 # A full model with a LoRA adapter in it
 
-{base} with an adapter of {len(file.ranks)} modules, {rank}, written into its weights by `fedlora apply`:
+{base} with an adapter of {len(file.ranks)} modules, {rank}, written into its weights by fedlora:
 {changed} tensors changed, {added} added. Measurements of the base model alone do not hold for it.{load}{below}
 """

@@ -1,4 +1,4 @@
-"""Whether an adapter fits a base model, and what it changes in each tensor: one judgement for `apply` and
+"""Whether an adapter fits a base model, and what it changes in each tensor: one judgement for `export` and
 `validate --base`, made on the meta device without reading the base's numbers.
 
 transformers builds the model and peft adds the adapter. We compare the outcome with the file key by key and shape by
@@ -24,7 +24,7 @@ from peft.utils import get_peft_model_state_dict
 from torch import nn
 
 from fedlora.adapters.config_fields import is_adalora
-from fedlora.adapters.config_meaning import extra_kind, resolve
+from fedlora.adapters.config_meaning import MAGNITUDE, extra_kind, resolve
 from fedlora.adapters.module_names import plain
 from fedlora.adapters.reader import PREFIX, AdapterFile
 from fedlora.applying.base_folder import BaseFiles
@@ -49,7 +49,8 @@ class Change:
     """One change the adapter makes to one parameter or buffer.
 
     kind: "update", W + s B A for the pair at path `source`; "value", replaced by the tensor `source`; "bias", W + the
-    added bias `source`; "rows", the given `rows` replaced by those of `source`.
+    added bias `source`; "rows", the given `rows` replaced by those of `source`; "magnitude", after the update, each row
+    rescaled to its norm in `source` (DoRA).
     """
 
     kind: str
@@ -93,6 +94,7 @@ def _judged(file: AdapterFile, base: BaseFiles) -> Judged:
     layers = {path: module for path, module in within(beside) if isinstance(module, LoraLayer)}
     _check_targets(file, found, layers)
     _check_keys(file, found, beside)
+    _check_dora(file, layers)
     ties, wanted = ties_of(found.model), [(parameter_of(found, p, x), Change("update", p)) for p, x in layers.items()]
     wanted += [*_heads(file, found, ties)]
     wanted += [(name, Change("rows", source, rows)) for name, source, rows in token_rows(found, beside)]
@@ -198,6 +200,13 @@ def _check_keys(file: AdapterFile, found: Built, beside: Any) -> None:
             )
 
 
+def _check_dora(file: AdapterFile, layers: Mapping[str, Any]) -> None:
+    """Raise `AdapterFormatError` for DoRA of weights that are stored transposed: their rows are not outputs."""
+    odd = next((path for path, layer in layers.items() if getattr(layer, "fan_in_fan_out", False)), None)
+    if file.config.get("use_dora") and odd is not None:
+        raise AdapterFormatError(f"{quoted(odd)} is DoRA of a layer whose weight is stored transposed. {WAY_OUT}")
+
+
 # ------------------------------------------------------------------------------------------------------- other tensors
 
 
@@ -206,6 +215,9 @@ def _heads(file: AdapterFile, found: Built, ties: Mapping[str, Sequence[str]]) -
     state = found.model.state_dict()
     for head in file.heads:
         kind, shape = file.kind(head), file.stored_head(head).shape
+        if kind == "magnitude":
+            yield f"{plain(head.removesuffix(MAGNITUDE))}.weight", Change(kind, head)
+            continue
         if kind == "added":
             name = f"{plain(head.removesuffix('.lora_B.bias'))}.bias"
             if name in state:

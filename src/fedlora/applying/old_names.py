@@ -45,5 +45,6 @@ def by_new_names(file: AdapterFile, model: Any) -> AdapterFile | None:
             f"save it again, and use that"
         )
     return AdapterFile(
-        file.directory, scaling=file.scaling, limits=file.limits, allow_unknown=file.config, with_base=True, names=names
-    )
+        file.directory, scaling=file.scaling, limits=file.limits, allow_unknown=file.config, with_base=True,
+        dora=bool(file.config.get("use_dora")), names=names,
+    )  # fmt: skip

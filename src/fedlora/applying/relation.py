@@ -7,17 +7,22 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fedlora.adapters.agreement import base_weights
-from fedlora.adapters.base_names import KNOWN_WEIGHTS, is_path
+from fedlora.adapters.base_names import KNOWN_WEIGHTS, is_path, is_quantised
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.base_folder import BaseFiles
 from fedlora.core.echo import quoted
 
 
 def relation(file: AdapterFile, base: BaseFiles) -> Iterator[str]:
-    """A warning if the two names differ and nothing shows that they mean one model."""
+    """A warning if the two names differ and nothing shows that they mean one model, or the adapter's is quantised."""
     trained_on, own = file.base_model, base.config.get("_name_or_path")
     own = own if isinstance(own, str) and own else base.repository
-    if trained_on and own and _last(trained_on) != _last(own) and not _surely_one(file, base, trained_on):
+    if trained_on and is_quantised(trained_on):
+        yield (
+            f"the adapter names a quantised base, {quoted(trained_on, 120)}: the result has the weights of this one, "
+            f"which differ from those by rounding."
+        )
+    elif trained_on and own and _last(trained_on) != _last(own) and not _surely_one(file, base, trained_on):
         yield (
             f"warning: the adapter was trained on {quoted(trained_on, 120)}, but this base model calls itself "
             f"{quoted(own, 120)}: the shapes fit, but it may be another model."

@@ -33,12 +33,19 @@ class Rounding:
 
 
 def changed(
-    name: str, before: Tensor, dtype: torch.dtype, *, value: Tensor | None = None, delta: Tensor | None = None
+    name: str,
+    before: Tensor,
+    dtype: torch.dtype,
+    *,
+    value: Tensor | None = None,
+    delta: Tensor | None = None,
+    magnitude: Tensor | None = None,
 ) -> tuple[Tensor, Rounding]:
     """(value or `before`) + delta in `dtype`, and the cost of rounding to it.
 
     Args:
         value: replaces `before`, with its shape. delta: float64, a matrix whose rows are the first dimension.
+        magnitude: float64, the norm to which each row of the sum is rescaled (DoRA); None: the sum itself.
 
     Raises:
         AdapterFormatError: a number exceeds `dtype`'s range, the base model's own are not finite, or integers would be
@@ -64,6 +71,9 @@ def changed(
         if delta is not None:
             added = delta[i:j]
             exact, meant = exact + added, meant + added  # not exact - start, which would lose a small update
+        if magnitude is not None:
+            exact = exact * (magnitude[i:j] / norm(exact, dim=1))[:, None]
+            meant = exact - start
         new[i:j] = exact.to(dtype)
         written = new[i:j].double()
         _refuse_infinite(name, start, exact, written, dtype)

@@ -20,7 +20,7 @@ from fedlora.errors import FedLoRAError
 COMMANDS = {
     "run": "runs:run", "demo": "runs:demo", "compare": "compare:compare", "ranks": "methods:ranks",
     "audit": "audit:audit", "merge": "merge:merge", "resize": "merge:resize", "train": "train:train",
-    "inspect": "adapters:inspect", "diff": "adapters:diff", "validate": "applying:validate", "apply": "applying:apply",
+    "inspect": "adapters:inspect", "diff": "adapters:diff", "validate": "export:validate", "export": "export:export",
     "privacy": "privacy:privacy", "doctor": "flower.doctor:doctor",
     "methods": "methods:app", "experiment": "experiment:app", "flower": "flower:app",
 }  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from fedlora.cli.measures import byte_size
-from fedlora.cli.options import Adapters, AllowUnknown, AsJson, Limit, limits_of
+from fedlora.cli.options import Adapters, AllowUnknown, AsJson, Limit, OneAdapter, limits_of
 from fedlora.cli.screen import Table, cell, console, import_plots, plotted, print_json, tell_remarks
 from fedlora.core.echo import shown
 from fedlora.errors import AdapterFormatError
@@ -31,7 +31,7 @@ def inspect(
 
     if plot is not None:
         check_picture(plot)
-    files, said = open_adapters(adapters, allow_unknown or (), limits_of(limit))
+    files, said = open_adapters(adapters, allow_unknown or (), limits_of(limit), dora=True)
     tell_remarks(said)
     files = comparable(files)
     found = {str(f.directory): {m: facts(f.lora(m)) for m in f.modules} for f in files}
@@ -74,8 +74,8 @@ def inspect(
 
 
 def diff(
-    one: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
-    other: Annotated[Path, typer.Argument(help="another", show_default=False)],
+    one: OneAdapter,
+    other: OneAdapter,
     limit: Limit = None,
     json: AsJson = False,
 ) -> None:
@@ -85,7 +85,7 @@ def diff(
     from fedlora.adapters.merging import open_adapters
     from fedlora.analysis.inspection import comparable, difference, heads_apart
 
-    files, said = open_adapters([one, other], (), limits_of(limit))
+    files, said = open_adapters([one, other], (), limits_of(limit), dora=True)
     tell_remarks(said)
     a, b = comparable(files)
     common = sorted(set(a.modules) & set(b.modules))

@@ -19,6 +19,7 @@ from fedlora.cli.options import (
     Limit,
     MaxBytes,
     MaxTensors,
+    OneAdapter,
     limits_of,
     numbers,
 )
@@ -36,7 +37,6 @@ Out = Annotated[
 ]
 DType = Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64 (default: the adapters' own)")]
 MaxError = Annotated[float | None, typer.Option(help="refuse to write beyond this relative error")]
-For = Annotated[str | None, typer.Option("--for", help="vllm: write one rank that vLLM accepts, or refuse")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="compute and report everything, write nothing")]
 _LISTED = 8  # the most names with other weights in the output
 
@@ -61,7 +61,6 @@ def merge(
     ] = "average",
     dtype: DType = None,
     max_error: MaxError = None,
-    serve: For = None,
     same_base: Annotated[
         bool, typer.Option("--same-base", help="treat the adapters' base models as one, whatever their names")
     ] = False,
@@ -97,14 +96,14 @@ def merge(
     if method == "svd" and state is None and readout is None and rule is None:
         report = merging.merge(
             adapters, target, rank=rank, weights=counts, weights_from=cast("Any", weights_from), sum=sum,
-            missing=cast("Any", missing), heads=cast("Any", heads), dtype=dtype, serve=cast("Any", serve),
-            max_error=max_error, same_base=same_base, dry_run=dry_run, force=force, allow_unknown=allowed,
+            missing=cast("Any", missing), heads=cast("Any", heads), dtype=dtype, max_error=max_error,
+            same_base=same_base, dry_run=dry_run, force=force, allow_unknown=allowed,
             limits=limits, progress=tracked,
         )  # fmt: skip
     else:
         if sum:
             raise ConfigError("--sum is for merges without --method, --state, --readout and --defence.")
-        wanted = Result(rank, heads, dtype, serve, max_error, dry_run)
+        wanted = Result(rank, heads, dtype, max_error, dry_run)
         place = Place(target, force=force, inputs=adapters)
         place.check()
         given, said = merging.collected(
@@ -117,20 +116,19 @@ def merge(
             state=state, readout=readout, rule=rule, said=said, progress=tracked,
         )  # fmt: skip
     of_mean = _of_what(method, ruled=rule is not None, read_out=readout is not None) if state is None else None
-    _show(report if out else replace(report, out=""), json, of_mean)
+    show_report(report if out else replace(report, out=""), json, of_mean)
     if finished is not None and report.written and not json:
         console.print(f"round {finished} of {method}")
 
 
 def resize(
-    adapter: Annotated[Path, typer.Argument(help="a PEFT adapter directory", show_default=False)],
+    adapter: OneAdapter,
     rank: Annotated[
         str, typer.Option(help="a number, exact, energy=0.99, or budget=8 (mean rank)", show_default=False)
     ],
     out: Out = None,
     dtype: DType = None,
     max_error: MaxError = None,
-    serve: For = None,
     dry_run: DryRun = False,
     force: Force = False,
     allow_unknown: AllowUnknown = None,
@@ -143,11 +141,11 @@ def resize(
     from fedlora.adapters import merging
 
     report = merging.resize(
-        adapter, _target(out, dry_run), rank=rank, dtype=dtype, serve=cast("Any", serve), max_error=max_error,
+        adapter, _target(out, dry_run), rank=rank, dtype=dtype, max_error=max_error,
         dry_run=dry_run, force=force, allow_unknown=allow_unknown or (),
         limits=limits_of(limit, max_bytes, max_tensors), progress=tracked,
     )  # fmt: skip
-    _show(report if out else replace(report, out=""), json, None)
+    show_report(report if out else replace(report, out=""), json, None)
 
 
 # -------------------------------------------------------------------------------------------------------- inside
@@ -181,7 +179,7 @@ def _method(text: str) -> tuple[Method[Any], str]:
     return section.build(), label
 
 
-def _show(report: MergeReport, json: bool, of_mean: str | None) -> None:
+def show_report(report: MergeReport, json: bool, of_mean: str | None) -> None:
     """Print the modules, the assumptions, and how far off the result is. of_mean: from which mean, in words."""
     if json:
         print_json(plain(asdict(report)))

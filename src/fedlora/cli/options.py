@@ -25,8 +25,31 @@ DataRoot = Annotated[
     typer.Option(envvar="FEDLORA_DATA_ROOT", help="where the files of data.task are (folders glue, superni)"),
 ]
 
+
 # For commands that read adapters.
-Adapters = Annotated[list[Path], typer.Argument(help="PEFT adapter directories", show_default=False)]
+def fetched(value: Path | list[Path] | None) -> Path | list[Path] | None:
+    """Adapter folders, those written owner/name@revision in the hub's cache."""
+    if "@" not in str(value):
+        return value
+    from fedlora.data.hub_folders import ADAPTER_FILES, local_folder  # imports numpy
+
+    if isinstance(value, list):
+        return [local_folder(each, ADAPTER_FILES) for each in value]
+    return local_folder(str(value), ADAPTER_FILES)
+
+
+Adapters = Annotated[
+    list[Path],
+    typer.Argument(
+        help="PEFT adapter directories, or owner/name@revision on the hub", show_default=False, callback=fetched
+    ),
+]
+OneAdapter = Annotated[
+    Path,
+    typer.Argument(
+        help="a PEFT adapter directory, or owner/name@revision on the hub", show_default=False, callback=fetched
+    ),
+]
 AllowUnknown = Annotated[
     list[str] | None, typer.Option(help="a config field to treat as harmless (repeatable)", show_default=False)
 ]

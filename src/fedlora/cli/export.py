@@ -1,0 +1,306 @@
+"""`fedlora validate | export`: check an adapter, alone or against a base model; write what a program serves."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedlora.cli.options import (
+    Adapters,
+    AllowUnknown,
+    AsJson,
+    Force,
+    Limit,
+    MaxBytes,
+    MaxTensors,
+    OneAdapter,
+    limits_of,
+)
+from fedlora.cli.screen import complain, console, notes, print_json, tell_remarks, tracked
+from fedlora.core.echo import quoted, shown
+from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.runs.folder import plain
+
+if TYPE_CHECKING:
+    from fedlora.adapters.limits import Limits
+    from fedlora.adapters.reader import AdapterFile
+    from fedlora.applying.apply import Applied, Cost
+    from fedlora.applying.base_folder import BaseFiles
+
+_LISTED = 8  # names in a line; --json has all
+_NOTICEABLE = 0.01
+
+
+def validate(
+    adapters: Adapters,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="the base model (its directory, demo, or owner/name@revision): check modules and shapes against it"
+        ),
+    ] = None,
+    allow_unknown: AllowUnknown = None,
+    max_bytes: MaxBytes = None,
+    max_tensors: MaxTensors = None,
+    limit: Limit = None,
+    json: AsJson = False,
+) -> None:
+    """Check adapters without using them. Exit code 0: all are sound; 2: at least one is refused."""
+    from fedlora.adapters.labels import labels_of
+    from fedlora.adapters.merging import open_adapters
+    from fedlora.adapters.uploads import read_facts
+
+    found: dict[str, str | None] = {}
+    limits = limits_of(limit, max_bytes, max_tensors)
+    fits: dict[str, Applied] = {}
+    remarks: dict[str, list[str]] = {}
+    model = _base_files(base) if base is not None else None
+    if model is not None:
+        from fedlora.applying.apply import check_adapter
+    for directory in tracked(adapters, "checking"):
+        try:
+            (file,), said = open_adapters(
+                [directory], allow_unknown or (), limits, with_base=model is not None, dora=True
+            )
+            file.check()
+            labels_of(file.directory, limits), read_facts(file.directory, limits)
+            remarks[str(directory)] = said
+            if model is not None:
+                fits[str(directory)] = check_adapter(file, model)
+            found[str(directory)] = None
+        except FedLoRAError as error:
+            found[str(directory)] = str(error)
+    if json:
+        judged = {
+            name: {"sound": reason is None, "reason": reason, "notes": list(remarks.get(name, ()))}
+            for name, reason in found.items()
+        }
+        print_json({name: facts | (_as_json(fits[name]) if name in fits else {}) for name, facts in judged.items()})
+    else:
+        for name, reason in found.items():
+            console.print(f"{name}: {'sound' if reason is None else 'refused'}")
+            if name in fits:
+                _tell(fits[name])
+            tell_remarks(remarks.get(name, ()))
+    refused = [reason for reason in found.values() if reason is not None]
+    if refused:
+        more = f"; and {len(refused) - 3} more, with their reasons in --json" if len(refused) > 3 else ""
+        raise typer.Exit(complain("; ".join(shown(reason, 700) for reason in refused[:3]) + more))
+
+
+def export(
+    adapter: OneAdapter,
+    out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
+    serve: Annotated[
+        str,
+        typer.Option(
+            "--for",
+            help="merged: the full model with the adapter in it; vllm: an adapter that vLLM accepts; gguf: an adapter "
+            "for llama.cpp",
+            show_default=False,
+        ),
+    ],
+    base: Annotated[
+        str | None,
+        typer.Option(
+            help="the base model, for merged and gguf: its directory, demo, or owner/name@revision; for gguf also its "
+            "GGUF file"
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            help="type of the result: float16, bfloat16, float32, float64 (default: the base model's for merged, "
+            "otherwise the adapter's)",
+            show_default=False,
+        ),
+    ] = None,
+    drop: Annotated[
+        bool,
+        typer.Option("--drop", help="vllm and gguf: leave out trained heads, biases and tokens that it does not take"),
+    ] = False,
+    force: Force = False,
+    allow_unknown: AllowUnknown = None,
+    limit: Limit = None,
+    json: AsJson = False,
+) -> None:
+    """Write what a program serves: the merged model, an adapter for vLLM, or one for llama.cpp (GGUF).
+
+    What the program would refuse or leave out is named before anything is written."""
+    if serve not in _WRITERS:
+        raise ConfigError(f"--for must be one of {', '.join(_WRITERS)}; got {serve[:40]!r}.")
+    if (base is None) != (serve == "vllm"):
+        raise ConfigError(f"--for {serve} {'takes no' if base else 'needs the'} base model: {_BASE_USE[serve]}.")
+    if drop and serve == "merged":
+        raise ConfigError("--for merged leaves nothing out, so --drop has no meaning. Leave it out.")
+    limits, allowed = limits_of(limit), tuple(allow_unknown or ())
+    _WRITERS[serve](_Asked(adapter, out, base, dtype, drop, force, allowed, limits, json))
+
+
+# ------------------------------------------------------------------------------------------------------------ writers
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What the command line asks of `export`; fields as its options."""
+
+    adapter: Path
+    out: Path
+    base: str | None
+    dtype: str | None
+    drop: bool
+    force: bool
+    allow_unknown: tuple[str, ...]
+    limits: Limits
+    json: bool
+
+    def opened(self, *, dora: bool = False) -> AdapterFile:
+        """The adapter; its notes go to stderr. dora: as in `AdapterFile`."""
+        from fedlora.adapters.merging import open_adapters
+
+        (file,), said = open_adapters([self.adapter], self.allow_unknown, self.limits, with_base=True, dora=dora)
+        tell_remarks(said)
+        return file
+
+
+def _merged(asked: _Asked) -> None:
+    from fedlora.applying.apply import DTYPES, apply_adapter
+
+    if asked.dtype is not None and asked.dtype not in DTYPES:
+        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {asked.dtype[:40]!r}.")
+    done = apply_adapter(
+        asked.opened(dora=True),
+        _base_files(str(asked.base)),
+        asked.out,
+        DTYPES[asked.dtype] if asked.dtype else None,
+        progress=lambda steps: tracked(steps, "writing"),
+        force=asked.force,
+    )
+    if asked.json:
+        print_json({"out": str(asked.out)} | _as_json(done))
+        return
+    _tell(done)
+    loss = done.cost.loss if done.cost is not None else 0.0
+    console.print(
+        f"{asked.out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {loss:.1e} of the "
+        f"update"
+    )
+
+
+def _gguf(asked: _Asked) -> None:
+    from fedlora.applying.gguf_adapter import NAME, write_gguf
+
+    done = write_gguf(
+        asked.opened(), _base_place(str(asked.base)), asked.out, asked.dtype, drop=asked.drop, force=asked.force
+    )
+    if asked.json:
+        print_json(plain({"out": str(asked.out)} | asdict(done)))
+        return
+    tell_remarks(done.notes)
+    if done.folded:
+        console.print(
+            f"{len(done.folded)} modules have another scale than the file's alpha gives, such as "
+            f"{shown(done.folded[0])}: it went into their lora_b"
+        )
+    if done.dropped:
+        console.print(f"left out: {len(done.dropped)}, such as {shown(done.dropped[0])}")
+    console.print(
+        f"{asked.out / NAME}: {len(done.names)} modules for architecture {done.arch}, alpha {done.alpha:g}, "
+        f"{done.dtype}; rounding changes the updates by {done.rounding:.1e}"
+    )
+
+
+def _vllm(asked: _Asked) -> None:
+    from fedlora.adapters.merging import for_vllm
+    from fedlora.cli.merge import show_report
+
+    report = for_vllm(
+        asked.adapter, asked.out, dtype=asked.dtype, drop=asked.drop, force=asked.force,
+        allow_unknown=asked.allow_unknown, limits=asked.limits, progress=tracked,
+    )  # fmt: skip
+    show_report(report, asked.json, None)
+
+
+_WRITERS = {"merged": _merged, "vllm": _vllm, "gguf": _gguf}
+_BASE_USE = {
+    "merged": "--base names the directory of the model that the adapter is merged into",
+    "vllm": "vLLM loads its base itself",
+    "gguf": "--base names its directory, or its GGUF file, for the names of its tensors",
+}
+
+
+# ------------------------------------------------------------------------------------------------------------- inside
+
+
+def _base_files(base: str) -> BaseFiles:
+    """The base model named by `--base`: a directory or a packaged model, as in `fedlora train`.
+
+    Raises:
+        ConfigError: there is no directory of safetensors weights. DataError: the package is not installed.
+    """
+    from fedlora.applying.base_folder import BaseFiles
+    from fedlora.data.demo import HUB_NAMES
+
+    place = _base_place(base)
+    if place.is_file():
+        original = f" Fetch the original, {HUB_NAMES[base]}, from the hub." if base in HUB_NAMES else ""
+        raise ConfigError(
+            f"the base model {quoted(base)} is one file, {place.name}, but this needs a directory of safetensors "
+            f"weights.{original}"
+        )
+    return BaseFiles(place)
+
+
+def _base_place(base: str) -> Path:
+    """The directory or file of a base model. Raises `ConfigError` if there is none; `DataError`: as in `_base_files`"""
+    from fedlora.data.demo import model_location
+    from fedlora.data.hub_folders import MODEL_FILES, local_folder
+
+    place = local_folder(model_location(base), MODEL_FILES)
+    if not place.exists():
+        raise ConfigError(
+            f"there is no directory {quoted(base)}: --base names the base model's directory, demo, or a repository of "
+            f"the hub with a revision, as owner/name@main."
+        )
+    return place
+
+
+def _as_json(done: Applied) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "changed": list(done.changed),
+        "added": list(done.added),
+        "left_out": list(done.left_out),
+        "notes": list(done.notes),
+    }
+    if (cost := done.cost) is not None:
+        rounding = {"lost": cost.loss, "most": cost.most, "where": cost.where, "vanished": list(cost.vanished)}
+        found["rounding"] = rounding
+    return found
+
+
+def _tell(done: Applied) -> None:
+    """Prints to stderr, one per line, what a reader should know before using the model."""
+    lines = [*done.notes[:_LISTED]]
+    if len(done.notes) > _LISTED:
+        lines.append(f"and {len(done.notes) - _LISTED} more notes; --json has all")
+    if done.left_out:
+        rest = f" and {len(done.left_out) - _LISTED} more" if len(done.left_out) > _LISTED else ""
+        lines.append(f"left out of the base model: {', '.join(done.left_out[:_LISTED])}{rest}")
+    if done.cost is not None:
+        lines += _costs(done.cost)
+    notes.warn(*lines)
+
+
+def _costs(cost: Cost) -> list[str]:
+    keeps = "; --dtype float32 keeps it" if cost.loss > _NOTICEABLE else ""
+    if cost.vanished:
+        return [
+            f"rounding loses all of the update in {len(cost.vanished)} tensors (such as {shown(cost.vanished[0])}): "
+            f"it is smaller than the precision of their type{keeps}"
+        ]
+    if cost.loss > _NOTICEABLE:
+        return [f"rounding loses {cost.loss:.1%} of the update, and {cost.most:.1%} of {shown(cost.where)}{keeps}"]
+    return []

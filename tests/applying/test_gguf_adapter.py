@@ -1,0 +1,242 @@
+"""Adapters for llama.cpp (`fedlora export --for gguf`). Kinds of evidence: oracle (peft's own update of each layer).
+
+The reader here shares no code with the writer: names by a table written by hand, rows put back one by one, and
+B A alpha / r in float64. That llama.cpp itself answers so: tests/release/test_llama_cpp.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from peft.tuners.lora import LoraLayer
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from fedlora.adapters.reader import AdapterFile
+from fedlora.applying.gguf_adapter import write_gguf
+from support.bases import reconfigure, rewrite, small
+from support.command_line import Said
+from support.peft_cases import CASES, loaded, saved
+from support.tiny_models import VOCABULARY, gpt2
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+Main = Callable[..., Said]
+
+# llama.cpp's name of a Llama block's tensor -> transformers'; from llama.cpp's file of tensor names.
+NAMES = {
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+OTHERS = {"output": "lm_head", "token_embd": "model.embed_tokens"}
+HEADS = {"attn_q": 4, "attn_k": 2}  # of the tiny Llama
+
+
+def updates(file: Path, heads: dict[str, int] = HEADS) -> dict[str, np.ndarray[Any, Any]]:
+    """transformers' name of a layer -> the update that llama.cpp computes for it, (d_out, d_in), rows put back."""
+    reader = gguf.GGUFReader(file)
+
+    def text(key: str) -> str:
+        return bytes(reader.fields[key].parts[-1]).decode()
+
+    assert text("general.type") == "adapter" and text("adapter.type") == "lora"
+    alpha = float(reader.fields["adapter.lora.alpha"].parts[-1][0])
+    stored = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type).astype("f8") for tensor in reader.tensors}
+    found = {}
+    for name in sorted(key.removesuffix(".weight.lora_a") for key in stored if key.endswith(".lora_a")):
+        A, B = stored.pop(f"{name}.weight.lora_a"), stored.pop(f"{name}.weight.lora_b")
+        scale = alpha / B.shape[1]
+        if name in OTHERS:
+            delta = B @ A if name == "output" else A @ B.T
+            found[OTHERS[name]] = scale * delta
+            continue
+        block = re.fullmatch(r"blk\.(\d+)\.(\w+)", name)
+        assert block, name
+        delta = scale * (B @ A)
+        if count := heads.get(block[2]):  # llama.cpp: rows 0, h/2, 1, h/2 + 1, ... of each head of h rows
+            size = len(delta) // count
+            back = np.empty_like(delta)
+            for head in range(count):
+                for row in range(size // 2):
+                    for half in range(2):
+                        back[head * size + half * size // 2 + row] = delta[head * size + 2 * row + half]
+            delta = back
+        found[f"model.layers.{block[1]}.{NAMES[block[2]]}"] = delta
+    assert not stored
+    return found
+
+
+def of_peft(model: Any) -> dict[str, np.ndarray[Any, Any]]:
+    layers = {
+        name.removeprefix("base_model.model."): m for name, m in model.named_modules() if isinstance(m, LoraLayer)
+    }
+    return {name: layer.double().get_delta_weight("default").detach().numpy() for name, layer in layers.items()}
+
+
+def same(got: dict[str, np.ndarray[Any, Any]], want: dict[str, np.ndarray[Any, Any]], rtol: float) -> None:
+    assert got.keys() == want.keys()
+    for name in want:
+        size = np.abs(want[name]).max()
+        assert size > 1e-3
+        np.testing.assert_allclose(got[name], want[name], rtol=0, atol=rtol * size, err_msg=name)
+
+
+KINDS = {
+    "linear": 1e-6, "all-linear": 1e-6, "rank and alpha patterns": 1e-6, "rsLoRA": 1e-6, "rsLoRA with patterns": 1e-6,
+    "embedding and lm_head": 1e-6, "AdaLoRA": 1e-6, "bfloat16": 1e-7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_llama_cpp_computes_pefts_update(name: str, tmp_path: Path, main: Main) -> None:
+    """Every delta and scale of each kind; float64 factors are rounded to float32, those of 16 bits copied."""
+    case = CASES[name]
+    adapter = saved(case, 0, tmp_path / "adapter")
+    case.build().save_pretrained(tmp_path / "base")
+    done = main("export", adapter, "--for", "gguf", "--base", tmp_path / "base", "-o", tmp_path / "g")
+    assert done.code == 0, done.err
+    same(updates(tmp_path / "g" / "adapter.gguf"), of_peft(loaded(case, adapter)), KINDS[name])
+
+
+def test_narrow_types_are_written_and_their_rounding_is_told(tmp_path: Path, main: Main) -> None:
+    """bfloat16 keeps 8 bits: each factor is off by at most 2^-9, and what is told is what is in the file."""
+    adapter, base = small(tmp_path)
+    model = loaded(CASES["linear"], adapter)
+    for dtype, most in (("bfloat16", 2.0**-8), ("float16", 2.0**-11)):
+        out = tmp_path / dtype
+        done = main("export", adapter, "--for", "gguf", "--base", base, "-o", out, "--dtype", dtype, "--json")
+        assert done.code == 0, done.err
+        got, want = updates(out / "adapter.gguf"), of_peft(model)
+        off = np.sqrt(
+            sum(np.square(got[n] - want[n]).sum() for n in want) / sum(np.square(d).sum() for d in want.values())
+        )
+        assert 0 < off < 2 * most and json.loads(done.out)["rounding"] == pytest.approx(off, rel=0.01)
+
+
+def test_rows_of_other_architectures_stay(tmp_path: Path, main: Main) -> None:
+    """Qwen 2: the same names, no order of q and k of its own."""
+
+    def qwen() -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=False))
+
+    adapter, base = small(tmp_path, build=qwen, target_modules=["q_proj", "k_proj", "down_proj"])
+    done = main("export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g")
+    assert done.code == 0 and "architecture qwen2" in done.out, done.err
+    from peft import PeftModel
+
+    same(updates(tmp_path / "g" / "adapter.gguf", {}), of_peft(PeftModel.from_pretrained(qwen(), adapter)), 1e-6)
+
+
+def of_gguf(path: Path, **shapes: tuple[int, int]) -> Path:
+    """A GGUF file of a Llama with one block: names and shapes, as of a base model."""
+    writer = gguf.GGUFWriter(path, "llama")
+    for key, value in (("block_count", 2), ("attention.head_count", 4), ("attention.head_count_kv", 2)):
+        writer.add_uint32(f"llama.{key}", value)
+    for name, shape in shapes.items():
+        writer.add_tensor(name.replace("__", "."), np.zeros(shape, "f4"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_against_the_gguf_file_of_the_base(tmp_path: Path, main: Main) -> None:
+    """The same file as from the directory; another shape, a missing tensor, no GGUF at all are named."""
+    adapter, base = small(tmp_path)
+    q = {f"blk__{k}__attn_q__weight": (32, 32) for k in range(2)}
+    given = of_gguf(tmp_path / "base.gguf", **q)
+    for place, name in ((base, "one"), (given, "two")):
+        assert main("export", adapter, "--for", "gguf", "--base", place, "-o", tmp_path / name).code == 0
+    one, two = (gguf.GGUFReader(tmp_path / n / "adapter.gguf") for n in ("one", "two"))
+    for a, b in zip(one.tensors, two.tensors, strict=True):
+        assert a.name == b.name and np.array_equal(a.data, b.data)
+    (tmp_path / "odd.gguf").write_bytes(b"GGUF, but not quite")
+    for place, why in (
+        (of_gguf(tmp_path / "wide.gguf", **q | {"blk__1__attn_q__weight": (48, 32)}), r"\(32, 32\), but .* \(48, 32\)"),
+        (of_gguf(tmp_path / "less.gguf", blk__0__attn_q__weight=(32, 32)), r"no tensor for 'model\.layers\.1\."),
+        (tmp_path / "odd.gguf", "cannot be read as GGUF"),
+    ):
+        said = main("export", adapter, "--for", "gguf", "--base", place, "-o", tmp_path / "none").error()
+        assert re.search(why, said) and not (tmp_path / "none").exists()
+
+
+def test_what_llama_cpp_would_leave_out_is_named_before(tmp_path: Path, main: Main) -> None:
+    """Saved modules need a word of the user; pairs that it cannot add are refused in any case."""
+    adapter, base = small(tmp_path, modules_to_save=["lm_head"])
+    asked = ["export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g"]
+    said = main(*asked).error()
+    assert "1 of kind head" in said and "'lm_head.weight'" in said and "--drop" in said
+    assert not (tmp_path / "g").exists()
+    done = main(*asked, "--drop")
+    assert done.code == 0 and "left out: 1, such as lm_head.weight" in done.out
+    assert set(updates(tmp_path / "g" / "adapter.gguf")) == {f"model.layers.{k}.self_attn.q_proj" for k in range(2)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "tied", "why"),
+    [
+        ({"target_modules": ["lm_head"]}, True, "one tensor"),
+        ({"target_modules": ["embed_tokens"]}, True, "one tensor"),
+        ({"lora_bias": True}, False, "lora_bias"),
+    ],
+)
+def test_pairs_that_it_cannot_add(fields: dict[str, Any], tied: bool, why: str, tmp_path: Path, main: Main) -> None:
+    def build() -> Any:
+        model = CASES["linear"].build()
+        if tied:
+            model.config.tie_word_embeddings = True
+            model.tie_weights()
+        return model.float()
+
+    adapter, base = small(tmp_path, build=build, **fields)
+    said = main("export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g", "--drop").error()
+    assert why in said and "--for merged" in said and not (tmp_path / "g").exists()
+
+
+def test_other_models_and_idle_options_are_refused(tmp_path: Path, main: Main) -> None:
+    adapter, base = small(tmp_path / "llama")
+    other, of_other = small(tmp_path / "gpt2", build=gpt2, target_modules=["c_attn"])
+    to = ["-o", tmp_path / "out"]
+    for command, why in (
+        ([other, "--for", "gguf", "--base", of_other], "is of type 'gpt2'; .* llama, mistral"),
+        ([adapter, "--for", "gguf"], "needs the base model"),
+        ([adapter, "--for", "vllm", "--base", base], "takes no base model"),
+        ([adapter, "--for", "merged", "--base", base, "--drop"], "--drop has no meaning"),
+        ([adapter, "--for", "tgi"], "merged, vllm, gguf"),
+        ([adapter, "--for", "gguf", "--base", base, "--dtype", "float64"], "float16, bfloat16, float32"),
+    ):
+        assert re.search(why, main("export", *command, *to).error())
+    assert not (tmp_path / "out").exists()
+    reconfigure(base, model_type="llama", num_key_value_heads=4)  # now k is of another shape
+    said = main("export", adapter, "--for", "gguf", "--base", base, *to).error()
+    assert "config.json says" in said
+
+
+def test_from_python(tmp_path: Path) -> None:
+    adapter, base = small(tmp_path)
+    done = write_gguf(AdapterFile(adapter), base, tmp_path / "g")
+    assert done.alpha == 4 and done.folded == () and done.rounding == 0 and done.dtype == "float32"
+
+
+def test_a_copy_of_the_base_is_no_loss_and_a_changed_one_is(tmp_path: Path, main: Main) -> None:
+    """peft stores the embedding that a pair adapts; rows that were added or changed since are lost in GGUF."""
+    adapter, base = small(tmp_path, target_modules=["embed_tokens"])
+    asked = ["export", adapter, "--for", "gguf", "--base", base]
+    key = "base_model.model.model.embed_tokens.base_layer.weight"
+    seen: list[str] = []
+    rewrite(adapter, lambda tensors: seen.extend(tensors))
+    assert key in seen and main(*asked, "-o", tmp_path / "g").code == 0
+    rewrite(adapter, lambda tensors: tensors.update({key: tensors[key] + 1}))
+    assert "1 of kind base" in main(*asked, "-o", tmp_path / "h").error()
+    assert main(*asked, "-o", tmp_path / "h", "--drop").code == 0
