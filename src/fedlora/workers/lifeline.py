@@ -25,12 +25,12 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-
+_met: Any = None  # in a process: where all of them meet
 _mine: weakref.WeakSet[Connection] = weakref.WeakSet()  # the ends that this process holds
 
 
 class Executor:
-    """A `ProcessPoolExecutor` of `size` processes, which start with the first work.
+    """A `ProcessPoolExecutor` of `size` processes, which start with `start` or the first work.
 
     Args:
         begin: called first in each process, with its number, 0 to size - 1, and `given`; an exception in it kills the
@@ -49,8 +49,18 @@ class Executor:
             forkserver.ensure_running()  # not in `submit`: everything others fork from it would ignore Ctrl-C too
         reader, self._lifeline = context.Pipe(duplex=False)
         _mine.add(self._lifeline)
-        begun = (os.getpid(), reader, context.Value("i", 0), begin, given)
+        self._size = size
+        begun = (os.getpid(), reader, context.Value("i", 0), context.Barrier(size), begin, given)
         self._inner = ProcessPoolExecutor(size, context, initializer=_begun, initargs=begun)
+
+    def start(self) -> None:
+        """Start all processes, and wait until each has begun.
+
+        Raises:
+            BrokenProcessPool, BrokenPipeError: one died before.
+        """
+        for begun in [self.submit(_meet) for _ in range(self._size)]:
+            begun.result()
 
     def submit(self, work: Callable[..., T], *given: object) -> Future[T]:
         """Like `ProcessPoolExecutor.submit`."""
@@ -60,8 +70,8 @@ class Executor:
 
     def end(self, *, at_once: bool) -> None:
         """End the processes, at once or when their work is done. May be called again after an interrupt."""
-        if at_once:
-            self._lifeline.close()
+        for process in [*(self._inner._processes or {}).values()] if at_once else ():
+            process.kill()  # also one that is stopped (SIGSTOP), which no other signal ends
         self._inner.shutdown(wait=True, cancel_futures=True)
         self._lifeline.close()
 
@@ -77,8 +87,10 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _begun(
-    owner: int, lifeline: Connection, number: Any, begin: Callable[..., None], given: tuple[object, ...]
+    owner: int, lifeline: Connection, number: Any, met: Any, begin: Callable[..., None], given: tuple[object, ...]
 ) -> None:
+    global _met
+    _met = met
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for other in [*_mine]:  # a fork has copies of its owner's ends, and would keep itself alive
         other.close()
@@ -89,6 +101,11 @@ def _begun(
     with number.get_lock():
         mine, number.value = number.value, number.value + 1
     begin(mine, *given)
+
+
+def _meet() -> None:
+    """Work that ends when every process is doing it, so each has begun."""
+    _met.wait()
 
 
 def _end_with(lifeline: Connection) -> None:

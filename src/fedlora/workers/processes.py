@@ -87,7 +87,6 @@ class Processes(Generic[R]):
         self._given = resident, begin
         self._server = server
         self._executor: Executor | None = None
-        self._proved = False  # whether any work has come back
 
     def __enter__(self) -> Self:
         return self
@@ -118,7 +117,6 @@ class Processes(Generic[R]):
                     yield dead
                 self._draw(rest, work, tasks)
                 continue
-            self._proved = True
             tasks.popleft()
             if isinstance(outcome, _Raised):
                 raise outcome.error
@@ -148,14 +146,20 @@ class Processes(Generic[R]):
                     self._submit(task)
 
     def _submit(self, task: _Task) -> None:
+        task.future = (self._executor or self._start()).submit(_do, task.packed)
+
+    def _start(self, *, again: bool = False) -> Executor:
+        """Processes that have all begun, so it is the work that kills one later. If one dies before, all get a second
+        try."""
         try:
-            if self._executor is None:
-                self._executor = Executor(self.size, _begin, *self._given, server=self._server)
-            task.future = self._executor.submit(_do, task.packed)
-        except BrokenPipeError as error:  # a process ended before receiving its work
-            if not self._proved:
+            self._executor = Executor(self.size, _begin, *self._given, server=self._server)
+            self._executor.start()
+            return self._executor
+        except (BrokenProcessPool, BrokenPipeError) as error:
+            self.close(at_once=True)
+            if again:
                 raise self._dead_at_start(error) from error
-            raise BrokenProcessPool("a process ended as it started") from error
+            return self._start(again=True)
         except OSError as error:
             raise HyperparameterError(
                 f"{self.size} worker processes cannot be started: {error}. They need memory, open files, and "
@@ -169,8 +173,6 @@ class Processes(Generic[R]):
         alone = any(task.breaks >= _PATIENCE for task in tasks)  # then `_draw` submits nothing: this was the only one
         first.alone += alone
         self.close(at_once=True)
-        if first.alone >= _PATIENCE and not self._proved:
-            raise self._dead_at_start(broken)
         if first.alone >= _PATIENCE:
             return Died(
                 f"the process that did this work died {first.breaks + 1} times, at last while working alone: out of "
