@@ -78,6 +78,9 @@ class Workloads:
         answers = scored if generates(config.evaluate.metric) else 0
         if config.model.task == "causal-lm":
             answers += 2 * min(config.evaluate.samples, read.held.test or read.held.validation)
+        if config.train.command is not None:
+            why = "train.command: how many examples a program trains on, and in what memory, only the program knows"
+            return Workload(None, None, early, scored, answers, None, None, (*whys, why))
         if isinstance(bare, str):
             return Workload(trained, None, early, scored, answers, None, None, whys)
         try:
@@ -207,9 +210,11 @@ def examples_of(config: RunConfig, sizes: Mapping[str, int] | None = None) -> in
     the expected number.
 
     sizes: client -> its number of examples. Without them each client takes whole batches, which is the most; None if it
-    trains by epochs, which only the data can count.
+    trains by epochs, which only the data can count, or by a program of its own.
     """
     train = config.train
+    if train.command is not None:
+        return None
     if sizes is None:
         if not train.steps:
             return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from fedlora.client import begin_round
 from fedlora.core.messages import ClientMemory
 from fedlora.doing import doing
-from fedlora.errors import FedLoRAError
+from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.experiments.costs import Workload
 from fedlora.experiments.runnable import clients_of
 from fedlora.experiments.traffic import Nudged
@@ -21,6 +21,7 @@ from fedlora.runs.preparation import Prepared, prepare
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
 from fedlora.simulation import simulate
+from fedlora.training.local import LocalTrainer
 
 _STEPS = 3
 _NO_COST = {  # what does not change how long a step, a text or a round takes
@@ -69,6 +70,8 @@ def measured(config: RunConfig, data_root: Path | None) -> Pace:
     """The pace of runs like this one. Raises whatever `prepare` raises."""
     began = time.perf_counter()
     prepared = prepare(_few(config), data_root)
+    if not isinstance(prepared.trainer, LocalTrainer):
+        raise ConfigError("train.command: a program may begin with all its data, so a few steps of it cannot be timed.")
     begin = time.perf_counter() - began
     clients = sorted(prepared.clients, key=lambda client: max(client.ranks(prepared.seed_adapter.modules).values()))
     state = start(prepared.server, prepared.seed_adapter)
