@@ -561,9 +561,12 @@ def test_whom_the_close_refuses_is_refused_in_every_way(caplog: pytest.LogCaptur
     (record,) = simulate(server, clients(EQUAL), Boasting(), start(server, seed_adapter(4)), rounds=1)
     assert {u.client.id for u in record.uploads} == set(record.weights) == {"a", "c", "d"}
     assert set(record.refused) == {"b"} and "1e+12 examples" in record.refused["b"]
-    assert "'b' does not count" in caplog.text
+    assert "client 'b' refused" in caplog.text
     memory = record.state.clients["b"]
     assert memory.kept is None and memory.position == BATCH and record.state.clients["a"].kept is not None
+    server = replace(server, quorum=None)
+    with pytest.raises(UploadRefused, match=r"'b' refused: .*1e\+12 examples"):
+        list(simulate(server, clients(EQUAL), Boasting(), start(server, seed_adapter(4)), rounds=1))
 
 
 @pytest.mark.parametrize(

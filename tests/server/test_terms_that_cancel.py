@@ -7,7 +7,7 @@ change", kept, and its columns wiped out everybody), *oracle* (dense float64 sum
 from __future__ import annotations
 
 import re
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from fedlora import METHODS, Adapter, Client, LoRA, Server, ServerState, Upload, build
 from fedlora.core.method import Update
 from fedlora.core.multiplied import How, multiplied, plain_pair
-from fedlora.errors import QuorumNotMet
+from fedlora.errors import QuorumNotMet, UploadRefused
 from fedlora.linalg import shortest
 from fedlora.linalg.cancelling import may_cancel, terms_and_size
 from fedlora.linalg.parallel import one_by_one
@@ -65,7 +65,7 @@ def liar(power: int, amount: float) -> Upload:
 @pytest.mark.parametrize("name", EXACT)
 def test_one_liar_whose_terms_cancel_is_measured_or_refused_and_never_no_change(name: str, rule: Rule) -> None:
     """For terms of any size: its norm is its true one, or it is refused by name and the round is the others'."""
-    server = Server(build(name, **EXACT[name]), rule=rule)
+    server = Server(build(name, **EXACT[name]), rule=rule, quorum=1)
     state, uploads = honest(server)
     alone = server.global_update(server.aggregate(state, uploads))["q"]
     fates = set()
@@ -163,7 +163,7 @@ def test_who_cannot_be_measured_counts_for_no_quorum_and_for_no_rule() -> None:
     bad = liar(18, 10.0)
     with pytest.raises(QuorumNotMet, match=r"site-6: .*cannot be measured"):
         Server(build("glora"), rule=Clip(), quorum=6).aggregate(state, [*uploads, bad])
-    tally = Server(build("glora"), rule=MultiKrum(liars=1)).aggregate(state, [*uploads[:4], bad]).tally
+    tally = Server(build("glora"), rule=MultiKrum(liars=1), quorum=4).aggregate(state, [*uploads[:4], bad]).tally
     assert tally is not None and tally.judged is not None and list(tally.refused) == ["site-6"]
     assert tally.judged.rule == "multi-krum (liars = 0)"  # it was the one
     with pytest.raises(QuorumNotMet, match=r"multi-krum with 1 liar .* 5"):
@@ -323,13 +323,22 @@ def test_who_is_handed_on_in_other_columns_is_named(caplog: pytest.LogCaptureFix
 
 
 def test_who_is_refused_when_a_round_is_closed_is_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    server = Server(build("glora"))
+    server = Server(build("glora"), quorum=6)
     state, uploads = honest(server)
     with caplog.at_level("WARNING", "fedlora.server"):
         server.aggregate(state, [*uploads, liar(18, 10.0)])
     assert re.search("'site-6' refused: .*cannot be measured", caplog.text)
     with pytest.raises(QuorumNotMet, match=r"site-6: .*cannot be measured"):
         Server(build("glora"), quorum=7).aggregate(state, [*uploads, liar(18, 10.0)])
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": 0.005}, {"rule": Clip()}], ids=str)
+def test_without_a_quorum_who_is_refused_when_a_round_is_closed_stops_it(options: dict[str, Any]) -> None:
+    """As the first bad upload does (`Server`, quorum). Attack: it was left out, with one line in the log."""
+    server = Server(build("glora", history_limit=0), **options)
+    state, uploads = honest(server, count=12)
+    with pytest.raises(UploadRefused, match="'site-6' refused: .*cannot be measured"):
+        server.aggregate(state, [*uploads[:6], *uploads[7:], liar(18, 10.0)])
 
 
 def test_they_are_refused_before_uploads_are_added_up() -> None:

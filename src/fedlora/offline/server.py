@@ -23,7 +23,7 @@ from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client, Missing, Upload
 from fedlora.core.method import Method
-from fedlora.errors import AdapterFormatError, CheckpointError, ConfigError, UploadRefused, repeated
+from fedlora.errors import AdapterFormatError, CheckpointError, ConfigError, repeated
 from fedlora.server.robust_rules import Rule
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
@@ -183,8 +183,6 @@ class ByHand:
         if self.state is None:
             self.state = self._server.init(_zero_start(uploads))
         after = self._server.aggregate(self.state, uploads)
-        for client, why in after.tally.refused.items() if after.tally is not None else ():
-            raise UploadRefused(client, f"{why}. Leave its adapter out to merge the others")
         self.state = after
         self.clients |= {u.client.id: dict(u.adapter.ranks) for u in uploads}
         self._counted |= dict.fromkeys(digests, after.round)

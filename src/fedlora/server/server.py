@@ -295,6 +295,8 @@ class Server:
         after = intake.close()
         for client, reason in after.tally.refused.items() if after.tally is not None else ():
             if client not in told:  # refused only after all uploads were in
+                if self.quorum is None:
+                    raise UploadRefused(client, reason)
                 log.warning("round %d: %s", state.round + 1, UploadRefused(client, reason))
         return after
 

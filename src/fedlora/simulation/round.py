@@ -75,9 +75,9 @@ class Round:
                 raise QuorumNotMet(f"{error} Failed clients: {self._refused or 'none'}.") from error
         for client, reason in (self._closed.tally.refused if self._closed.tally is not None else {}).items():
             if client in self._after and client not in self._refused:  # refused when compared with the others
-                log.warning("client %r does not count in round %d: %s", client, self._closed.round, reason)
                 self._uploads.pop(client, None)
-                self._memories[client] = replace(self._begun[client], position=self._after[client].position)
+                self._memories[client] = self._begun[client]
+                self._refuse(UploadRefused(client, reason), position=self._after[client].position)
 
     def record(self) -> RoundRecord:
         """The round's record, not yet evaluated."""

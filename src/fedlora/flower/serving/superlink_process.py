@@ -5,6 +5,9 @@ sender: a site that has learned the id of another's message could answer it in t
 would be dropped silently. Here both must be the same node. A forged answer is refused with HTTP 409, which the sender's
 log shows, and `serve` names the sender; nothing was stored, so the real answer still counts.
 
+And its database waits longer for a lock. Flower's 5 seconds are too few for 100 MB adapters on a busy machine: its
+SuperExec ends at the first error of the database, and the SuperLink with it.
+
     python -m fedlora.flower.serving.superlink_process ARGUMENTS OF flower-superlink
 """
 
@@ -14,14 +17,17 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+_PATIENCE = 60_000  # milliseconds until "database is locked"
 SAYS = "fedlora: "  # begins each line of the SuperLink's log that `serve` repeats
 
 
 def main() -> None:
+    from flwr.supercore import sql_mixin
     from flwr.superlink.cli import flower_superlink
     from flwr.superlink.servicer.fleet import fleet_handlers
 
     fleet_handlers.push_messages = under_own_name(fleet_handlers.push_messages)
+    sql_mixin.SQLITE_PRAGMAS = (*sql_mixin.SQLITE_PRAGMAS, ("busy_timeout", str(_PATIENCE)))
     sys.argv[0] = "flower-superlink"
     sys.exit(flower_superlink())  # type: ignore[func-returns-value]
 
