@@ -172,7 +172,7 @@ class ProgramTrainer:
             command = [part.replace(word, value) for part in command]
         place = log.parent
         env = {"HF_DATASETS_CACHE": str(place / "datasets"), **os.environ, VARIABLE: str(round.path)}
-        env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
+        env["PATH"] = search_path()
         what, began, limit = f"the program of {client!r}", time.monotonic(), self._program.time_limit
         with log.open("wb") as file, doing(what):
             try:
@@ -218,6 +218,11 @@ class ProgramTrainer:
             )
 
 
+def search_path() -> str:
+    """Where programs are looked for: in this process's environment first."""
+    return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+
+
 def _scaled(adapter: Adapter, factor: float) -> Adapter:
     """The adapter in other units. A power of two, or 1, changes no digit."""
     if factor == 1:
@@ -240,4 +245,4 @@ def _last_line(log: Path) -> str:
     return f"Its last line: {lines[-1]!r}." if lines else "It said nothing."
 
 
-__all__ = ["Program", "ProgramTrainer"]
+__all__ = ["Program", "ProgramTrainer", "search_path"]

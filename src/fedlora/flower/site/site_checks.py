@@ -7,6 +7,7 @@ from __future__ import annotations
 import shutil
 import stat
 from collections import Counter
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -76,11 +77,25 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
         rows.append(("ca.crt", f"{here.ca} differs from the join file; copy it from there, or run `fedlora flower "
                                f"site` again with a new join file", False))  # fmt: skip
     rows.append(app_row(join, site.app))
+    if site.command is not None:
+        rows.append(_program(site.command))
     if here.next_key.exists():
         rows.append(("new key", "waits for the server: fedlora flower admit FED request.toml --rotate there", True))
     free = shutil.disk_usage(here.path).free
     rows.append(("disk", f"{free / 1e9:.2f} GB free" + ("" if free > _LITTLE else ": little"), free > _LITTLE / 10))
     return rows, (join, site)
+
+
+def _program(command: Sequence[str]) -> Row:
+    """The program that trains here: whether it is there to be started."""
+    from fedlora.training.programs import search_path
+
+    lost = [word for word in command[1:] if word.endswith((".py", ".sh")) and not Path(word).is_file()]
+    if shutil.which(command[0], path=search_path()) is None:
+        lost.insert(0, command[0])
+    if lost:
+        return ("program", f"{lost[0]!r} of its command is not there; give its whole path in site.toml", False)
+    return ("program", f"{' '.join(command)} trains in place of fedlora's own loop", True)
 
 
 def app_row(join: JoinFile, approved: str | None) -> Row:
