@@ -148,6 +148,7 @@ def test_what_was_cut_is_in_the_manifest(place: Path, done: RunFolder) -> None:
             "examples": len(texts[client]),
             "cut": 1,
             "tokens": 20 + 1 + len(response.split()) + 1 - 12,
+            "responses": 0,
         }
 
 

@@ -59,14 +59,14 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
             what = "prompts to answer" if how == "asked" else "examples"
             notes.warn(
                 f"{part['cut']} of {part['examples']} {what} of {name} are longer than {room} and were cut by "
-                f"{part['tokens']} tokens{_short(part['responses'])}; their scores are for the shortened texts."
+                f"{part['tokens']} tokens{_short(part.get('responses', 0))}; their scores are for the shortened texts."
             )
 
 
 def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str) -> None:
     """Print one line if training examples were too long: how many, and how many tokens were cut."""
     if cut:
-        examples, tokens, short = (sum(part[what] for part in cut.values()) for what in ("cut", "tokens", "responses"))
+        examples, tokens, short = (sum(part.get(what, 0) for part in cut.values()) for what in ("cut", "tokens", "responses"))
         notes.warn(
             f"{counted(examples, 'training example')} of {counted(len(cut), 'client')} longer than {setting} = "
             f"{max_length}: cut by {counted(tokens, 'token')}{_short(short)}; raise it to keep them whole."

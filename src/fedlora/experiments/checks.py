@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.data.demo import model_location
-from fedlora.errors import FedLoRAError, counted
+from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.experiments.costs import Workloads, memory_of
 from fedlora.experiments.gpus import visible
 from fedlora.experiments.places import Places
@@ -74,10 +75,12 @@ def _of_runs(runs: Sequence[PlannedRun], count: Workloads, workers: int | None) 
             check_measuring(run.config, read.dealt)
             check_processes(run.config, run.config.run.processes(run.config.model.chosen_device(), len(read.sizes)))
             _check_fit(run.config, bare, read.sizes, read.classes)
-            if workers is not None:
-                yield from _of_memory(run, bare, list(read.sizes), workers)
         except FedLoRAError as error:
             yield f"{run.label}: {error}"
+            continue
+        if workers is not None:
+            with suppress(ConfigError):  # of a model that cannot tell
+                yield from _of_memory(run, bare, list(read.sizes), workers)
 
 
 def _fresh(shapes: Mapping[str, tuple[int, int]], rank: int) -> dict[str, LoRA]:

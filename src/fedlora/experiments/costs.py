@@ -83,10 +83,12 @@ class Workloads:
             return Workload(None, None, early, scored, answers, None, None, (*whys, why))
         if isinstance(bare, str):
             return Workload(trained, None, early, scored, answers, None, None, whys)
+        tokens, memory = None, None
         try:
-            tokens, memory = self._tokens(config, read, bare), memory_of(config, bare, list(read.sizes))
+            tokens = self._tokens(config, read, bare)
+            memory = memory_of(config, bare, list(read.sizes))
         except (ConfigError, DataError) as error:
-            return Workload(trained, None, early, scored, answers, None, None, (*whys, _line(error)))
+            whys = (_line(error),)
         moved = config.model.adapter is not None and config.method.build().roles(0).moves_base
         size = None if config.privacy is not None or moved else bytes_of(config, bare.shapes, list(read.sizes))
         return Workload(trained, tokens, early, scored, answers, size, memory, whys)

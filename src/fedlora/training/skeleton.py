@@ -20,7 +20,7 @@ from fedlora.adapters.io import read_model
 from fedlora.errors import ConfigError
 from fedlora.training.bfloat16 import has_instructions
 from fedlora.training.hub_models import source
-from fedlora.training.loading import dequantised, set_dropout
+from fedlora.training.loading import dequantised, longest_input, positions_of, set_dropout
 from fedlora.training.local import micro_batch
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import DType, LoRASettings, Task, TrainSection
@@ -87,6 +87,7 @@ class Skeleton:
                 self._base: nn.Module = kind.from_config(config, dtype=torch.float32)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise ConfigError(f"the model {os.fspath(path)!r} cannot be built: {str(error).splitlines()[0]}") from error
+        self._longest = longest_input(self._base, positions_of(config))
         self.parameters = sum(parameter.numel() for parameter in self._base.parameters())
         head: Any = self._base.get_output_embeddings() if task == "causal-lm" else None
         self.vocabulary = 0 if head is None else len(head.weight)
@@ -104,12 +105,13 @@ class Skeleton:
         self, ranks: Collection[Mapping[str, int]], train: TrainSection, tokens: int, *, device: str, dtype: DType,
         bf16: bool, four_bit: bool, scored: int,
     ) -> Memory:  # fmt: skip
-        """What a process takes on the device at its peak, if each text has `tokens` tokens.
+        """What a process takes on the device at its peak, if each text has `tokens` tokens or all that the model reads.
 
         Args:
             ranks: each distinct client's, by module. scored: texts in a batch of the evaluation.
         """
         batch = micro_batch(train.batch_size, train.accumulation, torch.device(device.partition(":")[0]))
+        tokens = min(tokens, self._longest or tokens)
         kept, largest = self.activations(batch, tokens)
         by_hand = device == "cpu" and not has_instructions()
         if bf16 and not by_hand:  # norms and losses stay float32
