@@ -4,6 +4,8 @@ hand, structural."""
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,15 @@ axes = {axes}
 ONE = '{ lr = ["1e-3"], split = ["even"] }'
 # rho -> seed -> the round at 0.7; 0: never; -3: never, stopped early after round 3; None: diverged, and ended after 3
 WHEN = {"1": {0: 2, 1: 4, 2: -3}, "0.5": {0: 5, 1: 0, 2: None}}
+
+
+@pytest.fixture(autouse=True)
+def closed() -> Iterator[None]:
+    """Pictures that a test only looks at are not kept open."""
+    yield
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    if pyplot is not None:
+        pyplot.close("all")
 
 
 def experiment_of(folder: Path, metric: str, axes: str) -> Experiment:

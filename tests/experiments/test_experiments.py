@@ -634,11 +634,13 @@ def test_a_line_that_lies_on_another_says_so() -> None:
 
 
 def test_a_picture_names_the_label_that_has_no_result(experiment: Experiment) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
     runs = mains(experiment, "one", {})
     done = {run.digest: result(run.digest, run.seed, 0.6) for run in runs}
     whole = figures_of(Grid(experiment, "one", done))["curves"]
     del done[runs[0].digest]
     less = figures_of(Grid(experiment, "one", done))["curves"]
+    plt.close("all")
     (gone,) = {*less.get_suptitle().splitlines()} - {*whole.get_suptitle().splitlines()}
     assert runs[0].cell["method"] in gone and runs[1].cell["method"] not in gone
 
