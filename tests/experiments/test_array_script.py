@@ -96,11 +96,16 @@ def test_sigterm_ends_a_grid_like_an_interrupt(tmp_path: Path, monkeypatch: pyte
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_is_no_option_of_sbatch_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [(["--option", "partition gpu"], "got 'partition gpu'"), (["--workers", "auto"], "--workers auto")],
+)
+def test_what_slurm_cannot_take_is_refused(tmp_path: Path, options: list[str], why: str) -> None:
     (tmp_path / "two.toml").write_text(GRID)
     words = ["experiment", "sbatch", tmp_path / "two.toml", "--time", "10", "--work", tmp_path / "work"]
-    refused = invoke(*words, "--option", "partition gpu", code=1)
-    assert isinstance(refused.exception, ConfigError) and "got 'partition gpu'" in str(refused.exception)
+    refused = invoke(*words, *options, code=1)
+    assert isinstance(refused.exception, ConfigError) and why in str(refused.exception)
+    assert not (tmp_path / "work").exists()
 
 
 def test_the_page_writes_the_script_that_it_submits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

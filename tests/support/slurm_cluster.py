@@ -14,7 +14,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -137,4 +137,6 @@ def slurm(folder: Path) -> Iterator[Slurm]:
         for daemon in reversed(cluster.daemons.values()):
             daemon.terminate()
         for daemon in cluster.daemons.values():
-            daemon.wait(30)
+            with suppress(subprocess.TimeoutExpired):
+                daemon.wait(30)
+            daemon.kill()  # a node waits for its jobs to end

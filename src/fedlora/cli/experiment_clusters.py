@@ -11,7 +11,6 @@ from fedlora.cli.batches import Cluster, worker_count
 from fedlora.cli.experiment import Machines
 from fedlora.cli.experiment_project import Project
 from fedlora.cli.experiment_runs import chosen
-from fedlora.cli.grid_parts import parse_shard
 from fedlora.cli.screen import notes
 from fedlora.core import files
 from fedlora.errors import ConfigError, counted
@@ -36,7 +35,8 @@ def write_script(
     shards: int, time: str, gpus: int, memory: str | None, options: Sequence[str], out: Path | None,
 ) -> None:  # fmt: skip
     """Write an array script for Slurm; `fedlora experiment sbatch --help` explains each argument."""
-    parse_shard(f"1/{shards}")
+    if workers == "auto":
+        raise ConfigError("--workers auto counts this machine's cores, and Slurm runs elsewhere: give a number.")
     if wrong := [option for option in options if not option.startswith("--") or len(option.split()) > 1]:
         raise ConfigError(f"--option takes one option of sbatch, such as --partition=gpu; got {wrong[0]!r}.")
     loaded = chosen(project, names, profile, seeds, only)
