@@ -20,6 +20,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     DataCollatorWithPadding,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -283,6 +284,16 @@ def test_resuming_a_checkpoint_of_another_round_is_refused(tmp_path: Path, monke
         trainer.train(resume_from_checkpoint=True)
 
 
+class Mine(TrainerCallback):
+    """A user's own callback, which goes on as before."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen.append(state.global_step)
+
+
 def test_a_script_keeps_its_optimiser_in_the_rounds_folder(
     base: Path, data: dict[str, TextData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +309,10 @@ def test_a_script_keeps_its_optimiser_in_the_rounds_folder(
         folder.write(facts, *model.seed_adapter(4, seed=0))
         monkeypatch.setenv(VARIABLE, str(folder.path))
         trainer = trainer_of(model_of(base), data["a"], tmp_path, lr_scheduler_type="linear")
+        mine = Mine()
+        trainer.add_callback(mine)
         federate(trainer, optimizer="keep").train()
+        assert mine.seen == list(range(1, STEPS + 1))
     (steps,) = {int(state["step"]) for state in trainer.optimizer.state_dict()["state"].values()}
     assert steps == 2 * STEPS
     assert trainer.lr_scheduler.get_last_lr() == pytest.approx([LR / 3] * len(trainer.lr_scheduler.get_last_lr()))

@@ -31,8 +31,8 @@ from fedlora.runs.sections import (
     ModelSection,
     RunSection,
     ServerSection,
-    TrainTable,
 )
+from fedlora.runs.train_section import TrainTable
 from fedlora.server.terms import weighs_by
 from fedlora.training.prompting import RAW
 from fedlora.training.settings import Key, LoRASettings, Section, TrainSection

@@ -32,20 +32,8 @@ from fedlora.training.content import model_place
 from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.metrics import MetricName, score_name
 from fedlora.training.models import AdaptedModel
-from fedlora.training.programs import Program
 from fedlora.training.prompting import CHAT, RAW, check_template
-from fedlora.training.settings import (
-    DType,
-    Key,
-    LongResponses,
-    LoRASettings,
-    LossOn,
-    Positive,
-    Section,
-    Targets,
-    Task,
-    TrainSection,
-)
+from fedlora.training.settings import DType, Key, LongResponses, LoRASettings, LossOn, Positive, Section, Targets, Task
 from fedlora.training.targets import check_targets
 from fedlora.workers.processes import available
 
@@ -400,31 +388,6 @@ class DataSection(Section):
                     f"a client id may have letters, digits, '_', '-' and '.', as a folder's name; got {client!r}"
                 )
         return self
-
-
-Command = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
-Seconds = Annotated[float, Field(gt=0)]
-
-
-class TrainTable(TrainSection):
-    """One client's round: by fedlora's own loop, whose optimiser is new each round as in all reference codes, or by a
-    program of the client's.
-
-    command: a program and its arguments, such as ["python", "my_train.py"], started once for each client and round; it
-    finds a PEFT folder and leaves one, and all other keys here have no effect. {data} in it is the client's file of
-    training examples. time_limit: seconds after which the program is ended and its client fails; not set: none.
-    """
-
-    command: Annotated[
-        Command | None, Key("each site names its own command in its site.toml, and the server can send none", "ahead")
-    ] = None
-    time_limit: Annotated[
-        Seconds | None, Key("each site sets time_limit in its site.toml", lasting="never", counts=False)
-    ] = None
-
-    def program(self) -> Program | None:
-        """The clients' program, if they have one."""
-        return None if self.command is None else Program(tuple(self.command), self.time_limit)
 
 
 class EvaluateSection(Section):

@@ -25,7 +25,7 @@ from fedlora.flower.terms.names import check_site
 from fedlora.given_files import read_toml
 from fedlora.runs.config import located_command
 from fedlora.runs.reading import checked
-from fedlora.runs.sections import Command, Seconds
+from fedlora.runs.train_section import Command, Seconds
 from fedlora.training.settings import Section
 
 COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")
