@@ -167,4 +167,7 @@ metric = { "evaluate.metric" = "rouge-l" }""",
         assert what in told
     (tmp_path / "model" / "model.safetensors").unlink()
     said = main("experiment", "run", str(tmp_path / "mine.toml"), *where)
+    (tmp_path / "model" / "config.json").unlink()  # which is told once, and not for each method
+    bare = main("experiment", "run", str(tmp_path / "mine.toml"), *where)
+    assert "2 things are wrong" in " ".join((bare.out + bare.err).split())
     assert "has no weights" in " ".join((said.out + said.err).split()) and json.dumps(said.code) == "2"

@@ -34,6 +34,7 @@ def show_plan(
     table = Table("experiment", *_NUMBERS, *([] if price is None else ["price"]))
     lacking: dict[str, str] = {}
     wrong: dict[str, None] = {}
+    unread = False
     finished_pace = _paces(done)
     measured = Paces(places.data_root) if measure else None
     for experiment in chosen:
@@ -43,6 +44,7 @@ def show_plan(
         todo = [run for run in search if run.digest not in done and run.digest not in given_up]
         todo += [run for digest, run in runs.items() if digest not in done]
         work = [(run, count.of(run.config)) for run in todo]
+        unread = unread or any(each.scored is None for _, each in work)
         lacking |= {why: experiment.name for _, each in work for why in each.whys}
         wrong |= dict.fromkeys(problems(todo, places, workers, count))
         hours = _hours(work, measured.seconds if measured else finished_pace)
@@ -55,7 +57,7 @@ def show_plan(
     console.print(table)
     for why, name in lacking.items():
         console.print(f"{name}: not all is counted: {why}")
-    if any("data" in why for why in lacking):
+    if unread:
         console.print("at most: without data, each client counts with whole batches")
     said = "the time of finished runs of the same model and max_length, all included, on any machine"
     by = "a few steps, texts and messages of each kind of run, timed on this device now" if measure else said
@@ -63,7 +65,7 @@ def show_plan(
         f"hours of one process by {by}. GB of the process's device at the peak, estimated within a factor of 2, in the "
         f"largest run."
     )
-    notes.warn(*wrong)
+    notes.warn(*(one for one in wrong if one not in lacking))
 
 
 def _work(work: Sequence[_Counted]) -> list[str]:

@@ -66,7 +66,8 @@ def tell_data(manifest: Mapping[str, Any], max_length: int, answer: int) -> None
 def tell_cut(cut: Mapping[str, Mapping[str, int]], max_length: int, setting: str) -> None:
     """Print one line if training examples were too long: how many, and how many tokens were cut."""
     if cut:
-        examples, tokens, short = (sum(part.get(what, 0) for part in cut.values()) for what in ("cut", "tokens", "responses"))
+        each = ("cut", "tokens", "responses")
+        examples, tokens, short = (sum(part.get(what, 0) for part in cut.values()) for what in each)
         notes.warn(
             f"{counted(examples, 'training example')} of {counted(len(cut), 'client')} longer than {setting} = "
             f"{max_length}: cut by {counted(tokens, 'token')}{_short(short)}; raise it to keep them whole."

@@ -67,7 +67,7 @@ def _of_runs(runs: Sequence[PlannedRun], count: Workloads, workers: int | None) 
             continue
         looked.add(key)
         read, bare = count.data(run.config), count.model(run.config)
-        yield from (f"{run.label}: {why}" for why in (read, bare) if isinstance(why, str))
+        yield from (why for why in (read, bare) if isinstance(why, str))  # of all runs that share them
         if isinstance(read, str) or isinstance(bare, str):
             continue
         try:
