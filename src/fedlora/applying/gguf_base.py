@@ -52,7 +52,9 @@ class GGUFBase:
         """
         import gguf
 
-        arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch)
+        arch = next((key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == self.arch), None)
+        if arch is None:
+            raise ConfigError(f"the installed gguf does not know architecture {self.arch}: pip install --upgrade gguf.")
         found = gguf.get_tensor_name_map(arch, self.blocks).get_name(plain(path))
         name = f"{found}.weight"
         if found is None or (self.shapes and name not in self.shapes and found != "output"):
