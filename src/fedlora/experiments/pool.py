@@ -7,6 +7,7 @@ interrupts and ends the processes; they also end with it, even in the middle of 
 
 from __future__ import annotations
 
+import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -15,6 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from fedlora.workers.lifeline import Executor
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 _TRIES = 2
@@ -60,6 +62,7 @@ def run_in_processes(
                     slot.end()
                     deaths[number] += 1
                     if deaths[number] < _TRIES:
+                        log.warning("a worker process died; another one takes up its work again")
                         waiting.appendleft((number, task))
                         continue
                 yield task, error if error is not None else future.result()
