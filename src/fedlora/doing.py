@@ -85,7 +85,8 @@ def beating(say: Callable[[str], None], name: str) -> Iterator[None]:
             silent = time.monotonic() - max(began, _heard_at)
             first = _heard_at < began
             if silent >= EVERY or (first and time.process_time() >= FIRST):
-                say(f"{name}: {now() or ('importing libraries' if first else 'at work')}, {time.monotonic() - began:.0f} s")
+                what = now() or ("importing libraries" if first else "at work")
+                say(f"{name}: {what}, {time.monotonic() - began:.0f} s")
                 heard()
 
     thread = threading.Thread(target=beat, daemon=True)

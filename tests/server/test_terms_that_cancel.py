@@ -335,7 +335,7 @@ def test_without_a_quorum_who_is_refused_when_a_round_is_closed_stops_it(options
     """As the first bad upload does (`Server`, quorum). Attack: it was left out, with one line in the log."""
     server = Server(build("glora", history_limit=0), **options)
     state, uploads = honest(server, count=12)
-    with pytest.raises(UploadRefused, match="'site-6' refused: .*cannot be measured"):
+    with pytest.raises(UploadRefused, match=r"'site-6' refused: .*cannot be measured"):
         server.aggregate(state, [*uploads[:6], *uploads[7:], liar(18, 10.0)])
 
 
