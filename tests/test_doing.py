@@ -88,7 +88,7 @@ def test_the_first_word_comes_with_the_processor_time_of_the_imports(
 
     monkeypatch.setattr(fedlora.cli, "main", lambda: sys.exit(imports()))
     [line] = told("flower", "serve", "folder")
-    assert " fedlora flower serve: at work, " in line
+    assert " fedlora flower serve: importing libraries, " in line
 
 
 def test_a_silent_run_says_what_is_done_and_what_is_left(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import warnings
 
@@ -12,6 +13,15 @@ _NEEDED = ("click", "typer", "rich", "pydantic")  # every command imports them, 
 
 def main() -> None:
     """The entry point of the package."""
+    try:
+        _main()
+    except KeyboardInterrupt:  # before the command line could say more
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _main() -> None:
     # typer 0.20 asks click 8.5 for an old name; with PYTHONWARNINGS=error nothing would start.
     warnings.filterwarnings("ignore", r"'click[.]utils[.]get_", DeprecationWarning)
     try:

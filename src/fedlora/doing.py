@@ -83,8 +83,10 @@ def beating(say: Callable[[str], None], name: str) -> Iterator[None]:
     def beat() -> None:
         while not over.wait(_LOOK):
             silent = time.monotonic() - max(began, _heard_at)
-            if silent >= EVERY or (_heard_at < began and time.process_time() >= FIRST):
-                say(f"{name}: {now() or 'at work'}, {time.monotonic() - began:.0f} s")
+            first = _heard_at < began
+            if silent >= EVERY or (first and time.process_time() >= FIRST):
+                what = now() or ("importing libraries" if first else "at work")
+                say(f"{name}: {what}, {time.monotonic() - began:.0f} s")
                 heard()
 
     thread = threading.Thread(target=beat, daemon=True)

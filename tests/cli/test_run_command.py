@@ -26,6 +26,7 @@ def test_where_no_terminal_shows_a_bar_there_is_a_line_for_each_round(finished: 
     rounds = finished.folder.read_json("summary.json")["rounds"]
     told = [line.split(",")[0] for line in finished.err.splitlines() if line.startswith("round ")]
     assert told == [f"round {k} of {rounds} done" for k in range(1, rounds + 1)]
+    assert "━" not in finished.err, "the bar's last state, drawn at its end"
 
 
 def test_on_stdout_there_is_only_json(

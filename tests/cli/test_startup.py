@@ -6,6 +6,7 @@ The modules are those of a process of its own, as `sys.modules` has them after e
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import warnings
@@ -170,10 +171,29 @@ def test_an_interrupt_promises_what_the_command_can_do(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["fedlora", *words])
     monkeypatch.setattr(fedlora.cli, "app", lambda **how: 130)
+    before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit, match="130"):
         fedlora.cli.main()
+    assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN, "a second one could interrupt Python's end"
     said = " ".join(capsys.readouterr().err.split())
     assert said.startswith("interrupted; ") and said.endswith(goes_on) if goes_on else said == "interrupted"
+
+
+def test_an_interrupt_of_the_imports_has_the_same_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Or at any other moment at which the command line cannot answer it. Before: a traceback."""
+    import fedlora.__main__ as entry
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(entry, "beating", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit, match="130"):
+        entry.main()
+    assert signal.signal(signal.SIGINT, before) is signal.SIG_IGN
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_the_commands_with_resume_are_the_ones_that_say_so() -> None:

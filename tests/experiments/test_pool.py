@@ -48,13 +48,17 @@ def test_every_task_is_run_once_and_an_exception_is_a_result() -> None:
     assert found == {1: 1, 2: 4, 4: 16} and seen[0] == []
 
 
-def test_a_task_whose_process_dies_is_run_again_and_a_second_time_is_a_failure(tmp_path: Path) -> None:
-    """As often as each says: the files hold a letter for each try. The neighbours lose nothing."""
+def test_a_task_whose_process_dies_is_run_again_and_a_second_time_is_a_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As often as each says: the files hold a letter for each try. The neighbours lose nothing. The log names each
+    replacement."""
     tasks = [(tmp_path / name, times) for name, times in (("a", 0), ("once", 1), ("twice", 2), ("b", 0))]
     found = {path.name: result for (path, _), result in played(die_so_often, tasks)}
     assert isinstance(found.pop("twice"), BrokenProcessPool)
     assert found == {name: name for name in ("a", "once", "b")}
     assert {path.name: len(path.read_text()) for path, _ in tasks} == {"a": 1, "once": 2, "twice": 2, "b": 1}
+    assert caplog.text.count("a worker process died") == 2
 
 
 def test_each_process_sees_its_own_gpu() -> None:

@@ -6,6 +6,7 @@ options.py   options that several commands share           screen.py, formats.py
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 from typing import Annotated
 
@@ -97,6 +98,7 @@ def main() -> None:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would show tracebacks of libraries at their end
         from fedlora.cli.screen import notes
 
         first, second = [*(word for word in sys.argv[1:] if not word.startswith("-")), "", ""][:2]

@@ -116,7 +116,7 @@ def bar(*words: str) -> Progress:
         TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(),
         *map(TextColumn, words), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(),
     )  # fmt: skip
-    return Progress(*columns, console=notes, refresh_per_second=2, auto_refresh=notes.is_terminal)
+    return Progress(*columns, console=notes, refresh_per_second=2, disable=not notes.is_terminal)
 
 
 def can_write(out: Path) -> None:

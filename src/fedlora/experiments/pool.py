@@ -7,6 +7,7 @@ interrupts and ends the processes; they also end with it, even in the middle of 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Protocol, TypeVar
 
 from fedlora.workers.lifeline import Executor
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 R = TypeVar("R")
 _TRIES = 2
@@ -79,6 +81,7 @@ def run_in_slots(
                     slot.end()
                     deaths[number] += 1
                     if deaths[number] < _TRIES:
+                        log.warning("a worker process died; another one takes up its work again")
                         again.append((number, task))
                         continue
                 yield task, error if error is not None else future.result()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedlora.privacy import extras
 
-_AT_ONCE = 2**16  # entries drawn per call
+_AT_ONCE = 2**13  # entries drawn per call, for which Ctrl-C waits
 
 
 def with_noise(total: Tensor, scale: float) -> Tensor:

@@ -27,7 +27,7 @@ def main() -> None:
     from flwr.superlink.servicer.fleet import fleet_handlers
 
     fleet_handlers.push_messages = under_own_name(fleet_handlers.push_messages)
-    sql_mixin.SQLITE_PRAGMAS = (*sql_mixin.SQLITE_PRAGMAS, ("busy_timeout", str(_PATIENCE)))
+    vars(sql_mixin)["SQLITE_PRAGMAS"] += (("busy_timeout", str(_PATIENCE)),)
     sys.argv[0] = "flower-superlink"
     sys.exit(flower_superlink())  # type: ignore[func-returns-value]
 
