@@ -82,7 +82,7 @@ ALWAYS = {  # what they cannot do with others is an error of its own, at the lat
     "defence": "rule",
     "data": "train clients task max_train max_test validation test max_length messages template",
     "train": "lr optimizer weight_decay steps batch_size accumulation clip schedule class_weights",
-    "evaluate": "target patience min_delta samples",
+    "evaluate": "target patience min_delta samples test_along",
     "privacy": "*",
     "attack": "kind",
 }  # fmt: skip
