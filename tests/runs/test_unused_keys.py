@@ -93,7 +93,7 @@ ALWAYS = {  # what they cannot do with others is an error of its own, at the lat
     "defence": "rule",
     "data": "train clients task max_train max_test validation test max_length messages template",
     "train": "command",
-    "evaluate": "target patience min_delta samples",
+    "evaluate": "target patience min_delta samples test_along",
     "privacy": "*",
     "attack": "kind",
 }  # fmt: skip

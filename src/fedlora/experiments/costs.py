@@ -65,10 +65,17 @@ class Workloads:
         self._root = data_root
         self._dealt: dict[str, _Read | str] = {}
         self._models: dict[str, Skeleton | str] = {}
+        self._counted: dict[str, Workload] = {}
         self._lengths: dict[tuple[object, ...], int] = {}  # of a text, by model and settings
 
     def of(self, config: RunConfig) -> Workload:
-        """All that can be counted of the run."""
+        """All that can be counted of the run; its learning rate changes nothing."""
+        key = config.model_dump_json(exclude={"train": {"lr"}})
+        if key not in self._counted:
+            self._counted[key] = self._of(config)
+        return self._counted[key]
+
+    def _of(self, config: RunConfig) -> Workload:
         read, bare = self.data(config), self.model(config)
         whys = tuple(found for found in (read, bare) if isinstance(found, str))
         early = config.evaluate.patience is not None

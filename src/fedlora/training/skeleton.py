@@ -88,6 +88,7 @@ class Skeleton:
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise ConfigError(f"the model {os.fspath(path)!r} cannot be built: {str(error).splitlines()[0]}") from error
         self._longest = longest_input(self._base, positions_of(config))
+        self._kept: dict[tuple[int, int], tuple[int, int]] = {}  # (examples, tokens) -> what `activations` found
         self.parameters = sum(parameter.numel() for parameter in self._base.parameters())
         head: Any = self._base.get_output_embeddings() if task == "causal-lm" else None
         self.vocabulary = 0 if head is None else len(head.weight)
@@ -135,6 +136,8 @@ class Skeleton:
         Raises:
             ConfigError: the architecture cannot run without numbers.
         """
+        if (examples, tokens) in self._kept:
+            return self._kept[examples, tokens]
         weights = {_storage(parameter) for parameter in self._model.network.parameters()}
         kept: dict[int, Tensor] = {}
 
@@ -153,7 +156,8 @@ class Skeleton:
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
             raise ConfigError(f"it cannot be run without numbers: {str(error).splitlines()[0]}") from error
         sizes: Sequence[int] = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
-        return sum(sizes), max(sizes, default=0)
+        self._kept[examples, tokens] = sum(sizes), max(sizes, default=0)
+        return self._kept[examples, tokens]
 
 
 def _storage(tensor: Tensor) -> int:
