@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from fedlora.core.messages import Client, Upload
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
 from fedlora.flower import rounds as rounds_package
 from fedlora.flower.messages.envelope import Receipt, put_receipt, receipt_of
-from fedlora.flower.messages.records import to_array, to_tensor
+from fedlora.flower.messages.records import record_parcel, to_array, to_tensor
 from fedlora.flower.rounds.attempt import far_ones, update_norm
 from fedlora.flower.rounds.events import Again, Began, Done, Ended, Fated, PolicyChanged, read_events
 from fedlora.flower.rounds.playing import played_by_one
@@ -406,6 +407,38 @@ def test_who_was_removed_and_comes_back_is_out_of_quarantine(tmp_path: Path) -> 
     strategy.start(grid, num_rounds=4)
     fates = [line["fates"].get("three", {}).get("fate") for line in lines_of(tmp_path / "o")]
     assert fates == ["refused", "quarantined", None, "trained"]
+
+
+def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_round(tmp_path: Path) -> None:
+    """A removal, another rank, a return; also if the first server with the new policy died before its checkpoint."""
+
+    def played(clients: dict[str, int], upto: int, meddle: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        policy = Policy(clients, quarantine=1, retries=0)
+        strategy, grid = federation(
+            tmp_path, Server(build("glora"), quorum=1), policy=policy, record=tmp_path / "o", resume=True
+        )
+        grid.meddle = meddle
+        strategy.start(grid, num_rounds=upto)
+        parcels = [record_parcel(message.content)[0] for message in grid.sent]
+        return strategy, {parcel.client.id: parcel.client.rank for parcel in parcels}
+
+    def die(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    strategy, _ = played({"one": 2, "two": 4, "three": 3}, 1, {"three": nan})
+    pruned = replace(strategy.memory.state.clients["two"], ranks={name: 1 for name in seed_adapter(4).modules})
+    known = strategy.memory.state.clients | {"two": pruned}
+    strategy.memory = replace(strategy.memory, state=replace(strategy.memory.state, clients=known))
+    strategy._save()
+    with pytest.raises(KeyboardInterrupt):
+        played({"one": 2, "two": 3}, 2, {"one": die})
+    assert played({"one": 2, "two": 3}, 2, {})[1] == {"one": 2, "two": 3}  # as the policy says, and not 1
+    assert played({"one": 2, "two": 3, "three": 3}, 3, {})[1] == {"one": 2, "two": 3, "three": 3}  # no quarantine
+    changes = [e for e in read_events(tmp_path / "o" / "events.jsonl") if isinstance(e, PolicyChanged)]
+    assert [(e.round, dict(e.added), e.removed, dict(e.changed)) for e in changes] == [
+        *[(2, {}, ("three",), {"two": (4, 3)})] * 2,
+        (3, {"three": 3}, (), {}),
+    ]
 
 
 # ---- what is written down --------------------------------------------------------------------------------------------

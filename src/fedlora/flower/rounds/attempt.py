@@ -172,9 +172,9 @@ class Attempt:
         trained = {name: reply for name, reply in taken.items() if self._fates[name].fate == "trained"}
         clients, receipts = self._known_after(trained, tally)
         examples = {**self.memory.examples, **{name: reply.examples for name, reply in trained.items()}}
-        memory = FlowerState(
-            self.memory.run, RunState(after.round, after, ReadOnly(clients)), self._ordered_refusals(),
-            ReadOnly({name: examples[name] for name in sorted(examples)}), ReadOnly(receipts),
+        memory = replace(
+            self.memory, state=RunState(after.round, after, ReadOnly(clients)), refusals=self._ordered_refusals(),
+            examples=ReadOnly({name: examples[name] for name in sorted(examples)}), receipts=ReadOnly(receipts),
         )  # fmt: skip
         overturned = tuple(self._fates[name] for name in taken if name not in trained)
         return Closed(memory, self._line(after, taken, trained), overturned)

@@ -16,11 +16,14 @@ from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
 
 
+Members = Mapping[str, int | Mapping[str, int]]
+
+
 @dataclass(frozen=True, eq=False)
 class FlowerState:
     """A run's state; the number of each client's refused uploads since the last accepted one; the number of training
-    examples that each reported with its last accepted upload; and the receipts for their work (absent: never
-    asked)."""
+    examples that each reported with its last accepted upload; the receipts for their work (absent: never asked); and
+    the policy's clients with their ranks (None: a checkpoint of an older fedlora, without them)."""
 
     TAG: ClassVar[str] = "flower/2"
 
@@ -29,17 +32,33 @@ class FlowerState:
     refusals: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, float] = field(default_factory=dict)
     receipts: Mapping[str, Receipt] = field(default_factory=dict)
+    members: Members | None = None
 
-    def after(self, change: PolicyChanged) -> FlowerState:
-        """The state after a policy change: a client that was removed, or has another rank, starts afresh."""
-        gone = {*change.removed, *change.changed}
-        clients = {
-            name: replace(memory, ranks=None) if name in gone else memory for name, memory in self.state.clients.items()
+    def under(self, clients: Members, why: str = "") -> tuple[FlowerState, PolicyChanged | None]:
+        """The state under a policy with these clients, and what is new in it since the checkpoint; None: nothing.
+
+        The server forgets a client that was removed, except for the receipt, by which it finds its own work again. If
+        its rank changed, the server forgets only the ranks that pruning had left. A client that was removed and came
+        back between two readings of the policy was never removed. why: as in `PolicyChanged`.
+        """
+        old = clients if self.members is None else self.members
+        new, gone = [name for name in clients if name not in old], tuple(name for name in old if name not in clients)
+        other = {name: (old[name], clients[name]) for name in clients if name in old and old[name] != clients[name]}
+        known = {
+            name: replace(memory, ranks=None) if name in other else memory
+            for name, memory in self.state.clients.items()
+            if name not in gone
         }
-        refusals = {name: count for name, count in self.refusals.items() if name not in change.removed}
-        examples = {name: count for name, count in self.examples.items() if name not in change.removed}
-        state = replace(self.state, clients=ReadOnly(clients))
-        return replace(self, state=state, refusals=ReadOnly(refusals), examples=ReadOnly(examples))
+        state = replace(
+            self,
+            state=replace(self.state, clients=ReadOnly(known)),
+            refusals=ReadOnly({name: count for name, count in self.refusals.items() if name not in gone}),
+            examples=ReadOnly({name: count for name, count in self.examples.items() if name not in gone}),
+            members=ReadOnly(clients),
+        )
+        if not (new or gone or other or why):
+            return state, None
+        return state, PolicyChanged(self.state.round + 1, {name: clients[name] for name in new}, gone, other, why)
 
 
 def run_identity(run: str, server: Server, state: ServerState) -> str:

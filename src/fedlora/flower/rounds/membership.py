@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.messages.codecs import Codec
-from fedlora.flower.rounds.events import Fate, PolicyChanged
+from fedlora.flower.rounds.events import Fate
 from fedlora.flower.terms.policy import Policy
 from fedlora.runs.defence import check_rule
 from fedlora.server.sampling import sample_clients
@@ -86,27 +86,18 @@ class PolicyReader:
     def __init__(self, path: Path | None, check: Callable[[Policy], None]) -> None:
         self._path, self._check, self._error = path, check, ""
 
-    def read(self, now: Policy, round: int) -> tuple[Policy, PolicyChanged | None]:
-        """(the policy that its file now has, what has changed). A file that cannot be used changes nothing, and `why`
-        describes its error, once."""
+    def read(self, now: Policy) -> tuple[Policy, str]:
+        """The policy that its file now has; and the error of a file that cannot be used, once: then `now` stays."""
         if self._path is None:
-            return now, None
+            return now, ""
         error_before, self._error = self._error, ""
         try:
             found = Policy.read(self._path)
             self._check(found)
         except FedLoRAError as error:
             self._error = f"{error} The policy before it stays."
-            return now, PolicyChanged(round, why=self._error) if self._error != error_before else None
-        if found == now:
-            return now, None
-        old, new = dict(now.clients), dict(found.clients)
-        return found, PolicyChanged(
-            round,
-            {name: rank for name, rank in new.items() if name not in old},
-            tuple(name for name in old if name not in new),
-            {name: (old[name], rank) for name, rank in new.items() if name in old and old[name] != rank},
-        )
+            return now, self._error if self._error != error_before else ""
+        return found, ""
 
 
 def check_playable(policy: Policy, server: Server, state: ServerState, codec: Codec, participation: float) -> None:

@@ -90,7 +90,7 @@ class PrivateRounds(RoundHooks):
                 members = len(strategy.policy.clients)
                 log.warning("round 1 waits until all %d members are online", members, extra=RELEASED)
             clock.sleep(1.0)
-            strategy.read_policy(number)
+            strategy.read_policy()
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
         return public_line(line, line.get("privacy") or self.private.spent(line["round"]))

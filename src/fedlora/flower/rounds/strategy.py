@@ -117,7 +117,7 @@ class FedLoRA:
         self.participation, self.choosing, self._hooks = participation, choosing, hooks
         self._folder, self._record, self._seed = folder, record, seed
         self.codec, self.after_round, self._identify = codec, after_round, identify
-        self.memory, self._identity = FlowerState(run, state), run_identity(run, server, state.server)
+        self.memory, self._identity = FlowerState(run, state, members=policy.clients), run_identity(run, server, state.server)
         if isinstance(resume, FlowerState):
             self.memory = resume
         elif resume and folder is not None:
@@ -191,7 +191,7 @@ class FedLoRA:
         nth = 0
         while True:
             nth += 1
-            self.read_policy(self.round + 1)
+            self.read_policy()
             began = self.clock.monotonic()
             attempt = self._attempt(grid, nth, timeout or self.policy.deadline)
             try:
@@ -276,12 +276,12 @@ class FedLoRA:
         """The clients that are online -> their node ids."""
         return who_is_online(self._identify, grid, self.policy.deadline, self.clock)
 
-    def read_policy(self, number: int) -> None:
-        """Read the policy's file again, before this round."""
-        self.policy, change = self._policy_file.read(self.policy, number)
+    def read_policy(self) -> None:
+        """Read the policy's file again, before the next round; what changed while no server ran is new too."""
+        self.policy, error = self._policy_file.read(self.policy)
+        self.memory, change = self.memory.under(self.policy.clients, error)
         if change is not None:
             self._event(change)
-            self.memory = self.memory.after(change)
 
     def _check(self, policy: Policy) -> None:
         """Raises `FedLoRAError` for a policy that this federation cannot play."""
