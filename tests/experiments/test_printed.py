@@ -129,6 +129,15 @@ def test_table_3_in_each_form(tmp_path: Path) -> None:
     assert "| In-domain Client Performance: Normal |" in text and "|  | paper | <u>50.31 ± 0.42</u> |" in text
 
 
+def test_rounds_to_another_target_are_not_subtracted(tmp_path: Path) -> None:
+    """Profile mini counts rounds to 0.7, the paper to 0.92: both stand there, and no difference."""
+    experiment = of_all_cells("table6", tmp_path)
+    results = {run.digest: stored(whole(run, "accuracy", {"accuracy": 0.8})) for run in mains(experiment, "mini", {})}
+    (table,) = printed_tables(Grid(experiment, "mini", results), PAPER["table6"])
+    assert table.rows[:2] == [["HetLoRA", "ours", "1"], ["HetLoRA", "paper", "142"]]
+    assert {row[1] for row in table.rows} == {"ours", "paper"} and "rounds to 0.7" in table.caption
+
+
 def test_a_cell_without_runs_is_told_and_the_layout_stays_whole(tmp_path: Path) -> None:
     """Only SST-2 has run: the other columns have the paper's numbers alone, no average, and a line says why."""
     experiment = of_all_cells("table1", tmp_path)

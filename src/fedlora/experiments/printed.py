@@ -170,13 +170,15 @@ class _Filled:
         rows: list[list[str]] = []
         marks: dict[tuple[int, int], str] = {}
         at: dict[tuple[str, str], list[tuple[int, list[float | None]]]] = {}
+        own = self.grid.which() == self.grid.experiment.metric  # a profile may compare rounds to another target
+        other = {k for k, column in enumerate(paper.columns) if not column.of and not own}
         for line in self.lines():
             means = [None if one is None else one.mean for one in line.ours]
             mine = [None if mean is None else paper.times * mean for mean in means]
             theirs = [_first_number(text) for text in line.paper]
             gaps = [
-                "" if a is None or b is None else f"{a - b:+.{paper.digits}f}"
-                for a, b in zip(mine, theirs, strict=True)
+                "" if a is None or b is None or k in other else f"{a - b:+.{paper.digits}f}"
+                for k, (a, b) in enumerate(zip(mine, theirs, strict=True))
             ]
             parts: list[tuple[str, Sequence[str], list[float | None]]] = [
                 (OURS, [self._words(one) for one in line.ours], mine), (PAPER, line.paper, theirs), (GAP, gaps, [])
