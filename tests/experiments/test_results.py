@@ -3,6 +3,7 @@ oracle (by hand), hostile, end-to-end on real processes."""
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 import fedlora
 from fedlora.errors import CheckpointError
@@ -41,6 +43,14 @@ def test_every_stored_run_is_known_by_its_configuration() -> None:
     assert len(found) == 410
     for digest, result in found.items():
         assert result.settings.digest() == digest and short_config(result.settings) == result.config
+
+
+def test_a_checkout_that_pip_has_not_installed_makes_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its versions lacked a string, and each run failed after its training (seen on a GPU machine)."""
+    module = importlib.import_module("fedlora.runs.manifest")  # the package has a function of that name
+    monkeypatch.setattr(module, "installed", {"numpy": "2.0"}.get)
+    versions = module.code_facts()["versions"]
+    assert TypeAdapter(Result.model_fields["versions"].annotation).validate_python(versions) == {"numpy": "2.0"}
 
 
 def test_a_file_is_written_again_to_the_byte() -> None:

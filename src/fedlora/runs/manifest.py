@@ -56,9 +56,11 @@ def manifest(
 
 
 def code_facts() -> dict[str, Any]:
-    """This machine's library versions, and the checkout's commit."""
+    """This machine's library versions, and the checkout's commit. What pip has not installed, such as fedlora itself on
+    PYTHONPATH, has no version here."""
+    names = ("fedlora", "torch", "transformers", "peft", "numpy")
     return {
-        "versions": {name: installed(name) for name in ("fedlora", "torch", "transformers", "peft", "numpy")},
+        "versions": {name: found for name in names if (found := installed(name)) is not None},
         "python": platform.python_version(),
         "commit": commit_of_code(),
     }
