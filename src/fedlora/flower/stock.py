@@ -71,7 +71,7 @@ class StockFedLoRA(FedLoRA, Strategy):
 
     def arrays(self) -> ArrayRecord:
         """The server's model as clients read it."""
-        return self.codec.result(self.server, self.memory.state.server)
+        return self.codec.result(self.server, self.flower_state.state.server)
 
     def summary(self) -> None:
         log.info("FedLoRA: %s, %d clients, round %d", self.server.method.name, len(self.policy.clients), self.round)

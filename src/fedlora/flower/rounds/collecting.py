@@ -4,6 +4,7 @@ Flower's own `send_and_receive` polls every three seconds, gives all replies at 
 find out whose they are and who is missing. Here everyone who was asked has one `Answer`, at the deadline at the latest.
 Who answers is told by the message that is answered: errors that the SuperLink makes itself come from no node.
 A site that lacks what its message left out says so, and is sent everything at once.
+A message may have gigabytes: wherever rounds handle one, `del` lets go of it before the next is made or comes.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def collect(
     else says so.)
 
     Args:
-        questions: made one by one, and each is let go of once it is sent. deadline: seconds from each one's sending,
+        questions: made one by one. deadline: seconds from each one's sending,
             those that are asked again, whole, included.
     """
     inbox = inbox or inbox_of(grid)
@@ -93,27 +94,24 @@ def collect(
             yield sent
         else:
             asked[sent.id] = sent
-    answered, strays, waited = dict[str, str](), dict[str, str](), False
+    waited = False
     while asked:
         for arrival in inbox.look({id: one.limit for id, one in asked.items()}):
-            if arrival.reply_to in answered:
-                log.warning("%s: a second reply in one round; the first one stands", answered[arrival.reply_to])
-            elif arrival.reply_to not in asked:
-                _stray(arrival, asked.values(), strays)
+            one = asked.pop(arrival.reply_to, None)
+            if one is None:  # a SuperLink gives only what was asked for, but another grid may not
+                log.warning("a reply that nobody waits for does not count: it is late, replayed, or a second one")
+                continue
+            found = _found(grid, one, arrival, deadline, patience, clock)
+            del arrival
+            if isinstance(found, Answer):
+                yield found
             else:
-                one = asked.pop(arrival.reply_to)
-                answered[one.id] = one.client
-                found = _found(grid, one, arrival, deadline, patience, clock)
-                del arrival  # a reply may be large, and the next one comes before this name has another value
-                if isinstance(found, Answer):
-                    yield found
-                else:
-                    asked[found.id] = found
-                del found
+                asked[found.id] = found
+            del found
         now = clock.monotonic()
         for one in [one for one in asked.values() if now - one.began >= deadline]:
             del asked[one.id]
-            detail = inbox.half(one.id) or strays.get(one.client, "")
+            detail = inbox.half(one.id)
             why = f"no answer within {deadline:g} s{f' ({detail})' if detail else ''}"
             yield Answer(one.client, now - one.began, fate="late", why=why)
         if asked:
@@ -193,14 +191,6 @@ def _lacks_something(arrival: Arrival) -> bool:
     return (arrival.message.error.reason or "").startswith(f"{KeptStateError.__name__}:")
 
 
-def _stray(arrival: Arrival, asked: Iterable[_Asked], strays: dict[str, str]) -> None:
-    """Log a reply to a message that nobody awaits; it has no other effect."""
-    node = arrival.message.metadata.src_node_id if arrival.message is not None else 0
-    who = next((one.client for one in asked if one.node == node), f"node {node}")
-    log.warning("%s: a reply to a message that is not waited for, late or replayed; it does not count", who)
-    strays[who] = "its answer is for another message: late or replayed"
-
-
 def inbox_of(grid: Grid) -> Inbox:
     """The inbox for this kind of grid: for a real SuperLink one with limits while pulling."""
     return HttpInbox(grid) if is_http(grid) else PlainInbox(grid)
@@ -215,6 +205,13 @@ def registered_names(grid: Grid) -> dict[str, int]:
 def who_is_online(identify: Identify, grid: Grid, deadline: float, clock: Clock) -> dict[str, int]:
     """The online clients by `identify`, asked again for as long as a round may take if the SuperLink fails."""
     return dict(patiently(lambda: identify(grid), until=clock.monotonic() + deadline, clock=clock))
+
+
+def wait_for(what: Callable[[], bool], *, seconds: float, clock: Clock) -> None:
+    """Wait until it is so, but no longer than this."""
+    until = clock.monotonic() + seconds
+    while clock.monotonic() < until and not what():
+        clock.sleep(1.0)
 
 
 def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:
@@ -241,5 +238,5 @@ def _brief(error: BaseException) -> str:
 
 __all__ = [
     "LONG", "Answer", "Arrival", "Clock", "Identify", "Inbox", "Limit", "PlainInbox", "Question", "Waiting",
-    "collect", "inbox_of", "patiently", "registered_names", "who_is_online",
+    "collect", "inbox_of", "patiently", "registered_names", "wait_for", "who_is_online",
 ]  # fmt: skip

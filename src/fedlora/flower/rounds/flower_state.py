@@ -4,18 +4,22 @@ checkpoint says whose it is."""
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
 from typing import ClassVar
 
+from fedlora.core import checkpoint
 from fedlora.core.lora import named_tensors
 from fedlora.core.read_only import ReadOnly
+from fedlora.errors import ConfigError
 from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.rounds.events import PolicyChanged
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
 
-
+log = logging.getLogger(__name__)
 Members = Mapping[str, int | Mapping[str, int]]
 
 
@@ -61,6 +65,29 @@ class FlowerState:
         return state, PolicyChanged(self.state.round + 1, {name: clients[name] for name in new}, gone, other, why)
 
 
+def stored(folder: Path | None, of: str, kind: type, *, wanted: bool) -> FlowerState | None:
+    """A run's newest sound checkpoint; None: there is none. of: as `run_identity`. kind: the class of the method's
+    state.
+
+    Raises:
+        ConfigError: there is one, but it is not wanted; it is wanted, but there is no folder. CheckpointError: none of
+            them can be used.
+    """
+    if folder is None:
+        if wanted:
+            raise ConfigError("resume=True needs the folder of the run's checkpoints: give folder=PATH too.")
+        return None
+    if wanted:
+        found = checkpoint.load_newest(folder, FlowerState, kind, of=of, tell=log.warning)
+        return None if found is None else found[1]
+    if (newest := checkpoint.newest_round(folder)) is not None:
+        raise ConfigError(
+            f"{folder} has a checkpoint of round {newest}, and this run would begin again at round 1: its own would be "
+            f"lost beside it. Continue with resume=True, or take another folder."
+        )
+    return None
+
+
 def run_identity(run: str, server: Server, state: ServerState) -> str:
     """The run's name in its checkpoints: its own, the method with its options, and a digest of all names and shapes."""
     method = server.method
@@ -72,4 +99,4 @@ def run_identity(run: str, server: Server, state: ServerState) -> str:
     return f"{run}, {method.name}({said}), modules {hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:8]}"
 
 
-__all__ = ["FlowerState", "run_identity"]
+__all__ = ["FlowerState", "run_identity", "stored"]

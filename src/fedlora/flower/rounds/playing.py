@@ -117,7 +117,7 @@ def _strategy(
     settings = b.settings
 
     def after_round(line: Mapping[str, Any]) -> dict[str, Any]:
-        facts, last = recorder.see(line, strategy.memory.state)
+        facts, last = recorder.see(line, strategy.flower_state.state)
         if last:
             strategy.stop("stopped early")
         return facts
