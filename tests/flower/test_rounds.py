@@ -32,6 +32,7 @@ from fedlora.flower import rounds as rounds_package
 from fedlora.flower.messages.envelope import Receipt, put_receipt, receipt_of
 from fedlora.flower.messages.records import record_parcel, to_array, to_tensor
 from fedlora.flower.rounds.attempt import far_ones, update_norm
+from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.events import Again, Began, Done, Ended, Fated, PolicyChanged, read_events
 from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.questions import reply_limit
@@ -439,6 +440,18 @@ def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_roun
         *[(2, {}, ("three",), {"two": (4, 3)})] * 2,
         (3, {"three": 3}, (), {}),
     ]
+
+
+def test_the_deadline_given_to_start_is_that_of_all_messages(tmp_path: Path) -> None:
+    """Of those that train and of those that measure; Flower's own loop has one `timeout` too."""
+    choosing = Choosing("accuracy", "sites", lambda round: True)
+    strategy, grid = federation(tmp_path, Server(build("glora")), record=tmp_path / "o", choosing=choosing)
+    strategy.start(grid, num_rounds=1, timeout=77.0)
+    assert {(message.metadata.message_type, message.metadata.ttl) for message in grid.sent} == {
+        ("train", 77.0),
+        ("evaluate", 77.0),
+    }
+    assert [e.deadline for e in read_events(tmp_path / "o" / "events.jsonl") if isinstance(e, Began)] == [77.0]
 
 
 # ---- what is written down --------------------------------------------------------------------------------------------
