@@ -94,6 +94,8 @@ def test_a_flowertune_server_adopts_it_in_two_lines(tmp_path: Path) -> None:
             assert not tensor.any()  # B = 0; A may be in other coordinates, which change nothing then
     with pytest.raises(ConfigError, match=r"lora_B.*LoRA factor of rank 8"):
         stock_strategy(state, r=8, alpha=16, clients=["x"])
+    with pytest.raises(ConfigError, match="folder=PATH"):  # nothing to resume from, and it would begin again
+        stock_strategy(state, r=4, alpha=16, clients=["x"], resume=True)
     weighed = stock_strategy(state, r=4, alpha=16, clients=list(RANKS), names="order", rule=GeometricMedian())
     weighed.start(grid=grid, initial_arrays=ArrayRecord(state), num_rounds=1)
     tally = weighed.flower_state.state.server.tally

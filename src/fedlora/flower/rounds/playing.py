@@ -133,7 +133,7 @@ def _strategy(
         run=settings.id,
         folder=b.home.checkpoints,
         record=b.home.server,
-        resume=newest or True,
+        resume=newest,
         participation=settings.run.participation,
         seed=settings.run.seed,
         codec=OwnClients(

@@ -44,7 +44,7 @@ from flwr.serverapp.strategy import Result
 
 from fedlora.core import checkpoint
 from fedlora.core.echo import shown
-from fedlora.errors import BudgetSpent, QuorumNotMet
+from fedlora.errors import BudgetSpent, ConfigError, QuorumNotMet
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.rounds.attempt import Attempt, Closed
@@ -60,7 +60,7 @@ from fedlora.flower.rounds.collecting import (
     who_is_online,
 )
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter
-from fedlora.flower.rounds.flower_state import FlowerState, run_identity, stored
+from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.lines import lines_of, log_to_stdout
 from fedlora.flower.rounds.membership import PolicyReader, check_playable, draw, with_largest_share
@@ -83,9 +83,8 @@ class FedLoRA:
         server: with its method, quorum, weighting. policy: who may take part, and how. policy_file: read again before
             each round; None: the policy stays. state: the start, from `server.start`.
         run: the federation's name, by which clients keep their state. folder: for checkpoints; None keeps none.
-            record: for events.jsonl and rounds.jsonl; None: nowhere. resume: go on from the newest checkpoint in
-            `folder`, if any, instead of `state`; or from this one that was read there. It must be of this run, method,
-            options, modules and shapes; weighting, quorum, rule and policy may differ.
+            record: for events.jsonl and rounds.jsonl; None: nowhere. resume: go on from this one instead of `state`;
+            `flower_state.newest` reads it from `folder`. Weighting, quorum, rule and policy may differ from its own.
         participation, seed: of the sampling of clients, as in `simulate`. codec: the kind of clients.
         identify: how to identify nodes; by default by their registered names, never by their claims.
         after_round: called with each finished round's line, once its checkpoint is stored; its result is added to the
@@ -95,8 +94,7 @@ class FedLoRA:
         hooks: what another kind of rounds adds, such as `PrivateRounds`. clock: the clock, which also waits.
 
     Raises:
-        ConfigError: a method that these clients cannot run; `resume` without a folder; a folder that has checkpoints
-            without `resume`. CheckpointError: they are another run's, or damaged.
+        ConfigError: a method that these clients cannot run; without `resume`, a folder that has checkpoints.
     """
 
     def __init__(
@@ -109,7 +107,7 @@ class FedLoRA:
         run: str = "federation",
         folder: Path | None = None,
         record: Path | None = None,
-        resume: bool | FlowerState = False,
+        resume: FlowerState | None = None,
         participation: float = 1.0,
         seed: int = 0,
         codec: Codec = OwnClients(),  # noqa: B008 - immutable
@@ -123,11 +121,13 @@ class FedLoRA:
         self.participation, self.choosing, self._hooks = participation, choosing, hooks
         self._folder, self._record, self._seed = folder, record, seed
         self.codec, self.after_round, self._identify = codec, after_round, identify
+        self.flower_state = resume or FlowerState(run, state, members=policy.clients)
         self._identity = run_identity(run, server, state.server)
-        begin = FlowerState(run, state, members=policy.clients)
-        if not isinstance(resume, FlowerState):
-            resume = stored(folder, self._identity, server.method.State, wanted=resume) or begin
-        self.flower_state = resume
+        if resume is None and folder is not None and (stored := checkpoint.newest_round(folder)) is not None:
+            raise ConfigError(
+                f"{folder} has a checkpoint of round {stored}, and this run would begin again at round 1: its own "
+                f"would be lost beside it. Continue with resume=newest(...), or take another folder."
+            )
         self._check(policy)
         self._policy_file = PolicyReader(policy_file, self._check)
         self._events = EventWriter(record / "events.jsonl" if record is not None else None)
