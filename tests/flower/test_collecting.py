@@ -20,7 +20,8 @@ from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 
 from fedlora.flower.rounds.arrivals import Limit
-from fedlora.flower.rounds.collecting import LONG, Answer, Question, Waiting, collect, who_is_online
+from fedlora.flower.rounds.collecting import LONG, Answer, Waiting, collect, who_is_online
+from fedlora.flower.rounds.questions import Question
 from support.flower_grid import FastClock, LocalGrid
 
 NODES = {"acme": 11, "berlin": 12, "cork": 13}

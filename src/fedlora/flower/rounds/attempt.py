@@ -120,16 +120,10 @@ class Attempt:
             return self._settle(name, "refused", shown(refusal.reason, 500), **came)
         ranks = self._maker.known(name).ranks if found.ranks is None else found.ranks
         after = ClientMemory(None, 0, found.held, ranks)
-        self._taken[name] = _Trained(float(upload.num_examples), float(count), found.loss, after)
-        return self._settle(
-            name,
-            "trained",
-            "" if upload.num_examples else "it abstained, with 0 examples",
-            loss=found.loss,
-            examples=float(upload.num_examples),
-            norm=update_norm(upload, sent),
-            **came,
-        )
+        examples, why = float(upload.num_examples), "" if upload.num_examples else "it abstained, with 0 examples"
+        self._taken[name] = _Trained(examples, float(count), found.loss, after)
+        norm = update_norm(upload, sent)
+        return self._settle(name, "trained", why, loss=found.loss, examples=examples, norm=norm, **came)
 
     @property
     def fates(self) -> dict[str, Fated]:

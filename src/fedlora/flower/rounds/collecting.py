@@ -69,23 +69,16 @@ Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, fo
 
 
 def collect(
-    grid: Grid,
-    questions: Iterable[Question],
-    *,
-    deadline: float,
-    inbox: Inbox | None = None,
-    clock: Clock = time,
+    grid: Grid, questions: Iterable[Question], *, deadline: float, clock: Clock = time
 ) -> Iterator[Answer | Waiting]:
     """One answer for each question, in the order in which they come; between them, once, who has not answered for
     `LONG` seconds. (Flower hands a message out once: one that a broken line swallowed is never answered, and nothing
     else says so.)
 
     Args:
-        questions: made one by one. deadline: seconds from each one's sending,
-            those that are asked again, whole, included.
+        questions: made one by one. deadline: seconds from the first time that each is sent.
     """
-    inbox = inbox or inbox_of(grid)
-    asked: dict[str, _Asked] = {}  # by message id
+    inbox, asked = inbox_of(grid), dict[str, _Asked]()  # by message id
     patience = clock.monotonic() + min(_PATIENCE, deadline)
     for question in questions:
         sent = _send(grid, question, patience, clock)
@@ -154,8 +147,9 @@ def _found(
     grid: Grid, asked: _Asked, arrival: Arrival, deadline: float, patience: float, clock: Clock
 ) -> Answer | _Asked:
     """The answer; or the question again, whole, if the client lacks what its message left out."""
-    seconds = clock.monotonic() - asked.began
-    if asked.whole is None or seconds >= deadline or not _lacks_something(arrival):
+    seconds, message = clock.monotonic() - asked.began, arrival.message
+    failed = (message.error.reason or "") if message is not None and message.has_error() else ""
+    if asked.whole is None or seconds >= deadline or not failed.startswith(f"{KeptStateError.__name__}:"):
         return _answer(asked, arrival, seconds, deadline)
     log.warning("%s lacks what it was thought to hold, and is sent everything", asked.client)
     again = _send(grid, asked.whole(deadline - seconds), patience, clock)
@@ -184,13 +178,6 @@ def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) ->
     return Answer(client, seconds, message, bytes=arrival.bytes)
 
 
-def _lacks_something(arrival: Arrival) -> bool:
-    """Whether a site says that what it stores is not what the server thought."""
-    if arrival.message is None or not arrival.message.has_error():
-        return False
-    return (arrival.message.error.reason or "").startswith(f"{KeptStateError.__name__}:")
-
-
 def inbox_of(grid: Grid) -> Inbox:
     """The inbox for this kind of grid: for a real SuperLink one with limits while pulling."""
     return HttpInbox(grid) if is_http(grid) else PlainInbox(grid)
@@ -205,13 +192,6 @@ def registered_names(grid: Grid) -> dict[str, int]:
 def who_is_online(identify: Identify, grid: Grid, deadline: float, clock: Clock) -> dict[str, int]:
     """The online clients by `identify`, asked again for as long as a round may take if the SuperLink fails."""
     return dict(patiently(lambda: identify(grid), until=clock.monotonic() + deadline, clock=clock))
-
-
-def wait_for(what: Callable[[], bool], *, seconds: float, clock: Clock) -> None:
-    """Wait until it is so, but no longer than this."""
-    until = clock.monotonic() + seconds
-    while clock.monotonic() < until and not what():
-        clock.sleep(1.0)
 
 
 def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:
@@ -237,6 +217,5 @@ def _brief(error: BaseException) -> str:
 
 
 __all__ = [
-    "LONG", "Answer", "Arrival", "Clock", "Identify", "Inbox", "Limit", "PlainInbox", "Question", "Waiting",
-    "collect", "inbox_of", "patiently", "registered_names", "wait_for", "who_is_online",
+    "LONG", "Answer", "Clock", "Identify", "Waiting", "collect", "inbox_of", "registered_names", "who_is_online",
 ]  # fmt: skip

@@ -122,9 +122,8 @@ def _strategy(
             strategy.stop("stopped early")
         return facts
 
-    hooks = RoundHooks()
-    if private is not None and settings.privacy is not None:
-        hooks = PrivateRounds(private, settings.privacy)
+    terms = settings.privacy
+    hooks = RoundHooks() if private is None or terms is None else PrivateRounds(private, terms)
     strategy = FedLoRA(
         b.server if private is None else private.server,
         b.policy,
