@@ -312,7 +312,7 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
     first, second = made
     assert [n for n, _ in first.told] == [1, 2] and not first.closed and second.closed
     assert [n for n, _ in second.told][:3] == [1, 2, 3] and second.told[:2] == first.told
-    assert (first.facts["anew"], second.facts["anew"]) == (False, True) and first.facts["called"] == "fed-test"
+    assert (first.facts["anew"], second.facts["anew"]) == (False, True) and first.facts["called"].name == "fed-test"
     line = fed.lines()[0]
     assert first.told[0][1]["loss/acme"] == line["losses"]["acme"]
     assert first.told[0][1]["site/acme/accuracy"] == line["site_metrics"]["acme"]["accuracy"]
