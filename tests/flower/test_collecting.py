@@ -20,7 +20,8 @@ from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 
 from fedlora.flower.rounds.arrivals import Limit
-from fedlora.flower.rounds.collecting import LONG, Answer, Question, Waiting, collect, who_is_online
+from fedlora.flower.rounds.collecting import LONG, Answer, Waiting, collect, who_is_online
+from fedlora.flower.rounds.questions import Question
 from support.flower_grid import FastClock, LocalGrid
 
 NODES = {"acme": 11, "berlin": 12, "cork": 13}
@@ -143,15 +144,13 @@ def test_a_reply_to_another_message_is_no_answer_and_the_right_one_still_counts(
     answers, _ = collected(acme=[(1, stale), (5, good(11))], berlin=[(1, stale)])
     assert answers["acme"].fate is None and answers["acme"].message is not None
     assert answers["berlin"].fate == "late"
-    assert "late or replayed" in caplog.text
-    answers, _ = collected(acme=[(1, stale)])
-    assert re.search("100 s .*late or replayed", answers["acme"].why)
+    assert "late, replayed" in caplog.text
 
 
 def test_a_second_reply_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
     answers, _ = collected(acme=[(1, good(11)), (1, good(11)), (2, error(2, 11, "g"))], berlin=[(9, good(12))])
     assert answers["acme"].fate is None
-    assert "acme: a second reply" in caplog.text
+    assert "a second one" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureF
         assert set(clients) == set(FIVE) and line["defence"]["rule"] == "krum (liars = 1)"
         assert [one["after"] for one in clients.values()].count(0.0) == 4
         assert {said["fate"] for said in line["fates"].values()} == {"trained"}
-    assert strategy.memory.refusals == {}
-    told = [receipt.why for receipt in strategy.memory.receipts.values() if receipt.why]  # with their next message
+    assert strategy.flower_state.refusals == {}
+    told = [receipt.why for receipt in strategy.flower_state.receipts.values() if receipt.why]
     assert len(told) == 4 and all("did not count: " in why and "nearest is" in why for why in told)
     assert "round 1: krum leaves out" in caplog.text and "nearest is" in caplog.text
 
@@ -78,7 +78,7 @@ def test_a_site_refused_for_what_it_sent_is_one_of_the_liars(tmp_path: Path, rub
     grid.meddle = {"c": rubbish}
     for done in (1, 2):  # in the second it is in quarantine
         strategy.start(grid, num_rounds=done)
-        tally = strategy.memory.state.server.tally
+        tally = strategy.flower_state.state.server.tally
         assert tally is not None and tally.judged is not None
         assert list(tally.refused) == ["c"] and set(tally.weights) == set("abde")
         assert tally.judged.rule == "krum (liars = 0)"
@@ -98,11 +98,11 @@ def test_the_share_cap_is_of_those_who_count(tmp_path: Path, caplog: pytest.LogC
     grid.meddle = {"a": changed(num_examples=1e9), "c": nan}
     with caplog.at_level(logging.INFO, "fedlora"):
         strategy.start(grid, num_rounds=1)
-        assert strategy.memory.state.server.tally.weights == pytest.approx(dict.fromkeys("abde", 0.25))
+        assert strategy.flower_state.state.server.tally.weights == pytest.approx(dict.fromkeys("abde", 0.25))
         assert "max_weight_share" not in caplog.text.replace("(max_weight_share = 0.25, max_examples", "")
         grid.meddle |= {"d": nan}
         strategy.start(grid, num_rounds=2)
-    assert strategy.memory.state.server.tally.weights == pytest.approx(dict.fromkeys("abe", 1 / 3))
+    assert strategy.flower_state.state.server.tally.weights == pytest.approx(dict.fromkeys("abe", 1 / 3))
     lines = [json.loads(line) for line in (tmp_path / "o" / "rounds.jsonl").read_text().splitlines()]
     assert [bool(line["alike"]) for line in lines] == [False, True] and set(lines[1]["alike"]) == set(SHAPES)
     assert re.search("max_weight_share = 0.25 .* fewer than 4 clients", caplog.text)

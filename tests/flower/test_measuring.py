@@ -26,7 +26,7 @@ from fedlora.flower.messages.records import PROTOCOL, RecordError
 from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.lines import measurement_lines
-from fedlora.flower.rounds.questions import Asker
+from fedlora.flower.rounds.questions import MessageMaker
 from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
@@ -79,7 +79,7 @@ def test_a_site_measures_what_it_would_start_its_next_round_with_and_changes_no_
     nodes = made(tmp_path / "nodes", trainer)
     strategy, grid = federation(tmp_path, Server(build(method)), ranks, nodes=nodes)
     strategy.start(grid, num_rounds=2)
-    state = strategy.memory.state
+    state = strategy.flower_state.state
     for name in ranks:
         download = strategy.server.download(state.server, Client(name, 4))
         asked = wired(Message(question(download, "validation", Receipt(2, 2)), 7, "evaluate"))
@@ -100,7 +100,7 @@ def test_a_site_measures_what_it_would_start_its_next_round_with_and_changes_no_
     undisturbed.start(grid, num_rounds=3)
     from support.flower_grid import bits
 
-    assert bits(undisturbed.memory.state.server) == bits(strategy.memory.state.server)
+    assert bits(undisturbed.flower_state.state.server) == bits(strategy.flower_state.state.server)
 
 
 def test_who_holds_nothing_out_or_lost_its_state_says_so(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_who_holds_nothing_out_or_lost_its_state_says_so(tmp_path: Path) -> None
     ranks = dict.fromkeys(RANKS, 4)
     strategy, grid = federation(tmp_path, server, ranks)
     strategy.start(grid, num_rounds=1)
-    download = strategy.server.download(strategy.memory.state.server, Client("one", 4))
+    download = strategy.server.download(strategy.flower_state.state.server, Client("one", 4))
     record = question(download, "test", Receipt(1, 1))
     with pytest.raises(ConfigError, match="'one' holds no test"):
         Node("one", Toy(), tmp_path / "nodes" / "one").measure(record)
@@ -173,7 +173,7 @@ def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:
     state = start(server, seed_adapter())
     online = {name: 1000 + k for k, name in enumerate(ranks) if name != "away"}
     known = FlowerState(RUN, state, {"out": 3}, dict.fromkeys(ranks, 5.0))
-    asked = SiteEvaluation(Asker(server, Policy(ranks), OwnClients(), known, online), "validation")
+    asked = SiteEvaluation(MessageMaker(server, Policy(ranks), OwnClients(), known, online), "validation")
     sent = {q.message.metadata.dst_node_id: q.message for q in asked.questions(60.0)}
     assert sorted(sent) == sorted(online[n] for n in ("ok", "forger", "broken", "silent"))
     assert all(m.metadata.message_type == "evaluate" and m.metadata.ttl == 60.0 for m in sent.values())
@@ -224,7 +224,7 @@ def measured_by(said: dict[str, tuple[float, int]], policy: Policy, examples: di
     online = {name: 1000 + k for k, name in enumerate(said)}
     state = start(server, seed_adapter())
     known = FlowerState(RUN, state, refusals, examples)
-    asked = SiteEvaluation(Asker(server, policy, OwnClients(), known, online), "validation")
+    asked = SiteEvaluation(MessageMaker(server, policy, OwnClients(), known, online), "validation")
     answers = []
     for question in asked.questions(60.0):
         name = question.client

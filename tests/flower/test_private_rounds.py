@@ -127,7 +127,7 @@ def test_a_private_federation_is_the_engine_s_private_run_bit_for_bit(
     server = private_run(tmp_path / "engine", ranks, **options).server
     clients = [Client(name, rank) for name, rank in ranks.items()]
     records = list(simulate(server, clients, here, start(server, seed_adapter()), rounds=3))
-    assert bits(strategy.memory.state.server) == bits(records[-1].state.server) and there.got == here.got
+    assert bits(strategy.flower_state.state.server) == bits(records[-1].state.server) and there.got == here.got
     mine, theirs = ([c.event for c in Ledger(tmp_path / at / "ledger.jsonl", "toys").events()]
                     for at in ("flower", "engine"))  # fmt: skip
     assert mine == theirs and len(mine) == 3 and {e.sampling for e in mine} == {1.0}
@@ -194,13 +194,13 @@ def test_a_round_without_answers_takes_place_and_is_charged(tmp_path: Path) -> N
     After round 1 it waits for the members as long as a round's deadline, and then goes on."""
     strategy, grid = private_federation(tmp_path, run=private_run(tmp_path, geometry=Geometry()))
     strategy.start(grid, num_rounds=1)
-    before, sent = strategy.memory.state.server, len(grid.sent)
+    before, sent = strategy.flower_state.state.server, len(grid.sent)
     grid.offline = set(RANKS)
     began = strategy.clock.monotonic()
     strategy.start(grid, num_rounds=2)
     assert strategy.round == 2 and len(grid.sent) == sent and strategy.clock.monotonic() - began >= 50.0
     assert len(Ledger(tmp_path / "ledger.jsonl", "toys").events()) == 2
-    after = strategy.memory.state.server
+    after = strategy.flower_state.state.server
     moved = (after.heads["head.weight"] - before.heads["head.weight"]).double()
     assert 0.1 < float(moved.std()) < 0.6
     assert "ALL 3 clients " in (tmp_path / "private" / "log").read_text()
@@ -240,7 +240,7 @@ def test_the_mean_is_divided_by_the_members_whoever_is_in_the_policy(
         policy = Policy({name: RANKS[name] for name in names}, retries=0, quarantine=0, deadline=50.0)
         strategy, grid = private_federation(folder, policy=policy)
         strategy.start(grid, num_rounds=1)
-        states.append(bits(strategy.memory.state.server))
+        states.append(bits(strategy.flower_state.state.server))
     assert states[0] == states[1]
 
 
@@ -301,7 +301,7 @@ def test_nothing_that_leaves_tells_what_became_of_a_site(
         found[kind] = everything(folder, grid, caplog.text)
         assert {tuple(dict(m)) for m in result.train_metrics_clientapp.values()} == {("clients", "loss")}
         assert all(dict(m)["clients"] == 0 for m in result.train_metrics_clientapp.values())
-        assert not any(receipt.why for receipt in strategy.memory.receipts.values())  # as in deployment.md
+        assert not any(receipt.why for receipt in strategy.flower_state.receipts.values())  # as in deployment.md
     for part, well in found["well"].items():
         assert found["harmed"][part] == well, part
     assert len(found["well"]["sent"]) == 2

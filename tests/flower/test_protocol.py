@@ -146,7 +146,7 @@ def test_settings_and_facts_travel_with_every_message_and_facts_come_back(tmp_pa
     codec = OwnClients(settings='{"id": "x"}', facts=FACTS)
     strategy, grid = federation(tmp_path, Server(build("glora")), nodes=nodes(tmp_path), codec=codec)
     strategy.start(grid, num_rounds=2)
-    assert strategy.memory.state.round == 2
+    assert strategy.flower_state.state.round == 2
     for message in grid.sent:
         said = opened(message.content, "a", "b")
         assert said.settings == '{"id": "x"}' and Facts.from_text(said.facts) == FACTS

@@ -32,6 +32,7 @@ from fedlora.flower import rounds as rounds_package
 from fedlora.flower.messages.envelope import Receipt, put_receipt, receipt_of
 from fedlora.flower.messages.records import record_parcel, to_array, to_tensor
 from fedlora.flower.rounds.attempt import far_ones, update_norm
+from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.events import Again, Began, Done, Ended, Fated, PolicyChanged, read_events
 from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.questions import reply_limit
@@ -65,7 +66,7 @@ def test_everyone_of_the_policy_has_a_fate_in_every_round(tmp_path: Path) -> Non
         participation=5 / 7,  # five, of the six that are left
         seed=next(s for s in range(99) if "rest" not in drawn(names, s)),
     )
-    strategy.memory = type(strategy.memory)(strategy.run, strategy.memory.state, {"barred": 3})
+    strategy.flower_state = type(strategy.flower_state)(strategy.run, strategy.flower_state.state, {"barred": 3})
     grid.offline = {"away"}
     grid.meddle = {
         "bad": nan,
@@ -169,7 +170,7 @@ def test_a_loss_that_cannot_be_is_refused_by_name(tmp_path: Path, loss: float, w
     strategy.start(grid, num_rounds=1)
     [line] = lines_of(tmp_path / "out")
     assert line["fates"]["cork"]["fate"] == "refused" and why in line["fates"]["cork"]["why"]
-    assert set(line["losses"]) == {"one", "two"} == set(strategy.memory.examples)
+    assert set(line["losses"]) == {"one", "two"} == set(strategy.flower_state.examples)
 
 
 def drawn(names: list[str], seed: int) -> list[str]:
@@ -218,7 +219,7 @@ def test_a_share_that_is_capped_is_told_with_both_numbers(tmp_path: Path, caplog
         strategy, grid = federation(tmp_path, Server(build("glora")), ranks, record=tmp_path / "o")
         grid.meddle = {"acme": changed(num_examples=387.0)}
         strategy.start(grid, num_rounds=1)
-    tally = strategy.memory.state.server.tally
+    tally = strategy.flower_state.state.server.tally
     assert tally is not None and tally.weights["acme"] == pytest.approx(0.5)
     [line] = lines_of(tmp_path / "o")
     others = 13 + 15 + 14
@@ -426,9 +427,9 @@ def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_roun
         raise KeyboardInterrupt
 
     strategy, _ = played({"one": 2, "two": 4, "three": 3}, 1, {"three": nan})
-    pruned = replace(strategy.memory.state.clients["two"], ranks={name: 1 for name in seed_adapter(4).modules})
-    known = strategy.memory.state.clients | {"two": pruned}
-    strategy.memory = replace(strategy.memory, state=replace(strategy.memory.state, clients=known))
+    pruned = replace(strategy.flower_state.state.clients["two"], ranks=dict.fromkeys(seed_adapter(4).modules, 1))
+    known = strategy.flower_state.state.clients | {"two": pruned}
+    strategy.flower_state = replace(strategy.flower_state, state=replace(strategy.flower_state.state, clients=known))
     strategy._save()
     with pytest.raises(KeyboardInterrupt):
         played({"one": 2, "two": 3}, 2, {"one": die})
@@ -439,6 +440,18 @@ def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_roun
         *[(2, {}, ("three",), {"two": (4, 3)})] * 2,
         (3, {"three": 3}, (), {}),
     ]
+
+
+def test_the_deadline_given_to_start_is_that_of_all_messages(tmp_path: Path) -> None:
+    """Of those that train and of those that measure; Flower's own loop has one `timeout` too."""
+    choosing = Choosing("accuracy", "sites", lambda round: True)
+    strategy, grid = federation(tmp_path, Server(build("glora")), record=tmp_path / "o", choosing=choosing)
+    strategy.start(grid, num_rounds=1, timeout=77.0)
+    assert {(message.metadata.message_type, message.metadata.ttl) for message in grid.sent} == {
+        ("train", 77.0),
+        ("evaluate", 77.0),
+    }
+    assert [e.deadline for e in read_events(tmp_path / "o" / "events.jsonl") if isinstance(e, Began)] == [77.0]
 
 
 # ---- what is written down --------------------------------------------------------------------------------------------
@@ -480,7 +493,7 @@ def test_a_round_that_is_played_again_has_one_line(tmp_path: Path, when: str, mo
     assert [line["metrics"] for line in lines] == [{"accuracy": n / 10} for n in (1, 2, 3, 4)]
     for mine, theirs in zip(lines, lines_of(tmp_path / "whole" / "o"), strict=True):
         assert {**mine, "seconds": 0, "metrics": 0} == {**theirs, "seconds": 0, "metrics": 0}
-    assert bits(again.memory.state.server) == bits(whole.memory.state.server)
+    assert bits(again.flower_state.state.server) == bits(whole.flower_state.state.server)
 
 
 def test_lines_are_whole_once_each_and_valid_whatever_was_in_the_file(tmp_path: Path) -> None:
@@ -596,7 +609,7 @@ def test_the_order_in_which_replies_come_changes_no_bit(tmp_path: Path, method: 
         strategy.start(shuffled if seed else grid_with(grid, shuffled.meddle), num_rounds=3)
         lines = [{**line, "seconds": 0} for line in lines_of(out / "o")]
         stored = {p.name: p.read_bytes() for p in (out / "server").glob("*.safetensors")}
-        seen.append((bits(strategy.memory.state.server), lines, stored))
+        seen.append((bits(strategy.flower_state.state.server), lines, stored))
     assert all(each == seen[0] for each in seen[1:])
 
 
@@ -636,7 +649,7 @@ def test_with_a_memory_limit_uploads_are_added_up_as_they_come(tmp_path: Path, m
         policy = Policy(ranks, max_weight_share=1.0, retries=0)
         strategy, grid = federation(tmp_path / str(memory), server, ranks, policy=policy)
         strategy.start(grid, num_rounds=1)
-        updates.append(server.global_update(strategy.memory.state.server))
+        updates.append(server.global_update(strategy.flower_state.state.server))
     assert len(held) == 8 and max(held) <= 0.0029 * 2**20 / 2
     for name, lora in updates[0].items():
         summed, kept = ((B @ A) for B, A in (updates[1][name].factors, lora.factors))

@@ -41,7 +41,7 @@ def test_stock_peft_clients_need_nothing_of_fedlora(tmp_path: Path) -> None:
     strategy, grid = federation(tmp_path, server, ranks, nodes=nodes, codec=StockClients(r=4, alpha=16))
     strategy.start(grid, num_rounds=1)
     start_A = {m: lora.factors[1] for m, lora in seed_adapter(4).modules.items()}
-    for module, lora in server.global_update(strategy.memory.state.server).items():
+    for module, lora in server.global_update(strategy.flower_state.state.server).items():
         d_out, _ = SHAPES[module]
         want = sum(
             4.0 * torch.full((d_out, 4), 0.1 * (k + 1)).double() @ (start_A[module].double() + 0.1 * (k + 1)) / 3
@@ -94,9 +94,11 @@ def test_a_flowertune_server_adopts_it_in_two_lines(tmp_path: Path) -> None:
             assert not tensor.any()  # B = 0; A may be in other coordinates, which change nothing then
     with pytest.raises(ConfigError, match=r"lora_B.*LoRA factor of rank 8"):
         stock_strategy(state, r=8, alpha=16, clients=["x"])
+    with pytest.raises(ConfigError, match="folder=PATH"):  # nothing to resume from, and it would begin again
+        stock_strategy(state, r=4, alpha=16, clients=["x"], resume=True)
     weighed = stock_strategy(state, r=4, alpha=16, clients=list(RANKS), names="order", rule=GeometricMedian())
     weighed.start(grid=grid, initial_arrays=ArrayRecord(state), num_rounds=1)
-    tally = weighed.memory.state.server.tally
+    tally = weighed.flower_state.state.server.tally
     assert tally is not None and tally.judged is not None and set(tally.judged.clients) == set(RANKS)
     with pytest.raises(ConfigError, match="krum with 1 liar among 1 "):
         stock_strategy(state, r=4, alpha=16, clients=["x"], rule=Krum(liars=1))

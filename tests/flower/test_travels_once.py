@@ -60,7 +60,7 @@ def unmeasured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for method in METHODS:
         strategy, grid = measuring(tmp_path_factory.mktemp(method), method, choosing=None)
         strategy.start(grid, num_rounds=3)
-        found[method] = bits(strategy.memory.state.server), sizes(grid, "train")
+        found[method] = bits(strategy.flower_state.state.server), sizes(grid, "train")
     return found
 
 
@@ -72,7 +72,7 @@ def test_a_measured_adapter_is_trained_where_it_is(tmp_path: Path, method: str, 
     state, alone = unmeasured[method]
     measured, trained = sizes(grid, "evaluate"), sizes(grid, "train")
     assert trained == [alone[0], 0, 0] and measured[:2] == alone[1:] and min(measured) > 0
-    assert bits(strategy.memory.state.server) == state
+    assert bits(strategy.flower_state.state.server) == state
     strategy.measure(grid, "test")
     assert sizes(grid, "evaluate")[3:] == [0], "at the end the test share is measured of what is there"
 
@@ -103,7 +103,7 @@ def test_an_answer_that_is_lost_costs_bytes_and_nothing_else(tmp_path: Path, met
     strategy, grid = measuring(tmp_path, method)
     grid.meddle["two"] = drops("evaluate")
     strategy.start(grid, num_rounds=3)
-    assert (bits(strategy.memory.state.server), sizes(grid, "train")) == unmeasured[method]
+    assert (bits(strategy.flower_state.state.server), sizes(grid, "train")) == unmeasured[method]
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -125,5 +125,5 @@ def test_a_server_that_forgot_the_measurement_plays_the_same_rounds(
     again, grid = measuring(tmp_path, method, resume=True)
     assert again.round == 2
     again.start(grid, num_rounds=3)
-    assert bits(again.memory.state.server) == unmeasured[method][0]
+    assert bits(again.flower_state.state.server) == unmeasured[method][0]
     assert sizes(grid, "train") == unmeasured[method][1][2:], "each is sent what it had before it measured, and once"

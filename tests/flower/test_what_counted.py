@@ -108,8 +108,8 @@ def test_refused_work_leaves_no_trace_at_a_site_as_in_the_engine(tmp_path: Path,
         here = Sick(HARM["all of it"], (0, 2, 3))
     *_, last = simulate(replace(served(method), max_weight_share=1.0), clients, here, begin, rounds=6)
     assert there.given(*range(6)) == here.given(*range(6))
-    assert bits(strategy.memory.state.server) == bits(last.state.server)
-    assert strategy.memory.receipts["one"] == Receipt(6, 6)
+    assert bits(strategy.flower_state.state.server) == bits(last.state.server)
+    assert strategy.flower_state.receipts["one"] == Receipt(6, 6)
     stored = list((tmp_path / "nodes" / "one").rglob("*.safetensors"))
     assert len(stored) <= 4, "of 6; of 5; and what 5 began with: the state of 2, the place in the data of 4"
 
@@ -122,13 +122,13 @@ def test_late_work_leaves_no_trace_at_a_site(tmp_path: Path, method: str) -> Non
     strategy.start(grid, num_rounds=1)
     grid.meddle["one"] = lambda asked, reply: None
     strategy.start(grid, num_rounds=3)
-    receipt = strategy.memory.receipts["one"]
+    receipt = strategy.flower_state.receipts["one"]
     assert fate_of(strategy, "one") == "late" and (receipt.counted, receipt.answered) == (1, 1)
     del grid.meddle["one"]
     strategy.start(grid, num_rounds=5)
     whole, there = without_one(tmp_path / "b", method, 5, 2, 3)
     assert trainer.given(3, 4) == there.given(3, 4)
-    assert bits(strategy.memory.state.server) == bits(whole.memory.state.server)
+    assert bits(strategy.flower_state.state.server) == bits(whole.flower_state.state.server)
 
 
 @pytest.mark.parametrize("method", KEEPING)
@@ -154,7 +154,7 @@ def test_a_failed_attempt_leaves_no_trace_at_the_sites(tmp_path: Path, method: s
     strategy.start(grid, num_rounds=4)
     whole, there = without_one(tmp_path / "b", method, 4, 2)
     assert trainer.given(2, 3) == there.given(2, 3)
-    assert bits(strategy.memory.state.server) == bits(whole.memory.state.server)
+    assert bits(strategy.flower_state.state.server) == bits(whole.flower_state.state.server)
 
 
 # ---- backups ---------------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ def test_a_restored_server_takes_its_sites_back_with_it(tmp_path: Path, method: 
     again.start(grid, num_rounds=6)
     whole, there = without_one(tmp_path / "b", method, 6, *absent)
     assert trainer.given(3, 4, 5) == there.given(3, 4, 5)
-    assert bits(again.memory.state.server) == bits(whole.memory.state.server)
+    assert bits(again.flower_state.state.server) == bits(whole.flower_state.state.server)
 
 
 @pytest.mark.parametrize("refused", [(0, 1), (1, 2), (0, 1, 2), (1, 3), (2, 3), (1, 2, 3, 4)])
@@ -186,7 +186,7 @@ def test_it_takes_them_back_to_work_that_did_not_count(tmp_path: Path, refused: 
     whole, grid = playing(tmp_path / "b", "fedsa-lora", there)
     whole.start(grid, num_rounds=6)
     assert trainer.given(3, 4, 5) == there.given(3, 4, 5)
-    assert bits(again.memory.state.server) == bits(whole.memory.state.server)
+    assert bits(again.flower_state.state.server) == bits(whole.flower_state.state.server)
 
 
 def set_back(folder: Path, method: str, before: Sick, after: Sick) -> tuple[FedLoRA, LocalGrid]:
@@ -285,9 +285,9 @@ def test_after_a_kill_in_a_private_round_the_newest_state_is_taken(tmp_path: Pat
     trainer = Sick()
     again, grid = private_federation(tmp_path, EQUAL, trainer=trainer)
     again.start(grid, num_rounds=2)
-    assert not trainer.got and again.memory.receipts == dict.fromkeys(EQUAL, Receipt(2, 2, sure=False))
+    assert not trainer.got and again.flower_state.receipts == dict.fromkeys(EQUAL, Receipt(2, 2, sure=False))
     again.start(grid, num_rounds=3)
-    assert trainer.places == {(name, 2): 6 for name in EQUAL} and again.memory.receipts["one"] == Receipt(3, 3)
+    assert trainer.places == {(name, 2): 6 for name in EQUAL} and again.flower_state.receipts["one"] == Receipt(3, 3)
 
 
 @pytest.mark.parametrize("said", [None, [1, 2], [1, -2, 1], ["a", "b", "c"], 7])

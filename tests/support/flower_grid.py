@@ -23,6 +23,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from fedlora import Adapter, LoRA, Server
 from fedlora.core.trainer import Trained
 from fedlora.flower.messages.records import to_array
+from fedlora.flower.rounds.flower_state import newest
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
@@ -184,7 +185,9 @@ def federation(
     state = start(server, seed_adapter(max(r if isinstance(r, int) else max(r.values()) for r in ranks.values())))
     policy = more.pop("policy", None) or Policy(ranks, retries=0)
     more.setdefault("clock", FastClock())
-    strategy = FedLoRA(server, policy, state, run=RUN, folder=folder / "server", **more)
+    place = folder / "server"
+    resume = newest(place, RUN, server, state.server) if more.pop("resume", False) else None
+    strategy = FedLoRA(server, policy, state, run=RUN, folder=place, resume=resume, **more)
     made = nodes or {name: Node(name, trainer or Toy(), folder / "nodes" / name) for name in ranks}
     return strategy, LocalGrid(made)
 

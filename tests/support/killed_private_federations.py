@@ -50,7 +50,7 @@ def play(home: Path, log: Path) -> RunState:
     """The federation, from wherever it is."""
     strategy, grid = private_federation(home, trainer=Logging(log))
     strategy.start(grid, num_rounds=ROUNDS)
-    return strategy.memory.state
+    return strategy.flower_state.state
 
 
 def digest(state: RunState) -> str:

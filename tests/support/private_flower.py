@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedlora import Server, build
+from fedlora.flower.rounds.flower_state import newest
 from fedlora.flower.rounds.private_rounds import PrivateRounds
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.site.node import Node
@@ -53,15 +54,16 @@ def private_federation(
     terms = FederationPrivacy(
         clip=1.0, noise_multiplier=1.0, delta=DELTA, population="toys", ledger="ledger.jsonl", members=list(members)
     )
+    state = start(found.server, seed_adapter())
     strategy = FedLoRA(
         found.server,
         policy or Policy(members, retries=0, quarantine=0, deadline=50.0),
-        start(found.server, seed_adapter()),
+        state,
         hooks=PrivateRounds(found, terms),
         run=RUN,
         folder=folder / "server",
         record=folder / "out",
-        resume=True,
+        resume=newest(folder / "server", RUN, found.server, state.server),
         clock=more.pop("clock", None) or FastClock(),
         **more,
     )

@@ -18,6 +18,7 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
 from fedlora.flower.messages.codecs import StockClients
 from fedlora.flower.messages.records import stock_key
+from fedlora.flower.rounds.flower_state import newest
 from fedlora.flower.rounds.strategy import FedLoRA, Identify, log, registered_names
 from fedlora.flower.terms.policy import Policy
 from fedlora.methods.registry import build
@@ -71,7 +72,7 @@ class StockFedLoRA(FedLoRA, Strategy):
 
     def arrays(self) -> ArrayRecord:
         """The server's model as clients read it."""
-        return self.codec.result(self.server, self.memory.state.server)
+        return self.codec.result(self.server, self.flower_state.state.server)
 
     def summary(self) -> None:
         log.info("FedLoRA: %s, %d clients, round %d", self.server.method.name, len(self.policy.clients), self.round)
@@ -124,13 +125,16 @@ def stock_strategy(
     factor = alpha / r
     adapter = Adapter({m: LoRA(pair["B"] * factor, pair["A"]) for m, pair in sorted(pairs.items())})
     server = Server(build(method, **hparams), heads="frozen", quorum=quorum, seed=seed, rule=rule)
+    if resume and folder is None:
+        raise ConfigError("resume=True needs the folder of the run's checkpoints: give folder=PATH too.")
+    state = start(server, adapter)
     return StockFedLoRA(
         server,
         Policy(dict.fromkeys(clients, r), deadline=deadline),
-        start(server, adapter),
+        state,
         run="stock",
         folder=folder,
-        resume=resume,
+        resume=newest(folder, "stock", server, state.server) if resume and folder is not None else None,
         participation=participation,
         seed=seed,
         identify=registered_names if names == "registered" else _in_order(clients),

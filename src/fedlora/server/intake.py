@@ -25,7 +25,7 @@ class Intake(Protocol):
     """One round at the server. Mutable; `close` ends it.
 
     keeps: whether the uploads themselves stay available, so that a record may show them. asked: the clients to ask, if
-    the round itself decides (a private one); None: the engine decides.
+    the round itself decides (a private one; none if its sum is stored already); None: the engine decides.
     """
 
     keeps: bool

@@ -31,7 +31,7 @@ from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.events import Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.membership import Drawn
-from fedlora.flower.rounds.questions import Asker, Question, reply_limit
+from fedlora.flower.rounds.questions import MessageMaker, Question, reply_limit
 from fedlora.flower.terms.policy import shares_lost
 from fedlora.server.intake import Intake
 from fedlora.server.state import RunState, ServerState, Tally
@@ -45,46 +45,46 @@ _FAR = 10.0  # times the median norm
 class Closed:
     """The outcome of a round. overturned: fates that the aggregation changed, by a defence."""
 
-    memory: FlowerState
+    flower_state: FlowerState
     line: Mapping[str, Any]
     overturned: tuple[Fated, ...]
 
 
 @dataclass(frozen=True)
 class _Trained:
-    """Facts about an accepted upload. examples: as the client claims. count: as the server counts. memory: what the
+    """Facts about an accepted upload. examples: as the client claims. count: as the server counts. known: what the
     server will know about the client if the round counts."""
 
     examples: float
     count: float
     loss: float | None
-    memory: ClientMemory
+    known: ClientMemory
 
 
 class Attempt:
     """One attempt. Mutable; `close` ends it.
 
-    asker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
+    maker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
     attempts, from 1. deadline: seconds for an answer, and the life of a message.
     """
 
-    def __init__(self, asker: Asker, drawn: Drawn, intake: Intake, nth: int, deadline: float) -> None:
-        self.server, self.policy, self.memory = asker.server, asker.policy, asker.memory
-        self.number, self.nth = self.memory.state.round + 1, nth
-        self._asker, self._drawn, self._intake, self._deadline = asker, drawn, intake, deadline
+    def __init__(self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float) -> None:
+        self.server, self.policy, self.flower_state = maker.server, maker.policy, maker.flower_state
+        self.number, self.nth = self.flower_state.state.round + 1, nth
+        self._maker, self._drawn, self._intake, self._deadline = maker, drawn, intake, deadline
         self._served: list[str] = []  # for whom a message was made
         self._taken: dict[str, _Trained] = {}
         self._fates: dict[str, Fated] = {}
-        self._refusals = dict(self.memory.refusals)
+        self._refusals = dict(self.flower_state.refusals)
 
     def questions(self) -> Iterator[Question]:
-        """A message for each client to ask, made on demand."""
-        group = f"{self.memory.run}-{self.number}-{self.nth - 1}"
+        """A message for each client to ask, made on demand. One whom the method cannot serve is `unserved` instead."""
+        group = f"{self.flower_state.run}-{self.number}-{self.nth - 1}"
         for name in self._drawn.asked:
             try:  # the message has the same deadline; otherwise a straggler would work through stale rounds
-                download = self._asker.download(name)
-                limit = reply_limit(download.client, self.memory.state.server, self.policy)
-                question = self._asker.question(download, group, self._deadline, limit)
+                download = self._maker.download(name)
+                limit = reply_limit(download.client, self.flower_state.state.server, self.policy)
+                question = self._maker.question(download, group, self._deadline, limit)
             except (RankMismatch, HyperparameterError) as error:
                 self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
                 continue
@@ -104,7 +104,7 @@ class Attempt:
             if fate == "refused":
                 return self._refuse(name, answer.why, **came)
             return self._settle(name, fate, answer.why, **came)
-        sent = self._asker.download(name)
+        sent = self._maker.download(name)
         try:
             found = self._read(name, answer.message, sent)
         except RecordError as error:
@@ -118,18 +118,12 @@ class Attempt:
         except UploadRefused as refusal:
             self._count_refusal(name)
             return self._settle(name, "refused", shown(refusal.reason, 500), **came)
-        ranks = self._asker.known(name).ranks if found.ranks is None else found.ranks
+        ranks = self._maker.known(name).ranks if found.ranks is None else found.ranks
         after = ClientMemory(None, 0, found.held, ranks)
-        self._taken[name] = _Trained(float(upload.num_examples), float(count), found.loss, after)
-        return self._settle(
-            name,
-            "trained",
-            "" if upload.num_examples else "it abstained, with 0 examples",
-            loss=found.loss,
-            examples=float(upload.num_examples),
-            norm=update_norm(upload, sent),
-            **came,
-        )
+        examples, why = float(upload.num_examples), "" if upload.num_examples else "it abstained, with 0 examples"
+        self._taken[name] = _Trained(examples, float(count), found.loss, after)
+        norm = update_norm(upload, sent)
+        return self._settle(name, "trained", why, loss=found.loss, examples=examples, norm=norm, **came)
 
     @property
     def fates(self) -> dict[str, Fated]:
@@ -140,7 +134,7 @@ class Attempt:
 
     @property
     def unserved(self) -> list[Fated]:
-        """The fates of clients to ask whom the method cannot serve."""
+        """The fates of clients to ask whom the method cannot serve; known once all `questions` are made."""
         return [self._fates[name] for name in self._drawn.asked if name not in self._served]
 
     @property
@@ -150,11 +144,8 @@ class Attempt:
 
     def not_counted(self, error: QuorumNotMet) -> FlowerState:
         """What the server knows after an attempt that did not count."""
-        receipts = dict(self.memory.receipts)
-        for name in self._served:
-            why = self._why_not(name, f"the whole attempt did not: {error}")
-            receipts[name] = replace(receipts.get(name, Receipt()), why=why)
-        return replace(self.memory, refusals=self._ordered_refusals(), receipts=ReadOnly(receipts))
+        why = dict.fromkeys(self._served, f"the whole attempt did not: {error}")
+        return self._known_after({}, why, counted=False)
 
     def close(self) -> Closed:
         """Aggregate the accepted uploads.
@@ -170,39 +161,45 @@ class Attempt:
             self._overturn(name, reason)
         taken = {n: self._taken[n] for n in self.policy.clients if n in self._taken}  # in the policy's order
         trained = {name: reply for name, reply in taken.items() if self._fates[name].fate == "trained"}
-        clients, receipts = self._known_after(trained, tally)
-        examples = {**self.memory.examples, **{name: reply.examples for name, reply in trained.items()}}
-        memory = replace(
-            self.memory, state=RunState(after.round, after, ReadOnly(clients)), refusals=self._ordered_refusals(),
-            examples=ReadOnly({name: examples[name] for name in sorted(examples)}), receipts=ReadOnly(receipts),
-        )  # fmt: skip
+        known = self._known_after(trained, tally.judged.left_out if tally.judged is not None else {}, counted=True)
+        examples = {**known.examples, **{name: reply.examples for name, reply in trained.items()}}
+        flower_state = replace(
+            known, state=RunState(after.round, after, known.state.clients), examples=ReadOnly(sorted(examples.items()))
+        )
         overturned = tuple(self._fates[name] for name in taken if name not in trained)
-        return Closed(memory, self._line(after, taken, trained), overturned)
+        return Closed(flower_state, self._line(after, trained), overturned)
 
     # -------------------------------------------------------------------------------------------------------- inside
 
     def _known_after(
-        self, trained: Mapping[str, _Trained], tally: Tally
-    ) -> tuple[dict[str, ClientMemory], dict[str, Receipt]]:
-        """What the server knows of each client after the round, and the receipts for its work."""
-        clients, receipts = dict(self.memory.state.clients), dict(self.memory.receipts)
-        left_out = tally.judged.left_out if tally.judged is not None else {}
+        self, trained: Mapping[str, _Trained], left_out: Mapping[str, str], *, counted: bool
+    ) -> FlowerState:
+        """What the server knows of the clients after the attempt; the model is still the one before it.
+
+        Each site goes back to the state that its receipt names. After an attempt that did not count, it also holds what
+        it held, and trains on the same data again. After a round that counted without its work, it is sent everything,
+        because what it holds is uncertain; and if it was refused or failed, its data moves on, as in the engine.
+        left_out: why the work of a client that trained did not count.
+        """
+        clients, receipts = dict(self.flower_state.state.clients), dict(self.flower_state.receipts)
         for name in self._served:
             receipt = receipts.get(name, Receipt())
             if name in trained:
-                clients[name], receipt = trained[name].memory, Receipt(self.number, self.number)
+                clients[name], receipt = trained[name].known, Receipt(self.number, self.number)
                 self._refusals.pop(name, None)
-            else:
+            elif counted:
                 if name in clients:
-                    clients[name] = replace(clients[name], held=None)  # its current content is unknown
-                if self._fates[name].fate in ("refused", "failed"):  # as in the engine: only its data position moves on
+                    clients[name] = replace(clients[name], held=None)
+                if self._fates[name].fate in ("refused", "failed"):
                     receipt = replace(receipt, answered=self.number)
             receipts[name] = replace(receipt, why=self._why_not(name, left_out.get(name, "")))
         if self._intake.asked == ():  # a private sum that was there already: who trained for it is unknown
-            clients = {name: replace(memory, held=None) for name, memory in clients.items()}
+            clients = {name: replace(client, held=None) for name, client in clients.items()}
             unsure = Receipt(self.number, self.number, sure=False)
             receipts = dict.fromkeys([*receipts, *self.policy.clients], unsure)
-        return clients, receipts
+        state = replace(self.flower_state.state, clients=ReadOnly(clients))
+        refusals = self._ordered_refusals()
+        return replace(self.flower_state, state=state, refusals=refusals, receipts=ReadOnly(receipts))
 
     def _why_not(self, name: str, though_trained: str) -> str:
         """Why an asked client's work did not count, for the client; "" if it did. though_trained: why it did not if the
@@ -221,7 +218,8 @@ class Attempt:
     def _read(self, name: str, message: Message, sent: Download) -> Reply:
         """A client's reply as an upload; the intake checks its values. Raises `RecordError`."""
         try:
-            reply = self._asker.codec.reply(message.content, sent, self.memory.state.server, self.memory.run)
+            known = self.flower_state
+            reply = self._maker.codec.reply(message.content, sent, known.state.server, known.run)
         except RecordError:
             raise
         except Exception as error:  # a forged record can raise anything else, and its sender is to blame
@@ -238,9 +236,7 @@ class Attempt:
             f"its loss is {reply.loss:.3g}{most}: training diverged (use a smaller train.lr, or check the site's data)"
         )
 
-    def _line(
-        self, after: ServerState, taken: Mapping[str, _Trained], trained: Mapping[str, _Trained]
-    ) -> dict[str, Any]:
+    def _line(self, after: ServerState, trained: Mapping[str, _Trained]) -> dict[str, Any]:
         """The round's line of rounds.jsonl, as far as it is known here."""
         tally, fates = after.tally or Tally({}), self.fates
         losses = {name: reply.loss for name, reply in trained.items() if reply.loss is not None}
@@ -249,10 +245,10 @@ class Attempt:
         return {
             "round": after.round,
             "attempt": self.nth,
-            "loss": round_loss(losses, {name: reply.count for name, reply in taken.items()}),
+            "loss": round_loss(losses, {name: reply.count for name, reply in trained.items()}),
             "losses": losses,
             "weights": dict(tally.weights),
-            "refused": self.missing,
+            "refused": self.missing,  # also those that were offline, failed, late or in quarantine
             "fates": {name: {"fate": fated.fate, "why": fated.why} for name, fated in fates.items()},
             "norms": norms,
             "far": far_ones(norms),

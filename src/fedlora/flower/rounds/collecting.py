@@ -4,6 +4,7 @@ Flower's own `send_and_receive` polls every three seconds, gives all replies at 
 find out whose they are and who is missing. Here everyone who was asked has one `Answer`, at the deadline at the latest.
 Who answers is told by the message that is answered: errors that the SuperLink makes itself come from no node.
 A site that lacks what its message left out says so, and is sent everything at once.
+A message may have gigabytes: wherever rounds handle one, `del` lets go of it before the next is made or comes.
 """
 
 from __future__ import annotations
@@ -68,23 +69,16 @@ Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, fo
 
 
 def collect(
-    grid: Grid,
-    questions: Iterable[Question],
-    *,
-    deadline: float,
-    inbox: Inbox | None = None,
-    clock: Clock = time,
+    grid: Grid, questions: Iterable[Question], *, deadline: float, clock: Clock = time
 ) -> Iterator[Answer | Waiting]:
     """One answer for each question, in the order in which they come; between them, once, who has not answered for
     `LONG` seconds. (Flower hands a message out once: one that a broken line swallowed is never answered, and nothing
     else says so.)
 
     Args:
-        questions: made one by one, and each is let go of once it is sent. deadline: seconds from each one's sending,
-            those that are asked again, whole, included.
+        questions: made one by one. deadline: seconds from the first time that each is sent.
     """
-    inbox = inbox or inbox_of(grid)
-    asked: dict[str, _Asked] = {}  # by message id
+    inbox, asked = inbox_of(grid), dict[str, _Asked]()  # by message id
     patience = clock.monotonic() + min(_PATIENCE, deadline)
     for question in questions:
         sent = _send(grid, question, patience, clock)
@@ -93,27 +87,24 @@ def collect(
             yield sent
         else:
             asked[sent.id] = sent
-    answered, strays, waited = dict[str, str](), dict[str, str](), False
+    waited = False
     while asked:
         for arrival in inbox.look({id: one.limit for id, one in asked.items()}):
-            if arrival.reply_to in answered:
-                log.warning("%s: a second reply in one round; the first one stands", answered[arrival.reply_to])
-            elif arrival.reply_to not in asked:
-                _stray(arrival, asked.values(), strays)
+            one = asked.pop(arrival.reply_to, None)
+            if one is None:  # a SuperLink gives only what was asked for, but another grid may not
+                log.warning("a reply that nobody waits for does not count: it is late, replayed, or a second one")
+                continue
+            found = _found(grid, one, arrival, deadline, patience, clock)
+            del arrival
+            if isinstance(found, Answer):
+                yield found
             else:
-                one = asked.pop(arrival.reply_to)
-                answered[one.id] = one.client
-                found = _found(grid, one, arrival, deadline, patience, clock)
-                del arrival  # a reply may be large, and the next one comes before this name has another value
-                if isinstance(found, Answer):
-                    yield found
-                else:
-                    asked[found.id] = found
-                del found
+                asked[found.id] = found
+            del found
         now = clock.monotonic()
         for one in [one for one in asked.values() if now - one.began >= deadline]:
             del asked[one.id]
-            detail = inbox.half(one.id) or strays.get(one.client, "")
+            detail = inbox.half(one.id)
             why = f"no answer within {deadline:g} s{f' ({detail})' if detail else ''}"
             yield Answer(one.client, now - one.began, fate="late", why=why)
         if asked:
@@ -156,8 +147,9 @@ def _found(
     grid: Grid, asked: _Asked, arrival: Arrival, deadline: float, patience: float, clock: Clock
 ) -> Answer | _Asked:
     """The answer; or the question again, whole, if the client lacks what its message left out."""
-    seconds = clock.monotonic() - asked.began
-    if asked.whole is None or seconds >= deadline or not _lacks_something(arrival):
+    seconds, message = clock.monotonic() - asked.began, arrival.message
+    failed = (message.error.reason or "") if message is not None and message.has_error() else ""
+    if asked.whole is None or seconds >= deadline or not failed.startswith(f"{KeptStateError.__name__}:"):
         return _answer(asked, arrival, seconds, deadline)
     log.warning("%s lacks what it was thought to hold, and is sent everything", asked.client)
     again = _send(grid, asked.whole(deadline - seconds), patience, clock)
@@ -184,21 +176,6 @@ def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) ->
     if not message.has_content():
         return Answer(client, seconds, fate="refused", why="its reply is empty", bytes=arrival.bytes)
     return Answer(client, seconds, message, bytes=arrival.bytes)
-
-
-def _lacks_something(arrival: Arrival) -> bool:
-    """Whether a site says that what it stores is not what the server thought."""
-    if arrival.message is None or not arrival.message.has_error():
-        return False
-    return (arrival.message.error.reason or "").startswith(f"{KeptStateError.__name__}:")
-
-
-def _stray(arrival: Arrival, asked: Iterable[_Asked], strays: dict[str, str]) -> None:
-    """Log a reply to a message that nobody awaits; it has no other effect."""
-    node = arrival.message.metadata.src_node_id if arrival.message is not None else 0
-    who = next((one.client for one in asked if one.node == node), f"node {node}")
-    log.warning("%s: a reply to a message that is not waited for, late or replayed; it does not count", who)
-    strays[who] = "its answer is for another message: late or replayed"
 
 
 def inbox_of(grid: Grid) -> Inbox:
@@ -240,6 +217,5 @@ def _brief(error: BaseException) -> str:
 
 
 __all__ = [
-    "LONG", "Answer", "Arrival", "Clock", "Identify", "Inbox", "Limit", "PlainInbox", "Question", "Waiting",
-    "collect", "inbox_of", "patiently", "registered_names", "who_is_online",
+    "LONG", "Answer", "Clock", "Identify", "Waiting", "collect", "inbox_of", "registered_names", "who_is_online",
 ]  # fmt: skip

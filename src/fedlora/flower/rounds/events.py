@@ -133,8 +133,8 @@ class Again:
 
 @dataclass(frozen=True)
 class PolicyChanged:
-    """policy.toml was read again before this round. added: name -> rank. changed: name -> (old rank, new rank). why:
-    the error in a file that was rejected; the previous policy stays."""
+    """The policy has other clients than in the round before, even if no server ran in between. added: name -> rank.
+    changed: name -> (old rank, new rank). why: the error in a file that was rejected; the previous policy stays."""
 
     NAME: ClassVar[str] = "policy"
 

@@ -14,13 +14,12 @@ from typing import Any
 import torch
 
 from fedlora.adapters.io import AdapterSpec, read_adapter
-from fedlora.core import checkpoint
 from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
-from fedlora.flower.rounds.flower_state import FlowerState, run_identity
+from fedlora.flower.rounds.flower_state import FlowerState, newest, run_identity
 from fedlora.flower.rounds.membership import check_playable
 from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.rounds.private_words import has_released
@@ -103,9 +102,8 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
         _check_base(settings, agreement, home)
         at_server = load_at_server(config, seed_adapter)
     choosing = choosing_of(settings, at_server, server.has_global_model(state.server))
-    kind, identity = server.method.State, run_identity(settings.id, server, state.server)
-    found = checkpoint.load_newest(home.checkpoints, FlowerState, kind, of=identity, tell=tell)
-    rounds = found[0] if found is not None else 0
+    found = newest(home.checkpoints, settings.id, server, state.server, tell)
+    rounds = found.state.round if found is not None else 0
     if rounds > settings.run.rounds:
         raise ConfigError(
             f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can "
@@ -122,7 +120,7 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
     held_out = f"server:{examples[:16]}" if examples is not None else "sites"
     history = history.with_(settings, rounds, held_out)
     return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, agreement, at_server, choosing,
-                 rounds, history, found[1] if found is not None else None)  # fmt: skip
+                 rounds, history, found)  # fmt: skip
 
 
 def _check_base(settings: FederationSettings, agreement: Agreement, home: FederationFolder) -> None:

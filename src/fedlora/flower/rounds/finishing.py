@@ -51,7 +51,7 @@ def finish(
     grid: Grid, begun: Begun, strategy: FedLoRA, recorder: Recorder, private: PrivateRun | None
 ) -> dict[str, Any]:
     """Write adapters, their scores, and the summary. The summary comes last: if it exists, everything does."""
-    settings, home, server, state = begun.settings, begun.home, strategy.server, strategy.memory.state
+    settings, home, server, state = begun.settings, begun.home, strategy.server, strategy.flower_state.state
     lines = recorder.lines(state.round)
     best = recorder.best(lines)
     chosen = {"adapter": state}
@@ -105,7 +105,7 @@ def _tested(begun: Begun, strategy: FedLoRA, chosen: Mapping[str, RunState]) -> 
 
 def _summary(e: _Ended, stopped: Mapping[str, Any] | None) -> dict[str, Any]:
     """Any federation's summary; `public_summary` removes what a private one may not release."""
-    settings, strategy, choosing, state = e.begun.settings, e.strategy, e.begun.choosing, e.strategy.memory.state
+    settings, strategy, choosing, state = e.begun.settings, e.strategy, e.begun.choosing, e.strategy.flower_state.state
     key = "site_mean" if choosing.by == "sites" else "metrics"
     scored = [line for line in e.lines if line.get(key)]
     return {
@@ -129,7 +129,7 @@ def _summary(e: _Ended, stopped: Mapping[str, Any] | None) -> dict[str, Any]:
             "unmeasured": dict(e.at_sites.unmeasured),
         },
         "sites": taken_part(strategy.policy, e.lines),
-        "refusals": dict(strategy.memory.refusals),
+        "refusals": dict(strategy.flower_state.refusals),
         **({"defence": e.judged} if e.judged is not None else {}),
         "seconds": sum(line["seconds"] or 0.0 for line in e.lines),
         "adapter": "adapter" in e.tested,

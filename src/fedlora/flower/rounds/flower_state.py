@@ -4,10 +4,13 @@ checkpoint says whose it is."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, TypeVar
 
+from fedlora.core import checkpoint
 from fedlora.core.lora import named_tensors
 from fedlora.core.read_only import ReadOnly
 from fedlora.flower.messages.envelope import Receipt
@@ -15,7 +18,8 @@ from fedlora.flower.rounds.events import PolicyChanged
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
 
-
+log = logging.getLogger(__name__)
+T = TypeVar("T")
 Members = Mapping[str, int | Mapping[str, int]]
 
 
@@ -37,28 +41,39 @@ class FlowerState:
     def under(self, clients: Members, why: str = "") -> tuple[FlowerState, PolicyChanged | None]:
         """The state under a policy with these clients, and what is new in it since the checkpoint; None: nothing.
 
-        The server forgets a client that was removed, except for the receipt, by which it finds its own work again. If
-        its rank changed, the server forgets only the ranks that pruning had left. A client that was removed and came
-        back between two readings of the policy was never removed. why: as in `PolicyChanged`.
+        The server forgets a client that was removed, except for the receipt, by which its site finds its own work
+        again. If its rank changed, the server forgets only the ranks that pruning had left. A client that was removed
+        and came back between two readings of the policy was never removed. why: as in `PolicyChanged`.
         """
         old = clients if self.members is None else self.members
-        new, gone = [name for name in clients if name not in old], tuple(name for name in old if name not in clients)
-        other = {name: (old[name], clients[name]) for name in clients if name in old and old[name] != clients[name]}
-        known = {
-            name: replace(memory, ranks=None) if name in other else memory
-            for name, memory in self.state.clients.items()
-            if name not in gone
-        }
-        state = replace(
-            self,
-            state=replace(self.state, clients=ReadOnly(known)),
-            refusals=ReadOnly({name: count for name, count in self.refusals.items() if name not in gone}),
-            examples=ReadOnly({name: count for name, count in self.examples.items() if name not in gone}),
-            members=ReadOnly(clients),
+        added = {name: rank for name, rank in clients.items() if name not in old}
+        gone = tuple(name for name in old if name not in clients)
+        other = {name: (old[name], rank) for name, rank in clients.items() if old.get(name, rank) != rank}
+
+        def left(table: Mapping[str, T]) -> Mapping[str, T]:
+            return ReadOnly({name: value for name, value in table.items() if name not in gone})
+
+        known = {name: replace(m, ranks=None) if name in other else m for name, m in self.state.clients.items()}
+        state = replace(self.state, clients=left(known))
+        after = replace(
+            self, state=state, refusals=left(self.refusals), examples=left(self.examples), members=ReadOnly(clients)
         )
-        if not (new or gone or other or why):
-            return state, None
-        return state, PolicyChanged(self.state.round + 1, {name: clients[name] for name in new}, gone, other, why)
+        changed = added or gone or other or why
+        return after, PolicyChanged(self.state.round + 1, added, gone, other, why) if changed else None
+
+
+def newest(
+    folder: Path, run: str, server: Server, state: ServerState, tell: Callable[[str], None] = log.warning
+) -> FlowerState | None:
+    """The newest sound checkpoint of a run; None: there is none. state: any of the run's, for its names and shapes.
+    tell: receives a line for each damaged one.
+
+    Raises:
+        CheckpointError: there are some, but they are another run's, or damaged.
+    """
+    kind, of = server.method.State, run_identity(run, server, state)
+    found = checkpoint.load_newest(folder, FlowerState, kind, of=of, tell=tell)
+    return None if found is None else found[1]
 
 
 def run_identity(run: str, server: Server, state: ServerState) -> str:
@@ -72,4 +87,4 @@ def run_identity(run: str, server: Server, state: ServerState) -> str:
     return f"{run}, {method.name}({said}), modules {hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:8]}"
 
 
-__all__ = ["FlowerState", "run_identity"]
+__all__ = ["FlowerState", "newest", "run_identity"]

@@ -32,8 +32,8 @@ class RoundHooks:
         """Around all rounds of one start."""
         return nullcontext()
 
-    def before(self, strategy: FedLoRA, grid: Grid, intake: Intake, deadline: float) -> None:
-        """Before an attempt's clients are drawn. deadline: seconds."""
+    def before(self, strategy: FedLoRA, grid: Grid, intake: Intake) -> None:
+        """Before an attempt's clients are drawn."""
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """What may be written of a round's line."""

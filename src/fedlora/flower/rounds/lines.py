@@ -5,6 +5,8 @@ One line per round that names every site, and one line for each site that did no
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -151,6 +153,18 @@ def _beside(event: Done) -> list[str]:
     return found
 
 
+def log_to_stdout() -> None:
+    """Print fedlora's log if nobody else does, because Flower gives a ServerApp a handler only for its own logger."""
+    package = logging.getLogger("fedlora")
+    if package.hasHandlers():
+        return
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    package.addHandler(handler)
+    if package.getEffectiveLevel() > logging.INFO:
+        package.setLevel(logging.INFO)
+
+
 def _changes(event: PolicyChanged) -> list[str]:
     found = [f"{name} may take part, at rank {shown(rank)}" for name, rank in event.added.items()]
     found += [f"{name} may take part no longer" for name in event.removed]
@@ -172,4 +186,4 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-__all__ = ["lines_of", "measurement_lines", "nodes_line", "round_line", "size_of", "time_of"]
+__all__ = ["lines_of", "log_to_stdout", "measurement_lines", "nodes_line", "round_line", "size_of", "time_of"]

@@ -116,13 +116,9 @@ def check_quorum(quorum: int | None, sites: int, participation: float) -> int:
     """How many sites take part in a round. Raises `ConfigError` for a quorum that they cannot meet."""
     a_round = len(sample_clients([str(k) for k in range(sites)], participation, seed=0, round=0))
     if quorum is not None and quorum > a_round:
-        less = (
-            ""
-            if a_round == sites
-            else f", {a_round} of which take part in a round (run.participation = {participation:g})"
-        )
+        less = f", {a_round} of which take part in a round (run.participation = {participation:g})"
         there = "is one site" if sites == 1 else f"are {sites} sites"
-        raise ConfigError(f"server.quorum = {quorum} can never be met: there {there}{less}.")
+        raise ConfigError(f"server.quorum = {quorum} can never be met: there {there}{less if a_round < sites else ''}.")
     return a_round
 
 

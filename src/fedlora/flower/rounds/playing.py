@@ -117,14 +117,13 @@ def _strategy(
     settings = b.settings
 
     def after_round(line: Mapping[str, Any]) -> dict[str, Any]:
-        facts, last = recorder.see(line, strategy.memory.state)
+        facts, last = recorder.see(line, strategy.flower_state.state)
         if last:
             strategy.stop("stopped early")
         return facts
 
-    hooks = RoundHooks()
-    if private is not None and settings.privacy is not None:
-        hooks = PrivateRounds(private, settings.privacy)
+    terms = settings.privacy
+    hooks = RoundHooks() if private is None or terms is None else PrivateRounds(private, terms)
     strategy = FedLoRA(
         b.server if private is None else private.server,
         b.policy,
@@ -133,7 +132,7 @@ def _strategy(
         run=settings.id,
         folder=b.home.checkpoints,
         record=b.home.server,
-        resume=newest or True,
+        resume=newest,
         participation=settings.run.participation,
         seed=settings.run.seed,
         codec=OwnClients(

@@ -72,7 +72,7 @@ class PrivateRounds(RoundHooks):
                     f"{self.private.releases.folder}/log."
                 ) from None
 
-    def before(self, strategy: FedLoRA, grid: Grid, intake: Intake, deadline: float) -> None:
+    def before(self, strategy: FedLoRA, grid: Grid, intake: Intake) -> None:
         """Check the budget before any client trains, then wait until all members are online. Round 1 waits as long as
         needed for all members in the policy; a later one continues after the deadline with those that are online."""
         if not intake.asked:  # the sum is there already
@@ -82,7 +82,7 @@ class PrivateRounds(RoundHooks):
         began = remind = clock.monotonic()
         while missing := set(strategy.policy.clients) - set(strategy.online(grid)):
             now = clock.monotonic()
-            if number > 1 and now - began >= deadline:
+            if number > 1 and now - began >= strategy.deadline:
                 return
             if number == 1 and now >= remind:
                 remind = now + _REMIND

@@ -115,13 +115,6 @@ class _Parted(logging.Handler):
 
 
 __all__ = [
-    "RELEASED",
-    "append_secret",
-    "has_released",
-    "logs_kept_secret",
-    "private_folder",
-    "public_event",
-    "public_line",
-    "public_numbers",
-    "public_summary",
+    "RELEASED", "append_secret", "has_released", "logs_kept_secret", "private_folder", "public_event", "public_line",
+    "public_numbers", "public_summary",
 ]  # fmt: skip

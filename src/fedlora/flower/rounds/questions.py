@@ -33,7 +33,7 @@ class Question:
 
 
 @dataclass(frozen=True, eq=False)
-class Asker:
+class MessageMaker:
     """Makes the messages of one state. A message may be large: it is made on demand, and made again if it is needed.
 
     online: name -> node id.
@@ -42,18 +42,18 @@ class Asker:
     server: Server
     policy: Policy
     codec: Codec
-    memory: FlowerState
+    flower_state: FlowerState
     online: Mapping[str, int]
 
     def known(self, name: str) -> ClientMemory:
         """What the server knows of a client from earlier rounds."""
-        return self.memory.state.clients.get(name, ClientMemory())
+        return self.flower_state.state.clients.get(name, ClientMemory())
 
     def download(self, name: str) -> Download:
         """What a client begins with, whole. Raises `RankMismatch` or `HyperparameterError` for one that the method
         cannot serve."""
         client = as_pruned(self.policy.client(name), self.known(name))
-        return self.server.download(self.memory.state.server, client)
+        return self.server.download(self.flower_state.state.server, client)
 
     def question(
         self, download: Download, group: str, ttl: float, limit: Limit, measure: HeldOut | None = None,
@@ -66,8 +66,8 @@ class Asker:
                 None: train. whole: leave out nothing, whatever the client is thought to hold.
         """
         name = download.client.id
-        held = None if whole else self.known(name).held
-        record = self.codec.question(download, held, self.memory.run, self.memory.receipts.get(name, Receipt()))
+        held, receipt = None if whole else self.known(name).held, self.flower_state.receipts.get(name, Receipt())
+        record = self.codec.question(download, held, self.flower_state.run, receipt)
         kind = MessageType.TRAIN
         if measure is not None:
             record, kind = as_question(record, measure), MessageType.EVALUATE
@@ -92,4 +92,4 @@ def reply_limit(client: Client, state: ServerState, policy: Policy) -> Limit:
     return Limit(most, 64 + 4 * tensors + most // (_MB // 4), 2 * _MB + 2048 * tensors)
 
 
-__all__ = ["Asker", "Question", "reply_limit"]
+__all__ = ["MessageMaker", "Question", "reply_limit"]

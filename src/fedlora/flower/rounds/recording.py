@@ -17,7 +17,7 @@ from fedlora.flower.rounds.federation import Begun
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.private_words import RELEASED, public_numbers
 from fedlora.flower.rounds.progress import numbers_of_round
-from fedlora.flower.rounds.round_lines import RoundLines
+from fedlora.flower.rounds.round_lines import RoundLines, is_finished
 from fedlora.runs.folder import plain
 from fedlora.runs.tracking import Called, Tracker, make_tracker, numbers_of_test
 from fedlora.server.server import Server
@@ -36,7 +36,7 @@ class Recorder:
 
     def lines(self, done: int) -> list[Line]:
         """The finished rounds up to `done`, from rounds.jsonl."""
-        return [line for line in RoundLines(self._begun.home.rounds, upto=done).all() if "metrics" in line]
+        return [line for line in RoundLines(self._begun.home.rounds, upto=done).all() if is_finished(line)]
 
     def best(self, lines: Sequence[Line]) -> Line | None:
         """The best of these rounds, if any was measured."""

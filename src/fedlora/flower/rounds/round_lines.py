@@ -65,6 +65,11 @@ class RoundLines:
                 raise CheckpointError(f"{self._path} cannot be written: {error.strerror}; it is unchanged.") from error
 
 
+def is_finished(line: Mapping[str, Any]) -> bool:
+    """Whether this is a round's last line. The first, before the checkpoint, has no scores of the server's yet."""
+    return "metrics" in line
+
+
 def rounds_done(path: Path) -> int:
     """The number of stored rounds, from rounds.jsonl."""
     try:
@@ -97,4 +102,4 @@ def _parsed(text: str) -> dict[int, dict[str, Any]]:
     return lines
 
 
-__all__ = ["RoundLines", "fitting_summary", "rounds_done"]
+__all__ = ["RoundLines", "fitting_summary", "is_finished", "rounds_done"]

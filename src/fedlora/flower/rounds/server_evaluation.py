@@ -23,8 +23,7 @@ class AtServer:
     """The server's memory besides the adapters; empty if it has no base model.
 
     validation, test: evaluators of its files, None if there are none. examples: a digest of the validation examples.
-    digests: SHA-256 of the model's files.
-    ends: tokens that end an answer.
+    digests: SHA-256 of the model's files. ends: tokens that end an answer.
     """
 
     validation: ModelEvaluator | None = None

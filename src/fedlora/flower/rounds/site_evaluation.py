@@ -17,7 +17,7 @@ from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.membership import quarantine
-from fedlora.flower.rounds.questions import Asker, Question
+from fedlora.flower.rounds.questions import MessageMaker, Question
 from fedlora.flower.terms.policy import shares_lost
 from fedlora.server.closing import held_to_share
 
@@ -77,29 +77,29 @@ class SiteEvaluation:
     A site's scores count for no more examples than it trained on.
     """
 
-    def __init__(self, asker: Asker, part: HeldOut) -> None:
-        self._asker, self._part = asker, part
-        self._memory, self._policy = asker.memory, asker.policy
+    def __init__(self, maker: MessageMaker, part: HeldOut) -> None:
+        self._maker, self._part = maker, part
+        self._flower_state, self._policy = maker.flower_state, maker.policy
         self._not_asked = dict[str, str]()
-        refusals = self._memory.refusals
+        refusals = self._flower_state.refusals
         for name in self._policy.clients:
             if barred := quarantine(self._policy, refusals, name):
                 self._not_asked[name] = barred
             elif refusals.get(name):
                 self._not_asked[name] = "its last upload was refused, and until one is taken it does not count"
-            elif name not in asker.online:
+            elif name not in maker.online:
                 self._not_asked[name] = "it is not online"
         self._carried: dict[str, Held] = {}  # what a client holds if it stored its message, and keeps all that it can
 
     def questions(self, ttl: float) -> Iterator[Question]:
         """A question for each asked client, made on demand. ttl: seconds to live."""
-        group = f"{self._memory.run}-{self._memory.state.round}-measure-{self._part}"
+        group = f"{self._flower_state.run}-{self._flower_state.state.round}-measure-{self._part}"
         for name in self._policy.clients:
             if name not in self._not_asked:
-                download = self._asker.download(name)
+                download = self._maker.download(name)
                 self._carried[name] = held_after(download, download.start, untrained=True)
-                question = self._asker.question(download, group, ttl, _NUMBERS, self._part)
-                del download  # it may be large, as the question
+                question = self._maker.question(download, group, ttl, _NUMBERS, self._part)
+                del download
                 yield question
                 del question
 
@@ -118,7 +118,7 @@ class SiteEvaluation:
 
     def _most(self, name: str) -> float:
         """The most examples that a site's scores count for."""
-        return min(self._memory.examples.get(name, 0.0), self._policy.max_examples)
+        return min(self._flower_state.examples.get(name, 0.0), self._policy.max_examples)
 
     @property
     def asked(self) -> bool:
@@ -129,10 +129,10 @@ class SiteEvaluation:
         """What the server knows about its clients now: a client that measured holds everything that training starts
         from. About the others it knows what it knew before."""
         held = {
-            name: replace(self._asker.known(name), held=replace(self._carried[name], local=one.kept))
+            name: replace(self._maker.known(name), held=replace(self._carried[name], local=one.kept))
             for name, one in found.measured.items()
         }
-        return ReadOnly({**self._memory.state.clients, **held})
+        return ReadOnly({**self._flower_state.state.clients, **held})
 
     def _read(self, name: str, answer: Answer | None, metric: str) -> SiteScores | str:
         if answer is None or answer.message is None:
@@ -142,8 +142,8 @@ class SiteEvaluation:
             return f"it failed: {shown(reply.error.reason, 300)}"
         try:
             return record_measured(
-                reply.content, run=self._memory.run, round=self._memory.state.round, part=self._part, metric=metric,
-                local=self._carried[name].local,
+                reply.content, run=self._flower_state.run, round=self._flower_state.state.round, part=self._part,
+                metric=metric, local=self._carried[name].local,
             )  # fmt: skip
         except RecordError as error:
             return str(error)

@@ -3,29 +3,34 @@
     strategy = FedLoRA(server, policy, start(server, seed_adapter), run="trial", folder=Path("runs/trial"))
     strategy.start(grid, num_rounds=10)
 
-`start` has what Flower's own loop lacks: a message for each node at its own rank, a deadline that also ends the
-messages, a named fate for every client of the policy, a repeated round if too few answer, a checkpoint inside the
-round, an error instead of a "successful" run without training, and continuing from a checkpoint. So none of the other
-methods of `Strategy` would ever be called, and `FedLoRA` is no subclass; `stock.StockFedLoRA` is, for stock clients.
+A round, with the file of each step and the method of Flower that does its work there:
 
-Where the parts of a round are, beside what Flower calls them:
+1. The policy says who may take part, and is read again. The server opens an *intake* for the uploads.
+2. Clients are drawn, and who of them is online is     membership.py (sample_nodes)
+   asked, at its own rank                              questions.py (configure_train), collecting.py
+3. Each answer gets its fate as it comes               collecting.py (Grid.send_and_receive), attempt.py
+   Who has not answered at the deadline is late. Nobody fetches its answer, and its site goes back to its last work
+   that counted.
+4. The intake closes and gives the next state          attempt.py (aggregate_train)
+   A robust rule may still refuse an upload.
+5. The round's line is stored, then the checkpoint     round_lines.py, flower_state.py
+   From here on the round counts.
+6. The sites measure, then `after_round` is called     site_evaluation.py (configure_evaluate, aggregate_evaluate)
+   The line is stored again, with what they give.
 
-membership.py        who is asked                                     sample_nodes
-questions.py         the messages                                     configure_train
-collecting.py        messages out, answers in, late ones by name      Grid.send_and_receive
-attempt.py           each answer's fate, and the next state           aggregate_train
-site_evaluation.py   the sites' measurements                          configure_evaluate, aggregate_evaluate
-round_lines.py, events.py, lines.py                                   the log
+If too few answers count, refusals and receipts are stored in the checkpoint of the round before. The server waits up to
+30 s for clients and begins again at 1, as often as the policy allows. A private round is the same loop with other
+`hooks`, but it asks everyone once and has no quorum. After a crash the newest sound checkpoint is read, later lines are
+cut off, and step 6 is done if it had not ended.
 
-An *intake* (`Server.open`) takes in one round's uploads and gives the next state. The *memory* (`FlowerState`) is what
-a checkpoint holds: `memory.state.server` is the model, as `Server` has it. The *policy* says who may take part.
+Flower's loop would call its methods above; this one does not, so `FedLoRA` is no `Strategy`. For stock clients,
+`stock.StockFedLoRA` is one.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -56,12 +61,12 @@ from fedlora.flower.rounds.collecting import (
 from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.hooks import RoundHooks
-from fedlora.flower.rounds.lines import lines_of
+from fedlora.flower.rounds.lines import lines_of, log_to_stdout
 from fedlora.flower.rounds.membership import PolicyReader, check_playable, draw, with_largest_share
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
-from fedlora.flower.rounds.questions import Asker, Question
-from fedlora.flower.rounds.round_lines import RoundLines
+from fedlora.flower.rounds.questions import MessageMaker, Question
+from fedlora.flower.rounds.round_lines import RoundLines, is_finished
 from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import Server
@@ -77,20 +82,18 @@ class FedLoRA:
         server: with its method, quorum, weighting. policy: who may take part, and how. policy_file: read again before
             each round; None: the policy stays. state: the start, from `server.start`.
         run: the federation's name, by which clients keep their state. folder: for checkpoints; None keeps none.
-            record: for events.jsonl and rounds.jsonl; None: nowhere. resume: go on from the newest checkpoint in
-            `folder`, if any, or from this one that was read there. It must be of this run, method, options, modules and
-            shapes; weighting, quorum, rule and policy may differ. Its values take precedence over `state`, those of the
-            start too.
+            record: for events.jsonl and rounds.jsonl; None: nowhere. resume: go on from this one instead of `state`;
+            `flower_state.newest` reads it from `folder`. Weighting, quorum, rule and policy may differ from its own.
         participation, seed: of the sampling of clients, as in `simulate`. codec: the kind of clients.
         identify: how to identify nodes; by default by their registered names, never by their claims.
         after_round: called with each finished round's line, once its checkpoint is stored; its result is added to the
-            line. After a crash it is called again for a round that it had not finished. It may call `stop`.
+            line. With `record`, it is called again after a crash for a round that it had not finished. It may call
+            `stop`.
         choosing: which score the sites are asked to measure, and when; None: never.
         hooks: what another kind of rounds adds, such as `PrivateRounds`. clock: the clock, which also waits.
 
     Raises:
-        ConfigError: a method that these clients cannot run, or a server that needs a second exchange of messages;
-            without `resume`, a folder that has checkpoints. CheckpointError: they are another run's, or damaged.
+        ConfigError: a method that these clients cannot run; without `resume`, a folder that has checkpoints.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class FedLoRA:
         run: str = "federation",
         folder: Path | None = None,
         record: Path | None = None,
-        resume: bool | FlowerState = False,
+        resume: FlowerState | None = None,
         participation: float = 1.0,
         seed: int = 0,
         codec: Codec = OwnClients(),  # noqa: B008 - immutable
@@ -117,18 +120,12 @@ class FedLoRA:
         self.participation, self.choosing, self._hooks = participation, choosing, hooks
         self._folder, self._record, self._seed = folder, record, seed
         self.codec, self.after_round, self._identify = codec, after_round, identify
-        self.memory, self._identity = FlowerState(run, state, members=policy.clients), run_identity(run, server, state.server)
-        if isinstance(resume, FlowerState):
-            self.memory = resume
-        elif resume and folder is not None:
-            kind = server.method.State
-            loaded = checkpoint.load_newest(folder, FlowerState, kind, of=self._identity, tell=log.warning)
-            if loaded is not None:
-                self.memory = loaded[1]
-        elif folder is not None and (stored := checkpoint.newest_round(folder)) is not None:
+        self.flower_state = resume or FlowerState(run, state, members=policy.clients)
+        self._identity = run_identity(run, server, state.server)
+        if resume is None and folder is not None and (stored := checkpoint.newest_round(folder)) is not None:
             raise ConfigError(
                 f"{folder} has a checkpoint of round {stored}, and this run would begin again at round 1: its own "
-                f"would be lost beside it. Continue with resume=True, or take another folder."
+                f"would be lost beside it. Continue with resume=newest(...), or take another folder."
             )
         self._check(policy)
         self._policy_file = PolicyReader(policy_file, self._check)
@@ -136,11 +133,17 @@ class FedLoRA:
         self.lines = RoundLines(None)
         self.stopped: str | None = None  # why no further round is played
         self._num_rounds: int | None = None
+        self._timeout: float | None = None
 
     @property
     def round(self) -> int:
         """The number of finished rounds."""
-        return self.memory.state.round
+        return self.flower_state.state.round
+
+    @property
+    def deadline(self) -> float:
+        """Seconds for which anybody is waited for: those given to `start`, or the policy's."""
+        return self.policy.deadline if self._timeout is None else self._timeout
 
     def stop(self, why: str) -> None:
         """Play no further round; for use in `after_round`."""
@@ -155,70 +158,74 @@ class FedLoRA:
             timeout: replaces the policy's deadline.
 
         Returns:
-            The number of clients that trained in each round, and its loss. The model is in `memory.state`.
+            For each round that this call began: the number of clients that trained (0 if it is private, because nobody
+            is told), and its loss. The model is in `flower_state.state`.
 
         Raises:
             QuorumNotMet: a round had too few usable replies in each of its attempts; the state before it is stored.
+            BudgetSpent: the budget pays for no private round at all. Errors of the method's own are not caught.
         """
         log_to_stdout()
-        result, self.stopped, self._num_rounds = Result(), None, num_rounds
-        with self._hooks.playing(self), self._telling_the_end():
+        result, self.stopped, self._num_rounds, self._timeout = Result(), None, num_rounds, timeout
+        with self._hooks.playing(self), self._reporting_the_end():
             self.lines = RoundLines(self._record / "rounds.jsonl" if self._record else None, upto=self.round)
             last = self.lines.get(self.round)
-            if last is not None and "metrics" not in last:  # a crash came between its checkpoint and its end
+            if last is not None and not is_finished(last):  # a crash came between its checkpoint and its end
                 self._finish(grid, last)
             while self.round < num_rounds and self.stopped is None:
-                line = self._play(grid, timeout)
+                line = self._play(grid)
                 trained = sum(fate == "trained" for fate in fates_of(line).values())
                 loss = math.nan if line["loss"] is None else line["loss"]
                 result.train_metrics_clientapp[self.round] = MetricRecord({"clients": trained, "loss": loss})
         return result
 
-    def _play(self, grid: Grid, timeout: float | None) -> Mapping[str, Any]:
+    def _play(self, grid: Grid) -> Mapping[str, Any]:
         """Play one round, and store it. Its line."""
-        closed, seconds = self._closed(grid, timeout)
+        closed, seconds = self._play_attempts(grid)
         for fated in closed.overturned:
             self._event(fated)
         line = self._hooks.line({**closed.line, "seconds": round(seconds, 3)})
         self.lines.put(line)  # before the checkpoint: a surplus line can be cut off, a missing one cannot be made
-        self.memory = closed.memory
+        self.flower_state = closed.flower_state
         del closed  # the next round's state replaces this one's
         self._save()
         return self._finish(grid, line)
 
-    def _closed(self, grid: Grid, timeout: float | None) -> tuple[Closed, float]:
-        """The first attempt that counts, of as many as the policy allows, and its seconds."""
+    def _play_attempts(self, grid: Grid) -> tuple[Closed, float]:
+        """Make attempts, as many as the policy allows, until one counts. Its outcome, and its seconds."""
         nth = 0
         while True:
             nth += 1
             self.read_policy()
             began = self.clock.monotonic()
-            attempt = self._attempt(grid, nth, timeout or self.policy.deadline)
+            attempt = self._ask_clients(grid, nth)
             try:
                 return attempt.close(), self.clock.monotonic() - began
             except QuorumNotMet as error:
                 why = f"{error} Not there: {attempt.missing or 'nobody'}."
                 self._event(Again(self.round + 1, nth, why))
-                self.memory = attempt.not_counted(error)
+                self.flower_state = attempt.not_counted(error)
                 self._save()
                 if nth > self.policy.retries:
                     raise QuorumNotMet(why) from error
-            del attempt  # with the uploads
-            self._wait_for_nodes(grid)
+            del attempt
+            needed, until = self.server.quorum or 1, self.clock.monotonic() + min(30.0, self.deadline)
+            while self.clock.monotonic() < until and len(self.online(grid).keys() & self.policy.clients) < needed:
+                self.clock.sleep(1.0)
 
-    def _attempt(self, grid: Grid, nth: int, deadline: float) -> Attempt:
+    def _ask_clients(self, grid: Grid, nth: int) -> Attempt:
         """Ask the clients, and take their answers until the deadline."""
-        intake = with_largest_share(self.server, self.policy).open(self.memory.state.server)
-        self._hooks.before(self, grid, intake, deadline)
-        asker = self._asker(grid)
+        intake = with_largest_share(self.server, self.policy).open(self.flower_state.state.server)
+        self._hooks.before(self, grid, intake)  # it may read the policy again
+        maker = self._look_who_is_online(grid)
         drawn = draw(
-            self.policy, self.memory.refusals, asker.online, participation=self.participation, seed=self._seed,
+            self.policy, self.flower_state.refusals, maker.online, participation=self.participation, seed=self._seed,
             round=self.round, chosen=intake.asked,
         )  # fmt: skip
-        attempt = Attempt(asker, drawn, intake, nth, deadline)
+        attempt = Attempt(maker, drawn, intake, nth, self.deadline)
         others = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
-        self._event(Began(self.round + 1, nth, drawn.asked, others, deadline))
-        for answer in self._answers(grid, attempt.questions(), deadline, self.round + 1, "training"):
+        self._event(Began(self.round + 1, nth, drawn.asked, others, self.deadline))
+        for answer in self._exchange(grid, attempt.questions(), self.round + 1, "training"):
             fated = attempt.take(answer)
             del answer
             self._event(fated)
@@ -241,19 +248,19 @@ class FedLoRA:
         """Let the sites measure on their held-out data; no site, if sites are never asked."""
         if self.choosing is None:
             return SiteRound()
-        began, deadline = self.clock.monotonic(), self.policy.deadline
-        evaluation = SiteEvaluation(self._asker(grid), part)
-        answers = self._answers(grid, evaluation.questions(deadline), deadline, self.round, "measuring")
+        began = self.clock.monotonic()
+        evaluation = SiteEvaluation(self._look_who_is_online(grid), part)
+        answers = self._exchange(grid, evaluation.questions(self.deadline), self.round, "measuring")
         found = evaluation.read(answers, self.choosing.metric)
         clients = evaluation.memories(found)  # stored with the next round: who holds something else by then says so
-        self.memory = replace(self.memory, state=replace(self.memory.state, clients=clients))
+        self.flower_state = replace(self.flower_state, state=replace(self.flower_state.state, clients=clients))
         return replace(found, seconds=round(self.clock.monotonic() - began, 3)) if evaluation.asked else found
 
     # -------------------------------------------------------------------------------------------------------- inside
 
     @contextmanager
-    def _telling_the_end(self) -> Iterator[None]:
-        """Write down why the rounds in this block ended."""
+    def _reporting_the_end(self) -> Iterator[None]:
+        """Report why the rounds in this block ended. A budget that pays for no further round is no error."""
         why = "interrupted"
         try:
             yield
@@ -261,7 +268,7 @@ class FedLoRA:
         except QuorumNotMet:
             why = "quorum"
             raise
-        except BudgetSpent as spent:  # a private round: nobody trained for it
+        except BudgetSpent as spent:  # nothing was released for this round
             log.warning("round %d is not played: %s", self.round + 1, spent, extra=RELEASED)
             why = self.stopped = "budget"
             if not self.round:
@@ -274,39 +281,32 @@ class FedLoRA:
 
     def online(self, grid: Grid) -> dict[str, int]:
         """The clients that are online -> their node ids."""
-        return who_is_online(self._identify, grid, self.policy.deadline, self.clock)
+        return who_is_online(self._identify, grid, self.deadline, self.clock)
 
     def read_policy(self) -> None:
         """Read the policy's file again, before the next round; what changed while no server ran is new too."""
         self.policy, error = self._policy_file.read(self.policy)
-        self.memory, change = self.memory.under(self.policy.clients, error)
+        self.flower_state, change = self.flower_state.under(self.policy.clients, error)
         if change is not None:
             self._event(change)
 
     def _check(self, policy: Policy) -> None:
         """Raises `FedLoRAError` for a policy that this federation cannot play."""
         self._hooks.check(self, policy)
-        check_playable(policy, self.server, self.memory.state.server, self.codec, self.participation)
+        check_playable(policy, self.server, self.flower_state.state.server, self.codec, self.participation)
 
-    def _asker(self, grid: Grid) -> Asker:
-        return Asker(self.server, self.policy, self.codec, self.memory, self.online(grid))
+    def _look_who_is_online(self, grid: Grid) -> MessageMaker:
+        """Who makes the messages to those that are online now. While the SuperLink fails, it is asked again."""
+        return MessageMaker(self.server, self.policy, self.codec, self.flower_state, self.online(grid))
 
-    def _answers(
-        self, grid: Grid, questions: Iterable[Question], deadline: float, number: int, doing: str
-    ) -> Iterator[Answer]:
-        """Each client's answer as it comes. Tells meanwhile for whom the others wait."""
-        for found in collect(grid, questions, deadline=deadline, clock=self.clock):
+    def _exchange(self, grid: Grid, questions: Iterable[Question], number: int, doing: str) -> Iterator[Answer]:
+        """Send the questions, and pass on each answer as it comes. Report meanwhile for whom the others wait."""
+        for found in collect(grid, questions, deadline=self.deadline, clock=self.clock):
             if isinstance(found, Waiting):
                 self._event(Awaited(number, doing, found.clients, round(found.seconds, 1), round(found.left, 1)))
             else:
                 yield found
-            del found  # a reply may be large
-
-    def _wait_for_nodes(self, grid: Grid, seconds: float = 30.0) -> None:
-        """Wait before a round is repeated, until enough clients are online, but no longer than this."""
-        needed, until = self.server.quorum or 1, self.clock.monotonic() + min(seconds, self.policy.deadline)
-        while self.clock.monotonic() < until and len(set(self.online(grid)) & set(self.policy.clients)) < needed:
-            self.clock.sleep(1.0)
+            del found
 
     def _event(self, event: Event) -> None:
         """Write what may be told of the event, and log its words."""
@@ -317,25 +317,13 @@ class FedLoRA:
             self._events.write(public)
         except OSError as error:  # losing a report is better than losing a round
             log.warning("an event could not be written: %s", error)
-        level = logging.INFO if isinstance(public, Done | Ended) else logging.WARNING
+        level = logging.INFO if isinstance(public, Done | Ended) else logging.WARNING  # the usual; all else is news
         for line in lines_of(public, self._num_rounds):
-            log.log(level, "%s", line, extra=RELEASED)
+            log.log(level, "%s", line, extra=RELEASED)  # the hooks let it pass
 
     def _save(self) -> None:
         if self._folder is not None:
-            checkpoint.save(self._folder, self.round, self.memory, of=self._identity)
-
-
-def log_to_stdout() -> None:
-    """Print fedlora's log if nobody else does, because Flower gives a ServerApp a handler only for its own logger."""
-    package = logging.getLogger("fedlora")
-    if package.hasHandlers():
-        return
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(logging.Formatter("%(message)s"))
-    package.addHandler(handler)
-    if package.getEffectiveLevel() > logging.INFO:
-        package.setLevel(logging.INFO)
+            checkpoint.save(self._folder, self.round, self.flower_state, of=self._identity)
 
 
 __all__ = ["FedLoRA", "Identify", "registered_names"]
