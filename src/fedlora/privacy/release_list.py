@@ -166,7 +166,7 @@ RELEASES: tuple[Item, ...] = (
         "seed",
     ),
     *_items("card", "released", LEDGER, "privacy"),
-    *_items("card", "if-public", TESTED, "metrics", "classes.recall"),
+    *_items("card", "if-public", TESTED, "metrics", "validation", "classes.recall"),
     *_items("card", "dropped", COUNT, "examples"),
     *_items("card", "dropped", DATA, "classes.counts"),
     *_items("card", "dropped", REFUSED, "attack", "attack_row", "attack_tag", "defence"),
