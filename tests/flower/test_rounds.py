@@ -38,11 +38,12 @@ from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.questions import reply_limit
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.terms.policy import Policy
+from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
 from fedlora.server.terms import Terms
 from fedlora.server.uploads import Uploads
 from support.federations import noise
-from support.flower_grid import RANKS, FastClock, LocalGrid, bits, changed, federation, nan, seed_adapter
+from support.flower_grid import RANKS, FastClock, LocalGrid, bits, changed, fate_of, federation, nan, seed_adapter
 from support.processes import Program
 
 
@@ -139,6 +140,28 @@ def test_all_are_told_where_an_attempt_did_not_count(tmp_path: Path) -> None:
         strategy.start(grid, num_rounds=1)
     again = [receipt_of(m.content).why for m in grid.sent]
     assert again[:2] == ["", ""] and all("whole attempt" in said for said in again[2:]) and again[2:]
+
+
+def test_a_repeated_round_waits_for_those_who_are_drawn(tmp_path: Path) -> None:
+    """The same clients are drawn again. Before, others who were online ended the wait, and every attempt was in vain."""
+    ranks = dict.fromkeys(["one", "two", "three", "four"], 4)
+    [away, _] = sample_clients([*ranks], 0.5, seed=0, round=0)
+    clock = FastClock()
+    strategy, grid = federation(
+        tmp_path, Server(build("glora"), quorum=2), ranks, policy=Policy(ranks, retries=1, deadline=9.0), clock=clock,
+        participation=0.5,
+    )  # fmt: skip
+    grid.offline = {away}
+    wait = clock.sleep
+
+    def back_after_a_while(seconds: float) -> None:
+        wait(seconds)
+        if clock.now > 4:
+            grid.offline = set()
+
+    clock.sleep = back_after_a_while  # type: ignore[method-assign]
+    strategy.start(grid, num_rounds=1)
+    assert fate_of(strategy, away) == "trained" and clock.now < 9
 
 
 def test_a_site_s_own_lines_say_what_the_server_told_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,13 @@
     strategy = FedLoRA(server, policy, start(server, seed_adapter), run="trial", folder=Path("runs/trial"))
     strategy.start(grid, num_rounds=10)
 
-A round, with the file of each step and the method of Flower that does its work there:
+A round, with the file of each step and the method of Flower that it stands for:
 
 1. The policy says who may take part, and is read again. The server opens an *intake* for the uploads.
 2. Clients are drawn, and who of them is online is     membership.py (sample_nodes)
    asked, at its own rank                              questions.py (configure_train), collecting.py
-3. Each answer gets its fate as it comes               collecting.py (Grid.send_and_receive), attempt.py
+3. When all are asked, each answer gets its fate as    collecting.py (Grid.send_and_receive), attempt.py
+   it comes
    Who has not answered at the deadline is late. Nobody fetches its answer, and its site goes back to its last work
    that counted.
 4. The intake closes and gives the next state          attempt.py (aggregate_train)
@@ -19,9 +20,10 @@ A round, with the file of each step and the method of Flower that does its work 
    The line is stored again, with what they give.
 
 If too few answers count, refusals and receipts are stored in the checkpoint of the round before. The server waits up to
-30 s for clients and begins again at 1, as often as the policy allows. A private round is the same loop with other
-`hooks`, but it asks everyone once and has no quorum. After a crash the newest sound checkpoint is read, later lines are
-cut off, and step 6 is done if it had not ended.
+30 s for the drawn clients and begins again at 1, as often as the policy allows; it draws the same clients, unless the
+policy or a quarantine changed. A private round is the same loop with other `hooks`, but it asks everyone once and has
+no quorum. After a crash the caller gives the newest sound checkpoint (`resume`); later lines are cut off, and step 6 is
+done if the record shows that it had not ended.
 
 Flower's loop would call its methods above; this one does not, so `FedLoRA` is no `Strategy`. For stock clients,
 `stock.StockFedLoRA` is one.
@@ -208,9 +210,10 @@ class FedLoRA:
                 self._save()
                 if nth > self.policy.retries:
                     raise QuorumNotMet(why) from error
+            drawn = {name for name, one in attempt.fates.items() if one.fate not in ("not drawn", "quarantined")}
             del attempt
             needed, until = self.server.quorum or 1, self.clock.monotonic() + min(30.0, self.deadline)
-            while self.clock.monotonic() < until and len(self.online(grid).keys() & self.policy.clients) < needed:
+            while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < needed:
                 self.clock.sleep(1.0)
 
     def _ask_clients(self, grid: Grid, nth: int) -> Attempt:
