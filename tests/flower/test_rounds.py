@@ -143,7 +143,7 @@ def test_all_are_told_where_an_attempt_did_not_count(tmp_path: Path) -> None:
 
 
 def test_a_repeated_round_waits_for_those_who_are_drawn(tmp_path: Path) -> None:
-    """The same clients are drawn again. Before, others who were online ended the wait, and every attempt was in vain."""
+    """The same clients are drawn again. Before, others who were online ended the wait."""
     ranks = dict.fromkeys(["one", "two", "three", "four"], 4)
     [away, _] = sample_clients([*ranks], 0.5, seed=0, round=0)
     clock = FastClock()
