@@ -89,6 +89,7 @@ def test_sigterm_ends_a_grid_like_an_interrupt(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "two.toml").write_text(GRID)
     (tmp_path / "model").mkdir()
     (tmp_path / "mine.jsonl").write_text('{"text": "a", "label": 0}\n')
+    monkeypatch.setattr("fedlora.cli.experiment_runs.problems", lambda *_: [])
     monkeypatch.setattr("fedlora.cli.experiment_runs.run_stages", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
     monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGTERM)

@@ -90,7 +90,7 @@ def test_the_run_begins_where_the_other_one_ended(world: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["lora.targets=['query']"], r"lora.targets differ in 2 modules, such as .*value"),
+        (["lora.targets=['query']"], r"lora.targets differ in 1 module, such as .*value"),
         (["data.labels=['red', 'green', 'blue']"], "trained for the classes"),
         (["clients.starts=own"], "clients.starts = 'own'"),
         (["method.name=fedit", "clients.ranks=[1]"], "FedIT .* rank"),

@@ -91,7 +91,7 @@ def test_a_hub_id_without_a_network_fails_at_once_with_the_way_out(
     """Asked once. transformers alone tries six times for each file, 70 seconds in all (measured)."""
     asked: list[float] = []
 
-    def unreachable(self: object, model: str, timeout: float) -> None:
+    def unreachable(self: object, model: str, *, revision: str | None, timeout: float) -> None:
         asked.append(timeout)
         raise TransportError("[Errno -2] Name or service not known")
 

@@ -13,7 +13,7 @@ import torch
 
 from fedlora.adapters.io import load_into_model, read_model
 from fedlora.core.lora import Adapter
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted
 from fedlora.training.models import rank_fields, trainable
 from fedlora.training.round_folder import Part
 
@@ -114,8 +114,9 @@ def install(model: Any, adapter: Adapter, scaling: float, trains: list[Part]) ->
         odd = sorted({*now.modules, *now.heads} ^ {*adapter.modules, *adapter.heads})
         raise ConfigError(
             f"the script's model and the federation's adapter differ in {odd[0]!r} ({len(odd)} such). The script has "
-            f"{len(now.modules)} modules with LoRA and the federation {len(adapter.modules)}: give target_modules and "
-            f"modules_to_save of LoraConfig the same names as lora.targets and lora.saved of the federation."
+            f"{counted(len(now.modules), 'module')} with LoRA and the federation {len(adapter.modules)}: give "
+            f"target_modules and modules_to_save of LoraConfig the same names as lora.targets and lora.saved of the "
+            f"federation."
         )
     if rebuilt:
         _rebuild(model, name, adapter, scaling)
