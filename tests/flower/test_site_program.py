@@ -96,7 +96,11 @@ def test_the_checks_of_a_site_look_for_its_program(tmp_path: Path, monkeypatch: 
     for name in ("mine.py", "here.py"):
         (tmp_path / name).write_text("")
     assert _program(["python", str(tmp_path / "mine.py"), "{data}"])[2] is True
-    for command_, lost in ((["no-such", "x"], "no-such"), (["python", "lost.py"], "lost.py"), (["python", "here.py"], "here.py")):
+    for command_, lost in (
+        (["no-such", "x"], "no-such"),
+        (["python", "lost.py"], "lost.py"),
+        (["python", "here.py"], "here.py"),
+    ):
         what, found, sound = _program(command_)
         assert what == "program" and repr(lost) in found and sound is False
 

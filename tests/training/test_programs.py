@@ -207,11 +207,14 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path, left: s
 
 def test_links_that_a_program_keeps_stay_links(tmp_path: Path) -> None:
     """transformers and others leave a link to the newest checkpoint; it is neither copied in full nor lost."""
-    text = DOUBLING + """
+    text = (
+        DOUBLING
+        + """
 if said["round"] == 1:
     (here / "keep/old").mkdir(); (here / "keep/old/w").write_text("kept"); (here / "keep/last").symlink_to("old")
     (here / "keep/whole").symlink_to(here / "keep/old")
 """
+    )
     trainer = trainer_of(tmp_path, text)
     server = Server(build("fedit"))
     list(simulate(server, [Client("acme", 4)], trainer, start(server, adapter()), rounds=1))
