@@ -48,12 +48,16 @@ def opened(path: Path, *, links: bool = True) -> io.BufferedReader:
         descriptor = os.open(path, _HOW if links else _HOW | os.O_NOFOLLOW)
     except ValueError as error:  # a NUL, or half a letter
         raise OSError(errno.EINVAL, f"no file can have that name ({error})", str(path)) from error
-    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind != stat.S_IFREG:
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        said = f"it is {_KINDS.get(kind, 'something else')}, but must be an ordinary file"
-        raise OSError(errno.EINVAL, said, str(path))
+        raise OSError(errno.EINVAL, f"it is {kind_of(mode)}, but must be an ordinary file", str(path))
     return open(descriptor, "rb")
+
+
+def kind_of(mode: int) -> str:
+    """In words, what has this `st_mode` and is no ordinary file."""
+    return _KINDS.get(stat.S_IFMT(mode), "something else")
 
 
 def read_given(path: Path, most: int = SETTINGS) -> bytes:

@@ -90,10 +90,17 @@ def test_a_site_file_with_a_program(tmp_path: Path) -> None:
     assert (train.command, train.time_limit, train.steps) == (read.command, 60.0, 10)
 
 
-def test_the_checks_of_a_site_look_for_its_program(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text("")
+def test_the_checks_of_a_site_look_for_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that only lies where the checks run is lost: reading site.toml made those beside it absolute."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("mine.py", "here.py"):
+        (tmp_path / name).write_text("")
     assert _program(["python", str(tmp_path / "mine.py"), "{data}"])[2] is True
-    for command_, lost in ((["no-such", "x"], "no-such"), (["python", "lost.py"], "lost.py")):
+    for command_, lost in (
+        (["no-such", "x"], "no-such"),
+        (["python", "lost.py"], "lost.py"),
+        (["python", "here.py"], "here.py"),
+    ):
         what, found, sound = _program(command_)
         assert what == "program" and repr(lost) in found and sound is False
 

@@ -52,6 +52,18 @@ def examples(data: TextData) -> list[tuple[str, int]]:
     return sorted(zip(data.text, data.labels, strict=True))
 
 
+def test_a_key_of_one_machine_is_refused_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows(tmp_path, "all.jsonl", 0)
+    loaded = load_config(
+        config(tmp_path, 'train = "all.jsonl"\ntext = "words"'), ["model.dtype=bfloat16", "model.bf16=true"]
+    )
+    monkeypatch.setattr("fedlora.flower.setup.init_steps.prepare", lambda *_: pytest.fail("it loads the model"))
+    with pytest.raises(ConfigError, match=r"model\.dtype = 'bfloat16'.* one machine"):
+        trial(tmp_path / "f", loaded, 18080)
+
+
 def test_one_file_becomes_a_file_for_each_site_and_the_held_out_are_the_servers(tmp_path: Path) -> None:
     rows(tmp_path, "all.jsonl", 0)
     shares = "validation = 0.2\ntest = 0.2"

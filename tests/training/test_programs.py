@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -154,22 +155,72 @@ def test_a_frozen_part_that_was_trained_is_refused(tmp_path: Path) -> None:
 def test_a_program_that_runs_too_long_is_ended_with_its_children(tmp_path: Path) -> None:
     text = f"""
 import subprocess, time
-child = subprocess.Popen(["sleep", "60"])
-open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+children = [subprocess.Popen(["sleep", "60"], start_new_session=new) for new in (False, True)]
+open({str(tmp_path / "child")!r}, "w").write(" ".join(str(child.pid) for child in children))
 time.sleep(60)
 """
     began = time.monotonic()
     with pytest.raises(ProgramFailed, match=r"limit of 0.5 s .* time_limit"):
         played(trainer_of(tmp_path, text, time_limit=0.5))
     assert time.monotonic() - began < 20
-    child = int((tmp_path / "child").read_text())
-    for _ in range(100):
-        state = Path(f"/proc/{child}/stat")
-        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
-            break
-        time.sleep(0.05)
+    for child in (tmp_path / "child").read_text().split():  # the second has a session of its own
+        for _ in range(100):
+            state = Path(f"/proc/{child}/stat")
+            if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+                break
+            time.sleep(0.05)
+        else:
+            pytest.fail(f"the child {child} is alive")
+
+
+LEFT = {
+    "result.json": ("told = here / 'result.json'; told.unlink(); os.mkfifo(told)", "left result.json, a pipe"),
+    "result.json as a link": ("(here / 'result.json').unlink(); (here / 'result.json').symlink_to('/dev/zero')",
+                              "result.json, a link to /dev/zero"),
+    "large": ("(here / 'result.json').write_text(' ' * 2**22 + '{}')", "result.json .* 4,194,306 bytes, and 4,194,304"),
+    "weights": ("file.unlink(); os.mkfifo(file)", "left result/adapter_model.safetensors, a pipe"),
+    "kept": ("os.makedirs(here / 'keep/a'); os.mkfifo(here / 'keep/a/b')", "left keep/a/b, a pipe"),
+    "socket": ("import socket; os.chdir(here); socket.socket(socket.AF_UNIX).bind('keep/s')", "keep/s, a socket"),
+    "kept link": ("(here / 'keep/l').symlink_to('/etc')", "keep/l, a link to /etc: links may only lead"),
+    "no keep": ("shutil.rmtree(here / 'keep')", "removed the folder keep"),
+    "kept in its folder": ("os.makedirs('keep', exist_ok=True); os.mkfifo('keep/p'); os._exit(1)", "ended with code 1"),
+    "log": ("os.unlink('program.log'); os.mkfifo('program.log'); os._exit(1)", "ended with code 1 .* 'done acme'"),
+    "data": ("os.mkfifo('new.csv'); os._exit(1)", "ended with code 1"),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("left", LEFT)
+def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path, left: str) -> None:
+    """Pipes without a writer: to open one for reading, or one without a reader for writing, waits for ever."""
+    text, says = LEFT[left]
+    rows = {"acme": Rows([{"text": "a"}], ".csv")}
+    with pytest.raises(ProgramFailed, match=says):
+        played(trainer_of(tmp_path, f"{DOUBLING}\n{text}", data=rows))
+    after = trainer_of(tmp_path, DOUBLING, data=rows)
+    if left == "kept in its folder":
+        with pytest.raises(ProgramFailed, match=r"'acme' kept: it left keep/p, a pipe.* Remove .*/acme/keep"):
+            played(after)
     else:
-        pytest.fail(f"the child {child} is alive")
+        assert played(after).upload.num_examples == 30
+
+
+def test_links_that_a_program_keeps_stay_links(tmp_path: Path) -> None:
+    """transformers and others leave a link to the newest checkpoint; it is neither copied in full nor lost."""
+    text = (
+        DOUBLING
+        + """
+if said["round"] == 1:
+    (here / "keep/old").mkdir(); (here / "keep/old/w").write_text("kept"); (here / "keep/last").symlink_to("old")
+    (here / "keep/whole").symlink_to(here / "keep/old")
+"""
+    )
+    trainer = trainer_of(tmp_path, text)
+    server = Server(build("fedit"))
+    list(simulate(server, [Client("acme", 4)], trainer, start(server, adapter()), rounds=1))
+    read = "\nassert (here / 'keep/last/w').read_text() == (here / 'keep/whole/w').read_text() == 'kept'"
+    played(trainer_of(tmp_path, DOUBLING + read))
+    assert os.readlink(tmp_path / "work/acme/keep/last") == "old"
 
 
 def test_what_a_stopped_round_left_does_not_count(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""The end of a process: with its parent, by the kernel (Linux), or with its whole group, by whoever started it."""
+"""The end of a process: with its parent, by the kernel (Linux), or with its whole group, by whoever started it;
+of what has left the group, by a mark in its environment (Linux).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,8 @@ import ctypes
 import os
 import signal
 import subprocess
+import time
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 _libc = ctypes.CDLL(None)  # at import, so that a freshly forked process loads nothing
@@ -33,9 +37,31 @@ def end(process: subprocess.Popen[bytes], seconds: float = 8.0) -> None:
     process.wait()
 
 
+def end_marked(mark: str, seconds: float = 2.0) -> None:
+    """Kill every other process with `mark`, as "NAME=value", in the environment that it was started with, whatever its
+    group or session. A mark that no other work has identifies a program's children: they inherit it, unless they are
+    given another environment. After `seconds`, leave what still remains.
+    """
+    until = time.monotonic() + seconds
+    while (left := _marked(mark)) and time.monotonic() < until:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def _marked(mark: str) -> list[int]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            if os.fsencode(mark) in place.read_bytes().split(b"\0") and int(place.parent.name) != os.getpid():
+                found.append(int(place.parent.name))
+    return found
+
+
 def _signal_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
 
 
-__all__ = ["end", "killed_with"]
+__all__ = ["end", "end_marked", "killed_with"]

@@ -20,19 +20,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from fedlora.adapters.base_names import Base, is_same_base
 from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.reader import scaled
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
-from fedlora.core.parent import end, killed_with
+from fedlora.core.parent import end, end_marked, killed_with
 from fedlora.core.trainer import Trained
 from fedlora.data.rows import Rows
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
 from fedlora.training.content import base_digest
-from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, RoundFolder, trained_parts
+from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, RoundFolder, check_left, trained_parts
 from fedlora.training.settings import LoRASettings
 
 _LOG, _ROUND, _KEPT = "program.log", "round", "keep"
@@ -113,10 +114,14 @@ class ProgramTrainer:
         place = (self.folder / client).absolute()
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         round, spec = RoundFolder(place / _ROUND), replace(self._spec, scaling=self._scale(adapter))
-        shutil.rmtree(round.path, ignore_errors=True)  # of a round that failed: no result of it may count now
+        _remove(round.path)  # of a round that failed: no result of it may count now
         round.path.mkdir()
+        try:
+            check_left(place / _KEPT)  # programs run in `place`, and this one may have been there
+        except ProgramFailed as failed:
+            raise ProgramFailed(f"what the program of {client!r} kept: {failed} Remove {place / _KEPT}.") from None
         if (place / _KEPT).is_dir():
-            shutil.copytree(place / _KEPT, round.keep)
+            shutil.copytree(place / _KEPT, round.keep, symlinks=True)
         facts = round.write(
             RoundFacts(
                 client=client, round=download.round + 1, rounds=max(self._rounds, download.round + 1),
@@ -130,7 +135,7 @@ class ProgramTrainer:
             self._check_base(named, place)
         except ProgramFailed as failed:
             raise ProgramFailed(f"the program of {client!r} ended well, but {failed} Its log: {place / _LOG}") from None
-        shutil.rmtree(place / _KEPT, ignore_errors=True)
+        _remove(place / _KEPT)
         os.replace(round.keep, place / _KEPT)
         shutil.rmtree(round.path)
         made = replace(_scaled(made, spec.scaling / self._lora.unit), base=adapter.base)
@@ -155,6 +160,7 @@ class ProgramTrainer:
             return str(data.absolute())
         file = place / f"data{data.suffix}"
         written = file.with_name(f"new{data.suffix}")
+        _remove(written)
         data.write(written)
         if not file.exists() or not filecmp.cmp(written, file, shallow=False):
             os.replace(written, file)  # and no new file each round, for which datasets would fill its cache
@@ -174,7 +180,8 @@ class ProgramTrainer:
         env = {"HF_DATASETS_CACHE": str(place / "datasets"), **os.environ, VARIABLE: str(round.path)}
         env["PATH"] = search_path()
         what, began, limit = f"the program of {client!r}", time.monotonic(), self._program.time_limit
-        with log.open("wb") as file, doing(what):
+        _remove(log)  # the last round's program may have put something else there
+        with log.open("w+b") as file, doing(what):
             try:
                 process = subprocess.Popen(
                     command, env=env, cwd=place, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
@@ -193,11 +200,13 @@ class ProgramTrainer:
                     f"fewer steps. Its log: {log}"
                 ) from None
             finally:
-                end(process)  # and whatever it left running
-        if code:
-            raise ProgramFailed(
-                f"{what} ended {_fate(code)} after {time.monotonic() - began:.0f} s. {_last_line(log)} Its log: {log}"
-            )
+                end(process)
+                end_marked(f"{VARIABLE}={round.path}")  # whatever it left running, also in sessions of their own
+            if code:
+                raise ProgramFailed(
+                    f"{what} ended {_fate(code)} after {time.monotonic() - began:.0f} s. {_last_line(file)} "
+                    f"Its log: {log}"
+                )
 
     def _check_base(self, named: str | None, place: Path) -> None:
         """Raise `ProgramFailed` if a result names another base model than the federation's. place: where paths start"""
@@ -238,10 +247,17 @@ def _fate(code: int) -> str:
     return f"by {name}" + (" (was memory short? journalctl -k says so)" if name == "SIGKILL" else "")
 
 
-def _last_line(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 4096))
-        lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+def _remove(path: Path) -> None:
+    """Remove a file, a link or a whole folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _last_line(log: BinaryIO) -> str:
+    log.seek(max(0, os.fstat(log.fileno()).st_size - 4096))
+    lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
     return f"Its last line: {lines[-1]!r}." if lines else "It said nothing."
 
 

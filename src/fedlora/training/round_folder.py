@@ -13,6 +13,7 @@ A program that knows nothing of fedlora reads and writes these with peft and jso
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,7 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import Roles
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError, FedLoRAError
+from fedlora.given_files import kind_of, read_given
 
 VARIABLE = "FEDLORA_ROUND"  # names the folder in the program's environment
 Part = Literal["B", "A", "heads"]
@@ -133,6 +135,10 @@ class RoundFolder:
         Raises:
             ProgramFailed: something is missing, damaged, or does not fit the round.
         """
+        for path in (self.result, self.told, self.keep):
+            check_left(path)
+        if not self.keep.is_dir() or self.keep.is_symlink():
+            raise ProgramFailed("it removed the folder keep. It may empty that folder, but must leave it there.")
         missing = [path.name for path in (self.result, self.told) if not path.exists()]
         if missing:
             raise ProgramFailed(
@@ -182,6 +188,32 @@ class RoundFolder:
         files.write(self.told, said.model_dump_json() + "\n")
 
 
+def check_left(path: Path) -> None:
+    """Check a file, or a folder with all below it, without opening a file. path: in the round's or client's folder.
+
+    Raises:
+        ProgramFailed: something there is neither a file nor a folder (to open a pipe could wait for ever), or is a link
+            to a place outside of the folder that `path` is in.
+    """
+    home = path.parent.resolve()
+    waiting = [path] if os.path.lexists(path) else []
+    while waiting:
+        found = waiting.pop()
+        mode = found.lstat().st_mode
+        if stat.S_ISDIR(mode):
+            waiting += found.iterdir()
+        elif stat.S_ISLNK(mode) and home not in Path(target := os.path.realpath(found)).parents:
+            raise ProgramFailed(
+                f"it left {found.relative_to(path.parent)}, a link to {target}: links may only lead to files in "
+                f"{path.parent}. Let it copy the file."
+            )
+        elif not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+            raise ProgramFailed(
+                f"it left {found.relative_to(path.parent)}, {kind_of(mode)}: only files and folders are read. Let it "
+                f"put other things into another folder."
+            )
+
+
 def trained_parts(roles: Roles) -> list[Part]:
     """The parts that a client may train under these roles."""
     names: tuple[Part, ...] = ("B", "A", "heads")
@@ -193,7 +225,7 @@ Table = TypeVar("Table", bound=BaseModel)
 
 def _read(kind: type[Table], path: Path) -> Table:
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(read_given(path))  # of 4 MiB at most
     except (OSError, ValidationError) as error:
         why = _lines(error) if isinstance(error, ValidationError) else error.strerror
         raise ProgramFailed(f"{path.name} cannot be read: {why}.") from error
@@ -256,4 +288,6 @@ def _same(what: str, was: torch.Tensor, now: torch.Tensor) -> None:
         )
 
 
-__all__ = ["VARIABLE", "ProgramFailed", "ResultFacts", "RoundFacts", "RoundFolder", "trained_parts"]
+__all__ = [
+    "VARIABLE", "ProgramFailed", "ResultFacts", "RoundFacts", "RoundFolder", "check_left", "trained_parts",
+]  # fmt: skip

@@ -21,7 +21,7 @@ from fedlora.flower.site.site_folder import fill_site
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.facts import Agreement, model_facts
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
-from fedlora.flower.terms.settings_from_run import read_run_file
+from fedlora.flower.terms.settings_from_run import read_run_file, refuse_undealt
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.config import RunConfig
 from fedlora.runs.preparation import prepare
@@ -90,6 +90,7 @@ def check_private(settings: FederationSettings, start: Start) -> None:
 
 def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
     """Make a federation on this machine, with its sites in `folder`/sites and admitted. Raises `ConfigError`."""
+    refuse_undealt(config)
     prepared = prepare(config, None)
     dealt = dealt_out(config, prepared, NetworkSection(port=superlink_port, superlink_port=superlink_port))
     clients: dict[str, Rank] = {c.id: c.rank if isinstance(c.rank, int) else dict(c.rank) for c in prepared.clients}

@@ -87,10 +87,12 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
 
 
 def _program(command: Sequence[str]) -> Row:
-    """The program that trains here: whether it is there to be started."""
+    """The program that trains here: whether it and its scripts are there. A relative word was not found beside
+    site.toml, and the program runs in another folder."""
     from fedlora.training.programs import search_path
 
-    lost = [word for word in command[1:] if word.endswith((".py", ".sh")) and not Path(word).is_file()]
+    scripts = [word for word in command[1:] if word.endswith((".py", ".sh"))]
+    lost = [word for word in scripts if not (Path(word).is_absolute() and Path(word).is_file())]
     if shutil.which(command[0], path=search_path()) is None:
         lost.insert(0, command[0])
     if lost:

@@ -76,6 +76,22 @@ def from_tables(
     at_server: Mapping[str, str] | None = None,
 ) -> FederationSettings:
     """`from_run_config`, from nested tables."""
+    tables, here = _agreed(raw, labels, dealt, at_server or {})
+    own: dict[str, Any] = {"id": id or new_id(), "network": network, "at_server": here or None}
+    own = {name: value for name, value in own.items() if value is not None}
+    return checked(FederationSettings, {**own, **tables}).check()
+
+
+def refuse_undealt(config: RunConfig) -> None:
+    """Raises `ConfigError` for a key that not even a trial, which deals the run's data out, can have: from the
+    configuration alone, before its model is loaded."""
+    _agreed(config.model_dump(mode="json", exclude_defaults=True), None, True, {})
+
+
+def _agreed(
+    raw: Mapping[str, Any], labels: Sequence[str] | None, dealt: bool, at_server: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The tables that all agree on, and the server's own keys. Raises `ConfigError` for a key of one machine."""
     tables = {name: dict(table) if isinstance(table, Mapping) else table for name, table in raw.items()}
     here: dict[str, Any] = {}
     model, data = tables.get("model", {}), tables.get("data", {})
@@ -84,7 +100,7 @@ def from_tables(
     if isinstance(data, dict):
         tables["data"] = data
         here |= {part: data.pop(part) for part in ("validation", "test") if isinstance(data.get(part), str)}
-        here |= at_server or {}
+        here |= at_server
         for part in ("validation", "test"):
             if part in here:  # then no site holds anything out for it
                 data[part] = 0.0
@@ -106,9 +122,7 @@ def from_tables(
             if isinstance(tables.get(table), dict):
                 tables[table].pop(name, None)
     refuse_elsewhere(tables)
-    own: dict[str, Any] = {"id": id or new_id(), "network": network, "at_server": here or None}
-    own = {name: value for name, value in own.items() if value is not None}
-    return checked(FederationSettings, {**own, **tables}).check()
+    return tables, here
 
 
-__all__ = ["from_run_config", "from_tables", "new_id", "read_run_file"]
+__all__ = ["from_run_config", "from_tables", "new_id", "read_run_file", "refuse_undealt"]
