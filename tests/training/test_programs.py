@@ -109,7 +109,8 @@ FAULTS = {
     "no facts": (DOUBLING.split("(here / \"result.json\")")[0], r"left no result.json"),
     "nan": (DOUBLING.replace('1 / said["round"]', "float('nan')"), r"result.json cannot be read: loss"),
     "no loss": (DOUBLING.replace('"loss"', '"lost"'), r"result.json cannot be read: loss: Field required"),
-    "not a number": (DOUBLING.replace('"examples": 30', '"examples": "30"'), r"examples: Input should be a valid num"),
+    "not a number": (DOUBLING.replace('"examples": 30', '"examples": "30"'), r"examples: Input should be a valid int"),
+    "a fraction": (DOUBLING.replace('"examples": 30', '"examples": 0.7'), r"examples: Input should be a valid int"),
     "half a file": (DOUBLING.replace("write_bytes(out)", "write_bytes(out[:200])"), r"its result cannot be read: "),
     "rank": (
         DOUBLING + "\nshutil.rmtree(here / 'result'); shutil.copytree(OTHER, here / 'result')",

@@ -30,7 +30,7 @@ from fedlora.applying.base_folder import CONFIG, BaseFiles, SideFile, copy_side_
 from fedlora.applying.card import CARD, card_of, full_card
 from fedlora.applying.judge import Change, Judged, judged, ties_of, untied
 from fedlora.applying.model import WAY_OUT, config_of, load, quiet, stored_type, widest
-from fedlora.applying.relation import relation
+from fedlora.applying.relation import named, relation
 from fedlora.applying.sums import BLOCK, Rounding, changed, converted
 from fedlora.applying.updates import filled, update
 from fedlora.core import files
@@ -112,7 +112,8 @@ def apply_adapter(
                 (building / side.name).unlink(missing_ok=True)  # transformers writes its own generation_config.json
                 copy_side_file(side, building / side.name)
         applied = _applied(verdict, left_out, costs)
-        card = full_card(file, card_of(kept), len(applied.changed), len(applied.added), verdict.built)
+        counts = len(applied.changed), len(applied.added)
+        card = full_card(file, named(verdict.file, base), card_of(kept), *counts, verdict.built)
         files.write(building / CARD, card)
     return applied
 

@@ -27,12 +27,11 @@ def card_of(kept: Sequence[SideFile]) -> str:
     return ""
 
 
-def full_card(file: AdapterFile, of_base: str, changed: int, added: int, head: Built) -> str:
-    """README.md, with front matter for the hub. of_base: the base model's card."""
+def full_card(file: AdapterFile, base: str | None, of_base: str, changed: int, added: int, head: Built) -> str:
+    """README.md, with front matter for the hub. base: the base model's name. of_base: its card."""
     front = _FRONT.match(of_base)
     license = _LICENSE.search(front[1]) if front else None
-    named = file.base_model if file.base_model and not is_path(file.base_model) else None
-    base = f"The base model {cell(named)}" if named else "A base model"
+    whose = f"The base model {cell(base)}" if base and not is_path(base) else "A base model"
     ranks = sorted(set(file.ranks.values()))
     rank = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
     classes = f" Classes: {', '.join(cell(name) for name in head.labels[:_MOST_CLASSES])}" if head.labels else ""
@@ -42,13 +41,13 @@ def full_card(file: AdapterFile, of_base: str, changed: int, added: int, head: B
     below = f"\n\n# The card of the base model\n\nIt is of another model:\n\n{body.strip()}" if body.strip() else ""
     return f"""---
 library_name: transformers
-{f"{license[0]}{chr(10)}" if license else ""}{base_line(file.base_model)}tags:
+{f"{license[0]}{chr(10)}" if license else ""}{base_line(base)}tags:
 - lora
 - fedlora
 ---
 
 # A full model with a LoRA adapter in it
 
-{base} with an adapter of {len(file.ranks)} modules, {rank}, written into its weights by fedlora:
+{whose} with an adapter of {len(file.ranks)} modules, {rank}, written into its weights by fedlora:
 {changed} tensors changed, {added} added. Measurements of the base model alone do not hold for it.{load}{below}
 """

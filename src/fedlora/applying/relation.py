@@ -15,18 +15,31 @@ from fedlora.core.echo import quoted
 
 def relation(file: AdapterFile, base: BaseFiles) -> Iterator[str]:
     """A warning if the two names differ and nothing shows that they mean one model, or the adapter's is quantised."""
-    trained_on, own = file.base_model, base.config.get("_name_or_path")
-    own = own if isinstance(own, str) and own else base.repository
+    trained_on, own = file.base_model, name_of(base)
     if trained_on and is_quantised(trained_on):
         yield (
             f"the adapter names a quantised base, {quoted(trained_on, 120)}: the result has the weights of this one, "
             f"which differ from those by rounding."
         )
-    elif trained_on and own and _last(trained_on) != _last(own) and not _surely_one(file, base, trained_on):
+    elif trained_on and named(file, base) != trained_on:
         yield (
             f"warning: the adapter was trained on {quoted(trained_on, 120)}, but this base model calls itself "
             f"{quoted(own, 120)}: the shapes fit, but it may be another model."
         )
+
+
+def named(file: AdapterFile, base: BaseFiles) -> str | None:
+    """What to call the base at hand: as the adapter does, unless it may be another model."""
+    trained_on, own = file.base_model, name_of(base)
+    if not trained_on or is_quantised(trained_on) or _last(trained_on) == _last(own):
+        return trained_on
+    return trained_on if _surely_one(file, base, trained_on) else own
+
+
+def name_of(base: BaseFiles) -> str:
+    """What a base model calls itself; else the name of its folder."""
+    own = base.config.get("_name_or_path")
+    return own if isinstance(own, str) and own else base.repository or base.home.name
 
 
 def _surely_one(file: AdapterFile, base: BaseFiles, trained_on: str) -> bool:

@@ -74,14 +74,16 @@ def _work(work: Sequence[_Counted]) -> list[str]:
     most = "at most " if any(one.most for one in each) else ""
     sizes = [one.bytes for one in each]
     travel = _sum([None if size is None else size.total for size in sizes])
-    bounded = "at most " if any(size is not None and size.most for size in sizes) else ""
+    bounded = "at most " if most or any(size is not None and size.most for size in sizes) else ""
+    evaluated = (run.config.run.rounds > run.config.evaluate.every for run, _ in work)
+    texts = "at most " if most or any(evaluated) else ""  # the best state may be the last, which is scored once
     memory = [one.memory.total if one.memory is not None else None for one in each]
     largest = None if None in memory else max((n for n in memory if n is not None), default=0)
     return [
         _shown(_sum([one.trained for one in each]), most),
         _shown(_sum([one.tokens for one in each]), most),
-        _shown(_sum([one.scored for one in each])),
-        _shown(_sum([one.answers for one in each])),
+        _shown(_sum([one.scored for one in each]), texts),
+        _shown(answers := _sum([one.answers for one in each]), texts if answers else ""),
         _shown(None if travel is None else travel / 1e6, bounded, ".1f"),
         _shown(None if largest is None else largest / 1e9, "", ".2f"),
     ]

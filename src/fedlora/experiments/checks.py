@@ -106,6 +106,8 @@ def _of_memory(run: PlannedRun, bare: Skeleton, names: Sequence[str], workers: i
     config, device = run.config, run.config.model.chosen_device()
     memory = memory_of(config, bare, names)
     there: float = 2 * half_the_memory()
+    if device != "cpu" and not visible():
+        return  # `_of_models` says that the device is not there
     if device == SPREAD or device.startswith("cuda"):
         each = [torch.cuda.mem_get_info(number)[1] for number in range(len(visible()))]
         there = sum(each) if device == SPREAD or workers > 1 else torch.cuda.mem_get_info(device)[1]

@@ -267,7 +267,8 @@ def _turns(config: RunConfig, names: tuple[str, ...]) -> Mapping[str, float]:
 
 
 def _scored(config: RunConfig, held: Held) -> int:
-    """Validation by rounds, the test sets at the last and best round, and clients' own at the end."""
+    """Validation (with `test_along` also the test set) by rounds, test sets at the last and best round, and clients'
+    own at the end."""
     e, rounds = config.evaluate, config.run.rounds
     validation, test, probes = held.validation, held.test, held.probes
     if of_clients(config):
@@ -277,4 +278,5 @@ def _scored(config: RunConfig, held: Held) -> int:
     at_end += held.clients * held.test if e.clients_at_end == "both" else 0
     evaluations = math.ceil(rounds / e.every)
     states = 2 if validation and evaluations > 1 else 1  # the last, and the best if it can be another
-    return evaluations * validation + states * (test + probes) + at_end
+    each = validation + (test if e.test_along else 0)
+    return evaluations * each + states * (test + probes) + at_end

@@ -139,7 +139,7 @@ class ProgramTrainer:
         os.replace(round.keep, place / _KEPT)
         shutil.rmtree(round.path)
         made = replace(_scaled(made, spec.scaling / self._lora.unit), base=adapter.base)
-        return Trained(made, int(said.examples), said.loss, position + int(said.examples))
+        return Trained(made, said.examples, said.loss, position + said.examples)
 
     def _scale(self, adapter: Adapter) -> float:
         """The client's own alpha / r, or what stands for it."""

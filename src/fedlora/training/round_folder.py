@@ -62,7 +62,7 @@ class ResultFacts(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
-    examples: Annotated[float, Field(ge=0, le=1e15)]
+    examples: Annotated[int, Field(ge=0, le=10**15)]
     loss: float
     base: str | None = None
 
@@ -172,7 +172,7 @@ class RoundFolder:
         return facts, replace(adapter, base=moved)
 
     def write_result(
-        self, facts: RoundFacts, adapter: Adapter, spec: AdapterSpec, examples: float, loss: float
+        self, facts: RoundFacts, adapter: Adapter, spec: AdapterSpec, examples: int, loss: float
     ) -> None:
         """Write the result; result.json comes last, so an unfinished result is none.
 
@@ -182,7 +182,7 @@ class RoundFolder:
         self.told.unlink(missing_ok=True)
         write_adapter(self.result, replace(adapter, base=None), spec)
         try:
-            said = ResultFacts(examples=float(examples), loss=float(loss), base=facts.base)
+            said = ResultFacts(examples=examples, loss=float(loss), base=facts.base)
         except ValidationError as error:
             raise AdapterFormatError(f"the round's examples or loss are not numbers: {_lines(error)}.") from error
         files.write(self.told, said.model_dump_json() + "\n")
