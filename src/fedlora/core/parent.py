@@ -33,9 +33,22 @@ def end(process: subprocess.Popen[bytes], seconds: float = 8.0) -> None:
     process.wait()
 
 
+def how_ended(code: int) -> str:
+    """How a process ended, from its `returncode`.
+
+    Example:
+        >>> how_ended(3), how_ended(-15)
+        ('with code 3', 'by SIGTERM')
+    """
+    if code >= 0:
+        return f"with code {code}"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    return f"by {name}" + (" (was memory short? journalctl -k says so)" if name == "SIGKILL" else "")
+
+
 def _signal_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
 
 
-__all__ = ["end", "killed_with"]
+__all__ = ["end", "how_ended", "killed_with"]

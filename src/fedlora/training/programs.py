@@ -12,7 +12,6 @@ import copy
 import filecmp
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.reader import scaled
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
-from fedlora.core.parent import end, killed_with
+from fedlora.core.parent import end, how_ended, killed_with
 from fedlora.core.trainer import Trained
 from fedlora.data.rows import Rows
 from fedlora.doing import doing
@@ -196,7 +195,8 @@ class ProgramTrainer:
                 end(process)  # and whatever it left running
         if code:
             raise ProgramFailed(
-                f"{what} ended {_fate(code)} after {time.monotonic() - began:.0f} s. {_last_line(log)} Its log: {log}"
+                f"{what} ended {how_ended(code)} after {time.monotonic() - began:.0f} s. {_last_line(log)} "
+                f"Its log: {log}"
             )
 
     def _check_base(self, named: str | None, place: Path) -> None:
@@ -229,13 +229,6 @@ def _scaled(adapter: Adapter, factor: float) -> Adapter:
         return adapter
     base = None if adapter.base is None else {name: scaled(lora, factor) for name, lora in adapter.base.items()}
     return Adapter({name: scaled(lora, factor) for name, lora in adapter.modules.items()}, adapter.heads, base)
-
-
-def _fate(code: int) -> str:
-    if code > 0:
-        return f"with code {code}"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-    return f"by {name}" + (" (was memory short? journalctl -k says so)" if name == "SIGKILL" else "")
 
 
 def _last_line(log: Path) -> str:
