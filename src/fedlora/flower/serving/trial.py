@@ -61,7 +61,8 @@ class Trial:
                 process.terminate()
             for process in self.nodes.values():
                 children.end(process)
-            children.end_all(self._left())  # a trainer or a ClientApp may take longer to end than its node
+            if self.nodes:  # without any, the processes there may be of another `up` that serves this folder
+                children.end_all(self._left())  # a trainer or a ClientApp may take longer to end than its node
 
     def start_nodes(self) -> None:
         """Start a node for each site."""
