@@ -144,7 +144,7 @@ def test_a_damaged_newest_state_is_told_where_the_operator_looks(
             site_folder(fed.site(name).path, fed.join(name))
     said = main("flower", command, fed.path)
     assert said.code == 0, said.err
-    assert f"{newest.name} is damaged" in " ".join(said.out.split()), said.out
+    assert f"{newest.name} is damaged" in " ".join(said.err.split())
 
 
 def errors(of: type[FedLoRAError] = FedLoRAError) -> Iterator[type[FedLoRAError]]:
