@@ -51,7 +51,7 @@ def played(fed: FederationFolder, rounds: int) -> None:
     state = RunState(rounds, replace(first.state.server, round=rounds), first.state.clients)
     of = run_identity(first.settings.id, first.server, state.server)
     checkpoint.save(fed.checkpoints, rounds, FlowerState(first.settings.id, state), of=of)
-    fed.rounds.write_text("".join(f'{{"round": {k}}}\n' for k in range(1, rounds + 1)))
+    fed.rounds.write_text("".join(f'{{"round": {k}, "metrics": {{}}}}\n' for k in range(1, rounds + 1)))
 
 
 @pytest.mark.parametrize("words", FAULTS)
@@ -111,19 +111,20 @@ def test_doctor_tells_of_a_damaged_checkpoint_that_the_rounds_would_pass_over(tm
 
 
 def test_rounds_whose_states_are_gone_are_refused_and_not_played_again(tmp_path: Path) -> None:
-    """Four lines and no state, or that of round 2: `serve` and doctor say the same. One line more than states is what a
-    crash between the two leaves, also in round 1, and goes on."""
+    """Finished lines, which are written after a state, and no state or that of round 2: `serve` and doctor say the
+    same. A line without scores is what a crash before a state leaves, also in round 1, and goes on."""
     fed = federation_folder(tmp_path / "fed")
-    lines = [f'{{"round": {k}}}\n' for k in range(1, 5)]
-    for state, most in ((0, 1), (2, 3)):
-        if state:
+    for state, lost in ((0, 1), (0, 4), (2, 3), (2, 4)):
+        if state and not fed.checkpoints.exists():
+            fed.rounds.unlink()
             played(fed, state)
+        lines = [f'{{"round": {k}, "metrics": {{}}}}\n' for k in range(1, lost + 1)]
         fed.rounds.write_text("".join(lines))
-        with pytest.raises(ConfigError, match=f"4 rounds are done, .* of round {state}.* from a backup") as refused:
+        with pytest.raises(ConfigError, match=f"{lost} finished rounds?, .* round {state}.* from a backup") as refused:
             begun(fed.path)
         assert str(refused.value) in [found for _, found, sound in checkup.checked_folder(fed.path) if sound is False]
         assert fed.rounds.read_text() == "".join(lines)
-        fed.rounds.write_text("".join(lines[:most]))
+        fed.rounds.write_text("".join([*lines[:state], f'{{"round": {state + 1}}}\n']))
         assert begun(fed.path).rounds == state
 
 

@@ -121,9 +121,9 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
             f"backup was unpacked over a newer folder. Move this folder away, unpack the backup into an empty place, "
             f"and start again."
         )
-    if last > rounds + 1 + len(damaged):  # a crash may come between a round's line and its state
+    if (last := rounds_done(home.rounds, finished=True)) > rounds + len(damaged):  # written after its state
         raise ConfigError(
-            f"{home.rounds} says that {counted(last, 'round')} are done, but the newest state in {home.checkpoints} is "
+            f"{home.rounds} has {counted(last, 'finished round')}, but the newest state in {home.checkpoints} is "
             f"that of round {rounds}{' (the start)' if found is None else ''}: later ones were moved or deleted. "
             f"Restore them from a backup. To play these rounds again, remove their lines from {home.rounds.name} by "
             f"hand, or make a new federation in another folder. Nothing was changed."
