@@ -250,7 +250,7 @@ def test_what_one_site_claims_to_have_measured_counts_for_no_more_than_it_has() 
     none = measured_by(said, policy, {"acme": 40.0, "berlin": 80.0})
     assert none.mean()["accuracy"] == pytest.approx(5 / 12), "of whom no upload was taken, nothing counts"
     (words,) = measurement_lines(none.facts(), "round 4")
-    assert words.startswith("round 4: the scores of cork do not count: "), "it claims nothing, and no share is bounded"
+    assert re.search("round 4: .* cork .* not count", words), "it claims nothing, and no share is bounded"
 
 
 @pytest.mark.parametrize("share", [None, 0.4, 1.0])
@@ -260,8 +260,8 @@ def test_who_claimed_many_examples_in_training_too_has_its_share_and_no_more(sha
     found = measured_by(said, policy, {"acme": 40.0, "berlin": 80.0, "cork": 1e12})
     assert found.mean()["accuracy"] == pytest.approx(policy.share if share != 1.0 else 1e9 / (1e9 + 12))
     _, *bounded = measurement_lines(found.facts(), "round 4")  # the first is about 10^12 and 10^9
-    held = f"cork: its scores count for {100 * policy.share:.0f}% of the mean; by its examples it would be 100%"
-    assert [held in line for line in bounded] == ([] if share == 1.0 else [True])
+    held = f"cork: .* {100 * policy.share:.0f}% .* 100%"
+    assert [bool(re.search(held, line)) for line in bounded] == ([] if share == 1.0 else [True])
 
 
 @pytest.mark.parametrize(("times", "why"), [(1, "last upload was refused"), (3, "quarantine")])

@@ -121,13 +121,13 @@ def test_only_the_end_of_a_removed_site_s_node_is_no_failure(tmp_path: Path) -> 
     fed.policy.write_text(without_client(fed.policy.read_text(), "one"))
     trial_of_two.nodes = {"one": ended[0]}
     trial_of_two._look_after_nodes()
-    assert said == ["the node of one ended: one was removed"] and not trial_of_two.nodes
+    assert len(said) == 1 and "one was removed" in said[0] and not trial_of_two.nodes
     for code, how in (
         (-9, r"by SIGKILL .*log is \S+\. Call"),
         (2, "with code 2.* ends with: WARNING: no base model. "),
     ):
         trial_of_two.nodes = {"two": ended[code]}
-        with pytest.raises(TrialFailed, match=f"the node of two ended {how}") as failed:
+        with pytest.raises(TrialFailed, match=f"two .* {how}") as failed:
             trial_of_two._look_after_nodes()
         assert "\x1b" not in str(failed.value)
 
