@@ -161,7 +161,7 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     finally:
         last.kill()
     said = again.read_text()
-    assert "processes of an earlier" not in said
+    assert "stopped" not in said
     assert f"complete after {ROUNDS} rounds" in said and "raise [run] rounds" in said
     assert not running()
 

@@ -22,6 +22,7 @@ from fedlora import read_adapter
 from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.federation import begun
 from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.setup import checkup, members
 from fedlora.flower.setup.init_steps import with_quorum
@@ -133,6 +134,22 @@ def test_a_given_start_needs_no_model_and_must_fit(made: Path, tmp_path: Path, m
     ):
         assert words in init(*more, name="g").error(), more
         assert not (tmp_path / "g").exists()
+
+
+def test_a_federation_that_adds_uploads_up_has_a_policy_that_can_be_played(
+    made: Path, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """With server.memory no share can be bounded: init writes so and says so. The start's checks were the oracle: they
+    refused what init had called ready."""
+    given = (
+        "flower", "init", tmp_path / "f", "--server-name", "fl.example.org", "--sites", "a=8,b=4,c=2", "--config",
+        made / "run.toml", "--labels", "no,yes,maybe", "--start", made / "fed" / "start", "--set", "server.memory=64",
+    )  # fmt: skip
+    assert "set history_limit" in main(*given).error() and not (tmp_path / "f").exists()
+    said = main(*given, "--set", "method.history_limit=4")
+    assert said.code == 0, said.err
+    assert "max_weight_share = 1:" in " ".join(said.out.split())
+    begun(tmp_path / "f")
 
 
 def test_what_contradicts_itself_is_said_before_anything_is_made(tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -164,6 +164,19 @@ def test_a_repeated_round_waits_for_those_who_are_drawn(tmp_path: Path) -> None:
     assert fate_of(strategy, away) == "trained" and clock.now < 9
 
 
+def test_an_attempt_that_did_not_count_says_each_reason_once_in_words(tmp_path: Path) -> None:
+    """One is refused, which the quorum's error says, and one is away, which it does not."""
+    ranks = dict.fromkeys(["one", "bad", "away"], 4)
+    strategy, grid = federation(
+        tmp_path, Server(build("glora"), quorum=3), ranks, policy=Policy(ranks, retries=0, deadline=9.0)
+    )
+    grid.offline, grid.meddle = {"away"}, {"bad": nan}
+    with pytest.raises(QuorumNotMet) as failed:
+        strategy.start(grid, num_rounds=1)
+    assert str(failed.value).count("bad: ") == 1
+    assert str(failed.value).endswith("The state is unchanged. Not there: away: it is not online.")
+
+
 def test_a_site_s_own_lines_say_what_the_server_told_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from flwr.app import ConfigRecord, RecordDict
 

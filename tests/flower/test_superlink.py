@@ -264,6 +264,7 @@ def test_a_key_can_come_back(tmp_path: Path) -> None:
         ("", "it said nothing"),
         ("first\n\n╭─ Error ─╮\n│ no room   │\n╰───╯\n", "no room"),
         ("Traceback (most recent call last):\nValueError: x\n", "ValueError: x"),
+        ("\x1b[91mERROR\x1b[0m :     no room\n", "ERROR :     no room"),
     ],
 )
 def test_last_words(log: str, said: str) -> None:

@@ -4,6 +4,7 @@ what the sites read back is what `fedlora run` deals to its clients."""
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,13 @@ pytest.importorskip("flwr")
 
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
+from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.connection import check_ports
-from fedlora.flower.serving.trial import Trial
+from fedlora.flower.serving.supervisor import Supervisor
+from fedlora.flower.serving.trial import Trial, TrialFailed
 from fedlora.flower.setup.init_steps import trial
+from fedlora.flower.setup.policy_file import without_client
 from fedlora.flower.setup.renewal import renew
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
@@ -23,6 +27,7 @@ from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import load_config
+from support.deployed_folders import federation_folder, site_folder
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
 from support.training_data import classification, save_model
@@ -110,6 +115,47 @@ def test_every_site_is_admitted_and_its_folder_is_a_real_one(tmp_path: Path) -> 
         assert Request.read(fed.request(name)).public == site.public_key.read_text().strip()
         assert site.key.stat().st_mode & 0o077 == 0
     assert not fed.public.exists() and not fed.proxy.exists()
+
+
+def test_only_the_end_of_a_removed_site_s_node_is_no_failure(tmp_path: Path) -> None:
+    """A node that the kernel killed has no last words: the log's last line is of something else. One that ended by
+    itself says why there; what Flower colours is read as text."""
+    fed, said = federation_folder(tmp_path / "f"), list[str]()
+    for name in ("one", "two"):
+        site_folder(fed.site(name).path, fed.join(name))
+    trial_of_two = Trial(fed.path, said.append)
+    fed.logs.mkdir(parents=True)
+    (fed.logs / "node-two.log").write_text("\x1b[93mWARNING\x1b[0m: no base model\n")
+    ended = {code: subprocess.Popen(["sh", "-c", words]) for code, words in ((0, "true"), (2, "exit 2"))}
+    ended[-9] = subprocess.Popen(["sh", "-c", "kill -9 $$"])
+    for process in ended.values():
+        process.wait()
+    fed.policy.write_text(without_client(fed.policy.read_text(), "one"))
+    trial_of_two.nodes = {"one": ended[0]}
+    trial_of_two._look_after_nodes()
+    assert len(said) == 1 and "one was removed" in said[0] and not trial_of_two.nodes
+    for code, how in (
+        (-9, r"by SIGKILL .*log is \S+\. Call"),
+        (2, "with code 2.* ends with: WARNING: no base model. "),
+    ):
+        trial_of_two.nodes = {"two": ended[code]}
+        with pytest.raises(TrialFailed, match=f"two .* {how}") as failed:
+            trial_of_two._look_after_nodes()
+        assert "\x1b" not in str(failed.value)
+
+
+def test_a_trial_that_was_stopped_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that left its node's group; but it ends none of a trial that another process plays."""
+    fed = federation_folder(tmp_path / "f")
+    site_folder(fed.site("one").path, fed.join("one"))
+    mine, home = Trial(fed.path), fed.site("one").state / "flwr"
+    monkeypatch.setattr(Supervisor, "serve", lambda self: None)
+    detached = subprocess.Popen(["sleep", "60"], env=children.environment(home), start_new_session=True)
+    mine.play()
+    assert detached.poll() is None
+    mine.nodes = {"one": subprocess.Popen(["sleep", "60"], start_new_session=True)}
+    mine.play()
+    detached.wait(10)
 
 
 def test_an_edited_port_is_refused_and_not_ignored(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.rounds.federation import begun
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.serving.connection import check_ports
+from fedlora.flower.serving.standing import standing
 from fedlora.flower.serving.supervisor import Stopped, Supervisor
 from fedlora.flower.setup import checkup
 from fedlora.flower.site import site_checks
@@ -45,11 +46,12 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 
 def played(fed: FederationFolder, rounds: int) -> None:
-    """Store the start as the state after so many rounds."""
+    """Store the start as the state after so many rounds, and their lines."""
     first = begun(fed.path)
     state = RunState(rounds, replace(first.state.server, round=rounds), first.state.clients)
     of = run_identity(first.settings.id, first.server, state.server)
     checkpoint.save(fed.checkpoints, rounds, FlowerState(first.settings.id, state), of=of)
+    fed.rounds.write_text("".join(f'{{"round": {k}, "metrics": {{}}}}\n' for k in range(1, rounds + 1)))
 
 
 @pytest.mark.parametrize("words", FAULTS)
@@ -99,7 +101,6 @@ def test_a_backup_that_was_unpacked_over_a_newer_folder_is_refused(tmp_path: Pat
 
 def test_doctor_tells_of_a_damaged_checkpoint_that_the_rounds_would_pass_over(tmp_path: Path) -> None:
     fed = federation_folder(tmp_path / "fed")
-    fed.rounds.write_text('{"round": 1}\n{"round": 2}\n')
     played(fed, 1)
     played(fed, 2)
     (newest,) = fed.checkpoints.glob("round-00002*")
@@ -107,6 +108,44 @@ def test_doctor_tells_of_a_damaged_checkpoint_that_the_rounds_would_pass_over(tm
     found = [(text, sound) for what, text, sound in checkup.checked_folder(fed.path) if what == "checkpoint"]
     assert len(found) == 1 and newest.name in found[0][0] and "is damaged" in found[0][0] and found[0][1] is False
     assert begun(fed.path).rounds == 1
+
+
+def test_rounds_whose_states_are_gone_are_refused_and_not_played_again(tmp_path: Path) -> None:
+    """Finished lines, which are written after a state, and no state or that of round 2: `serve` and doctor say the
+    same. A line without scores is what a crash before a state leaves, also in round 1, and goes on."""
+    fed = federation_folder(tmp_path / "fed")
+    for state, lost in ((0, 1), (0, 4), (2, 3), (2, 4)):
+        if state and not fed.checkpoints.exists():
+            fed.rounds.unlink()
+            played(fed, state)
+        lines = [f'{{"round": {k}, "metrics": {{}}}}\n' for k in range(1, lost + 1)]
+        fed.rounds.write_text("".join(lines))
+        with pytest.raises(ConfigError, match=f"{lost} finished rounds?, .* round {state}.* from a backup") as refused:
+            begun(fed.path)
+        assert str(refused.value) in [found for _, found, sound in checkup.checked_folder(fed.path) if sound is False]
+        assert fed.rounds.read_text() == "".join(lines)
+        fed.rounds.write_text("".join([*lines[:state], f'{{"round": {state + 1}}}\n']))
+        assert begun(fed.path).rounds == state
+
+
+@pytest.mark.parametrize("command", ["serve", "up"])
+def test_a_damaged_newest_state_is_told_where_the_operator_looks(
+    command: str, tmp_path: Path, main: Callable[..., Said], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was in the ServerApp's log alone. The line of round 2 and the damaged state of round 3 are no lost rounds."""
+    fed = federation_folder(tmp_path / "fed")
+    played(fed, 1)
+    played(fed, 2)
+    fed.rounds.write_text(fed.rounds.read_text() + '{"round": 3}\n')
+    (newest,) = fed.checkpoints.glob("round-00002*")
+    newest.write_bytes(newest.read_bytes()[:-1] + b"x")
+    monkeypatch.setattr(Supervisor, "serve", lambda self: standing(self.folder))
+    if command == "up":
+        for name in ("one", "two"):
+            site_folder(fed.site(name).path, fed.join(name))
+    said = main("flower", command, fed.path)
+    assert said.code == 0, said.err
+    assert f"{newest.name} is damaged" in " ".join(said.err.split())
 
 
 def errors(of: type[FedLoRAError] = FedLoRAError) -> Iterator[type[FedLoRAError]]:

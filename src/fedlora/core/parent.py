@@ -59,9 +59,22 @@ def _marked(mark: str) -> list[int]:
     return found
 
 
+def how_ended(code: int) -> str:
+    """How a process ended, from its `returncode`.
+
+    Example:
+        >>> how_ended(3), how_ended(-15)
+        ('with code 3', 'by SIGTERM')
+    """
+    if code >= 0:
+        return f"with code {code}"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    return f"by {name}" + (" (was memory short? journalctl -k says so)" if name == "SIGKILL" else "")
+
+
 def _signal_group(pid: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, number)
 
 
-__all__ = ["end", "end_marked", "killed_with"]
+__all__ = ["end", "end_marked", "how_ended", "killed_with"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import subprocess
 import sys
@@ -41,6 +42,7 @@ SUPERLINK = "fedlora.flower.serving.superlink_process"
 _OF = "FEDLORA_PROCESS_OF"
 OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that its SuperNode starts: its trainer ends with it
 _LOOPBACK = ("127.0.0.1", "localhost")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def environment(flower_home: Path) -> dict[str, str]:
@@ -100,8 +102,8 @@ def _wait_for(owner: int) -> None:
 
 
 def last_words(text: str) -> str:
-    """The last meaningful line of a log, without the frames that Flower draws."""
-    plain = [line.strip("│╭╮╰╯─ \t\r") for line in text.splitlines()]
+    """The last meaningful line of a log, without the frames and colours that Flower draws."""
+    plain = [line.strip("│╭╮╰╯─ \t\r") for line in _COLOUR.sub("", text).splitlines()]
     said = [line for line in plain if line and line not in ("Error", "Traceback (most recent call last):")]
     return said[-1] if said else "it said nothing"
 

@@ -12,7 +12,6 @@ import copy
 import filecmp
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -27,7 +26,7 @@ from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.reader import scaled
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
-from fedlora.core.parent import end, end_marked, killed_with
+from fedlora.core.parent import end, end_marked, how_ended, killed_with
 from fedlora.core.trainer import Trained
 from fedlora.data.rows import Rows
 from fedlora.doing import doing
@@ -204,7 +203,7 @@ class ProgramTrainer:
                 end_marked(f"{VARIABLE}={round.path}")  # whatever it left running, also in sessions of their own
             if code:
                 raise ProgramFailed(
-                    f"{what} ended {_fate(code)} after {time.monotonic() - began:.0f} s. {_last_line(file)} "
+                    f"{what} ended {how_ended(code)} after {time.monotonic() - began:.0f} s. {_last_line(file)} "
                     f"Its log: {log}"
                 )
 
@@ -238,13 +237,6 @@ def _scaled(adapter: Adapter, factor: float) -> Adapter:
         return adapter
     base = None if adapter.base is None else {name: scaled(lora, factor) for name, lora in adapter.base.items()}
     return Adapter({name: scaled(lora, factor) for name, lora in adapter.modules.items()}, adapter.heads, base)
-
-
-def _fate(code: int) -> str:
-    if code > 0:
-        return f"with code {code}"
-    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
-    return f"by {name}" + (" (was memory short? journalctl -k says so)" if name == "SIGKILL" else "")
 
 
 def _remove(path: Path) -> None:

@@ -171,9 +171,7 @@ class RoundFolder:
             moved = read_adapter(self.base, scaling=facts.scaling)[0].modules
         return facts, replace(adapter, base=moved)
 
-    def write_result(
-        self, facts: RoundFacts, adapter: Adapter, spec: AdapterSpec, examples: int, loss: float
-    ) -> None:
+    def write_result(self, facts: RoundFacts, adapter: Adapter, spec: AdapterSpec, examples: int, loss: float) -> None:
         """Write the result; result.json comes last, so an unfinished result is none.
 
         Raises:

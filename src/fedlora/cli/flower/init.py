@@ -94,7 +94,8 @@ def _next_steps(folder: Path, made: Federation) -> list[str]:
     ]
     if made.settings.privacy is None:
         quorum = made.settings.server.quorum
-        return [*lines, f"A round needs {quorum} of them (server.quorum in {here}/federation.toml)."]
+        lines += [f"A round needs {quorum} of them (server.quorum in {here}/federation.toml)."]
+        return [*lines, *_unbounded(made.settings.server.memory)]
     from fedlora.flower.terms.privacy import promise
 
     return [
@@ -128,7 +129,13 @@ def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: i
     notes.print("loading the model, for the common start ...")
     trial(folder, loaded, superlink_port)
     said = f"{folder}: ready. Try it on this machine: fedlora flower up {typed(folder)}"
-    console.print(said)
+    console.print("\n".join([said, *_unbounded(None if loaded.privacy else loaded.server.memory)]))
+
+
+def _unbounded(memory: float | None) -> list[str]:
+    """The line about max_weight_share, which a server with this server.memory cannot keep."""
+    said = "adds uploads up as they come, so policy.toml has max_weight_share = 1: no site's share is bounded"
+    return [] if memory is None else [f"server.memory = {memory:g} {said} (max_examples bounds what a site claims)."]
 
 
 def _classes(labels: str | None) -> list[str] | None:

@@ -42,7 +42,7 @@ def serve(
     place = FederationFolder(folder.resolve())
     link = SuperLink(folder)
     with ending_for_systemd(), stopping() as stop, _metrics(place, metrics) as seen:
-        begun(place.path)  # what the rounds would refuse is said now, not when the sites are there
+        begun(place.path, say)  # what the rounds would refuse is said now, not when the sites are there
         now = Supervisor(folder, link, say, stop=stop, seen=seen).serve()
     tell_end(folder, now, stop)
 

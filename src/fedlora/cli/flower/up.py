@@ -9,13 +9,17 @@ from fedlora.cli.screen import say
 def up(folder: Folder) -> None:
     """Run a trial on this machine: start the SuperLink and a node for each site, play all rounds, stop everything.
 
-    If one of the processes dies, it stops the others, with exit code 1. Call it again to continue after the last
-    finished round; if all rounds are done, it says so. Ctrl-C ends it in order.
+    If one of the processes dies, it stops the others, with exit code 1; the node of a site that was removed may end.
+    Call it again to continue after the last finished round; if all rounds are done, it says so. Ctrl-C ends it in
+    order.
     """
     needed()
     from fedlora.cli.flower.serve import stopping, tell_end
+    from fedlora.flower.rounds.federation import begun
     from fedlora.flower.serving.trial import Trial
 
     with ending_for_systemd(), stopping() as stop:
-        now = Trial(folder, say, stop=stop).play()
+        trial = Trial(folder, say, stop=stop)
+        begun(trial.folder.path, say)  # as `serve`: before anything is started
+        now = trial.play()
     tell_end(folder, now, stop, "up")

@@ -15,7 +15,7 @@ import torch
 
 from fedlora.adapters.io import AdapterSpec, read_adapter
 from fedlora.core.lora import Adapter
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
@@ -76,7 +76,7 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
 
     Raises:
         ConfigError, AdapterFormatError, Disagreement: files that are missing or do not fit; settings that may not
-            change between rounds, but did; rounds that would be taken back.
+            change between rounds, but did; rounds that would be taken back or lost.
     """
     home = FederationFolder(folder.resolve())
     settings = FederationSettings.load(home.settings)
@@ -102,7 +102,13 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
         _check_base(settings, agreement, home)
         at_server = load_at_server(config, seed_adapter)
     choosing = choosing_of(settings, at_server, server.has_global_model(state.server))
-    found = newest(home.checkpoints, settings.id, server, state.server, tell)
+    damaged: list[str] = []
+
+    def skip(line: str) -> None:
+        damaged.append(line)
+        tell(line)
+
+    found = newest(home.checkpoints, settings.id, server, state.server, skip)
     rounds = found.state.round if found is not None else 0
     if rounds > settings.run.rounds:
         raise ConfigError(
@@ -114,6 +120,13 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
             f"{home.checkpoints} has the state of round {rounds}, but {home.rounds} ends with round {last}. Probably a "
             f"backup was unpacked over a newer folder. Move this folder away, unpack the backup into an empty place, "
             f"and start again."
+        )
+    if (last := rounds_done(home.rounds, finished=True)) > rounds + len(damaged):  # written after its state
+        raise ConfigError(
+            f"{home.rounds} has {counted(last, 'finished round')}, but the newest state in {home.checkpoints} is "
+            f"that of round {rounds}{' (the start)' if found is None else ''}: later ones were moved or deleted. "
+            f"Restore them from a backup. To play these rounds again, remove their lines from {home.rounds.name} by "
+            f"hand, or make a new federation in another folder. Nothing was changed."
         )
     history = History.read(home.server / "settings.json")
     examples = at_server.examples if choosing.by == "server" else None

@@ -70,12 +70,14 @@ def is_finished(line: Mapping[str, Any]) -> bool:
     return "metrics" in line
 
 
-def rounds_done(path: Path) -> int:
-    """The number of stored rounds, from rounds.jsonl."""
+def rounds_done(path: Path, *, finished: bool = False) -> int:
+    """The number of stored rounds, from rounds.jsonl. finished: only those whose last line is there, so that their
+    checkpoints were, too."""
     try:
-        return max(_parsed(read_given(path, RECORDS).decode(errors="replace")), default=0)
+        lines = _parsed(read_given(path, RECORDS).decode(errors="replace"))
     except FileNotFoundError:
         return 0
+    return max((number for number, line in lines.items() if is_finished(line) or not finished), default=0)
 
 
 def fitting_summary(path: Path, settings: FederationSettings, rounds: int) -> dict[str, Any] | None:

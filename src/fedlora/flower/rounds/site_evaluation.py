@@ -54,8 +54,8 @@ class SiteRound:
         return {**means, "examples": sum(self.counts[name] for name in weights)} if each else {}
 
     def capped(self) -> dict[str, dict[str, float]]:
-        """Sites whose scores weigh less than claimed: the claimed share, and the one that counted."""
-        return shares_lost({name: float(one.examples) for name, one in self.measured.items()}, self.weights())
+        """Sites whose scores weigh less because of `share`: the share by the examples that count, and the one held."""
+        return shares_lost({name: self.counts.get(name, 0.0) for name in self.measured}, self.weights())
 
     def facts(self) -> dict[str, Any]:
         """The facts for a line of rounds.jsonl."""

@@ -204,7 +204,9 @@ class FedLoRA:
             try:
                 return attempt.close(), self.clock.monotonic() - began
             except QuorumNotMet as error:
-                why = f"{error} Not there: {attempt.missing or 'nobody'}."
+                said = [f"{name}: {reason}" for name, reason in attempt.missing.items()]
+                others = "; ".join(one for one in said if one not in str(error))  # which names those that it refused
+                why = f"{error} Not there: {others}." if others else str(error)
                 self._event(Again(self.round + 1, nth, why))
                 self.flower_state = attempt.not_counted(error)
                 self._save()

@@ -117,7 +117,7 @@ class Supervisor:
 
     def _greet(self) -> None:
         if left := self.link.left():
-            self._say(f"{len(left)} processes of an earlier run were still running; they are stopped")
+            self._say(f"stopped {counted(len(left), 'process', 'processes')} that an earlier run left")
             children.end_all(left)
         gained = database.shrink(self.folder.database)
         self.telling.events(quietly=True)

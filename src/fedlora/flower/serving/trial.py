@@ -12,7 +12,10 @@ import sys
 import threading
 from pathlib import Path
 
-from fedlora.errors import ConfigError, FedLoRAError
+import psutil
+
+from fedlora.core.parent import how_ended
+from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.standing import Standing, standing
@@ -22,7 +25,7 @@ from fedlora.flower.serving.telling import Say
 
 
 class TrialFailed(FedLoRAError, RuntimeError):
-    """One of the trial's nodes has ended; the message has its last words."""
+    """One of the trial's nodes has ended; the message says how, and where its log is."""
 
 
 class Trial:
@@ -58,12 +61,13 @@ class Trial:
                 process.terminate()
             for process in self.nodes.values():
                 children.end(process)
+            if self.nodes:  # without any, the processes there may be of another `up` that serves this folder
+                children.end_all(self._left())  # a trainer or a ClientApp may take longer to end than its node
 
     def start_nodes(self) -> None:
         """Start a node for each site."""
-        homes = {name: self.folder.site(name).state / "flwr" for name in self.names}
-        if left := [one for home in homes.values() for one in children.started_for(home)]:
-            self._say(f"{len(left)} processes of an earlier trial's nodes were still running; they are stopped")
+        if left := self._left():
+            self._say(f"stopped {counted(len(left), 'process', 'processes')} that the nodes of an earlier trial left")
             children.end_all(left)
         if any(node.status == "online" for node in self.link.nodes()):
             self._say("waiting until the SuperLink gives up the nodes of a trial that was killed: up to 60 s")
@@ -72,18 +76,32 @@ class Trial:
                     return
         for name in self.names:
             command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(self.folder.site(name).path)]
-            self.nodes[name] = children.started(command, self._log(name), children.environment(homes[name]))
+            self.nodes[name] = children.started(command, self._log(name), children.environment(self._home(name)))
         self._say(f"nodes started: {', '.join(self.names)} (their lines are in {self.folder.logs}/node-NAME.log)")
 
     def _look_after_nodes(self) -> None:
-        """If one node ends, everything ends: a trial without one of its sites would be a different trial."""
-        for name, process in self.nodes.items():
-            if process.poll() is not None:
-                words = children.last_words(children.tail(self._log(name)))
-                raise TrialFailed(
-                    f"the node of {name} ended with code {process.returncode}: {words} (its log is {self._log(name)}). "
-                    f"Call this again to continue after the last round."
-                )
+        """If one node ends, everything ends, because a trial without one of its sites would be a different trial;
+        unless the site was removed: then the server no longer lets its node in."""
+        for name, process in list(self.nodes.items()):
+            if (code := process.poll()) is None:
+                continue
+            if name not in self._supervisor.telling.standing().clients:
+                self._supervisor.telling.say_of_sites(f"the node of {name} ended: {name} was removed")
+                del self.nodes[name]
+                continue
+            log = self._log(name)
+            words = f", which ends with: {children.last_words(children.tail(log))}" if code > 0 else ""
+            raise TrialFailed(
+                f"the node of {name} ended {how_ended(code)}. Its log is {log}{words}. Call this again to continue "
+                f"after the last round."
+            )
+
+    def _left(self) -> list[psutil.Process]:
+        """The processes of this trial's nodes, including those of an earlier one that was killed."""
+        return [one for name in self.names for one in children.started_for(self._home(name))]
+
+    def _home(self, name: str) -> Path:
+        return self.folder.site(name).state / "flwr"
 
     def _log(self, name: str) -> Path:
         return self.folder.logs / f"node-{name}.log"

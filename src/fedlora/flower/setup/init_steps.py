@@ -54,7 +54,7 @@ def federation(
     else:
         begun = made_start(settings, settings.at_server.model, max(clients.values()))
     check_ranks(begun.shapes, clients)
-    check_private(settings, begun)
+    check_server(settings, begun)
     agreement = Agreement()
     if start is None and settings.at_server.model is not None:
         facts = model_facts(settings.at_server.model, settings)
@@ -80,11 +80,12 @@ def with_members(settings: FederationSettings, clients: Mapping[str, Rank]) -> F
     return settings.model_copy(update={"privacy": settings.privacy.for_members(list(clients), largest).checked()})
 
 
-def check_private(settings: FederationSettings, start: Start) -> None:
-    """Raises `ConfigError`, before anything is written, if [privacy] cannot hold, would leave only noise, or exceeds
-    its population's budget."""
+def check_server(settings: FederationSettings, start: Start) -> None:
+    """Raises `FedLoRAError`, before anything is written, if the rounds would refuse these settings: options of server
+    and method that contradict each other, or a [privacy] that cannot hold, would leave only noise, or exceeds its
+    population's budget."""
+    server = settings.server.build(settings.method.build(), settings.run.seed, settings.defence.build())
     if settings.privacy is not None:
-        server = settings.server.build(settings.method.build(), settings.run.seed)
         check_affordable(settings, *planned(settings, server, start.adapter))
 
 
@@ -96,7 +97,7 @@ def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
     clients: dict[str, Rank] = {c.id: c.rank if isinstance(c.rank, int) else dict(c.rank) for c in prepared.clients}
     settings = with_members(with_quorum(dealt.settings, len(clients)), clients)
     start = Start(prepared.seed_adapter, prepared.spec)
-    check_private(settings, start)
+    check_server(settings, start)
     facts = model_facts(config.model.path, settings)
     agreement, _ = Agreement().with_(facts, "the trial's own model")
     made = Federation(settings, clients, start, agreement)
@@ -129,4 +130,4 @@ def write_site(there: FederationFolder, name: str, data: str | TextData, config:
     files.write(there.key(name), site.public_key.read_bytes())
 
 
-__all__ = ["check_private", "federation", "trial", "with_members", "with_quorum"]
+__all__ = ["check_server", "federation", "trial", "with_members", "with_quorum"]

@@ -11,7 +11,7 @@ Rank = int | Mapping[str, int]
 _HEAD = """\
 # Who may take part, and how much they can count for: the server's word, whatever a client claims.
 # Read anew at the beginning of each round. Sites come and go by `fedlora flower admit` and `fedlora flower remove`.
-# max_weight_share = 0.5   # no site counts for more than this share of those who count; left out: max(0.5, 2 / sites)
+{share}
 deadline = 600.0    # seconds; a round waits no longer
 retries = 1         # of a round with too few usable replies; then the run stops, its state stored
 quarantine = 3      # refused uploads in a row after which a site is no longer asked; 0 asks for ever
@@ -20,6 +20,12 @@ quarantine = 3      # refused uploads in a row after which a site is no longer a
 [clients]           # name = rank
 """
 
+_SHARE = (
+    "# max_weight_share = 0.5   # no site counts for more than this share of a round; left out: max(0.5, 2 / sites)"
+)
+_NO_SHARE = (
+    "max_weight_share = 1  # no bound: server.memory adds uploads up as they come; max_examples bounds a site's claim"
+)
 
 _PRIVATE_HEAD = """\
 # Who is asked: the server's word, whatever a client claims. Read anew at the beginning of each round.
@@ -34,9 +40,11 @@ quarantine = 0      # and everybody is asked
 """
 
 
-def policy_text(clients: Mapping[str, Rank], *, private: bool = False) -> str:
-    """A new policy with safe defaults. private: for a federation with [privacy]."""
-    return (_PRIVATE_HEAD if private else _HEAD) + tomlkit.dumps({name: _value(rank) for name, rank in clients.items()})
+def policy_text(clients: Mapping[str, Rank], *, private: bool = False, shares: bool = True) -> str:
+    """A new policy with safe defaults. private: for a federation with [privacy]. shares: whether the server can bound
+    the share of a site: not with server.memory."""
+    head = _PRIVATE_HEAD if private else _HEAD.format(share=_SHARE if shares else _NO_SHARE)
+    return head + tomlkit.dumps({name: _value(rank) for name, rank in clients.items()})
 
 
 def with_client(text: str, name: str, rank: Rank) -> str:

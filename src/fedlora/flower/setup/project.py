@@ -44,7 +44,8 @@ def write_federation(building: Path, home: Path, made: Federation) -> None:
     building.chmod(0o700)
     there = FederationFolder(building)
     made.settings.write(there.settings)
-    there.policy.write_text(policy_text(made.clients, private=made.settings.privacy is not None), encoding="utf-8")
+    private, shares = made.settings.privacy is not None, made.settings.server.memory is None
+    there.policy.write_text(policy_text(made.clients, private=private, shares=shares), encoding="utf-8")
     write_adapter(there.start, made.start.adapter, made.start.spec)
     for place in (there.path / "keys", there.path / "requests", *there.written):
         place.mkdir(mode=0o700)
