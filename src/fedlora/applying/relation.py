@@ -29,9 +29,12 @@ def relation(file: AdapterFile, base: BaseFiles) -> Iterator[str]:
 
 
 def named(file: AdapterFile, base: BaseFiles) -> str | None:
-    """What to call the base at hand: as the adapter does, unless it may be another model."""
+    """What to call the base at hand: as the adapter does, unless it may be another model. A base without a name may be
+    any repository of the hub; but its folder's name counts against a path, and digests against everything."""
     trained_on, own = file.base_model, name_of(base)
     if not trained_on or is_quantised(trained_on) or _last(trained_on) == _last(own):
+        return trained_on
+    if own == base.home.name and "/" in trained_on and not is_path(trained_on) and not base_weights(file):
         return trained_on
     return trained_on if _surely_one(file, base, trained_on) else own
 
