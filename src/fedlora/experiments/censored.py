@@ -6,7 +6,6 @@ reaches no target would otherwise drop out of the mean, which then favours metho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -21,8 +20,8 @@ class Reaching:
     that did not get there; of one that diverged or failed, the last round that was planned."""
 
     cell: Cell
-    reached: Mapping[int, int]
-    censored: Mapping[int, int]
+    reached: dict[int, int]
+    censored: dict[int, int]
 
     @property
     def runs(self) -> int:
@@ -72,7 +71,7 @@ def reaching(grid: Grid, target: float) -> list[Reaching]:
         there = None if result is None else result.rounds_to(target)
         diverged = result is None or any(value != value for value in result.history.curve(result.metric).values())
         if there is not None:
-            mine.reached[run.seed] = there  # type: ignore[index]
+            mine.reached[run.seed] = there
         else:
-            mine.censored[run.seed] = planned if diverged or result is None else result.rounds  # type: ignore[index]
+            mine.censored[run.seed] = planned if diverged or result is None else result.rounds
     return [one for one in found.values() if one.runs]
