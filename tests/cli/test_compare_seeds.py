@@ -187,7 +187,7 @@ def test_a_failing_run_is_named_and_the_others_go_on(
         patched.setattr("fedlora.runs.preparation.prepare", prepare)
         more = ("--seeds", "0:3", "--reference", "svd")
         said = compare(project, out, *more, methods="glora,svd", rounds=1, code=1).stdout
-    assert "Not whole: 4 of 6 " in said and "svd failed on seed 1: site-2 " in said
+    assert "Incomplete: 4 of 6 " in said and "svd failed on seed 1: site-2 " in said
     assert "glora failed on seed 0: RuntimeError: " in said
     rows = [cells(line) for line in said.splitlines() if line.startswith("│ glora ")]
     assert rows[0][-1] == "2 of 3" and "2 of 3 have a number" in rows[0][1] and "±" not in rows[0][1]

@@ -151,7 +151,7 @@ def test_what_is_planned_is_the_plan_everywhere(place: Path, rounds: Experiment)
     table = invoke("experiment", "table", "map_rounds", *where)
     run = invoke("experiment", "run", "map_rounds", "--work", str(place / "work"), *where)
     some = invoke("experiment", "run", "map_rounds", "--seeds", "0:2", "--work", str(place / "work"), *where)
-    assert not any("Not whole" in said.output for said in (table, run, some))
+    assert not any("Incomplete" in said.output for said in (table, run, some))
     status = json.loads(invoke("experiment", "status", "map_rounds", "--json", *where).stdout)["map_rounds"]
     assert status["runs"] == [count, count] and status["to_do"] == 0
     more = invoke("experiment", "run", "map_rounds", "--plan", "--seeds", "7", *where).output

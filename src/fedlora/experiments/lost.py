@@ -100,7 +100,7 @@ def lost_lines(grid: Grid) -> list[str]:
         idle = [one.words for one in lost if not one.why]
         more = [f"{len(idle) - _NAMED} more"] if len(idle) > _NAMED else []
         waiting = f" Not run: {'; '.join([*idle[:_NAMED], *more])}." if idle else ""
-        lines.append(f"Not whole: {len(grid.used)} of {_planned(grid)} planned runs have a result.{waiting}")
+        lines.append(f"Incomplete: {len(grid.used)} of {_planned(grid)} planned runs have a result.{waiting}")
     return [*worst_values(grid), *lines, *grid.experiment.left_out(grid.profile)]
 
 
