@@ -17,7 +17,7 @@ def test_the_page_runs_and_prints_what_it_says(tmp_path: Path, capsys: pytest.Ca
     run_page(PAGE, tmp_path)
     printed = capsys.readouterr().out.strip().splitlines()
     text = PAGE.read_text(encoding="utf-8")
-    shown = re.findall(r"It prints\n\n```\n(.*?)\n```", text, flags=re.DOTALL)
+    shown = re.findall(r"It prints:\n\n```\n(.*?)\n```", text, flags=re.DOTALL)
     assert printed[:3] == shown[0].splitlines()
     assert printed[3] == "swapped ['site-0', 'site-1']"
 
@@ -28,4 +28,4 @@ def test_every_attack_is_on_the_page_with_its_default() -> None:
         (row,) = [line for line in text.splitlines() if line.startswith(f"| `{kind}` |")]
         if about.default is not None:
             assert f"{about.default:g}" in row or f"{about.default:.0e}".replace("e+0", "e") in row
-    assert f"liars of 15 that is {largest_z(15, 3):.2f}" in text
+    assert f"m = 3 and n = 15 z_max is {largest_z(15, 3):.2f}" in " ".join(text.split())

@@ -51,7 +51,7 @@ def test_every_method_is_in_the_row_of_what_it_gets() -> None:
     rows = {
         "products": r"^\| (.*) \| each update",
         "terms": r"^\| (.*) \| two updates",
-        "factors": r"^\| (.*) \| (?:the one factor|both factors|A moved)",
+        "factors": r"^\| (.*) \| (?:the one factor|both factors|A changed)",
     }
     said = {how: {n.strip() for row in re.findall(rows[how], TEXT, flags=re.M) for n in row.split(",")} for how in rows}
     for name in METHODS:
