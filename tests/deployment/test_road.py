@@ -137,7 +137,7 @@ def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Ro
          road.wait_said(server, SERVER, r"round \d+ of", told))  # fmt: skip
     road.until_round(6, 300)
     road.wait_said(server, SERVER, "complete after 6 rounds", seconds=120)
-    road.walk("5. What you see", "6. After the last round")
+    road.walk("5. Watch the rounds", "6. After the last round")
 
     assert "{0: 'no', 1: 'yes'}" in road.seen[-1][2].out  # what the page's Python printed: the adapter is in peft
     lines = road.rounds()
