@@ -135,7 +135,7 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     try:
         until(played(1), 600, log, up)
         second = main("flower", "up", folder.path)
-        assert second.code == 2 and f"served already, by process {up.process.pid}" in second.err
+        assert second.code == 2 and f"process {up.process.pid} already serves" in second.err
         assert holder(folder.lock) == up.process.pid
         kill(children.SUPERLINK)
         until(played(2), 600, log, up)

@@ -78,7 +78,7 @@ def everything_is_wrong_at_first(road: Road) -> None:
          road.wait_said(cork, SITE, "this site's key is not registered"))  # fmt: skip
     tell("a site's clock is 10 minutes ahead", "it is not let in until the clock is right", "the site",
          road.wait_said(acme, SITE, "clock is \\d+ (?:seconds|minutes) ahead"))  # fmt: skip
-    tell("a stranger with the join file and a key of his own", "he gets no work", "the stranger",
+    tell("somebody with the join file but an unknown key", "gets no work", "the stranger",
          road.wait_said(stranger, "node", "this site's key is not registered"))  # fmt: skip
     stranger.end("node")
     told = len(cork.said(SITE))
@@ -86,7 +86,7 @@ def everything_is_wrong_at_first(road: Road) -> None:
     with stopped(road.server, PROXY):
         pass
     tell("the server's certificate has expired", "sites send nothing until it is renewed", "the site",
-         road.wait_said(cork, SITE, "certificate of \\S+ is not believed: certificate has expired", told))  # fmt: skip
+         road.wait_said(cork, SITE, "certificate of \\S+ is not trusted: certificate has expired", told))  # fmt: skip
     assert not road.rounds()
 
     with ThreadPoolExecutor() as at_once:

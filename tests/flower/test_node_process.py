@@ -54,7 +54,7 @@ def test_a_trouble_that_lasts_is_told_again_and_clocks_that_differ(monkeypatch: 
 def test_two_cannot_run_in_one_folder(tmp_path: Path) -> None:
     with (
         held(SiteFolder(tmp_path)),
-        pytest.raises(ConfigError, match=rf"runs for .* already \(process {os.getpid()}\)"),
+        pytest.raises(ConfigError, match=rf"already runs for .* \(process {os.getpid()}\)"),
         held(SiteFolder(tmp_path)),
     ):
         pass

@@ -364,13 +364,13 @@ def test_two_cannot_serve_one_folder(tmp_path: Path) -> None:
     try:
         assert other.stdout is not None and other.stdout.readline() == "held\n"
         assert holder(home / "state" / "serve.lock") == other.pid
-        with pytest.raises(ConfigError, match=f"served already, by process {other.pid}"):
+        with pytest.raises(ConfigError, match=f"process {other.pid} already serves"):
             served(home)
     finally:
         other.kill()
         other.communicate()
     assert holder(home / "state" / "serve.lock") is None
-    with serving(home / "state" / "serve.lock"), pytest.raises(ConfigError, match="served already"):
+    with serving(home / "state" / "serve.lock"), pytest.raises(ConfigError, match="already serves"):
         served(home)
 
 

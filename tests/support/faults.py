@@ -41,7 +41,7 @@ def told() -> list[dict[str, str]]:
 
 def table(entries: list[dict[str, str]]) -> str:
     """Markdown. A cell holds one line; bars in it are escaped. Two columns, so that a phone has room for the line."""
-    rows = ["| fault, and what comes of it | where, and what you read |", "|---|---|"]
+    rows = ["| fault and effect | place and message |", "|---|---|"]
     for entry in entries:
         line = entry["line"].replace("|", "\\|").replace("`", "'")
         rows.append(f"| **{entry['fault']}**: {entry['outcome']} | {entry['where']}: `{line}` |")

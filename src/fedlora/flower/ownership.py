@@ -93,8 +93,8 @@ def serving(path: Path) -> Iterator[None]:
     path.parent.mkdir(mode=0o700, exist_ok=True)
     folder = path.parents[1]
     with locked(path, lambda who: (
-        f"{folder} is served already, by process {who}: two at once would play each round twice. Look with `fedlora "
-        f"flower status {folder}`; end the other one first."
+        f"process {who} already serves {folder}: two processes would run each round twice. Look with `fedlora flower "
+        f"status {folder}`; end the other process first."
     )):  # fmt: skip
         yield
 

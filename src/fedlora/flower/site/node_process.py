@@ -63,7 +63,7 @@ def held(site: SiteFolder) -> Iterator[int]:
     has it."""
     site.state.mkdir(mode=0o700, exist_ok=True)
     with locked(site.state / "node.lock", lambda who: (
-        f"`fedlora flower node` runs for {site.path} already (process {who}). One is enough: the server could not tell "
+        f"`fedlora flower node` already runs for {site.path} (process {who}). One is enough: the server could not tell "
         f"two apart. Is it the systemd unit?"
     )) as descriptor:  # fmt: skip
         yield descriptor

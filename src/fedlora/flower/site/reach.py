@@ -91,10 +91,10 @@ def _unreached(server: Server, error: BaseException) -> Found:
         case ssl.SSLCertVerificationError():
             return Found(
                 "certificate",
-                f"the certificate of {at} is not believed: {error.verify_message.rstrip('.')}. By this machine's clock "
-                f"it is {datetime.now(UTC):%Y-%m-%d %H:%M} UTC: if that is wrong, set it. An expired certificate the "
-                f"server must renew. With another name or authority, ask the server for its new join file, or "
-                f"something in between answers in its place. Nothing is sent before.",
+                f"the certificate of {at} is not trusted: {error.verify_message.rstrip('.')}. By this machine's clock "
+                f"it is {datetime.now(UTC):%Y-%m-%d %H:%M} UTC: if that is wrong, set it. If the certificate has "
+                f"expired, the server must renew it. If name or authority differ, ask the server for its new join "
+                f"file; otherwise a device in between answers in its place. This site sends nothing until then.",
             )
         case TimeoutError():
             return Found(

@@ -149,7 +149,7 @@ def _data(settings: FederationSettings, join: JoinFile, site: Site, here: SiteFo
         counts = Counter(train.labels)
         named = ", ".join(f"{name} {counts[k]}" for k, name in enumerate(train.label_names))
         none = [name for k, name in enumerate(train.label_names) if not counts[k]]
-        note = f"; nothing of {', '.join(none)} here, which is learned from the others" if none else ""
+        note = f"; no examples of {', '.join(none)} here: the model learns this from other sites" if none else ""
         rows.append(("classes", named + note, True))
     return rows
 

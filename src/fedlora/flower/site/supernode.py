@@ -46,7 +46,7 @@ def main() -> None:
         if ended.code and not online.is_set():
             say(
                 "the SuperNode did not get online; Flower's reason is above. Code 2004 means that the server knows "
-                "this site's key and takes it for online still: its last node was killed, or power or line were cut. "
+                "this site's key and still counts it as online: its last node was killed, or power or line were cut. "
                 "The server lets it in within 60 s. If this persists, another machine uses the same key."
             )
         raise
