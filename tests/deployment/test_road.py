@@ -120,7 +120,7 @@ def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Ro
     everything = server.fill_disk()
     full = road.wait_said(server, SERVER, "the disk of \\S+ is full", told, 200)
     everything.unlink()
-    tell("the server's disk is full", "it waits for room, and goes on", "the server", full)
+    tell("the server's disk is full", "it waits for room, and continues", "the server", full)
     road.wait_said(cork, SITE, "admitted: online", told_site, 180)  # a server without room has no SuperLink
     road.until_next_rounds(1, 300)
 
@@ -128,7 +128,7 @@ def test_the_page_is_followed_on_five_machines_and_ends_with_an_adapter(road: Ro
     cork.link(up=False)
     out = time.monotonic()
     assert server.kill("superlink_process") >= 1
-    tell("the SuperLink dies", "it is started again, and the run goes on", "the server",
+    tell("the SuperLink dies", "it is started again, and the run continues", "the server",
          road.wait_said(server, SERVER, "SuperLink ended", told))  # fmt: skip
     time.sleep(max(0.0, 30 - (time.monotonic() - out)))
     cork.link(up=True)

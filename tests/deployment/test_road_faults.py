@@ -98,7 +98,7 @@ def test_the_server_is_switched_off_and_on(running: Road) -> None:
     running.until_next_rounds(1, 400)
     numbers = [one["round"] for one in running.rounds()]
     assert numbers == list(range(1, len(numbers) + 1)) and len(numbers) > before
-    tell("the server's machine is switched off and on", "it goes on after the last stored round", "the server", line)
+    tell("the server's machine is switched off and on", "it continues after the last stored round", "the server", line)
 
 
 def test_two_serve_one_folder(running: Road) -> None:
@@ -107,7 +107,7 @@ def test_two_serve_one_folder(running: Road) -> None:
     line = line_with("already|lock|serve", second.out)
     assert re.search(r"\d{2,}", line)  # the pid of the first
     running.until_next_rounds(1)
-    tell("`serve` is started a second time", "the second ends; the first goes on", "the server", line)
+    tell("`serve` is started a second time", "the second ends; the first continues", "the server", line)
 
 
 def test_a_sites_disk_is_full(running: Road) -> None:
