@@ -68,8 +68,9 @@ def test_the_picture_of_the_idea_says_what_is_measured() -> None:
     idea = draw_idea.measure()
     assert idea.off["glora"] < 1e-13 and 0.5 < idea.off["padded-average"] < 1.5
     stored = draw_idea.FILE.read_text(encoding="utf-8")
-    off = f"{idea.off['padded-average']:.0%} of the mean"
-    assert off in stored and off in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    off = f"{100 * idea.off['padded-average']:.0f}"
+    assert f"{off}% of the mean" in stored
+    assert f"by {off} % of its norm" in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     circles = [c.attrib for c in ET.fromstring(stored).iter("{http://www.w3.org/2000/svg}circle")]
     assert len(circles) == 2 * draw_idea.TIMES
     assert len({(c["cx"], c["cy"]) for c in circles[draw_idea.TIMES :]}) == 1
