@@ -48,7 +48,7 @@ def played(server: Server) -> Any:
             for p in rounds(server, RANKS, WHO, torch.float32)]  # fmt: skip
 
 
-@pytest.mark.quick(14)
+@pytest.mark.quick(7)
 @modes
 @pytest.mark.parametrize("method", METHODS)
 def test_a_server_gives_the_same_bits(method: str, mode: str) -> None:

@@ -104,7 +104,7 @@ def played_once() -> Iterator[None]:
         yield
 
 
-@pytest.mark.quick(130)
+@pytest.mark.quick(90)
 @pytest.mark.parametrize("name", ["rank", "alive", "order", "purity", "exact"])
 @every_play
 def test_a_contract_is_kept_in_every_federation(name: str, row: Row, ranks: dict[str, int], who: tuple) -> None:
@@ -115,7 +115,7 @@ def test_a_contract_is_kept_in_every_federation(name: str, row: Row, ranks: dict
         assert measured.least > VISIBLE
 
 
-@pytest.mark.quick(52)
+@pytest.mark.quick(30)
 @pytest.mark.parametrize("name", ["gauge", "state"])
 @every_play
 def test_gauge_invariance_holds_where_it_is_claimed_and_only_there(
@@ -160,7 +160,7 @@ def test_every_method_is_one_and_travels(name: str, row: Row) -> None:
     assert CONTRACTS[name](row.server(), row.claim).holds is (name != "weights" or row.claim.weights)
 
 
-@pytest.mark.quick(23)
+@pytest.mark.quick(14)
 @pytest.mark.parametrize(
     ("row", "ranks"),
     [p.values[:2] for p in PLAYS if p.values[2] is FULL],
@@ -190,6 +190,7 @@ def shapes_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", False)
 
 
+@pytest.mark.quick(6)
 @pytest.mark.usefixtures("shapes_checked")
 @pytest.mark.parametrize("label", ["glora raflora", "svd 0.9", *sorted(set(METHODS) - {"svd"})])
 def test_what_is_claimed_is_what_is_measured_without_being_told(label: str) -> None:

@@ -25,7 +25,7 @@ F64 = torch.float64
 SHAPE = exactness.Shape(40, 32, 4, 12)  # the sum of ranks is 12, 48 and 48: below both sides, and above
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("budget", exactness.BUDGETS)
 @pytest.mark.parametrize("dtype", exactness.DTYPES)
 def test_the_mean_is_exact_and_the_report_is_true(dtype: str, budget: str) -> None:

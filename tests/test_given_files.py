@@ -95,14 +95,14 @@ def test_rows_are_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     import tracemalloc
 
     shapes = {
-        "short.csv": b"text,label\n" + b"a,b\n" * 20_000,
-        "short.jsonl": b'{"text":"a","n":1,"m":2}\n' * 10_000,
-        "nested.jsonl": b'{"text":"a","l":[[],[],[],[],[],[],[],[]]}\n' * 6_000,
+        "short.csv": b"text,label\n" + b"a,b\n" * 5_000,
+        "short.jsonl": b'{"text":"a","n":1,"m":2}\n' * 3_000,
+        "nested.jsonl": b'{"text":"a","l":[[],[],[],[],[],[],[],[]]}\n' * 2_000,
         "long.csv": b'text\n"' + b"word " * 100_000 + b'"\nb\n',
         "long.jsonl": b'{"text":"' + b"word " * 100_000 + b'"}\n' + b'{"text":"b"}\n',
     }
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    table = pyarrow.table({"text": [str(k) for k in range(50_000)], "n": range(50_000)})
+    table = pyarrow.table({"text": [str(k) for k in range(10_000)], "n": range(10_000)})
     parquet.write_table(table, written := pyarrow.BufferOutputStream())
     shapes["short.parquet"] = written.getvalue().to_pybytes()
     for name, content in shapes.items():

@@ -390,7 +390,7 @@ def test_a_client_cannot_come_back_with_another_rank_to_its_local_factors() -> N
 # ---- resuming, and being lazy ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(14)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_resumed_from_any_round_is_the_uninterrupted_one_to_the_bit(

@@ -142,7 +142,7 @@ def cases(what: str) -> list[Any]:
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(10)
+@pytest.mark.quick(5)
 @pytest.mark.parametrize("name", CASES)
 def test_the_inputs_are_what_the_test_says(name: str, made: Callable[[str], Made]) -> None:
     """The two adapters differ and change what they should, by a lot; peft's dense models say what its adapters say."""
@@ -159,7 +159,7 @@ def test_the_inputs_are_what_the_test_says(name: str, made: Callable[[str], Made
     assert any(not torch.equal(x.states[0][k], x.states[1][k]) for k in both)
 
 
-@pytest.mark.quick(12)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("name", cases(READ))
 def test_what_is_read_is_written_with_the_same_meaning(name: str, made: Callable[[str], Made], tmp_path: Path) -> None:
     """peft loads the copy on a fresh base: its weights and logits are those of the original."""

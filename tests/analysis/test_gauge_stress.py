@@ -240,8 +240,8 @@ def test_a_diverged_client_is_refused_as_without() -> None:
 
 # SGD: Adam would turn a rounding error into a whole step where a gradient is zero.
 SGD = (
-    "train.optimizer=sgd", "train.lr=0.05", "train.steps=4", "clients.ranks=[4]", "clients.count=3", "run.rounds=3",
-    "evaluate.every=3",
+    "train.optimizer=sgd", "train.lr=0.05", "train.steps=4", "train.batch_size=8", "clients.ranks=[4]",
+    "clients.count=3", "run.rounds=3", "evaluate.every=3",
 )  # fmt: skip
 Runs = dict[float | None, RunFolder]
 
@@ -263,7 +263,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_project(tmp_path_factory.mktemp("project"), layers=2)
 
 
-@pytest.fixture(scope="module", params=["glora", "flexlora", "fedit"])
+OF_UPDATES = ["glora", pytest.param("flexlora", marks=pytest.mark.exhaustive)]
+
+
+@pytest.fixture(scope="module", params=[*OF_UPDATES, "fedit"])
 def stress(request: pytest.FixtureRequest, project: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """`fedlora run` on a real model, without stress and at conditions 1 and 100. Tests read them and change nothing."""
     out = tmp_path_factory.mktemp("stress")
@@ -282,7 +285,7 @@ def test_the_first_round_trains_before_anything_is_aggregated(stress: Runs) -> N
     assert len({tuple(folder.metrics()[0]["losses"].items()) for folder in stress.values()}) == 1
 
 
-@pytest.mark.parametrize("stress", ["glora", "flexlora"], indirect=True)
+@pytest.mark.parametrize("stress", OF_UPDATES, indirect=True)
 def test_in_a_real_run_the_condition_does_not_matter_to_methods_of_updates(stress: Runs) -> None:
     """Theory, as above: condition 100 against condition 1, three rounds of real training in float32 between. GLoRA also
     chooses components by their alignment, so its rounding can swap one at the edge of noise."""
@@ -292,7 +295,7 @@ def test_in_a_real_run_the_condition_does_not_matter_to_methods_of_updates(stres
         assert one["metrics"] == pytest.approx(other["metrics"], rel=1e-2)
 
 
-@pytest.mark.parametrize("stress", ["glora", "flexlora"], indirect=True)
+@pytest.mark.parametrize("stress", OF_UPDATES, indirect=True)
 def test_in_a_real_run_stress_does_not_matter_to_methods_of_updates(stress: Runs) -> None:
     """The same against the run without any."""
     assert apart(stress[None], stress[100.0]) < 2e-3

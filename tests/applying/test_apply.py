@@ -50,7 +50,7 @@ OF_TRANSFORMERS = {build: isinstance(build(), PreTrainedModel) for build in {cas
 WRITTEN = [name for name, case in CASES.items() if OF_TRANSFORMERS[case.build]]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_written_model_answers_as_peft_with_the_adapter_beside_it(
     name: str, tmp_path: Path, main: Callable[..., Said]

@@ -105,7 +105,7 @@ def apply_says(base: Path, adapter: Path, folder: Path) -> dict[str, Tensor]:
     return found | {"embed_tokens": full.model.embed_tokens.weight.detach()}
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("base", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_tensor_of_a_file_counts_as_peft_loads_it_or_is_refused(base: str, kind: str, tmp_path: Path) -> None:

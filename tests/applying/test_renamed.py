@@ -102,7 +102,7 @@ def answered(model: Any, inputs: Mapping[str, Tensor]) -> Any:
     return model(**inputs)[0]
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize(("name", "fields"), CASES)
 def test_models_that_transformers_renames_as_it_saves(
     name: str, fields: dict[str, Any], tmp_path: Path, main: Callable[..., Said]

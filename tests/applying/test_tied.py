@@ -112,7 +112,7 @@ def said(model: Any) -> Tensor:
     return found
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("stored_twice", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", MODELS)
@@ -225,7 +225,7 @@ OF_MANY = ("embedding", "head", "both", "embedding in full", "head in full", "to
 WRITTEN = ("embedding", "head", "embedding in full", "head in full")  # and not refused, where no code asks for the flag
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", OF_MANY)
 @pytest.mark.parametrize("name", MANY)
 def test_the_end_of_one_tie_is_the_end_of_all(name: str, kind: str, tmp_path: Path, main: Callable[..., Said]) -> None:

@@ -38,6 +38,7 @@ def test_without_an_adversary_nothing_is_attacked() -> None:
     assert all(record.attacked is None for record in run("glora", MIXED))
 
 
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_an_attacked_federation_is_the_same_bits_again_and_after_a_stop(kind: Any) -> None:
     """All is a function of the round's uploads, the round and the seed."""

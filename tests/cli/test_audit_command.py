@@ -320,6 +320,10 @@ def relative(weights: Sequence[float]) -> list[float]:
 
 SPEC = AdapterSpec({"base_model_name_or_path": "some/base", "target_modules": ["q", "v"]}, scaling=2.0)
 WEIGHTS = (900.0, 300.0, 50.0)
+ALIKE_AND_WEIGHTED = pytest.mark.parametrize(
+    "weights",
+    [pytest.param((1.0, 1.0, 1.0), id="alike", marks=pytest.mark.exhaustive), pytest.param(WEIGHTS, id="weighted")],
+)
 
 
 def random_adapter(seed: str, rank: int, only: Sequence[str] = tuple(SHAPES)) -> Adapter:
@@ -388,7 +392,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Sites:
 EXACT = ("fedex-lora", "flexlora", "flora", "glora")
 
 
-@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), WEIGHTS], ids=["alike", "weighted"])
+@ALIKE_AND_WEIGHTED
 def test_errors_of_one_rank_are_the_dense_ones(equal: Sites, undrawn: None, weights: Sequence[float]) -> None:
     """Each against dense float64: factor averaging, HetLoRA's weights, GLoRA at half its budget, SVD at 99 and 50 %;
     zero for those that average updates. Three of rank 4 and rho = 0.5: R = 6."""
@@ -415,7 +419,7 @@ def test_errors_of_one_rank_are_the_dense_ones(equal: Sites, undrawn: None, weig
         assert found[name]["error"] > 0.01, "the case says something"
 
 
-@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), WEIGHTS], ids=["alike", "weighted"])
+@ALIKE_AND_WEIGHTED
 def test_errors_of_mixed_ranks_are_the_dense_ones(mixed: Sites, undrawn: None, weights: Sequence[float]) -> None:
     """As above, from peft's own tensors and scalings, in the units of the whole update: alpha / r differs by client."""
     p = relative(weights)
@@ -484,7 +488,7 @@ def test_drift_of_methods_of_updates_is_round_off(mixed: Sites, undrawn: None) -
 def test_who_moves_with_the_coordinates_and_who_only_hands_out_what_moved(equal: Sites, undrawn: None) -> None:
     """methods.md, "Gauge?": factor averages move; fedex-lora's update does not, but the pair that clients get does;
     fedrot-lora undoes condition 1, which is orthogonal, and nothing else; flora hands out a fresh start."""
-    found = audited(*equal.paths, "--conditions", "1,10")
+    found = audited(*equal.paths, "--conditions", "1,10", "--draws", 1)
     for name in ("fedit", "hetlora", "lora-fair", "padded-average"):
         assert min(found[name]["drift"].values()) > 0.1
     assert max(found["fedex-lora"]["drift"].values()) < 1e-9 < 0.1 < min(found["fedex-lora"]["readout_drift"].values())
@@ -635,16 +639,13 @@ def test_the_picture_is_of_the_numbers(
     monkeypatch.chdir(tmp_path)
     said = invoke("audit", *equal.paths, "--methods", "fedit,glora", "--draws", 1, "--json")
     assert json.loads(said.stdout)["fedit"]["error"] > 0.1 and "plot: audit.png" in said.stderr
-    invoke("audit", *mixed.paths, "--methods", "hetlora,glora", "--draws", 1, "--plot", "some/where/mixed.png")
-    assert sorted(str(path) for path in Path().rglob("*.png")) == ["audit.png", "some/where/mixed.png"]
-    assert len({is_a_picture(path) for path in Path().rglob("*.png")}) == 2
-    orange = [colours(path, (0xD5, 0x5E, 0x00)) for path in (Path("audit.png"), Path("some/where/mixed.png"))]
-    blue = [colours(path, (0x00, 0x72, 0xB2)) for path in (Path("audit.png"), Path("some/where/mixed.png"))]
-    assert min(orange) > 1000 and min(blue) > 1000
-    invoke(
-        "audit", *equal.paths, "--methods", "glora,flexlora", "--plot", "calm.png", "--conditions", "10", "--draws", 1
-    )
-    assert colours(Path("calm.png"), (0xD5, 0x5E, 0x00)) < 1000, "but for the one curve of the second method"
+    calm = Path("some/where/calm.png")
+    invoke("audit", *mixed.paths, "--methods", "glora,flexlora", "--plot", calm, "--conditions", "10", "--draws", 1)
+    assert sorted(Path().rglob("*.png")) == [Path("audit.png"), calm]
+    assert len({is_a_picture(path) for path in (Path("audit.png"), calm)}) == 2
+    orange, blue = (0xD5, 0x5E, 0x00), (0x00, 0x72, 0xB2)
+    assert min(colours(Path("audit.png"), rgb) for rgb in (orange, blue)) > 1000 < colours(calm, blue)
+    assert colours(calm, orange) < 1000, "but for the one curve of the second method"
 
 
 @pytest.mark.quick(1)

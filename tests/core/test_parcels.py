@@ -233,7 +233,7 @@ def base_step(name: str, uploads: Sequence[Upload], module: str) -> Tensor:
     return mean if name == "flora" else mean - sum(p * B for p, B, _ in pairs) @ sum(p * A for p, _, A in pairs)
 
 
-@pytest.mark.quick(46)
+@pytest.mark.quick(30)
 @pytest.mark.parametrize(("label", "ranks", "who", "dtype"), PLAYS)
 def test_what_a_client_holds_is_left_out_and_it_lacks_nothing(label: str, ranks: str, who: str, dtype: str) -> None:
     """Expected: the engine's download, bit for bit; dense float64 sums of the base's steps; bytes as safetensors writes
@@ -278,7 +278,7 @@ def test_a_module_that_nobody_held_in_a_round_stays_as_it_was(label: str) -> Non
         visit.check()
 
 
-@pytest.mark.quick(14)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize("heads", ["frozen", "local", "average"])
 @every_method
 def test_heads_travel_as_often_as_their_role_says(label: str, heads: Any) -> None:

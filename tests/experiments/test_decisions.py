@@ -93,6 +93,37 @@ def piloted(tmp_path_factory: pytest.TempPathFactory, files: Path, once: Experim
     return tmp_path
 
 
+@pytest.fixture
+def planned(tmp_path: Path, with_plan: Path) -> Path:
+    """A copy of `with_plan` for one test."""
+    return Path(shutil.copytree(with_plan, tmp_path / "planned"))
+
+
+@pytest.fixture(scope="module")
+def with_plan(tmp_path_factory: pytest.TempPathFactory, piloted: Path) -> Path:
+    """`piloted` and a plan of map_rounds."""
+    folder = Path(shutil.copytree(piloted, tmp_path_factory.mktemp("planned") / "place"))
+    invoke("experiment", "plan", "map_rounds", *options(folder))
+    return folder
+
+
+@pytest.fixture
+def answered(tmp_path: Path, with_answers: Path) -> Path:
+    """A copy of `with_answers` for one test."""
+    return Path(shutil.copytree(with_answers, tmp_path / "answered"))
+
+
+@pytest.fixture(scope="module")
+def with_answers(
+    tmp_path_factory: pytest.TempPathFactory, with_plan: Path, once: Experiment, rounds: Experiment
+) -> Path:
+    """`with_plan`, and the results of all runs of both experiments. Read-only."""
+    folder = Path(shutil.copytree(with_plan, tmp_path_factory.mktemp("answered") / "place"))
+    for experiment in (once, rounds):
+        write_runs(folder / "results", experiment, "mini", same_level(0.001))
+    return folder
+
+
 def same_level(noise: float) -> Any:
     """A seed's level is of the seed alone, as its data are: a head of one experiment stands beside the other."""
     planted = by_effects(EFFECTS, noise)
@@ -140,17 +171,16 @@ def test_a_pair_of_different_data_is_refused_before_its_runs(place: Path, main: 
     check_asked(load_claims(place / "claims.toml"), known)
 
 
-def test_what_is_planned_is_the_plan_everywhere(place: Path, rounds: Experiment) -> None:
+def test_what_is_planned_is_the_plan_everywhere(planned: Path, rounds: Experiment) -> None:
     """The profile has eight seeds and the plan fewer. With the plan's runs alone all commands say that all are there,
     and `table` and `run` end well; a seed beyond the plan is run for who asks for it."""
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    seeds, where = read_plan(place / "results" / "plans" / "map_rounds.json").seeds, options(place)[:4]
+    seeds, where = read_plan(planned / "results" / "plans" / "map_rounds.json").seeds, options(planned)[:4]
     assert len(seeds) < len(rounds.profile("mini").seeds)
-    write_runs(place / "results", rounds.with_seeds("mini", seeds), "mini", same_level(0.001))
+    write_runs(planned / "results", rounds.with_seeds("mini", seeds), "mini", same_level(0.001))
     count = len(seeds) * sum(1 for _ in rounds.cells("mini"))
     table = invoke("experiment", "table", "map_rounds", *where)
-    run = invoke("experiment", "run", "map_rounds", "--work", str(place / "work"), *where)
-    some = invoke("experiment", "run", "map_rounds", "--seeds", "0:2", "--work", str(place / "work"), *where)
+    run = invoke("experiment", "run", "map_rounds", "--work", str(planned / "work"), *where)
+    some = invoke("experiment", "run", "map_rounds", "--seeds", "0:2", "--work", str(planned / "work"), *where)
     assert not any("Incomplete" in said.output for said in (table, run, some))
     status = json.loads(invoke("experiment", "status", "map_rounds", "--json", *where).stdout)["map_rounds"]
     assert status["runs"] == [count, count] and status["to_do"] == 0
@@ -187,11 +217,10 @@ def test_cells_of_several_set_ups_have_no_places(place: Path, rounds: Experiment
         filled("<!-- filled: map_rounds mini places -->\n<!-- end -->\n", pages)
 
 
-def test_the_seeds_follow_from_the_pilot(place: Path) -> None:
+def test_the_seeds_follow_from_the_pilot(planned: Path) -> None:
     """Noise of 0.002 a run is a spread of 0.0028 of a gap; at a margin of 0.005 and four questions that takes seven
     seeds or so (simulated in test_verdicts). The rate that was best on validation by construction is 1e-3."""
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    plan = read_plan(place / "results" / "plans" / "map_rounds.json")
+    plan = read_plan(planned / "results" / "plans" / "map_rounds.json")
     assert 4 <= len(plan.seeds) <= 8 and plan.seeds == list(range(len(plan.seeds)))
     assert all(0.0008 < s < 0.006 for family in plan.spreads.values() for s in family.values())
     assert {rate.value for rate in plan.rates} == {1e-3} and all(r.at_the_edge is None for r in plan.rates)
@@ -217,35 +246,32 @@ def test_a_value_that_methods_share_says_every_method_it_was_chosen_by(place: Pa
     assert len(held) == 12 and len({round(score, 6) for score in held.values()}) == 12
 
 
-def test_a_set_up_without_a_pilot_takes_the_largest_of_its_pair(place: Path) -> None:
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    spreads = read_plan(place / "results" / "plans" / "map_rounds.json").spreads["flexlora-or-glora"]
+def test_a_set_up_without_a_pilot_takes_the_largest_of_its_pair(planned: Path) -> None:
+    spreads = read_plan(planned / "results" / "plans" / "map_rounds.json").spreads["flexlora-or-glora"]
     assert len(set(spreads.values())) == 1 and len(spreads) == 3, "only 25 local steps has a pilot"
 
 
-def test_nothing_is_said_before_all_planned_seeds_are_there(place: Path, once: Experiment, rounds: Experiment) -> None:
+def test_nothing_is_said_before_all_planned_seeds_are_there(
+    planned: Path, once: Experiment, rounds: Experiment
+) -> None:
     """Not one number in the answer."""
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    wanted = len(read_plan(place / "results" / "plans" / "map_rounds.json").seeds)
+    wanted = len(read_plan(planned / "results" / "plans" / "map_rounds.json").seeds)
     cut = rounds.model_copy(
         update={"profiles": {**rounds.profiles, "mini": rounds.profiles["mini"].model_copy(update={"seeds": [0, 1]})}}
     )
-    write_runs(place / "results", cut, "mini", same_level(0.002))
-    write_runs(place / "results", once, "mini", same_level(0.002))
+    write_runs(planned / "results", cut, "mini", same_level(0.002))
+    write_runs(planned / "results", once, "mini", same_level(0.002))
     for _ in range(2):
-        found = decide(place, "map_rounds")
+        found = decide(planned, "map_rounds")
         assert all((f["seeds"], f["planned"], f["answers"]) == (2, wanted, []) for f in found.values())
-    table = invoke("experiment", "decide", "map_rounds", *options(place)).stdout
+    table = invoke("experiment", "decide", "map_rounds", *options(planned)).stdout
     assert f"2 of {wanted}" in table and not re.search(r"[+-]0\.\d", table)
 
 
-def test_planted_effects_are_found_and_the_gate_throws_out(place: Path, once: Experiment, rounds: Experiment) -> None:
+def test_planted_effects_are_found_and_the_gate_throws_out(answered: Path) -> None:
     """Factor averages: equivalent at ten steps, else FlexLoRA is better by 0.06. GLoRA equivalent throughout; half the
     budget 0.02 better. With mixed ranks LoRA is no better than the head alone: thrown out, and said so."""
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    for experiment in (once, rounds):
-        write_runs(place / "results", experiment, "mini", same_level(0.001))
-    found = decide(place, "map_rounds")
+    found = decide(answered, "map_rounds")
     said = {
         (name, a["setup"]): (a["verdict"], round(a["mean"], 2)) if a["verdict"] else a["why"]
         for name, family in found.items()
@@ -258,16 +284,13 @@ def test_planted_effects_are_found_and_the_gate_throws_out(place: Path, once: Ex
     assert all(said[name, "mixed ranks"].startswith("thrown out") for name in found)
     gates = {g["setup"]: g["passed"] for g in found["half-budget"]["gates"]}
     assert gates == {"25 local steps": True, "10 local steps": True, "mixed ranks": False}
-    table = invoke("experiment", "decide", "map_rounds", *options(place)).stdout
+    table = invoke("experiment", "decide", "map_rounds", *options(answered)).stdout
     assert re.search("do not show .*LoRA .*head alone.* 0.005", table.replace("\n", " "))
 
 
-def test_accuracy_stands_beside_and_turns_with_the_loss(place: Path, once: Experiment, rounds: Experiment) -> None:
+def test_accuracy_stands_beside_and_turns_with_the_loss(answered: Path) -> None:
     """Made results have accuracy = 1.3 - loss: its gap is the loss's gap."""
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    for experiment in (once, rounds):
-        write_runs(place / "results", experiment, "mini", same_level(0.001))
-    for family in decide(place, "map_rounds").values():
+    for family in decide(answered, "map_rounds").values():
         for a in family["answers"]:
             if a["verdict"]:
                 assert a["beside_mean"] == pytest.approx(a["mean"], abs=2e-6)
@@ -284,14 +307,13 @@ def test_seeds_beyond_the_plan_do_not_count(place: Path, once: Experiment, round
     )
 
 
-def test_a_plan_is_written_once_and_a_second_says_so(place: Path, main: Callable[..., Said]) -> None:
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    said = main("experiment", "plan", "map_rounds", *options(place))
+def test_a_plan_is_written_once_and_a_second_says_so(planned: Path, main: Callable[..., Said]) -> None:
+    said = main("experiment", "plan", "map_rounds", *options(planned))
     assert "--again" in said.error()
-    first = read_plan(place / "results" / "plans" / "map_rounds.json")
+    first = read_plan(planned / "results" / "plans" / "map_rounds.json")
     for _ in range(2):
-        invoke("experiment", "plan", "map_rounds", "--again", *options(place))
-    now = read_plan(place / "results" / "plans" / "map_rounds.json")
+        invoke("experiment", "plan", "map_rounds", "--again", *options(planned))
+    now = read_plan(planned / "results" / "plans" / "map_rounds.json")
     assert first.written in now.before and set(now.before.values()) == {len(first.seeds)}
 
 
@@ -303,51 +325,43 @@ def test_no_plan_no_verdict_and_no_pilot_no_plan(place: Path, main: Callable[...
     )
 
 
-def test_changed_questions_need_another_plan(place: Path, main: Callable[..., Said]) -> None:
+def test_changed_questions_need_another_plan(planned: Path, main: Callable[..., Said]) -> None:
     """A margin that is moved after the plan is refused; another wording is not."""
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    claims = place / "claims.toml"
+    claims = planned / "claims.toml"
     text = claims.read_text()
     claims.write_text(text.replace("Over rounds: what does", "Over rounds: what might"))
-    decide(place, "map_rounds")
+    decide(planned, "map_rounds")
     claims.write_text(text.replace("margin = 0.005", "margin = 0.05"))
-    assert "its plan of" in main("experiment", "decide", "map_rounds", *options(place)).error()
+    assert "its plan of" in main("experiment", "decide", "map_rounds", *options(planned)).error()
 
 
-def test_a_damaged_plan_is_a_sentence(place: Path, main: Callable[..., Said]) -> None:
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    (place / "results" / "plans" / "map_rounds.json").write_text("[]")
-    assert "cannot be read" in main("experiment", "decide", "map_rounds", *options(place)).error()
+def test_a_damaged_plan_is_a_sentence(planned: Path, main: Callable[..., Said]) -> None:
+    (planned / "results" / "plans" / "map_rounds.json").write_text("[]")
+    assert "cannot be read" in main("experiment", "decide", "map_rounds", *options(planned)).error()
 
 
-def test_a_run_that_diverged_leaves_its_question_without_a_verdict(
-    place: Path, once: Experiment, rounds: Experiment
-) -> None:
-    """A loss that is no number, on one planned seed: neither waited for nor left out of the mean in silence."""
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    write_runs(place / "results", once, "mini", same_level(0.001))
+def test_a_run_that_diverged_leaves_its_question_without_a_verdict(answered: Path, rounds: Experiment) -> None:
+    """A loss that is no number, on one answered seed: neither waited for nor left out of the mean in silence."""
     bad = same_level(0.001)
     write_runs(
-        place / "results", rounds, "mini",
+        answered / "results", rounds, "mini",
         lambda *of: float("nan") if of == ("GLoRA", "25 local steps", 1) else bad(*of),
     )  # fmt: skip
-    found = {(name, a["setup"]): a for name, f in decide(place, "map_rounds").items() for a in f["answers"]}
+    found = {(name, a["setup"]): a for name, f in decide(answered, "map_rounds").items() for a in f["answers"]}
     assert "GLoRA on seed 1" in found["flexlora-or-glora", "25 local steps"]["why"]
     assert found["factors-or-products", "25 local steps"]["verdict"] == "better"
 
 
-def test_a_lost_run_of_the_gate_is_no_finding(place: Path, once: Experiment, rounds: Experiment) -> None:
+def test_a_lost_run_of_the_gate_is_no_finding(answered: Path, rounds: Experiment) -> None:
     """FlexLoRA, which the gate asks, diverged on one seed: nobody knows whether LoRA carries the set-up."""
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    write_runs(place / "results", once, "mini", same_level(0.001))
     bad = same_level(0.001)
     write_runs(
-        place / "results", rounds, "mini",
+        answered / "results", rounds, "mini",
         lambda *of: float("nan") if of == ("FlexLoRA", "25 local steps", 1) else bad(*of),
     )  # fmt: skip
-    found = {(name, a["setup"]): a for name, f in decide(place, "map_rounds").items() for a in f["answers"]}
+    found = {(name, a["setup"]): a for name, f in decide(answered, "map_rounds").items() for a in f["answers"]}
     assert re.search("no number .*FlexLoRA on seed 1", found["half-budget", "25 local steps"]["why"])
-    said = " ".join(invoke("experiment", "decide", "map_rounds", *options(place)).stdout.split())
+    said = " ".join(invoke("experiment", "decide", "map_rounds", *options(answered)).stdout.split())
     assert re.search("25 local steps .*not known.* FlexLoRA on seed 1", said)
 
 
@@ -393,35 +407,33 @@ def test_the_page_has_the_map_the_table_and_the_claims(place: Path, once: Experi
     assert not re.findall(r'(?:src|href)="http', page), "nothing from outside"
 
 
-def test_the_page_shows_no_numbers_of_what_still_waits(place: Path, rounds: Experiment, once: Experiment) -> None:
-    invoke("experiment", "plan", "map_rounds", *options(place))
+def test_the_page_shows_no_numbers_of_what_still_waits(planned: Path, rounds: Experiment, once: Experiment) -> None:
     cut = rounds.profiles["mini"].model_copy(update={"seeds": [0, 1]})
     write_runs(
-        place / "results",
+        planned / "results",
         rounds.model_copy(update={"profiles": {**rounds.profiles, "mini": cut}}),
         "mini",
         same_level(0.001),
     )
-    invoke("experiment", "report", "--out", str(place / "r.html"), *options(place))
-    page = (place / "r.html").read_text()
+    invoke("experiment", "report", "--out", str(planned / "r.html"), *options(planned))
+    page = (planned / "r.html").read_text()
     assert "0 of" in page and 'id="map_rounds"' not in page, "no head alone on these seeds yet: 0 seeds complete"
 
 
-def test_pages_are_filled_with_what_is_decided(place: Path, once: Experiment, rounds: Experiment) -> None:
+def test_pages_are_filled_with_what_is_decided(piloted: Path, with_plan: Path, with_answers: Path) -> None:
     """The same numbers as `decide` prints, and none before all planned seeds are there."""
-    pages = Stored.read(place / "experiments", place / "results", place / "claims.toml")
 
     def block(kind: str) -> str:
+        pages = Stored.read(place / "experiments", place / "results", place / "claims.toml")
         return filled(f"<!-- filled: map_rounds mini {kind} -->\n<!-- end -->\n", pages)
 
+    place = piloted
     assert "No plan of it" in block("decisions half-budget")
-    invoke("experiment", "plan", "map_rounds", *options(place))
+    place = with_plan
     assert not re.search(r"[+-]0\.\d", block("decisions half-budget"))
     for kind in ("scores", "differences", "mechanism", "gates half-budget"):
         assert re.search(r"No number .*planned seeds.*: 0 of", block(kind))
-    for experiment in (once, rounds):
-        write_runs(place / "results", experiment, "mini", same_level(0.001))
-    pages = Stored.read(place / "experiments", place / "results", place / "claims.toml")
+    place = with_answers
     answers = {a["setup"]: a for a in decide(place, "map_rounds")["half-budget"]["answers"]}
     page = block("decisions half-budget")
     for setup in SETUPS[:2]:
@@ -462,11 +474,10 @@ def test_a_plan_of_some_seeds_counts_theirs_alone(place: Path, rounds: Experimen
 
 
 @pytest.mark.parametrize("seeds", ["[0, 0.5]", "5"])
-def test_a_plan_with_seeds_that_are_none_is_refused(place: Path, seeds: str, main: Callable[..., Said]) -> None:
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    path = place / "results" / "plans" / "map_rounds.json"
+def test_a_plan_with_seeds_that_are_none_is_refused(planned: Path, seeds: str, main: Callable[..., Said]) -> None:
+    path = planned / "results" / "plans" / "map_rounds.json"
     path.write_text(re.sub(r'"seeds": \[.*?\]', f'"seeds": {seeds}', path.read_text(), count=1, flags=re.DOTALL))
-    assert "cannot be read" in main("experiment", "decide", "map_rounds", *options(place)).error()
+    assert "cannot be read" in main("experiment", "decide", "map_rounds", *options(planned)).error()
 
 
 def test_a_pilot_on_seeds_of_the_answer_is_refused(place: Path, main: Callable[..., Said]) -> None:
@@ -476,19 +487,14 @@ def test_a_pilot_on_seeds_of_the_answer_is_refused(place: Path, main: Callable[.
     assert re.search("seed 3 of map_rounds .*pilot", said)
 
 
-def test_verdicts_of_a_second_plan_say_that_the_first_was_answered(
-    place: Path, once: Experiment, rounds: Experiment
-) -> None:
+def test_verdicts_of_a_second_plan_say_that_the_first_was_answered(answered: Path) -> None:
     """Another margin after the answer, on the same seeds: said beside every verdict, and in filled pages."""
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    for experiment in (once, rounds):
-        write_runs(place / "results", experiment, "mini", same_level(0.001))
-    claims = place / "claims.toml"
+    claims = answered / "claims.toml"
     claims.write_text(claims.read_text().replace("margin = 0.005", "margin = 0.5"))
-    invoke("experiment", "plan", "map_rounds", "--again", *options(place))
-    said = " ".join(invoke("experiment", "decide", "map_rounds", *options(place)).output.split())
+    invoke("experiment", "plan", "map_rounds", "--again", *options(answered))
+    said = " ".join(invoke("experiment", "decide", "map_rounds", *options(answered)).output.split())
     assert "Plan 1 of 2" in said and "error rate" in said
-    pages = Stored.read(place / "experiments", place / "results", claims)
+    pages = Stored.read(answered / "experiments", answered / "results", claims)
     page = filled("<!-- filled: map_rounds mini decisions half-budget -->\n<!-- end -->\n", pages)
     assert "error rate" in page
 
@@ -506,30 +512,27 @@ def changed(result: Result) -> Result:
     return result.model_copy(update=changes)
 
 
-def test_what_verdicts_rest_on_stands_beside_them(place: Path, once: Experiment, rounds: Experiment) -> None:
+def test_what_verdicts_rest_on_stands_beside_them(with_plan: Path, answered: Path) -> None:
     """Of GLoRA 0.5 the clients' own models, FlexLoRA by another commit and machine, the head's C at the edge: beside
     `decide`, in its JSON, on the page, in the report; each under the family that it is of, and not before the end."""
-    results = place / "results"
-    invoke("experiment", "plan", "map_rounds", *options(place))
-    assert not any(f["notes"] for f in decide(place, "map_rounds").values()), "nothing is there"
-    for experiment in (once, rounds):
-        write_runs(results, experiment, "mini", same_level(0.001))
+    results = answered / "results"
+    assert not any(f["notes"] for f in decide(with_plan, "map_rounds").values()), "nothing is there"
     for path in results.glob("*.jsonl"):
         path.write_text(as_lines({digest: changed(one) for digest, one in read_results_of(path).items()}))
-    found = {name: " ".join(f["notes"]) for name, f in decide(place, "map_rounds").items()}
+    found = {name: " ".join(f["notes"]) for name, f in decide(answered, "map_rounds").items()}
     own = "GLoRA 0.5: the mean score"
     assert own in found["half-budget"] and own not in found["flexlora-or-glora"]
     for what in ("commits of the code: ddddddd (", "machines: "):
         assert what in found["flexlora-or-glora"] and what not in found["half-budget"], "both of one commit"
-    seeds = len(read_plan(place / "results" / "plans" / "map_rounds.json").seeds)
+    seeds = len(read_plan(answered / "results" / "plans" / "map_rounds.json").seeds)
     met = f"compared in {3 * seeds} of {3 * seeds} cases"
     assert met in found["factors-or-products"], "three set-ups"
     head = f"the largest tried, 10, in {seeds} of {seeds} runs"
     assert all(head in notes for notes in found.values())
-    pages = Stored.read(place / "experiments", results, place / "claims.toml")
-    invoke("experiment", "report", "--out", str(place / "r.html"), *options(place))
-    decided = invoke("experiment", "decide", "map_rounds", *options(place)).stdout
-    for shown in (decided, (place / "r.html").read_text().replace("&#39;", "'")):
+    pages = Stored.read(answered / "experiments", results, answered / "claims.toml")
+    invoke("experiment", "report", "--out", str(answered / "r.html"), *options(answered))
+    decided = invoke("experiment", "decide", "map_rounds", *options(answered)).stdout
+    for shown in (decided, (answered / "r.html").read_text().replace("&#39;", "'")):
         words = " ".join(shown.split())
         assert words.count(head) == 1 and own in words and "half-budget: GLoRA 0.5: the mean" in words
     for kind, there, not_there in (

@@ -347,7 +347,7 @@ def test_a_value_of_the_search_whose_run_fails_is_dropped(experiment: Experiment
     assert "over train.lr = 0.001, 0.01" in (choice(experiment, "mini", cell, {}, every).why or "")
 
 
-@pytest.mark.quick(8)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.toml")), ids=lambda p: p.stem)
 def test_every_experiment_of_the_repository_can_be_planned(path: Path) -> None:
     """All cells of all profiles are configurations."""
@@ -651,6 +651,7 @@ def test_no_result_no_page(experiment: Experiment, tmp_path: Path) -> None:
     assert not (tmp_path / "r.html").exists()
 
 
+@pytest.mark.exhaustive
 def test_the_page_in_a_browser(finished: Path, tmp_path: Path) -> None:
     """Headless Chromium draws it without a console message and without asking the network for anything."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -57,8 +57,8 @@ validation = 0.2
 test = 0.2
 max_length = 16
 [run.train]
-steps = 6
-batch_size = 8
+steps = 4
+batch_size = 4
 [run.run]
 rounds = 1
 threads = 1

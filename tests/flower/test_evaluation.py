@@ -196,32 +196,32 @@ def test_settings_are_of_the_rounds_that_are_played_with_them_whatever_is_damage
 def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Three rounds and then two more are the five of a federation that was never finished."""
+    """Two rounds and then one more are the three of a federation that was never finished."""
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    whole, fed = (FederationOnDisk(tmp_path / name, run={"rounds": 5}) for name in ("a", "b"))
+    whole, fed = (FederationOnDisk(tmp_path / name, run={"rounds": 3}) for name in ("a", "b"))
     whole.play()
-    fed.write(run={"rounds": 3})
+    fed.write(run={"rounds": 2})
     first = fed.play()
     caplog.set_level("INFO")
     grid = fed.grid()
     assert fed.play(grid) == first and not grid.sent
-    assert "all 3 rounds are played" in caplog.text and "raise run.rounds" in caplog.text
-    fed.write(run={"rounds": 5})
-    assert fed.play()["rounds"] == 5 and "run.rounds is 5 in place of 3" in caplog.text
+    assert "all 2 rounds are played" in caplog.text and "raise run.rounds" in caplog.text
+    fed.write(run={"rounds": 3})
+    assert fed.play()["rounds"] == 3 and "run.rounds is 3 in place of 2" in caplog.text
     assert without_times(fed.lines()) == without_times(whole.lines()) and adapters(fed) == adapters(whole)
     history = json.loads((fed.home / "server" / "settings.json").read_text())
     card = (fed.home / "server" / "adapter" / "README.md").read_text()
-    assert "after round 3 | run.rounds is 5 in place of 3 |" in card
-    assert [entry["rounds"] for entry in history] == [0, 3] and history[1]["changed"] == {"run.rounds": [3, 5]}
-    fed.write(run={"rounds": 4})
-    with pytest.raises(ConfigError, match=r"5 rounds .* run.rounds = 4 "):
+    assert "after round 2 | run.rounds is 3 in place of 2 |" in card
+    assert [entry["rounds"] for entry in history] == [0, 2] and history[1]["changed"] == {"run.rounds": [2, 3]}
+    fed.write(run={"rounds": 1})
+    with pytest.raises(ConfigError, match=r"3 rounds .* run.rounds = 1 "):
         fed.play()
-    fed.write(run={"rounds": 7}, lora={"scaling": 3.0})
+    fed.write(run={"rounds": 4}, lora={"scaling": 3.0})
     before = adapters(fed)
     with pytest.raises(ConfigError, match=r"lora.scaling was 2.0 and is 3.0"):
         fed.play()
-    assert adapters(fed) == before and len(fed.lines()) == 5
+    assert adapters(fed) == before and len(fed.lines()) == 3
 
 
 def test_a_site_that_cannot_measure_is_named_and_stops_nobody(tmp_path: Path) -> None:

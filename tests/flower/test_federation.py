@@ -44,7 +44,7 @@ from support.flower_grid import RANKS, RUN, Toy, Watching, bits, close, federati
 # ---- parity ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(13)
+@pytest.mark.quick(7)
 @pytest.mark.parametrize(
     "method",
     [

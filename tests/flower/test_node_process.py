@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from fedlora.flower.site import node_process
 from fedlora.flower.site.node_process import GONE, held, supernode_command, wait_until_admitted
 from fedlora.flower.site.reach import Found
 from fedlora.flower.site.supernode import round_of, telling
+from support.processes import Program
 
 ADMITTED = Found("admitted", "fl:443 answers and knows this site's key.", 0.0)
 
@@ -110,18 +112,20 @@ main()
         ),
     ],
 )
-def test_a_supernode_never_stays_as_a_shell(body: str, words: str) -> None:
+def test_a_supernode_never_stays_as_a_shell(
+    body: str, words: str, tmp_path: Path, program: Callable[..., Program]
+) -> None:
     """flwr's main function returns, or its heartbeat dies, and the process would live on without taking part."""
-    began = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", WRAPPED.format(body=body)], capture_output=True, text=True, timeout=25)
-    assert done.returncode == 70 and words in done.stderr and time.monotonic() - began < 20
+    (tmp_path / "wrapped.py").write_text(WRAPPED.format(body=body))
+    done = program(tmp_path / "wrapped.py").ended(20)
+    assert done.returncode == 70 and words in done.stderr
 
 
-def test_one_that_does_not_get_online_says_what_it_may_be() -> None:
+def test_one_that_does_not_get_online_says_what_it_may_be(tmp_path: Path, program: Callable[..., Program]) -> None:
     """Flower ends with code 1 and its own reason; of a node that was killed a minute ago that is its code 2004."""
     words = WRAPPED.replace("threading.Thread(target=time.sleep, args=(30,)).start()", "pass")
-    words = words.format(body="raise SystemExit(1)")
-    done = subprocess.run([sys.executable, "-c", words], capture_output=True, text=True, timeout=25)
+    (tmp_path / "wrapped.py").write_text(words.format(body="raise SystemExit(1)"))
+    done = program(tmp_path / "wrapped.py").ended(25)
     assert done.returncode == 1 and {"2004", "60"} <= set(done.stderr.split())
 
 

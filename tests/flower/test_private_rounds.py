@@ -136,7 +136,7 @@ def test_a_private_federation_is_the_engine_s_private_run_bit_for_bit(
 # ---- what one site can do --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick(7)
+@pytest.mark.quick(3)
 @pytest.mark.parametrize("harm", [*HARM, "offline", "removed"])
 def test_whatever_one_site_does_moves_the_sum_by_no_more_than_the_ledger_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: str

@@ -11,8 +11,7 @@ import logging
 import os
 import random
 import re
-import subprocess
-import sys
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -709,24 +708,29 @@ def grid_with(grid: LocalGrid, meddle: Any) -> LocalGrid:
 # ---- one at a time ---------------------------------------------------------------------------------------------------
 
 
-def test_two_runs_of_one_federation_are_refused_by_the_others_process(tmp_path: Path) -> None:
+def test_two_runs_of_one_federation_are_refused_by_the_others_process(
+    tmp_path: Path, program: Callable[..., Program]
+) -> None:
     """Another process has it (a lock is a process's); killed, it lets go."""
     code = f"""
-import sys, time
+import time
 from pathlib import Path
 from fedlora.flower.rounds.playing import played_by_one
 with played_by_one(Path({str(tmp_path)!r}) / "server"):
     print("held", flush=True); time.sleep(60)
 """
-    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    (tmp_path / "holds.py").write_text(code)
+    other, end = program(tmp_path / "holds.py"), time.monotonic() + 60
     try:
-        assert other.stdout is not None and other.stdout.readline() == "held\n"
-        said = rf"by process {other.pid}\."
+        while not (other.said / "out").exists() or "held" not in (other.said / "out").read_text():
+            assert time.monotonic() < end and other.process.is_alive()
+            time.sleep(0.01)
+        said = rf"by process {other.process.pid}\."
         with pytest.raises(ConfigError, match=said), played_by_one(tmp_path / "server"):
             pytest.fail("both have it")
     finally:
-        other.kill()
-        other.communicate()
+        other.process.kill()
+        other.process.join()
     with played_by_one(tmp_path / "server"):
         assert str(os.getpid()) in (tmp_path / "server" / ".lock").read_text()
     with played_by_one(tmp_path / "server"):

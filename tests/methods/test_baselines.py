@@ -120,7 +120,7 @@ CASES = [
 ]
 
 
-@pytest.mark.quick(60)
+@pytest.mark.quick(40)
 @pytest.mark.parametrize(("label", "ranks", "scene"), CASES)
 def test_three_rounds_are_those_of_the_formula(label: str, ranks: dict[str, int], scene: str) -> None:
     """Start, updates, base and all readouts against the row's dense oracle, which carries its own state along."""

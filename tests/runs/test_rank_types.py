@@ -77,7 +77,7 @@ def played(config: RunConfig, out: Path) -> Finished:
         return Finished(config, ran(config, out), calls)
 
 
-SOME, OTHERS = ("glora", "hetlora", "ffa-lora"), ("flexlora", "padded-average", "flora")
+SOME, OTHERS = ("glora", "ffa-lora"), ("hetlora", "flexlora", "padded-average", "flora")
 
 
 @pytest.fixture(scope="module", params=[*SOME, *(pytest.param(m, marks=pytest.mark.exhaustive) for m in OTHERS)])
@@ -194,17 +194,12 @@ def test_flexloras_readouts_are_the_best_approximations_of_each_modules_rank(typ
             )
 
 
-def test_the_command_line_runs_types_and_resumes_them(project: Path, tmp_path: Path, drawn: None) -> None:
-    """`fedlora run` with the types, its pictures (the legend says "rank 2/3"), and the same bits after a stop."""
+def test_the_command_line_runs_types_and_resumes_them(project: Path, tmp_path: Path) -> None:
+    """`fedlora run` with the types, and the same bits after a stop."""
     sets = (ALL_LINEAR, TYPES, "run.rounds=2")
     args = [a for s in sets for a in ("--set", s)]
     whole = invoke("run", project / "config.toml", "--out", tmp_path / "whole", *args)
     assert "2/3" in whole.stdout and "5/2" in whole.stdout
-    assert {path.name for path in (tmp_path / "whole" / "plots").iterdir()} == {
-        "metric.png",
-        "bytes.png",
-        "spectrum.png",
-    }
     stopped = ran(configured(project, *sets), tmp_path / "stopped", 1)
     ran(configured(project, *sets), stopped.path, resume=True)
     same_run(stopped, RunFolder(tmp_path / "whole"))

@@ -428,7 +428,7 @@ def test_a_language_model_on_instructions(tmp_path: Path) -> None:
         )
         .replace("min_size = 4", "")
     )
-    folder = ran(configured(tmp_path), tmp_path / "run")
+    folder = ran(configured(tmp_path, "train.batch_size=8"), tmp_path / "run")
     manifest, s = folder.read_json("manifest.json"), folder.read_json("summary.json")
     assert manifest["data"]["labels"] == [] and manifest["data"]["label_counts"] is None
     losses = [line["metrics"]["loss"] for line in folder.metrics()]

@@ -50,7 +50,7 @@ def sums(server: Server, state: ServerState, uploads: list[Upload]) -> Tensor:
     return memory.kept[state.round + 1]
 
 
-@pytest.mark.quick(23)
+@pytest.mark.quick(12)
 @pytest.mark.parametrize(("method", "shape"), KINDS, ids=["-".join(kind) for kind in KINDS])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_no_client_moves_the_sum_beyond_the_ledger_s_bound(name: str, method: str, shape: str) -> None:

@@ -828,6 +828,7 @@ def test_a_zero_update_in_subspace_form_has_rank_zero_and_keeps_its_weight(name:
 # ---------------------------------------------------------------------------------------------- order and purity
 
 
+@pytest.mark.quick(7)
 @every_method
 def test_no_order_of_uploads_changes_a_bit_of_the_state(name: str) -> None:
     """All 24 orders, the whole state compared; the first one is the expectation. Also through `open`."""
@@ -841,6 +842,7 @@ def test_no_order_of_uploads_changes_a_bit_of_the_state(name: str) -> None:
     assert content(stream.close()) == expected
 
 
+@pytest.mark.quick(7)
 @every_method
 def test_no_order_changes_a_bit_with_mixed_dtypes_modules_abstentions_and_refusals(name: str) -> None:
     server, state, sent = opened(name, quorum=1)

@@ -76,6 +76,7 @@ def _overwritten(value: Any) -> None:
         head.fill_(7.0)
 
 
+@pytest.mark.quick(14)
 @pytest.mark.parametrize("heads", [None, "local"])
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_what_is_handed_out_reaches_no_state_and_no_memory(name: str, heads: Any) -> None:

@@ -37,7 +37,7 @@ min_size = 4
 [train]
 lr = 2e-2
 steps = 2
-batch_size = 8
+batch_size = 4
 
 [run]
 rounds = 3

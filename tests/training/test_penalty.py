@@ -192,7 +192,8 @@ def test_the_penalty_is_the_active_adapters_alone_and_what_the_pruning_compares(
 
 SHRINKING = (
     "method.name=hetlora", "method.pruning=true", "method.keep=0.5", "method.strength=1.0", "clients.ranks=[1, 4, 6]",
-    "train.steps=4", "run.rounds=4", "run.readouts=true", "run.keep_uploads=all", "evaluate.clients_at_end=true",
+    "train.steps=4", "train.batch_size=8", "run.rounds=4", "run.readouts=true", "run.keep_uploads=all",
+    "evaluate.clients_at_end=true",
 )  # fmt: skip
 RANKS = {"site-1": 1, "site-2": 4, "site-3": 6}
 WIDE = 32 + 32  # of tiny_models.bert: query and value, 32 x 32
