@@ -25,7 +25,7 @@ from fedlora.flower.messages.measuring import SiteScores, as_question, asked_par
 from fedlora.flower.messages.records import PROTOCOL, RecordError
 from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.flower_state import FlowerState
-from fedlora.flower.rounds.lines import measurement_lines
+from fedlora.flower.rounds.log_lines import measurement_lines
 from fedlora.flower.rounds.questions import MessageMaker
 from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
 from fedlora.flower.site.node import Node

@@ -18,7 +18,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.ownership import serving
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import (
-    Again,
+    AttemptFailed,
     Began,
     Done,
     Ended,
@@ -28,7 +28,7 @@ from fedlora.flower.rounds.events import (
     PolicyChanged,
     read_events,
 )
-from fedlora.flower.rounds.lines import lines_of, nodes_line, round_line
+from fedlora.flower.rounds.log_lines import lines_of, nodes_line, round_line
 from fedlora.flower.rounds.progress import Progress, progress_of
 from fedlora.flower.rounds.results import taken_part
 from fedlora.flower.rounds.round_lines import rounds_done
@@ -85,7 +85,7 @@ def test_who_did_not_train_is_a_line_with_the_reason() -> None:
     assert lines_of(Began(2, 0, ["acme"], {}, 60.0)) == []
     alone = Began(2, 0, [], {"cork": {"fate": "offline", "why": ""}}, 60.0)
     assert re.fullmatch(r"round 2: .*: cork \(offline\)", *lines_of(alone))
-    assert re.fullmatch("round 2, attempt 1, .*: 1 of 2", *lines_of(Again(2, 1, "1 of 2")))
+    assert re.fullmatch("round 2, attempt 1, .*: 1 of 2", *lines_of(AttemptFailed(2, 1, "1 of 2")))
     assert re.fullmatch("the rounds ended .* 6: complete", *lines_of(Ended(6, "complete")))
     changed = PolicyChanged(3, {"dublin": 4}, ["cork"], {"acme": (8, 4)}, "")
     for said, words in zip(
@@ -268,7 +268,7 @@ def test_prometheus_scrapes_what_the_folder_says(tmp_path: Path) -> None:
     events = EventWriter(folder.events)
     for event in (
         Fated(3, 0, "cork", "late", "x"),
-        Again(3, 1, "too few"),
+        AttemptFailed(3, 1, "too few"),
         Done(3, {"site_mean": {"accuracy": 0.625}}),
     ):
         events.write(event)

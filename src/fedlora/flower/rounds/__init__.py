@@ -16,5 +16,9 @@ messages/records.py        its header (protocol, facts, run, round, form), and t
 rounds/round_lines.py      the round's line, before the checkpoint; rounds/events.py its events
 rounds/recording.py        the stored round: the server's scores, the best state, trackers, early stopping
 
+Rounds and their attempts count from 1. `round` is, of a state and of what is made of one, the last finished round (0:
+none); of an event, a line, an attempt and a receipt, the round that it tells of. The one that is played from a state is
+its `next_round`. `rounds` is how many. `nth` is an attempt's number; events and lines call it `attempt`.
+
 Only names and shapes are checked twice: `records` needs them to read bytes, and `checks` also serves Python users.
 """

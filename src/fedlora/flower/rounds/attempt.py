@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Message
@@ -28,7 +28,7 @@ from fedlora.flower.messages.codecs import Reply
 from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.collecting import Answer
-from fedlora.flower.rounds.events import Fate, Fated
+from fedlora.flower.rounds.events import Began, Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.questions import MessageMaker, Question, reply_limit
@@ -39,6 +39,31 @@ from fedlora.server.state import RunState, ServerState, Tally
 log = logging.getLogger(__name__)
 _MOST_LOSS = 1e6  # nats: chance among a million words is 14, and a diverged head has some thousands
 _FAR = 10.0  # times the median norm
+
+
+class Effect(NamedTuple):
+    """What a fate does to a client that was asked.
+
+    counted: its work is in the model, its examples count, and the server knows what it holds; its receipt names the
+    round. Otherwise its site goes back to the last work that counted, and is sent everything, because what it holds is
+    uncertain. moves_on: it trains on its next data, as in the engine; otherwise on the same again. refused: its refused
+    uploads in a row are one more, of which the policy allows some before quarantine.
+    """
+
+    counted: bool
+    moves_on: bool
+    refused: bool
+
+
+# Of a round that counts. After an attempt that does not, only `refused` holds: a client holds what it held, and trains
+# on the same data again. Nothing happens to a client for whom no message was made.
+EFFECTS: Mapping[Fate, Effect] = {
+    "trained": Effect(counted=True, moves_on=True, refused=False),
+    "refused": Effect(counted=False, moves_on=True, refused=True),
+    "failed": Effect(counted=False, moves_on=True, refused=False),
+    "late": Effect(counted=False, moves_on=False, refused=False),
+    "offline": Effect(counted=False, moves_on=False, refused=False),
+}
 
 
 @dataclass(frozen=True)
@@ -65,26 +90,32 @@ class Attempt:
     """One attempt. Mutable; `close` ends it.
 
     maker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
-    attempts, from 1. deadline: seconds for an answer, and the life of a message.
+    attempts. deadline: seconds for an answer, and the life of a message.
     """
 
     def __init__(self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float) -> None:
         self.server, self.policy, self.flower_state = maker.server, maker.policy, maker.flower_state
-        self.number, self.nth = self.flower_state.state.round + 1, nth
-        self._maker, self._drawn, self._intake, self._deadline = maker, drawn, intake, deadline
+        self.round, self.nth, self.deadline = self.flower_state.next_round, nth, deadline
+        self._maker, self._drawn, self._intake = maker, drawn, intake
         self._served: list[str] = []  # for whom a message was made
         self._taken: dict[str, _Trained] = {}
         self._fates: dict[str, Fated] = {}
-        self._refusals = dict(self.flower_state.refusals)
+        for name, (fate, why) in drawn.not_asked.items():
+            self._settle(name, fate, why)
+
+    def began(self) -> Began:
+        """The event that reports its beginning."""
+        others = {name: {"fate": fate, "why": why} for name, (fate, why) in self._drawn.not_asked.items()}
+        return Began(self.round, self.nth, self._drawn.asked, others, self.deadline)
 
     def questions(self) -> Iterator[Question]:
         """A message for each client to ask, made on demand. One whom the method cannot serve is `unserved` instead."""
-        group = f"{self.flower_state.run}-{self.number}-{self.nth - 1}"
+        group = f"{self.flower_state.run}-{self.round}-{self.nth}"
         for name in self._drawn.asked:
             try:  # the message has the same deadline; otherwise a straggler would work through stale rounds
                 download = self._maker.download(name)
                 limit = reply_limit(download.client, self.flower_state.state.server, self.policy)
-                question = self._maker.question(download, group, self._deadline, limit)
+                question = self._maker.question(download, group, self.deadline, limit)
             except (RankMismatch, HyperparameterError) as error:
                 self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
                 continue
@@ -100,10 +131,9 @@ class Attempt:
         """
         name, came = answer.client, {"seconds": round(answer.seconds, 3), "bytes": answer.bytes or None}
         if answer.message is None:
-            fate = answer.fate or "failed"
-            if fate == "refused":
+            if answer.fate == "refused":
                 return self._refuse(name, answer.why, **came)
-            return self._settle(name, fate, answer.why, **came)
+            return self._settle(name, answer.fate or "failed", answer.why, **came)
         sent = self._maker.download(name)
         try:
             found = self._read(name, answer.message, sent)
@@ -116,7 +146,6 @@ class Attempt:
         try:
             self._intake.add(replace(upload, num_examples=count))
         except UploadRefused as refusal:
-            self._count_refusal(name)
             return self._settle(name, "refused", shown(refusal.reason, 500), **came)
         ranks = self._maker.known(name).ranks if found.ranks is None else found.ranks
         after = ClientMemory(None, 0, found.held, ranks)
@@ -128,9 +157,12 @@ class Attempt:
     @property
     def fates(self) -> dict[str, Fated]:
         """The known fates of the policy's clients, in its order."""
-        others = self._drawn.not_asked.items()
-        known = {name: Fated(self.number, self.nth, name, fate, why) for name, (fate, why) in others} | self._fates
-        return {name: known[name] for name in self.policy.clients if name in known}
+        return {name: self._fates[name] for name in self.policy.clients if name in self._fates}
+
+    @property
+    def drawn(self) -> set[str]:
+        """The clients that were drawn, online or not."""
+        return {name for name, found in self._fates.items() if found.fate not in ("not drawn", "quarantined")}
 
     @property
     def unserved(self) -> list[Fated]:
@@ -144,8 +176,7 @@ class Attempt:
 
     def not_counted(self, error: QuorumNotMet) -> FlowerState:
         """What the server knows after an attempt that did not count."""
-        why = dict.fromkeys(self._served, f"the whole attempt did not: {error}")
-        return self._known_after({}, why, counted=False)
+        return self._known_after(dict.fromkeys(self._served, f"the whole attempt did not: {error}"), counted=False)
 
     def close(self) -> Closed:
         """Aggregate the accepted uploads.
@@ -157,63 +188,58 @@ class Attempt:
             self._intake.refuse(UploadRefused(name, why))
         after = self._intake.close()
         tally = after.tally or Tally({})
-        for name, reason in tally.refused.items():  # refused only after all uploads had arrived
-            self._overturn(name, reason)
-        taken = {n: self._taken[n] for n in self.policy.clients if n in self._taken}  # in the policy's order
-        trained = {name: reply for name, reply in taken.items() if self._fates[name].fate == "trained"}
-        known = self._known_after(trained, tally.judged.left_out if tally.judged is not None else {}, counted=True)
-        examples = {**known.examples, **{name: reply.examples for name, reply in trained.items()}}
-        flower_state = replace(
-            known, state=RunState(after.round, after, known.state.clients), examples=ReadOnly(sorted(examples.items()))
-        )
-        overturned = tuple(self._fates[name] for name in taken if name not in trained)
-        return Closed(flower_state, self._line(after, trained), overturned)
+        overturned = []
+        for name, before in self.fates.items():
+            if before.fate == "trained" and name in tally.refused:  # only after all uploads had arrived
+                self._fates[name] = replace(before, fate="refused", why=shown(tally.refused[name], 500))
+                overturned.append(self._fates[name])
+        left_out = tally.judged.left_out if tally.judged is not None else {}
+        known = self._known_after(left_out, counted=True)
+        flower_state = replace(known, state=RunState(after.round, after, known.state.clients))
+        return Closed(flower_state, self._line(after), tuple(overturned))
 
     # -------------------------------------------------------------------------------------------------------- inside
 
-    def _known_after(
-        self, trained: Mapping[str, _Trained], left_out: Mapping[str, str], *, counted: bool
-    ) -> FlowerState:
-        """What the server knows of the clients after the attempt; the model is still the one before it.
+    def _known_after(self, though_trained: Mapping[str, str], *, counted: bool) -> FlowerState:
+        """What the server knows of the clients after the attempt, by `EFFECTS`; the model is still the one before it.
 
-        Each site goes back to the state that its receipt names. After an attempt that did not count, it also holds what
-        it held, and trains on the same data again. After a round that counted without its work, it is sent everything,
-        because what it holds is uncertain; and if it was refused or failed, its data moves on, as in the engine.
-        left_out: why the work of a client that trained did not count.
+        though_trained: client -> why its work did not count although it trained.
         """
-        clients, receipts = dict(self.flower_state.state.clients), dict(self.flower_state.receipts)
+        known = self.flower_state
+        clients, receipts = dict(known.state.clients), dict(known.receipts)
+        examples, refusals = dict(known.examples), dict(known.refusals)
         for name in self._served:
-            receipt = receipts.get(name, Receipt())
-            if name in trained:
-                clients[name], receipt = trained[name].known, Receipt(self.number, self.number)
-                self._refusals.pop(name, None)
-            elif counted:
-                if name in clients:
-                    clients[name] = replace(clients[name], held=None)
-                if self._fates[name].fate in ("refused", "failed"):
-                    receipt = replace(receipt, answered=self.number)
-            receipts[name] = replace(receipt, why=self._why_not(name, left_out.get(name, "")))
-        if self._intake.asked == ():  # a private sum that was there already: who trained for it is unknown
+            effect, receipt = EFFECTS[self._fates[name].fate], receipts.get(name, Receipt())
+            if effect.refused:
+                refusals[name] = refusals.get(name, 0) + 1
+            if counted and effect.counted:
+                clients[name], examples[name] = self._taken[name].known, self._taken[name].examples
+                receipt = replace(receipt, counted=self.round, sure=True)
+                refusals.pop(name, None)
+            elif counted and name in clients:
+                clients[name] = replace(clients[name], held=None)
+            if counted and effect.moves_on:
+                receipt = replace(receipt, answered=self.round)
+            receipts[name] = replace(receipt, why=self._why_not(name, though_trained.get(name, "")))
+        if self._intake.stored:  # a private sum from before a kill: who trained for it is unknown
             clients = {name: replace(client, held=None) for name, client in clients.items()}
-            unsure = Receipt(self.number, self.number, sure=False)
+            unsure = Receipt(self.round, self.round, sure=False)
             receipts = dict.fromkeys([*receipts, *self.policy.clients], unsure)
-        state = replace(self.flower_state.state, clients=ReadOnly(clients))
-        refusals = self._ordered_refusals()
-        return replace(self.flower_state, state=state, refusals=refusals, receipts=ReadOnly(receipts))
+        return replace(
+            known,
+            state=replace(known.state, clients=ReadOnly(clients)),
+            refusals=ReadOnly(sorted(refusals.items())),
+            examples=ReadOnly(sorted(examples.items())),
+            receipts=ReadOnly(receipts),
+        )
 
     def _why_not(self, name: str, though_trained: str) -> str:
-        """Why an asked client's work did not count, for the client; "" if it did. though_trained: why it did not if the
-        client trained. A private round tells nobody."""
+        """Why an asked client's work did not count, for the client; "" if it did. A private round tells nobody."""
         fated = self._fates[name]
         why = though_trained if fated.fate == "trained" else f"{fated.fate}: {fated.why}"
         if not why or self.server.privacy is not None:
             return ""
-        return shown(f"round {self.number}: the work of this site did not count: {why}", 600)
-
-    def _ordered_refusals(self) -> Mapping[str, int]:
-        """client -> its number of refused uploads in a row, including this attempt's; in the policy's order."""
-        order = {name: k for k, name in enumerate(self.policy.clients)}
-        return ReadOnly(dict(sorted(self._refusals.items(), key=lambda one: (order.get(one[0], len(order)), one[0]))))
+        return shown(f"round {self.round}: the work of this site did not count: {why}", 600)
 
     def _read(self, name: str, message: Message, sent: Download) -> Reply:
         """A client's reply as an upload; the intake checks its values. Raises `RecordError`."""
@@ -236,9 +262,10 @@ class Attempt:
             f"its loss is {reply.loss:.3g}{most}: training diverged (use a smaller train.lr, or check the site's data)"
         )
 
-    def _line(self, after: ServerState, trained: Mapping[str, _Trained]) -> dict[str, Any]:
+    def _line(self, after: ServerState) -> dict[str, Any]:
         """The round's line of rounds.jsonl, as far as it is known here."""
         tally, fates = after.tally or Tally({}), self.fates
+        trained = {name: self._taken[name] for name, fated in fates.items() if fated.fate == "trained"}
         losses = {name: reply.loss for name, reply in trained.items() if reply.loss is not None}
         claims = {name: reply.examples for name, reply in trained.items() if name in tally.weights}
         norms = {name: fates[name].norm or 0.0 for name in trained}
@@ -260,21 +287,11 @@ class Attempt:
     def _refuse(self, name: str, why: str, **came: Any) -> Fated:
         """Record an answer that could not become an upload; a robust rule counts it as a liar's."""
         self._intake.refuse(UploadRefused(name, why))
-        self._count_refusal(name)
         return self._settle(name, "refused", why, **came)
 
-    def _overturn(self, name: str, reason: str) -> None:
-        before = self._fates.get(name)
-        if before is not None and before.fate == "trained":
-            self._count_refusal(name)
-            self._fates[name] = replace(before, fate="refused", why=shown(reason, 500))
-
     def _settle(self, name: str, fate: Fate, why: str, **more: Any) -> Fated:
-        self._fates[name] = Fated(self.number, self.nth, name, fate, why, **more)
+        self._fates[name] = Fated(self.round, self.nth, name, fate, why, **more)
         return self._fates[name]
-
-    def _count_refusal(self, name: str) -> None:
-        self._refusals[name] = self._refusals.get(name, 0) + 1
 
 
 def update_norm(upload: Upload, download: Download) -> float:
@@ -314,4 +331,4 @@ def far_ones(norms: Mapping[str, float]) -> dict[str, float]:
     return {name: ratio for name, ratio in found.items() if ratio > _FAR}
 
 
-__all__ = ["Attempt", "Closed", "far_ones", "update_norm"]
+__all__ = ["EFFECTS", "Attempt", "Closed", "far_ones", "update_norm"]

@@ -56,27 +56,24 @@ class Answer:
     bytes: int = 0
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """Some clients let the others wait: no answer for `seconds`. left: seconds until the deadline."""
-
-    clients: tuple[str, ...]
-    seconds: float
-    left: float
-
-
 Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, for nodes that are online
+Waiting = Callable[[tuple[str, ...], float, float], None]  # clients, seconds without their answer, seconds left
 
 
 def collect(
-    grid: Grid, questions: Iterable[Question], *, deadline: float, clock: Clock = time
-) -> Iterator[Answer | Waiting]:
-    """One answer for each question, in the order in which they come; between them, once, who has not answered for
-    `LONG` seconds. (Flower hands a message out once: one that a broken line swallowed is never answered, and nothing
-    else says so.)
+    grid: Grid,
+    questions: Iterable[Question],
+    *,
+    deadline: float,
+    clock: Clock = time,
+    waiting: Waiting = lambda clients, seconds, left: None,
+) -> Iterator[Answer]:
+    """One answer for each question, in the order in which they come.
 
     Args:
-        questions: made one by one. deadline: seconds from the first time that each is sent.
+        questions: made one by one. deadline: seconds from the first time that each is sent. waiting: called once, with
+            the clients that have not answered for `LONG` seconds. (Flower hands a message out once: one that a broken
+            line swallowed is never answered, and nothing else says so.)
     """
     inbox, asked = inbox_of(grid), dict[str, _Asked]()  # by message id
     patience = clock.monotonic() + min(_PATIENCE, deadline)
@@ -87,7 +84,7 @@ def collect(
             yield sent
         else:
             asked[sent.id] = sent
-    waited = False
+    told = False
     while asked:
         for arrival in inbox.look({id: one.limit for id, one in asked.items()}):
             one = asked.pop(arrival.reply_to, None)
@@ -110,9 +107,9 @@ def collect(
         if asked:
             first = min(one.began for one in asked.values())
             left = first + deadline - now
-            if not waited and now - first >= LONG:
-                waited = True
-                yield Waiting(tuple(one.client for one in asked.values()), now - first, left)
+            if not told and now - first >= LONG:
+                told = True
+                waiting(tuple(one.client for one in asked.values()), now - first, left)
             clock.sleep(max(0.01, min(inbox.pause, left)))
 
 
@@ -217,5 +214,5 @@ def _brief(error: BaseException) -> str:
 
 
 __all__ = [
-    "LONG", "Answer", "Clock", "Identify", "Waiting", "collect", "inbox_of", "registered_names", "who_is_online",
+    "LONG", "Answer", "Clock", "Identify", "collect", "inbox_of", "registered_names", "who_is_online",
 ]  # fmt: skip

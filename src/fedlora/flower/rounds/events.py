@@ -120,7 +120,7 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Again:
+class AttemptFailed:
     """An attempt did not count. The round is tried again, or the run ends."""
 
     NAME: ClassVar[str] = "again"
@@ -157,7 +157,7 @@ class Ended:
     at: str = ""
 
 
-Event = Began | Fated | Awaited | Done | Again | PolicyChanged | Ended
+Event = Began | Fated | Awaited | Done | AttemptFailed | PolicyChanged | Ended
 _KINDS: Mapping[str, type[Event]] = {kind.NAME: kind for kind in get_args(Event)}
 
 
@@ -260,6 +260,6 @@ def _printable(value: Any) -> Any:
 
 
 __all__ = [
-    "REFUSED", "Again", "Awaited", "Began", "Done", "Ended", "Event", "EventReader", "EventWriter", "Fate", "Fated",
-    "PolicyChanged", "as_line", "json_line", "read_events",
+    "REFUSED", "AttemptFailed", "Awaited", "Began", "Done", "Ended", "Event", "EventReader", "EventWriter", "Fate",
+    "Fated", "PolicyChanged", "as_line", "json_line", "read_events",
 ]  # fmt: skip

@@ -15,7 +15,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import sites_test
 from fedlora.flower.rounds.events import Fated, read_events
 from fedlora.flower.rounds.federation import Begun
-from fedlora.flower.rounds.lines import measurement_lines
+from fedlora.flower.rounds.log_lines import measurement_lines
 from fedlora.flower.rounds.private_words import public_summary
 from fedlora.flower.rounds.recording import Line, Recorder
 from fedlora.flower.rounds.results import Results, taken_part
@@ -52,7 +52,7 @@ def finish(
 ) -> dict[str, Any]:
     """Write adapters, their scores, and the summary. The summary comes last: if it exists, everything does."""
     settings, home, server, state = begun.settings, begun.home, strategy.server, strategy.flower_state.state
-    lines = recorder.lines(state.round)
+    lines = strategy.lines.finished()
     best = recorder.best(lines)
     chosen = {"adapter": state}
     if best is not None and best["round"] == state.round:

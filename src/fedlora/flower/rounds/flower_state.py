@@ -38,6 +38,11 @@ class FlowerState:
     receipts: Mapping[str, Receipt] = field(default_factory=dict)
     members: Members | None = None
 
+    @property
+    def next_round(self) -> int:
+        """The round that is played from this state."""
+        return self.state.round + 1
+
     def under(self, clients: Members, why: str = "") -> tuple[FlowerState, PolicyChanged | None]:
         """The state under a policy with these clients, and what is new in it since the checkpoint; None: nothing.
 
@@ -59,7 +64,7 @@ class FlowerState:
             self, state=state, refusals=left(self.refusals), examples=left(self.examples), members=ReadOnly(clients)
         )
         changed = added or gone or other or why
-        return after, PolicyChanged(self.state.round + 1, added, gone, other, why) if changed else None
+        return after, PolicyChanged(self.next_round, added, gone, other, why) if changed else None
 
 
 def newest(

@@ -48,7 +48,7 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         recorder = Recorder(b, b.server if private is None else private.server)
         strategy = _strategy(b, newest, private, recorder, identify, clock)
         del newest
-        stopped = recorder.stopped(recorder.lines(strategy.round))
+        stopped = recorder.stopped(strategy.lines.finished())
         summary = fitting_summary(home.summary, settings, strategy.round)
         if summary is not None and (strategy.round == settings.run.rounds or stopped is not None):
             log.info("%s", ending(summary))
@@ -57,14 +57,14 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         for line in b.history.told():
             log.info("settings: %s", line)
         home.summary.unlink(missing_ok=True)
-        recorder.track(strategy.round)
+        recorder.track(strategy.lines.finished())
         if stopped is None:
             try:
                 strategy.start(grid, num_rounds=settings.run.rounds)
             except (BudgetSpent, LedgerError) as error:  # it would fail again
                 raise ConfigError(str(error)) from error
         asked = FederationSettings.load(home.settings).run.rounds  # it may have been raised meanwhile
-        if asked > settings.run.rounds and recorder.stopped(recorder.lines(strategy.round)) is None:
+        if asked > settings.run.rounds and recorder.stopped(strategy.lines.finished()) is None:
             log.info("run.rounds is %d by now: the federation continues, with the new settings", asked)
             return {"rounds": strategy.round, "of": asked, "finished": False}
         return finish(grid, b, strategy, recorder, private)
@@ -117,7 +117,7 @@ def _strategy(
     settings = b.settings
 
     def after_round(line: Mapping[str, Any]) -> dict[str, Any]:
-        facts, last = recorder.see(line, strategy.flower_state.state)
+        facts, last = recorder.see(line, strategy.flower_state.state, strategy.lines.finished())
         if last:
             strategy.stop("stopped early")
         return facts

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fedlora.flower.rounds.events import Again, Began, Done, Ended, Event, Fated
+from fedlora.flower.rounds.events import AttemptFailed, Began, Done, Ended, Event, Fated
 
 _KEPT = 100  # finished rounds whose lines are kept
 
@@ -43,7 +43,7 @@ def after(progress: Progress, event: Event) -> Progress:
         uploaded = dict(progress.uploaded)
         uploaded[event.client] = uploaded.get(event.client, 0) + (event.bytes or 0)
         return replace(progress, fates={**progress.fates, event.client: event}, uploaded=uploaded)
-    if isinstance(event, Again):
+    if isinstance(event, AttemptFailed):
         missed = [(name, str(fated.fate)) for name, fated in progress.fates.items() if fated.fate != "trained"]
         return replace(progress, fate_counts=Counter(progress.fate_counts) + Counter(missed))
     if isinstance(event, Done):

@@ -17,7 +17,6 @@ from fedlora.flower.rounds.federation import Begun
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.private_words import RELEASED, public_numbers
 from fedlora.flower.rounds.progress import numbers_of_round
-from fedlora.flower.rounds.round_lines import RoundLines, is_finished
 from fedlora.runs.folder import plain
 from fedlora.runs.tracking import Called, Tracker, make_tracker, numbers_of_test
 from fedlora.server.server import Server
@@ -33,10 +32,6 @@ class Recorder:
     def __init__(self, begun: Begun, server: Server) -> None:
         self._begun, self._server = begun, server
         self._trackers: list[Tracker] = []
-
-    def lines(self, done: int) -> list[Line]:
-        """The finished rounds up to `done`, from rounds.jsonl."""
-        return [line for line in RoundLines(self._begun.home.rounds, upto=done).all() if is_finished(line)]
 
     def best(self, lines: Sequence[Line]) -> Line | None:
         """The best of these rounds, if any was measured."""
@@ -62,9 +57,9 @@ class Recorder:
         log.warning("best/ is not written: the state of round %d, the best one: %s", round, why)
         return None
 
-    def track(self, done: int) -> None:
+    def track(self, lines: Sequence[Line]) -> None:
         """Start trackers with all rounds before: after a restart they get them again."""
-        lines, settings = self.lines(done), self._begun.settings
+        settings = self._begun.settings
         facts = {"federation": settings.id, **json.loads(settings.travelling())}
         for name in settings.run.track:
             folder, anew = self._begun.home.server, bool(lines)
@@ -72,12 +67,13 @@ class Recorder:
         for line in lines:
             self._tell_trackers(line)
 
-    def see(self, line: Line, state: RunState) -> tuple[dict[str, Any], bool]:
-        """(additions to a round's line, whether it was the last one). state: after the round, stored."""
+    def see(self, line: Line, state: RunState, lines: Sequence[Line]) -> tuple[dict[str, Any], bool]:
+        """(additions to a round's line, whether it was the last one). state: after the round, stored. lines: of the
+        finished rounds."""
         scores = self._measured(state)
         facts = {"metrics": plain(dict(scores))}
         whole = {**plain(dict(line)), **facts}
-        before = [old for old in self.lines(state.round) if old["round"] < line["round"]]
+        before = [old for old in lines if old["round"] < line["round"]]
         if self._begun.choosing.replaces(whole, self.best(before)):
             checkpoint.keep_also(self._best, self._begun.home.checkpoints, state.round, keep=2)
         self._tell_trackers(whole)

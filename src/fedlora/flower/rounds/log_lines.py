@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.core.echo import shown
-from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, Fated, PolicyChanged
+from fedlora.flower.rounds.events import AttemptFailed, Awaited, Began, Done, Ended, Event, Fated, PolicyChanged
 from fedlora.flower.rounds.progress import fates_of, spent_of
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.server.judged import told
@@ -35,7 +35,7 @@ def lines_of(event: Event, rounds: int | None = None) -> list[str]:
         return [
             f"round {event.round}: no answer for {event.seconds:.0f} s: {who} ({event.doing}); waited for {left} more"
         ]
-    if isinstance(event, Again):
+    if isinstance(event, AttemptFailed):
         return [f"round {event.round}, attempt {event.attempt}, did not count: {event.why}"]
     if isinstance(event, PolicyChanged):
         return [f"from round {event.round} on: {change}" for change in _changes(event)]
@@ -46,10 +46,10 @@ def lines_of(event: Event, rounds: int | None = None) -> list[str]:
     return []
 
 
-def round_line(line: Mapping[str, Any], number: int, rounds: int | None) -> str:
+def round_line(line: Mapping[str, Any], round: int, rounds: int | None) -> str:
     """A finished round on one line: everyone by name, with its loss if it trained and its fate otherwise."""
     loss, seconds = line.get("loss"), line.get("seconds")
-    head = f"round {number}" + (f" of {rounds}" if rounds else "")
+    head = f"round {round}" + (f" of {rounds}" if rounds else "")
     if (spent := spent_of(line)) is not None:
         return f"{head}  epsilon {epsilon_up(spent[0])} of {epsilon_up(spent[1])}{_score(line)}"
     head += f"  loss {_number(loss, 3)}" if loss is not None else "  no loss"
