@@ -20,7 +20,7 @@ from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 
 from fedlora.flower.rounds.arrivals import Limit
-from fedlora.flower.rounds.collecting import LONG, Answer, collect, who_is_online
+from fedlora.flower.rounds.collecting import LONG, Answer, collect, patiently
 from fedlora.flower.rounds.questions import Question
 from support.flower_grid import FastClock, LocalGrid
 
@@ -65,7 +65,10 @@ def error(code: int, node: int = 1, group: str = "", reason: str = "why") -> Cal
     return lambda reply_to: make_message(metadata=metadata(reply_to, node, group), error=Error(code, reason))
 
 
-def questions(limit: Limit | None = None) -> Iterator[Question]:
+LARGE = Limit(2**40, 2**40, 2**40)
+
+
+def questions(limit: Limit = LARGE) -> Iterator[Question]:
     for name, node in NODES.items():
         yield Question(name, Message(RecordDict(), node, "train", group_id="g"), limit)
 
@@ -208,10 +211,10 @@ def test_who_is_online_is_asked_again_while_the_superlink_fails() -> None:
             raise httpx.ReadTimeout("timed out")
         return NODES
 
-    assert who_is_online(identify, grid, DEADLINE, clock) == NODES
+    assert patiently(lambda: identify(grid), until=DEADLINE, clock=clock) == NODES
     clock.now = 0.0
     with pytest.raises(httpx.ReadTimeout):
-        who_is_online(identify, grid, 10.0, clock)
+        patiently(lambda: identify(grid), until=10.0, clock=clock)
 
 
 @pytest.mark.parametrize("answer", [[""], [None], []])

@@ -150,18 +150,19 @@ def test_nodes() -> None:
 def test_a_round_that_is_played_again_counts_once() -> None:
     """After a crash the ServerApp goes back to its checkpoint: round 2 is begun and done twice."""
     two: list[Event] = [Began(2, 0, ["a"], {}, 9.0), Fated(2, 0, "a", "trained", bytes=5), Done(2, line(a="trained"))]
-    found = progress_of([Done(1, line(a="late")), *two, Began(2, 0, ["a"], {}, 9.0)])
+    again: list[Event] = [Done(1, line(a="late")), *two, Began(2, 0, ["a"], {}, 9.0)]
+    found = progress_of(again)
     assert found.round == 1 and found.playing is not None
-    found = progress_of(two[1:], found)
+    found = progress_of([*again, *two[1:]])
     assert found.round == 2 and found.playing is None
     assert found.fate_counts == {("a", "late"): 1, ("a", "trained"): 1}
     assert found.uploaded == {"a": 10}
 
 
 def test_the_end_is_forgotten_when_rounds_are_added() -> None:
-    found = progress_of([Done(1, line(a="trained")), Ended(1, "complete")])
-    assert found.ended == "complete"
-    assert progress_of([Began(2, 0, ["a"], {}, 9.0)], found).ended == ""
+    ended: list[Event] = [Done(1, line(a="trained")), Ended(1, "complete")]
+    assert progress_of(ended).ended == "complete"
+    assert progress_of([*ended, Began(2, 0, ["a"], {}, 9.0)]).ended == ""
 
 
 def test_long_runs_do_not_fill_the_memory() -> None:

@@ -28,7 +28,7 @@ from fedlora.flower.messages.codecs import Reply
 from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.collecting import Answer
-from fedlora.flower.rounds.events import Began, Fate, Fated
+from fedlora.flower.rounds.events import AttemptFailed, Began, Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.questions import MessageMaker, Question, reply_limit
@@ -75,17 +75,6 @@ class Closed:
     overturned: tuple[Fated, ...]
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """Facts about an accepted upload. examples: as the client claims. count: as the server counts. known: what the
-    server will know about the client if the round counts."""
-
-    examples: float
-    count: float
-    loss: float | None
-    known: ClientMemory
-
-
 class Attempt:
     """One attempt. Mutable; `close` ends it.
 
@@ -98,7 +87,7 @@ class Attempt:
         self.round, self.nth, self.deadline = self.flower_state.next_round, nth, deadline
         self._maker, self._drawn, self._intake = maker, drawn, intake
         self._served: list[str] = []  # for whom a message was made
-        self._taken: dict[str, _Trained] = {}
+        self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
         self._fates: dict[str, Fated] = {}
         for name, (fate, why) in drawn.not_asked.items():
             self._settle(name, fate, why)
@@ -150,7 +139,7 @@ class Attempt:
         ranks = self._maker.known(name).ranks if found.ranks is None else found.ranks
         after = ClientMemory(None, 0, found.held, ranks)
         examples, why = float(upload.num_examples), "" if upload.num_examples else "it abstained, with 0 examples"
-        self._taken[name] = _Trained(examples, float(count), found.loss, after)
+        self._taken[name] = float(count), after
         norm = update_norm(upload, sent)
         return self._settle(name, "trained", why, loss=found.loss, examples=examples, norm=norm, **came)
 
@@ -173,6 +162,12 @@ class Attempt:
     def missing(self) -> dict[str, str]:
         """Client -> why it did not train, for all who were drawn or are in quarantine."""
         return {name: found.why for name, found in self.fates.items() if found.fate not in ("trained", "not drawn")}
+
+    def failed(self, error: QuorumNotMet) -> AttemptFailed:
+        """The event that reports its failure: the error, which names those that it refused, and who else is missing."""
+        said = [f"{name}: {why}" for name, why in self.missing.items()]
+        others = "; ".join(one for one in said if one not in str(error))
+        return AttemptFailed(self.round, self.nth, f"{error} Not there: {others}." if others else str(error))
 
     def not_counted(self, error: QuorumNotMet) -> FlowerState:
         """What the server knows after an attempt that did not count."""
@@ -213,7 +208,7 @@ class Attempt:
             if effect.refused:
                 refusals[name] = refusals.get(name, 0) + 1
             if counted and effect.counted:
-                clients[name], examples[name] = self._taken[name].known, self._taken[name].examples
+                clients[name], examples[name] = self._taken[name][1], self._fates[name].examples or 0.0
                 receipt = replace(receipt, counted=self.round, sure=True)
                 refusals.pop(name, None)
             elif counted and name in clients:
@@ -265,14 +260,14 @@ class Attempt:
     def _line(self, after: ServerState) -> dict[str, Any]:
         """The round's line of rounds.jsonl, as far as it is known here."""
         tally, fates = after.tally or Tally({}), self.fates
-        trained = {name: self._taken[name] for name, fated in fates.items() if fated.fate == "trained"}
-        losses = {name: reply.loss for name, reply in trained.items() if reply.loss is not None}
-        claims = {name: reply.examples for name, reply in trained.items() if name in tally.weights}
-        norms = {name: fates[name].norm or 0.0 for name in trained}
+        trained = {name: fated for name, fated in fates.items() if fated.fate == "trained"}
+        losses = {name: fated.loss for name, fated in trained.items() if fated.loss is not None}
+        claims = {name: fated.examples or 0.0 for name, fated in trained.items() if name in tally.weights}
+        norms = {name: fated.norm or 0.0 for name, fated in trained.items()}
         return {
             "round": after.round,
             "attempt": self.nth,
-            "loss": round_loss(losses, {name: reply.count for name, reply in trained.items()}),
+            "loss": round_loss(losses, {name: self._taken[name][0] for name in trained}),
             "losses": losses,
             "weights": dict(tally.weights),
             "refused": self.missing,  # also those that were offline, failed, late or in quarantine
@@ -329,6 +324,3 @@ def far_ones(norms: Mapping[str, float]) -> dict[str, float]:
     middle = statistics.median_low(norms.values())
     found = {name: norm / middle if middle else (math.inf if norm else 0.0) for name, norm in norms.items()}
     return {name: ratio for name, ratio in found.items() if ratio > _FAR}
-
-
-__all__ = ["EFFECTS", "Attempt", "Closed", "far_ones", "update_norm"]

@@ -10,7 +10,6 @@ A message may have gigabytes: wherever rounds handle one, `del` lets go of it be
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -22,7 +21,7 @@ from flwr.serverapp import Grid
 from fedlora.core.echo import quoted, shown
 from fedlora.errors import KeptStateError
 from fedlora.flower.messages.envelope import with_versions
-from fedlora.flower.rounds.arrivals import Arrival, Inbox, Limit, PlainInbox
+from fedlora.flower.rounds.arrivals import Arrival, Limit, PlainInbox
 from fedlora.flower.rounds.bounded_pull import HttpInbox, is_http
 from fedlora.flower.rounds.events import Fate
 from fedlora.flower.rounds.questions import Question
@@ -65,7 +64,7 @@ def collect(
     questions: Iterable[Question],
     *,
     deadline: float,
-    clock: Clock = time,
+    clock: Clock,
     waiting: Waiting = lambda clients, seconds, left: None,
 ) -> Iterator[Answer]:
     """One answer for each question, in the order in which they come.
@@ -121,7 +120,7 @@ class _Asked:
     client: str
     node: int
     group: str
-    limit: Limit | None
+    limit: Limit
     whole: Callable[[float], Question] | None
     began: float
 
@@ -164,18 +163,19 @@ def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) ->
         if code in _UNAVAILABLE and seconds >= deadline - 2:
             return Answer(client, seconds, fate="late", why=f"no answer within {deadline:g} s")
         return Answer(client, seconds, fate="failed", why=f"it failed: {reason}")
+    why = ""
     if message.metadata.group_id != asked.group:
         why = f"it answers {quoted(message.metadata.group_id, 60)}, and this is {asked.group!r}: late or replayed"
-        return Answer(client, seconds, fate="refused", why=why, bytes=arrival.bytes)
-    if message.metadata.src_node_id != asked.node:
+    elif message.metadata.src_node_id != asked.node:
         why = f"node {message.metadata.src_node_id} answered in its place, and node {asked.node} was asked"
+    elif not message.has_content():
+        why = "its reply is empty"
+    if why:
         return Answer(client, seconds, fate="refused", why=why, bytes=arrival.bytes)
-    if not message.has_content():
-        return Answer(client, seconds, fate="refused", why="its reply is empty", bytes=arrival.bytes)
     return Answer(client, seconds, message, bytes=arrival.bytes)
 
 
-def inbox_of(grid: Grid) -> Inbox:
+def inbox_of(grid: Grid) -> HttpInbox | PlainInbox:
     """The inbox for this kind of grid: for a real SuperLink one with limits while pulling."""
     return HttpInbox(grid) if is_http(grid) else PlainInbox(grid)
 
@@ -184,11 +184,6 @@ def registered_names(grid: Grid) -> dict[str, int]:
     """The names under which the SuperLink knows its nodes (`flwr supernode register --name`), by authentication, never
     by their claims."""
     return {node.name: node.node_id for node in grid.get_nodes() if node.name}
-
-
-def who_is_online(identify: Identify, grid: Grid, deadline: float, clock: Clock) -> dict[str, int]:
-    """The online clients by `identify`, asked again for as long as a round may take if the SuperLink fails."""
-    return dict(patiently(lambda: identify(grid), until=clock.monotonic() + deadline, clock=clock))
 
 
 def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:
@@ -211,8 +206,3 @@ def _brief(error: BaseException) -> str:
     """An error in one line. For an HTTP error its first line, because httpx then explains status codes."""
     words = str(error).partition("\nFor more information check")[0]
     return shown(f"{type(error).__name__}: {words}", 200)
-
-
-__all__ = [
-    "LONG", "Answer", "Clock", "Identify", "collect", "inbox_of", "registered_names", "who_is_online",
-]  # fmt: skip

@@ -90,6 +90,3 @@ def run_identity(run: str, server: Server, state: ServerState) -> str:
     said = ", ".join(f"{name}={value}" for name, value in options.items() if isinstance(value, str | int | float))
     shapes = [(name, tuple(tensor.shape)) for name, tensor in named_tensors(replace(state.start, heads=state.heads))]
     return f"{run}, {method.name}({said}), modules {hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:8]}"
-
-
-__all__ = ["FlowerState", "newest", "run_identity"]

@@ -41,6 +41,3 @@ class RoundHooks:
     def event(self, event: Event, policy: Policy) -> Event | None:
         """What may be told of an event; None: nothing."""
         return event
-
-
-__all__ = ["RoundHooks"]

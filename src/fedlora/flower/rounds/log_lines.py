@@ -190,6 +190,3 @@ def _number(value: float, digits: int) -> str:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-__all__ = ["lines_of", "log_to_stdout", "measurement_lines", "nodes_line", "round_line", "size_of", "time_of"]

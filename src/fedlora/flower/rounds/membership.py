@@ -112,6 +112,3 @@ def with_largest_share(server: Server, policy: Policy) -> Server:
             f"server.memory out."
         )
     return replace(server, max_weight_share=policy.share)
-
-
-__all__ = ["Drawn", "check_playable", "check_quorum", "draw", "quarantine", "with_largest_share"]

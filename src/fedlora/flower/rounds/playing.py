@@ -16,7 +16,7 @@ from fedlora.errors import BudgetSpent, ConfigError, LedgerError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.ownership import locked
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.collecting import Clock
+from fedlora.flower.rounds.collecting import Clock, Identify, registered_names
 from fedlora.flower.rounds.federation import Begun, begun
 from fedlora.flower.rounds.finishing import finish
 from fedlora.flower.rounds.flower_state import FlowerState
@@ -25,7 +25,7 @@ from fedlora.flower.rounds.private_federation import opened_private
 from fedlora.flower.rounds.private_rounds import PrivateRounds
 from fedlora.flower.rounds.recording import Recorder
 from fedlora.flower.rounds.round_lines import fitting_summary
-from fedlora.flower.rounds.strategy import FedLoRA, Identify, registered_names
+from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.facts import Agreement, server_facts
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.private_run import PrivateRun
@@ -45,7 +45,8 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         newest, b = b.newest, replace(b, newest=None)  # kept by the strategy alone, whose rounds replace it
         settings = b.settings
         private = opened_private(home, settings, b.server, b.plan, b.rounds) if b.plan is not None else None
-        recorder = Recorder(b, b.server if private is None else private.server)
+        b = b if private is None else replace(b, server=private.server)
+        recorder = Recorder(b)
         strategy = _strategy(b, newest, private, recorder, identify, clock)
         del newest
         stopped = recorder.stopped(strategy.lines.finished())
@@ -125,7 +126,7 @@ def _strategy(
     terms = settings.privacy
     hooks = RoundHooks() if private is None or terms is None else PrivateRounds(private, terms)
     strategy = FedLoRA(
-        b.server if private is None else private.server,
+        b.server,
         b.policy,
         b.state,
         policy_file=b.home.policy,
@@ -148,6 +149,3 @@ def _strategy(
         clock=clock,
     )
     return strategy
-
-
-__all__ = ["ending", "play", "played_by_one"]

@@ -133,6 +133,3 @@ class PrivateRounds(RoundHooks):
 
     def _note(self, round: int, what: str) -> None:
         self._privacy.note(round, "", what)
-
-
-__all__ = ["PrivateRounds"]

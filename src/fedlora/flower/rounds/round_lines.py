@@ -106,6 +106,3 @@ def _parsed(text: str) -> dict[int, dict[str, Any]]:
         if isinstance(round, int) and not isinstance(round, bool) and round >= 1:
             lines[round] = found
     return lines
-
-
-__all__ = ["RoundLines", "fitting_summary", "is_finished", "rounds_done"]

@@ -49,15 +49,8 @@ from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.rounds.attempt import Attempt, Closed
 from fedlora.flower.rounds.choosing import Choosing
-from fedlora.flower.rounds.collecting import (
-    Answer,
-    Clock,
-    Identify,
-    collect,
-    registered_names,
-    who_is_online,
-)
-from fedlora.flower.rounds.events import AttemptFailed, Awaited, Done, Ended, Event, EventWriter
+from fedlora.flower.rounds.collecting import Answer, Clock, Identify, collect, patiently, registered_names
+from fedlora.flower.rounds.events import Awaited, Done, Ended, Event, EventWriter
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of, log_to_stdout
@@ -189,7 +182,7 @@ class FedLoRA:
         return self._finish(grid, line)
 
     def _play_attempts(self, grid: Grid) -> tuple[Closed, float]:
-        """Make attempts, as many as the policy allows, until one counts. Its outcome, and its seconds."""
+        """Make attempts until one counts, as many as the policy allows. Its outcome, and its seconds."""
         nth = 0
         while True:
             nth += 1
@@ -199,22 +192,20 @@ class FedLoRA:
             try:
                 return attempt.close(), self.clock.monotonic() - began
             except QuorumNotMet as error:
-                said = [f"{name}: {reason}" for name, reason in attempt.missing.items()]
-                others = "; ".join(one for one in said if one not in str(error))  # which names those that it refused
-                why = f"{error} Not there: {others}." if others else str(error)
-                self._report(AttemptFailed(attempt.round, nth, why))
+                failed = attempt.failed(error)
+                self._report(failed)
                 self.flower_state = attempt.not_counted(error)
                 self._save()
                 if nth > self.policy.retries:
-                    raise QuorumNotMet(why) from error
+                    raise QuorumNotMet(failed.why) from error
             drawn = attempt.drawn
-            del attempt
+            del attempt  # its uploads
             needed, until = self.server.quorum or 1, self.clock.monotonic() + min(30.0, self.deadline)
             while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < needed:
                 self.clock.sleep(1.0)
 
     def _open_attempt(self, grid: Grid, nth: int) -> Attempt:
-        """Draw the clients, and open the intake for their uploads, both by the policy of now."""
+        """Draw the clients, and open the intake for their uploads, both by the policy as it is now."""
         self.read_policy()
         self._hooks.before_attempt(self, grid)
         maker = self._message_maker(grid)
@@ -283,8 +274,9 @@ class FedLoRA:
             self._report(Ended(self.round, why))
 
     def online(self, grid: Grid) -> dict[str, int]:
-        """The clients that are online -> their node ids."""
-        return who_is_online(self._identify, grid, self.deadline, self.clock)
+        """The clients that are online -> their node ids. While the SuperLink fails, it is asked again."""
+        until = self.clock.monotonic() + self.deadline
+        return dict(patiently(lambda: self._identify(grid), until=until, clock=self.clock))
 
     def read_policy(self) -> None:
         """Read the policy's file again, before the next round; what changed while no server ran is new too. A file that
@@ -308,7 +300,7 @@ class FedLoRA:
         check_playable(policy, self.server, self.flower_state.state.server, self.codec, self.participation)
 
     def _message_maker(self, grid: Grid) -> MessageMaker:
-        """Who makes the messages to those that are online now. While the SuperLink fails, it is asked again."""
+        """Makes the messages to those that are online now."""
         return MessageMaker(self.server, self.policy, self.codec, self.flower_state, self.online(grid))
 
     def _exchange(self, grid: Grid, questions: Iterable[Question], of_round: int, doing: str) -> Iterator[Answer]:
@@ -350,6 +342,3 @@ def _require_new(folder: Path | None, record: Path | None) -> None:
             f"{record / 'rounds.jsonl'} has {counted(told, 'finished round')}, and this run would begin again at round "
             f"1 and cut them off. Continue with resume=newest(...), or take another folder for the record."
         )
-
-
-__all__ = ["FedLoRA", "Identify", "registered_names"]
