@@ -786,9 +786,3 @@ def test_a_folder_that_cannot_be_locked_says_so(tmp_path: Path) -> None:
     (tmp_path / "server").write_text("a file")
     with pytest.raises(OSError, match="server"), played_by_one(tmp_path / "server"):
         pass
-
-
-def test_the_clock_of_tests_waits_at_no_cost() -> None:
-    clock = FastClock()
-    clock.sleep(3600)
-    assert clock.monotonic() == 3600

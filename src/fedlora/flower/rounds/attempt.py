@@ -1,8 +1,8 @@
-"""One attempt at a round: its questions, each answer's result as it comes, and the outcome.
+"""One attempt at a round: its questions, each answer's fate as it comes, and the outcome.
 
 The round's intake opens before the first question and checks each upload once, as it arrives; the attempt decides each
-client's fate. Nothing here sends, waits or writes. The outcome does not depend on the order of answers (if
-`Server.memory` is too small for all uploads: up to rounding).
+client's fate, and reports it. Nothing here sends, waits or writes. The outcome does not depend on the order of answers
+(if `Server.memory` is too small for all uploads: up to rounding).
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from fedlora.flower.messages.codecs import Reply
 from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.collecting import Answer
-from fedlora.flower.rounds.events import AttemptFailed, Began, Fate, Fated
+from fedlora.flower.rounds.events import AttemptFailed, Began, Event, Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.questions import MessageMaker, Question, reply_limit
@@ -37,6 +37,7 @@ from fedlora.server.intake import Intake
 from fedlora.server.state import RunState, ServerState, Tally
 
 log = logging.getLogger(__name__)
+Report = Callable[[Event], None]
 _MOST_LOSS = 1e6  # nats: chance among a million words is 14, and a diverged head has some thousands
 _FAR = 10.0  # times the median norm
 
@@ -66,39 +67,29 @@ EFFECTS: Mapping[Fate, Effect] = {
 }
 
 
-@dataclass(frozen=True)
-class Closed:
-    """The outcome of a round. overturned: fates that the aggregation changed, by a defence."""
-
-    flower_state: FlowerState
-    line: Mapping[str, Any]
-    overturned: tuple[Fated, ...]
-
-
 class Attempt:
     """One attempt. Mutable; `close` ends it.
 
     maker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
-    attempts. deadline: seconds for an answer, and the life of a message.
+    attempts. deadline: seconds for an answer, and the life of a message. report: called with its beginning, and with
+    each fate once it is known; a later fate of the same client replaces the one before.
     """
 
-    def __init__(self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float) -> None:
+    def __init__(
+        self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float, report: Report
+    ) -> None:
         self.server, self.policy, self.flower_state = maker.server, maker.policy, maker.flower_state
         self.round, self.nth, self.deadline = self.flower_state.next_round, nth, deadline
-        self._maker, self._drawn, self._intake = maker, drawn, intake
+        self._maker, self._drawn, self._intake, self._report = maker, drawn, intake, report
         self._served: list[str] = []  # for whom a message was made
         self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
-        self._fates: dict[str, Fated] = {}
-        for name, (fate, why) in drawn.not_asked.items():
-            self._settle(name, fate, why)
-
-    def began(self) -> Began:
-        """The event that reports its beginning."""
-        others = {name: {"fate": fate, "why": why} for name, (fate, why) in self._drawn.not_asked.items()}
-        return Began(self.round, self.nth, self._drawn.asked, others, self.deadline)
+        others = drawn.not_asked.items()
+        self._fates = {name: Fated(self.round, nth, name, fate, why) for name, (fate, why) in others}
+        not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in others}
+        report(Began(self.round, nth, drawn.asked, not_asked, deadline))
 
     def questions(self) -> Iterator[Question]:
-        """A message for each client to ask, made on demand. One whom the method cannot serve is `unserved` instead."""
+        """A message for each client to ask, made on demand; none for one whom the method cannot serve."""
         group = f"{self.flower_state.run}-{self.round}-{self.nth}"
         for name in self._drawn.asked:
             try:  # the message has the same deadline; otherwise a straggler would work through stale rounds
@@ -113,21 +104,20 @@ class Attempt:
             yield question
             del question
 
-    def take(self, answer: Answer) -> Fated:
-        """The fate of an asked client, at once; final, unless the aggregation changes it.
-
-        It never raises, whatever a reply holds.
-        """
+    def take(self, answer: Answer) -> None:
+        """Settle the fate of an asked client; only the aggregation may change it. It never raises, whatever a reply
+        holds."""
         name, came = answer.client, {"seconds": round(answer.seconds, 3), "bytes": answer.bytes or None}
         if answer.message is None:
             if answer.fate == "refused":
-                return self._refuse(name, answer.why, **came)
+                self._intake.refuse(UploadRefused(name, answer.why))  # a robust rule counts it as a liar's
             return self._settle(name, answer.fate or "failed", answer.why, **came)
         sent = self._maker.download(name)
         try:
             found = self._read(name, answer.message, sent)
         except RecordError as error:
-            return self._refuse(name, shown(error, 500), **came)
+            self._intake.refuse(UploadRefused(name, shown(error, 500)))
+            return self._settle(name, "refused", shown(error, 500), **came)
         upload = found.upload
         count = upload.num_examples
         if math.isfinite(count):  # no cap may repair a count that the intake must refuse
@@ -141,7 +131,7 @@ class Attempt:
         examples, why = float(upload.num_examples), "" if upload.num_examples else "it abstained, with 0 examples"
         self._taken[name] = float(count), after
         norm = update_norm(upload, sent)
-        return self._settle(name, "trained", why, loss=found.loss, examples=examples, norm=norm, **came)
+        self._settle(name, "trained", why, loss=found.loss, examples=examples, norm=norm, **came)
 
     @property
     def fates(self) -> dict[str, Fated]:
@@ -152,11 +142,6 @@ class Attempt:
     def drawn(self) -> set[str]:
         """The clients that were drawn, online or not."""
         return {name for name, found in self._fates.items() if found.fate not in ("not drawn", "quarantined")}
-
-    @property
-    def unserved(self) -> list[Fated]:
-        """The fates of clients to ask whom the method cannot serve; known once all `questions` are made."""
-        return [self._fates[name] for name in self._drawn.asked if name not in self._served]
 
     @property
     def missing(self) -> dict[str, str]:
@@ -173,8 +158,8 @@ class Attempt:
         """What the server knows after an attempt that did not count."""
         return self._known_after(dict.fromkeys(self._served, f"the whole attempt did not: {error}"), counted=False)
 
-    def close(self) -> Closed:
-        """Aggregate the accepted uploads.
+    def close(self) -> tuple[FlowerState, dict[str, Any]]:
+        """Aggregate the accepted uploads. The next state, and the round's line.
 
         Raises:
             QuorumNotMet: too few usable uploads. The state is unchanged.
@@ -183,15 +168,13 @@ class Attempt:
             self._intake.refuse(UploadRefused(name, why))
         after = self._intake.close()
         tally = after.tally or Tally({})
-        overturned = []
         for name, before in self.fates.items():
             if before.fate == "trained" and name in tally.refused:  # only after all uploads had arrived
                 self._fates[name] = replace(before, fate="refused", why=shown(tally.refused[name], 500))
-                overturned.append(self._fates[name])
+                self._report(self._fates[name])
         left_out = tally.judged.left_out if tally.judged is not None else {}
         known = self._known_after(left_out, counted=True)
-        flower_state = replace(known, state=RunState(after.round, after, known.state.clients))
-        return Closed(flower_state, self._line(after), tuple(overturned))
+        return replace(known, state=RunState(after.round, after, known.state.clients)), self._line(after)
 
     # -------------------------------------------------------------------------------------------------------- inside
 
@@ -279,14 +262,9 @@ class Attempt:
             **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
         }
 
-    def _refuse(self, name: str, why: str, **came: Any) -> Fated:
-        """Record an answer that could not become an upload; a robust rule counts it as a liar's."""
-        self._intake.refuse(UploadRefused(name, why))
-        return self._settle(name, "refused", why, **came)
-
-    def _settle(self, name: str, fate: Fate, why: str, **more: Any) -> Fated:
+    def _settle(self, name: str, fate: Fate, why: str, **more: Any) -> None:
         self._fates[name] = Fated(self.round, self.nth, name, fate, why, **more)
-        return self._fates[name]
+        self._report(self._fates[name])
 
 
 def update_norm(upload: Upload, download: Download) -> float:

@@ -126,11 +126,7 @@ def measurement_lines(line: Mapping[str, Any], when: str) -> list[str]:
             f"{when}: the scores of {', '.join(unknown)} do not count: scores count for as many examples as their site "
             f"trained on, and these sites have not trained in a round that counted"
         )
-    found += [
-        f"{when}: {shown(name)}: its scores count for {100 * share['counted']:.0f}% of the mean; by its examples it "
-        f"would be {100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
-        for name, share in (line.get("site_capped") or {}).items()
-    ]
+    found += _bounded(when, line.get("site_capped") or {}, "its scores count")
     fates = fates_of(line)
     silent = {k: why for k, why in (line.get("site_unmeasured") or {}).items() if fates.get(k) in _UNEXPLAINED}
     return found + [f"{when}: {shown(name)}: not measured: {why}" for name, why in silent.items()]
@@ -138,11 +134,7 @@ def measurement_lines(line: Mapping[str, Any], when: str) -> list[str]:
 
 def _beside(event: Done) -> list[str]:
     """Further notes on a round: a robust rule's effect, capped shares, updates far larger than the others'."""
-    found = [
-        f"round {event.round}: {name}: counts for {100 * share['counted']:.0f}% of the mean; by its examples it would "
-        f"be {100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
-        for name, share in (event.line.get("capped") or {}).items()
-    ]
+    found = _bounded(f"round {event.round}", event.line.get("capped") or {}, "its update counts")
     if (defence := event.line.get("defence")) and (said := told(defence)):
         found.append(f"round {event.round}: {said}")
         found += [f"round {event.round}: {k}: {one['why']}" for k, one in defence["clients"].items() if one["why"]]
@@ -157,6 +149,15 @@ def _beside(event: Done) -> list[str]:
             f"{', '.join(list(alike)[:3])}{', ...' if len(alike) > 3 else ''}"
         )
     return found
+
+
+def _bounded(when: str, shares: Mapping[str, Any], what: str) -> list[str]:
+    """A line for each site whose share was reduced."""
+    return [
+        f"{when}: {shown(name)}: {what} for {100 * share['counted']:.0f}% of the mean; by its examples it would be "
+        f"{100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
+        for name, share in shares.items()
+    ]
 
 
 def log_to_stdout() -> None:

@@ -47,7 +47,7 @@ from fedlora.core.echo import shown
 from fedlora.errors import BudgetSpent, ConfigError, FedLoRAError, QuorumNotMet, counted
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
-from fedlora.flower.rounds.attempt import Attempt, Closed
+from fedlora.flower.rounds.attempt import Attempt
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.collecting import Answer, Clock, Identify, collect, patiently, registered_names
 from fedlora.flower.rounds.events import Awaited, Done, Ended, Event, EventWriter
@@ -171,18 +171,16 @@ class FedLoRA:
 
     def _play(self, grid: Grid) -> Mapping[str, Any]:
         """Play one round, and store it. Its line."""
-        closed, seconds = self._play_attempts(grid)
-        for fated in closed.overturned:
-            self._report(fated)
-        line = self._hooks.line({**closed.line, "seconds": round(seconds, 3)})
+        flower_state, line = self._play_attempts(grid)
+        line = self._hooks.line(line)
         self.lines.put(line)  # before the checkpoint: a surplus line can be cut off, a missing one cannot be made
-        self.flower_state = closed.flower_state
-        del closed  # the next round's state replaces this one's
+        self.flower_state = flower_state
+        del flower_state  # the next round's replaces it
         self._save()
         return self._finish(grid, line)
 
-    def _play_attempts(self, grid: Grid) -> tuple[Closed, float]:
-        """Make attempts until one counts, as many as the policy allows. Its outcome, and its seconds."""
+    def _play_attempts(self, grid: Grid) -> tuple[FlowerState, Mapping[str, Any]]:
+        """Make attempts until one counts, as many as the policy allows. The next state, and the round's line."""
         nth = 0
         while True:
             nth += 1
@@ -190,7 +188,8 @@ class FedLoRA:
             attempt = self._open_attempt(grid, nth)
             self._collect_answers(grid, attempt)
             try:
-                return attempt.close(), self.clock.monotonic() - began
+                flower_state, line = attempt.close()
+                return flower_state, {**line, "seconds": round(self.clock.monotonic() - began, 3)}
             except QuorumNotMet as error:
                 failed = attempt.failed(error)
                 self._report(failed)
@@ -214,18 +213,13 @@ class FedLoRA:
             self.policy, self.flower_state.refusals, maker.online, participation=self.participation, seed=self._seed,
             finished=self.round, chosen=intake.asked,
         )  # fmt: skip
-        attempt = Attempt(maker, drawn, intake, nth, self.deadline)
-        self._report(attempt.began())
-        return attempt
+        return Attempt(maker, drawn, intake, nth, self.deadline, self._report)
 
     def _collect_answers(self, grid: Grid, attempt: Attempt) -> None:
         """Ask the drawn clients, and give each its fate, until all have answered or the deadline has come."""
         for answer in self._exchange(grid, attempt.questions(), attempt.round, "training"):
-            fated = attempt.take(answer)
+            attempt.take(answer)
             del answer
-            self._report(fated)
-        for fated in attempt.unserved:
-            self._report(fated)
 
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """The work after a stored round: evaluation, and the final version of its line."""
