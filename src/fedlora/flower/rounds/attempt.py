@@ -164,8 +164,10 @@ class Attempt:
         Raises:
             QuorumNotMet: too few usable uploads. The state is unchanged.
         """
-        for name, why in self._drawn.quarantined.items():
-            self._intake.refuse(UploadRefused(name, why))
+        if all(fated.fate != "not drawn" for fated in self._fates.values()):
+            for name, fated in self.fates.items():  # nobody could be drawn in place of those in quarantine
+                if fated.fate == "quarantined":
+                    self._intake.refuse(UploadRefused(name, fated.why))
         after = self._intake.close()
         tally = after.tally or Tally({})
         for name, before in self.fates.items():

@@ -26,14 +26,6 @@ class Drawn:
     asked: tuple[str, ...]
     not_asked: Mapping[str, tuple[Fate, str]]
 
-    @property
-    def quarantined(self) -> dict[str, str]:
-        """The clients in quarantine -> why, if nobody could be drawn in their place: then they count as refused."""
-        others = self.not_asked.items()
-        if any(fate == "not drawn" for _, (fate, _) in others):
-            return {}
-        return {name: why for name, (fate, why) in others if fate == "quarantined"}
-
 
 def draw(
     policy: Policy,

@@ -5,22 +5,22 @@
 
 A round, in the order of the code:
 
-1. `_open_attempt`: the policy is read again, clients are drawn by it (membership.py), and the server opens an *intake*
-   for their uploads.
-2. `_collect_answers`: each of them who is online gets a message at its own rank (questions.py, collecting.py). Each
-   answer gets its fate as it comes (attempt.py). Who has not answered at the deadline is late: nobody fetches its
-   answer, and its site goes back to its last work that counted.
-3. `Attempt.close`: the intake closes and gives the next state. A robust rule may still refuse an upload.
-4. `_play`: the round's line is stored (round_lines.py), then the checkpoint (flower_state.py). From here on the round
+1. `_open_attempt`: read the policy's file again, draw clients by it (membership.py), and open the server's intake for
+   their uploads.
+2. `_collect_answers`: send each drawn client that is online a message at its own rank (questions.py, collecting.py),
+   and give each answer its fate as it comes (attempt.py). A client without an answer at the deadline is late: nobody
+   fetches its answer, and its site goes back to its last work that counted.
+3. `Attempt.close`: close the intake, which gives the next state. A robust rule may still refuse an upload.
+4. `_play`: store the round's line (round_lines.py), then the checkpoint (flower_state.py). From here on the round
    counts.
-5. `_finish`: the sites measure (site_evaluation.py), then `after_round` is called, and the line is stored again with
-   what they give.
+5. `_finish`: let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they
+   give.
 
-If too few answers count, refusals and receipts are stored in the checkpoint of the round before. The server waits up to
-30 s for the drawn clients and begins again at 1, as often as the policy allows; it draws the same clients, unless the
+If too few answers count, the server stores refusals and receipts in the checkpoint of the round before, waits up to 30
+s for the drawn clients, and begins again at 1, as often as the policy allows. It draws the same clients, unless the
 policy or a quarantine changed. A private round is the same loop with other `hooks`, but it asks everyone once and has
-no quorum. After a crash the caller gives the newest sound checkpoint (`resume`); later lines are cut off, and step 5 is
-done if the record shows that it had not ended.
+no quorum. After a crash the caller gives the newest sound checkpoint (`resume`): lines of later rounds are cut off, and
+step 5 is done again if the record shows that it had not ended.
 
 Flower's own loop would call `configure_train` at 1, `aggregate_train` at 3, `configure_evaluate` and
 `aggregate_evaluate` at 5. This loop has none of them, so `FedLoRA` is no `Strategy`; for stock clients,
@@ -211,7 +211,7 @@ class FedLoRA:
         intake = with_largest_share(self.server, self.policy).open(self.flower_state.state.server)
         drawn = draw(
             self.policy, self.flower_state.refusals, maker.online, participation=self.participation, seed=self._seed,
-            finished=self.round, chosen=intake.asked,
+            finished=self.round, chosen=intake.asked,  # a private round chooses by itself
         )  # fmt: skip
         return Attempt(maker, drawn, intake, nth, self.deadline, self._report)
 
