@@ -28,9 +28,9 @@ from fedlora.flower.rounds.events import (
     PolicyChanged,
     read_events,
 )
+from fedlora.flower.rounds.finishing import taken_part
 from fedlora.flower.rounds.log_lines import lines_of, nodes_line, round_line
 from fedlora.flower.rounds.progress import Progress, progress_of
-from fedlora.flower.rounds.results import taken_part
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.serving import metrics
 from fedlora.flower.serving.metrics import Exposed, exposing

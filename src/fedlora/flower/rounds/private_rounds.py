@@ -23,7 +23,6 @@ from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy, check_policy
 from fedlora.runs.private_run import PrivateRun
-from fedlora.server.private_options import Privacy
 
 log = logging.getLogger(__name__)
 _OURS = (ConfigError, CheckpointError, LedgerError, BudgetSpent)  # their texts are about the server's own files
@@ -44,7 +43,9 @@ class PrivateRounds(RoundHooks):
     """
 
     def __init__(self, private: PrivateRun, terms: FederationPrivacy) -> None:
-        self.private, self._terms = private, terms
+        privacy = private.server.privacy
+        assert privacy is not None, "the server of a private run releases"
+        self.private, self._terms, self._privacy = private, terms, privacy
 
     def check(self, strategy: FedLoRA, policy: Policy) -> None:
         if strategy.server.privacy is None:
@@ -108,12 +109,6 @@ class PrivateRounds(RoundHooks):
         return public
 
     # ---------------------------------------------------------------------------------------------------------- inside
-
-    @property
-    def _privacy(self) -> Privacy:
-        found = self.private.server.privacy
-        assert found is not None, "`check` asked for it"
-        return found
 
     def _require_room(self, round: int) -> None:
         """Raises `BudgetSpent` if this round would exceed the population's budget."""
