@@ -43,12 +43,16 @@ _FAR = 10.0  # times the median norm
 
 
 class Effect(NamedTuple):
-    """What a fate does to a client that was asked.
+    """What a fate does to a client that was asked, in a round that counts.
 
-    counted: its work is in the model, its examples count, and the server knows what it holds; its receipt names the
-    round. Otherwise its site goes back to the last work that counted, and is sent everything, because what it holds is
-    uncertain. moves_on: it trains on its next data, as in the engine; otherwise on the same again. refused: its refused
-    uploads in a row are one more, of which the policy allows some before quarantine.
+    counted     True: its examples count, its receipt names the round, its earlier refusals are forgotten, and the
+                server knows what it holds. False: its site goes back to its last work that counted, and is sent
+                everything, because what it holds is uncertain.
+    moves_on    Whether it trains on its next data, as in the engine, or on the same again.
+    refused     Whether its refused uploads in a row are one more. The policy allows some before quarantine.
+
+    After an attempt that does not count, only `refused` holds: a client holds what it held, and trains on the same data
+    again. Nothing happens to a client for whom no message was made.
     """
 
     counted: bool
@@ -56,8 +60,6 @@ class Effect(NamedTuple):
     refused: bool
 
 
-# Of a round that counts. After an attempt that does not, only `refused` holds: a client holds what it held, and trains
-# on the same data again. Nothing happens to a client for whom no message was made.
 EFFECTS: Mapping[Fate, Effect] = {
     "trained": Effect(counted=True, moves_on=True, refused=False),
     "refused": Effect(counted=False, moves_on=True, refused=True),
