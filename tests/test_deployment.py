@@ -25,12 +25,10 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora import read_adapter
-from fedlora.core import checkpoint
 from fedlora.flower import children
 from fedlora.flower.ownership import holder
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import begun
-from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
@@ -182,11 +180,9 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     prepared: Any = prepare(loaded_config)
     state = start(prepared.server, prepared.seed_adapter)
     expected = list(simulate(prepared.server, prepared.clients, prepared.trainer, state, rounds=ROUNDS))[-1]
-    kind = prepared.server.method.State
-    of = begun(folder.path).identity
-    loaded = checkpoint.load_newest(folder.checkpoints, FlowerState, kind, of=of)
-    assert loaded is not None and loaded[0] == ROUNDS
-    assert bits(loaded[1].state.server) == bits(expected.state.server)
+    newest = begun(folder.path).newest
+    assert newest is not None and newest.state.round == ROUNDS
+    assert bits(newest.state.server) == bits(expected.state.server)
 
 
 def free_port() -> int:

@@ -102,7 +102,7 @@ def test_on_flower(played: tuple[Path, dict[str, Any], Any, list[str]]) -> None:
     """rounds.jsonl, what trackers and Prometheus get, Flower's own result, serve's line, the log, status."""
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.rounds.events import read_events
-    from fedlora.flower.rounds.lines import round_line
+    from fedlora.flower.rounds.log_lines import round_line
     from fedlora.flower.rounds.progress import numbers_of_round, progress_of
     from fedlora.flower.serving.metrics import Exposed
     from fedlora.flower.serving.status import Status

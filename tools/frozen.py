@@ -186,7 +186,7 @@ def runs() -> Facts:
             strategy.start(grid, num_rounds=2)
             got: dict[str, Any] = {}
             for client, rank in ranks.items():
-                down = server.download(strategy.memory.state.server, Client(client, rank))
+                down = server.download(strategy.flower_state.state.server, Client(client, rank))
                 for module, lora in [*down.adapter.modules.items(), *down.base_delta.items()]:
                     got |= {f"{client} {module} {len(got)} {name}": x for name, x in lora.tensors().items()}
                 got |= {f"{client} {head}": tensor for head, tensor in down.adapter.heads.items()}

@@ -394,9 +394,11 @@ CHANGED = (
 
 
 def test_another_flwr_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from flwr.superlink.grid.http_grid import HttpGrid
+
     monkeypatch.setattr(bounded_pull, "version", lambda name: "1.43.0")
     with pytest.raises(ConfigError, match=r"flwr 1\.43\.0 .*1\.41\.x and 1\.42\.x: pip install 'flwr>=1\.41,<1\.43'"):
-        bounded_pull.require_tested()
+        bounded_pull.is_http(HttpGrid("127.0.0.1:1", insecure=True, token="x"))
 
 
 def test_flwr_is_inside_as_the_bounded_pull_takes_it_to_be() -> None:

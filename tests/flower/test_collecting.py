@@ -20,7 +20,7 @@ from flwr.app import ConfigRecord, Error, Message, Metadata, RecordDict
 from flwr.app.message import make_message
 
 from fedlora.flower.rounds.arrivals import Limit
-from fedlora.flower.rounds.collecting import LONG, Answer, Waiting, collect, who_is_online
+from fedlora.flower.rounds.collecting import LONG, Answer, collect, patiently
 from fedlora.flower.rounds.questions import Question
 from support.flower_grid import FastClock, LocalGrid
 
@@ -65,18 +65,17 @@ def error(code: int, node: int = 1, group: str = "", reason: str = "why") -> Cal
     return lambda reply_to: make_message(metadata=metadata(reply_to, node, group), error=Error(code, reason))
 
 
-def questions(limit: Limit | None = None) -> Iterator[Question]:
+LARGE = Limit(2**40, 2**40, 2**40)
+
+
+def questions(limit: Limit = LARGE) -> Iterator[Question]:
     for name, node in NODES.items():
         yield Question(name, Message(RecordDict(), node, "train", group_id="g"), limit)
 
 
-def answers_of(*args: Any, **more: Any) -> Iterator[Answer]:
-    return (found for found in collect(*args, **more) if isinstance(found, Answer))
-
-
 def collected(**script: list[tuple[float, Callable[[str], Message]]]) -> tuple[dict[str, Answer], FastClock]:
     clock = FastClock()
-    answers = list(answers_of(Scripted(clock, script), questions(), deadline=DEADLINE, clock=clock))
+    answers = list(collect(Scripted(clock, script), questions(), deadline=DEADLINE, clock=clock))
     assert sorted(a.client for a in answers) == sorted(NODES)  # one for everyone, whatever comes
     return {answer.client: answer for answer in answers}, clock
 
@@ -85,20 +84,23 @@ def test_it_is_told_once_who_lets_the_others_wait() -> None:
     """Flower hands a message out once; one that was lost on its way is waited for until the deadline."""
     clock = FastClock()
     grid = Scripted(clock, {"berlin": [(2, good(12))], "acme": [(LONG + 20, good(11))]})
-    came = [(clock.now, found) for found in collect(grid, questions(), deadline=DEADLINE, clock=clock)]
-    [(at, waiting)] = [(at, found) for at, found in came if isinstance(found, Waiting)]
-    assert at == pytest.approx(LONG, abs=1.1) and waiting.clients == ("acme", "cork")
-    assert waiting.seconds + waiting.left == pytest.approx(DEADLINE) and DEADLINE > LONG
+    told: list[Any] = []
+    settings = {"deadline": DEADLINE, "clock": clock, "waiting": lambda *said: told.append((clock.now, *said))}
+    list(collect(grid, questions(), **settings))
+    [(at, clients, seconds, left)] = told
+    assert at == pytest.approx(LONG, abs=1.1) and clients == ("acme", "cork")
+    assert seconds + left == pytest.approx(DEADLINE) and DEADLINE > LONG
 
     clock = FastClock()
     grid = Scripted(clock, {name: [(2, good(node))] for name, node in NODES.items()})
-    assert not any(isinstance(one, Waiting) for one in collect(grid, questions(), deadline=DEADLINE, clock=clock))
+    list(collect(grid, questions(), **{**settings, "clock": clock}))
+    assert len(told) == 1
 
 
 def test_each_answer_as_it_comes_with_its_seconds_and_the_late_by_name() -> None:
     clock = FastClock()
     grid = Scripted(clock, {"berlin": [(2, good(12))], "acme": [(40, good(11))], "cork": [(101, good(13))]})
-    seen = [(a.client, a.fate, clock.now) for a in answers_of(grid, questions(), deadline=DEADLINE, clock=clock)]
+    seen = [(a.client, a.fate, clock.now) for a in collect(grid, questions(), deadline=DEADLINE, clock=clock)]
     assert [(name, fate) for name, fate, _ in seen] == [("berlin", None), ("acme", None), ("cork", "late")]
     assert seen[0][2] == pytest.approx(2, abs=1.1) and seen[1][2] == pytest.approx(40, abs=1.1)
     assert seen[2][2] == pytest.approx(DEADLINE, abs=0.1)
@@ -173,7 +175,7 @@ def test_a_reply_over_its_limit_is_refused_with_both_numbers() -> None:
         clock = FastClock()
         script: Any = {"acme": [(1, lambda i: make_message(metadata=metadata(i, 11), content=record))]}
         limit = Limit(most, 100, 1000)
-        answers = list(answers_of(Scripted(clock, script), questions(limit), deadline=DEADLINE, clock=clock))
+        answers = list(collect(Scripted(clock, script), questions(limit), deadline=DEADLINE, clock=clock))
         assert answers[0].fate == fate
         assert fate is None or ("1,000 bytes" in answers[0].why and "999 are allowed" in answers[0].why)
 
@@ -196,7 +198,7 @@ def test_a_superlink_that_fails_for_a_while_still_gets_its_messages(until: float
     clock = FastClock()
     grid = Failing(clock, {name: [(1, good(node))] for name, node in NODES.items()})
     grid.until = until
-    answers = list(answers_of(grid, questions(), deadline=DEADLINE, clock=clock))
+    answers = list(collect(grid, questions(), deadline=DEADLINE, clock=clock))
     assert {a.client: a.fate for a in answers} == dict.fromkeys(NODES, fate)
     assert clock.now < DEADLINE + 10 and (fate is None or "500" in answers[0].why)
 
@@ -209,10 +211,10 @@ def test_who_is_online_is_asked_again_while_the_superlink_fails() -> None:
             raise httpx.ReadTimeout("timed out")
         return NODES
 
-    assert who_is_online(identify, grid, DEADLINE, clock) == NODES
+    assert patiently(lambda: identify(grid), until=DEADLINE, clock=clock) == NODES
     clock.now = 0.0
     with pytest.raises(httpx.ReadTimeout):
-        who_is_online(identify, grid, 10.0, clock)
+        patiently(lambda: identify(grid), until=10.0, clock=clock)
 
 
 @pytest.mark.parametrize("answer", [[""], [None], []])
@@ -224,7 +226,7 @@ def test_a_message_that_the_superlink_does_not_take_is_told_at_once(answer: list
 
     clock = FastClock()
     script: Any = {"acme": [(1, good(11))], "cork": [(1, good(13))]}
-    answers = {a.client: a for a in answers_of(Refusing(clock, script), questions(), deadline=DEADLINE, clock=clock)}
+    answers = {a.client: a for a in collect(Refusing(clock, script), questions(), deadline=DEADLINE, clock=clock)}
     assert answers["berlin"].fate == "offline" and clock.now < 3
 
 
@@ -238,7 +240,7 @@ def test_a_message_that_cannot_be_sent_is_that_clients_failure_and_nobody_elses(
 
     clock = FastClock()
     script: Any = {"berlin": [(1, good(12))], "cork": [(1, good(13))]}
-    answers = {a.client: a for a in answers_of(Failing(clock, script), questions(), deadline=DEADLINE, clock=clock)}
+    answers = {a.client: a for a in collect(Failing(clock, script), questions(), deadline=DEADLINE, clock=clock)}
     assert answers["acme"].fate == "failed" and "413" in answers["acme"].why
     assert answers["berlin"].fate is None and answers["cork"].fate is None
 
@@ -277,5 +279,5 @@ def test_the_deadline_counts_from_each_ones_own_sending() -> None:
             return super().push_messages(messages)
 
     script: Any = {"acme": [(110, good(11))], "cork": [(35, good(13))]}
-    answers = list(answers_of(Slow(clock, script), questions(), deadline=DEADLINE, clock=clock))
+    answers = list(collect(Slow(clock, script), questions(), deadline=DEADLINE, clock=clock))
     assert {a.client: a.fate for a in answers} == {"acme": None, "berlin": "late", "cork": None}

@@ -13,7 +13,7 @@ pytest.importorskip("flwr")
 
 from fedlora.flower.rounds import events
 from fedlora.flower.rounds.events import (
-    Again,
+    AttemptFailed,
     Awaited,
     Began,
     Done,
@@ -25,14 +25,14 @@ from fedlora.flower.rounds.events import (
     PolicyChanged,
     read_events,
 )
-from fedlora.flower.rounds.lines import lines_of
+from fedlora.flower.rounds.log_lines import lines_of
 
 AT = "2026-01-31T12:00:00.000+00:00"
 ALL: list[Event] = [
     Began(3, 1, ("acme", "berlin"), {"cork": {"fate": "offline", "why": "it is not online"}}, 600.0, at=AT),
     Fated(3, 1, "acme", "trained", "", 12.5, 0.4, 100.0, 0.7, 81920, at=AT),
     Fated(3, 1, "berlin", "late", "no answer within 600 s", 600.0, at=AT),
-    Again(3, 1, "2 of 3 usable uploads", at=AT),
+    AttemptFailed(3, 1, "2 of 3 usable uploads", at=AT),
     PolicyChanged(3, {"dublin": 4}, ("cork",), {"acme": (2, 4)}, at=AT),
     Done(3, {"round": 3, "losses": {"acme": 0.4}, "fates": {"acme": {"fate": "trained", "why": ""}}}, at=AT),
     Ended(3, "complete", at=AT),

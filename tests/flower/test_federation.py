@@ -403,6 +403,20 @@ def test_a_folder_with_checkpoints_is_no_place_for_another_run(tmp_path: Path) -
     assert federation(tmp_path, replace(server, weighting="uniform"), ranks, resume=True)[0].round == 3
 
 
+def test_a_record_of_finished_rounds_is_no_place_for_another_run(tmp_path: Path) -> None:
+    """Before, one that began at round 1 cut them off without a word. The line of a round 1 whose checkpoint a crash
+    prevented is no finished one."""
+    strategy, grid = federation(tmp_path / "a", Server(build("glora")), record=tmp_path / "o")
+    strategy.start(grid, num_rounds=2)
+    lines = (tmp_path / "o" / "rounds.jsonl").read_text().splitlines(keepends=True)
+    with pytest.raises(ConfigError, match=r"rounds\.jsonl has 2 finished rounds.*resume=newest"):
+        federation(tmp_path / "b", Server(build("glora")), record=tmp_path / "o")
+    assert (tmp_path / "o" / "rounds.jsonl").read_text().splitlines(keepends=True) == lines
+    unfinished = {k: v for k, v in json.loads(lines[0]).items() if k != "metrics"}
+    (tmp_path / "o" / "rounds.jsonl").write_text(json.dumps(unfinished) + "\n")
+    federation(tmp_path / "b", Server(build("glora")), record=tmp_path / "o")
+
+
 def test_a_node_that_lost_its_state_says_so_and_is_sent_everything_at_once(tmp_path: Path) -> None:
     """FFA-LoRA's A travels once. A node whose disk was replaced misses it, and trains in the same round."""
     ranks = dict.fromkeys(RANKS, 4)

@@ -25,7 +25,7 @@ from fedlora.flower.messages.measuring import SiteScores, as_question, asked_par
 from fedlora.flower.messages.records import PROTOCOL, RecordError
 from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.flower_state import FlowerState
-from fedlora.flower.rounds.lines import measurement_lines
+from fedlora.flower.rounds.log_lines import measurement_lines
 from fedlora.flower.rounds.questions import MessageMaker
 from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
 from fedlora.flower.site.node import Node
@@ -185,19 +185,16 @@ def test_who_does_not_answer_is_named_and_stops_nobody(tmp_path: Path) -> None:
 
         return answer(both)
 
-    from flwr.app import Error
-
     def reply(name: str, content: Any) -> Answer:
         question = sent[online[name]]
         question.metadata.__dict__["_message_id"] = name
         return Answer(name, 1.0, Message(content, reply_to=question))
 
     replies = [
-        reply("broken", Error(2, "out of memory")),
+        Answer("broken", 1.0, None, "failed", "it failed: out of memory"),
         reply("forger", at_round_0(FORGED["too good"][0])),
         reply("ok", at_round_0()),
         Answer("silent", 60.0, None, "late", "no answer within 60 s"),
-        Answer("node 4711", 1.0, reply("ok", at_round_0()).message),  # a stranger
     ]
     for said in (replies, replies[::-1]):
         found = asked.read(said, "accuracy")

@@ -155,6 +155,6 @@ def test_what_comes_is_said_by_its_round(capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_the_round_of_a_message_is_that_of_the_servers_group() -> None:
-    """`Attempt.group` and `SiteEvaluation` make these names."""
+    """`Attempt.questions` and `SiteEvaluation.questions` make these names."""
     groups = ["fed-4f21c0-12-1", "fed-4f21c0-12-measure-validation", "odd"]
     assert [round_of(group) for group in groups] == ["12", "12", "odd"]

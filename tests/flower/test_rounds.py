@@ -32,7 +32,7 @@ from fedlora.flower.messages.envelope import Receipt, put_receipt, receipt_of
 from fedlora.flower.messages.records import record_parcel, to_array, to_tensor
 from fedlora.flower.rounds.attempt import far_ones, update_norm
 from fedlora.flower.rounds.choosing import Choosing
-from fedlora.flower.rounds.events import Again, Began, Done, Ended, Fated, PolicyChanged, read_events
+from fedlora.flower.rounds.events import AttemptFailed, Began, Done, Ended, Fated, PolicyChanged, read_events
 from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.questions import reply_limit
 from fedlora.flower.rounds.round_lines import RoundLines
@@ -127,6 +127,54 @@ def test_a_site_whose_work_did_not_count_is_told_with_its_next_message(tmp_path:
     }  # fmt: skip
     assert "no answer within 50 s" in words["slow"] and "out of memory" in words["ill"]
     assert told(3) == {}
+
+
+def test_what_each_fate_does_to_a_site(tmp_path: Path) -> None:
+    """All train in round 1. Round 2 has every fate of a site that was asked, first in an attempt that does not count.
+    Reference: the table in words, of `attempt.Effect`. A Toy has 10 examples and one for each letter of its name."""
+    ranks = dict.fromkeys(["good", "bad", "ill", "slow", "left"], 4)
+    policy = Policy(ranks, retries=0, deadline=50.0)
+    strategy, grid = federation(tmp_path, Server(build("glora"), quorum=2), ranks, policy=policy)
+    strategy.start(grid, num_rounds=1)
+    before = strategy.flower_state
+    strategy.flower_state = replace(before, refusals={"good": 1, "bad": 1, "slow": 1})
+    grid.meddle = {
+        "good": changed(num_examples=33.0),
+        "bad": nan,
+        "ill": lambda asked, reply: Message(Error(2, "out of memory"), reply_to=asked),
+        "slow": lambda asked, reply: None,
+        "left": lambda asked, reply: Message(Error(5, "node unavailable"), reply_to=asked),
+    }
+    with pytest.raises(QuorumNotMet):
+        strategy.start(grid, num_rounds=2)
+    after = strategy.flower_state
+    assert bits(after.state) == bits(before.state) and after.examples == before.examples
+    assert {(r.counted, r.answered) for r in after.receipts.values()} == {(1, 1)}
+    assert after.refusals == {"good": 1, "bad": 2, "slow": 1}
+    strategy.server = replace(strategy.server, quorum=1)
+    strategy.start(grid, num_rounds=2)
+    after = strategy.flower_state
+    assert {name: strategy.lines.all()[-1]["fates"][name]["fate"] for name in ranks} == {
+        "good": "trained", "bad": "refused", "ill": "failed", "slow": "late", "left": "offline",
+    }  # fmt: skip
+    assert {name: (r.counted, r.answered) for name, r in after.receipts.items()} == {
+        "good": (2, 2), "bad": (1, 2), "ill": (1, 2), "slow": (1, 1), "left": (1, 1),
+    }  # fmt: skip
+    assert {name for name, client in after.state.clients.items() if client.held is not None} == {"good"}
+    assert after.refusals == {"bad": 3, "slow": 1}
+    assert after.examples == {"good": 33.0, "bad": 13.0, "ill": 13.0, "slow": 14.0, "left": 14.0}
+
+
+def test_without_a_quorum_one_good_upload_is_enough(tmp_path: Path) -> None:
+    """Unlike `fedlora run`, which the first bad upload stops: no site may end the rounds of the others."""
+    policy = Policy(RANKS, retries=0)
+    strategy, grid = federation(tmp_path, Server(build("glora")), policy=policy)
+    grid.meddle = {"one": nan, "two": nan}
+    strategy.start(grid, num_rounds=1)
+    assert strategy.round == 1 and fate_of(strategy, "two") == "refused"
+    grid.meddle = dict.fromkeys(RANKS, nan)
+    with pytest.raises(QuorumNotMet, match="0 usable uploads, the quorum is 1"):
+        strategy.start(grid, num_rounds=2)
 
 
 def test_all_are_told_where_an_attempt_did_not_count(tmp_path: Path) -> None:
@@ -224,7 +272,7 @@ def test_a_round_is_tried_again_and_every_attempt_is_written_down(tmp_path: Path
     with pytest.raises(QuorumNotMet, match=r"two.*not online"):
         strategy.start(grid, num_rounds=1)
     events = read_events(tmp_path / "o" / "events.jsonl")
-    assert [(e.attempt, e.NAME) for e in events if isinstance(e, Began | Again)] == [
+    assert [(e.attempt, e.NAME) for e in events if isinstance(e, Began | AttemptFailed)] == [
         (1, "began"), (1, "again"), (2, "began"), (2, "again"),
     ]  # fmt: skip
     assert isinstance(events[-1], Ended) and (events[-1].round, events[-1].why) == (0, "quorum")
@@ -742,9 +790,3 @@ def test_a_folder_that_cannot_be_locked_says_so(tmp_path: Path) -> None:
     (tmp_path / "server").write_text("a file")
     with pytest.raises(OSError, match="server"), played_by_one(tmp_path / "server"):
         pass
-
-
-def test_the_clock_of_tests_waits_at_no_cost() -> None:
-    clock = FastClock()
-    clock.sleep(3600)
-    assert clock.monotonic() == 3600

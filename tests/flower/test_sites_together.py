@@ -20,10 +20,8 @@ pytest.importorskip("flwr")
 
 from safetensors.torch import load_file, save_file
 
-from fedlora.core import checkpoint
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.federation import begun
-from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.terms.facts import Agreement, model_facts
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
@@ -57,10 +55,9 @@ def rewrite(made: FederationOnDisk, name: str, **changes: Any) -> None:
 
 
 def state_of(made: FederationOnDisk) -> Any:
-    b = begun(made.home)
-    loaded = checkpoint.load_newest(b.home.checkpoints, FlowerState, b.server.method.State, of=b.identity)
-    assert loaded is not None
-    return loaded[1].state.server
+    newest = begun(made.home).newest
+    assert newest is not None
+    return newest.state.server
 
 
 def test_a_site_imports_no_module_of_the_server_s_choice(

@@ -18,7 +18,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.ownership import serving
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import (
-    Again,
+    AttemptFailed,
     Began,
     Done,
     Ended,
@@ -28,9 +28,9 @@ from fedlora.flower.rounds.events import (
     PolicyChanged,
     read_events,
 )
-from fedlora.flower.rounds.lines import lines_of, nodes_line, round_line
+from fedlora.flower.rounds.finishing import taken_part
+from fedlora.flower.rounds.log_lines import lines_of, nodes_line, round_line
 from fedlora.flower.rounds.progress import Progress, progress_of
-from fedlora.flower.rounds.results import taken_part
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.serving import metrics
 from fedlora.flower.serving.metrics import Exposed, exposing
@@ -85,7 +85,7 @@ def test_who_did_not_train_is_a_line_with_the_reason() -> None:
     assert lines_of(Began(2, 0, ["acme"], {}, 60.0)) == []
     alone = Began(2, 0, [], {"cork": {"fate": "offline", "why": ""}}, 60.0)
     assert re.fullmatch(r"round 2: .*: cork \(offline\)", *lines_of(alone))
-    assert re.fullmatch("round 2, attempt 1, .*: 1 of 2", *lines_of(Again(2, 1, "1 of 2")))
+    assert re.fullmatch("round 2, attempt 1, .*: 1 of 2", *lines_of(AttemptFailed(2, 1, "1 of 2")))
     assert re.fullmatch("the rounds ended .* 6: complete", *lines_of(Ended(6, "complete")))
     changed = PolicyChanged(3, {"dublin": 4}, ["cork"], {"acme": (8, 4)}, "")
     for said, words in zip(
@@ -150,18 +150,19 @@ def test_nodes() -> None:
 def test_a_round_that_is_played_again_counts_once() -> None:
     """After a crash the ServerApp goes back to its checkpoint: round 2 is begun and done twice."""
     two: list[Event] = [Began(2, 0, ["a"], {}, 9.0), Fated(2, 0, "a", "trained", bytes=5), Done(2, line(a="trained"))]
-    found = progress_of([Done(1, line(a="late")), *two, Began(2, 0, ["a"], {}, 9.0)])
+    again: list[Event] = [Done(1, line(a="late")), *two, Began(2, 0, ["a"], {}, 9.0)]
+    found = progress_of(again)
     assert found.round == 1 and found.playing is not None
-    found = progress_of(two[1:], found)
+    found = progress_of([*again, *two[1:]])
     assert found.round == 2 and found.playing is None
     assert found.fate_counts == {("a", "late"): 1, ("a", "trained"): 1}
     assert found.uploaded == {"a": 10}
 
 
 def test_the_end_is_forgotten_when_rounds_are_added() -> None:
-    found = progress_of([Done(1, line(a="trained")), Ended(1, "complete")])
-    assert found.ended == "complete"
-    assert progress_of([Began(2, 0, ["a"], {}, 9.0)], found).ended == ""
+    ended: list[Event] = [Done(1, line(a="trained")), Ended(1, "complete")]
+    assert progress_of(ended).ended == "complete"
+    assert progress_of([*ended, Began(2, 0, ["a"], {}, 9.0)]).ended == ""
 
 
 def test_long_runs_do_not_fill_the_memory() -> None:
@@ -268,7 +269,7 @@ def test_prometheus_scrapes_what_the_folder_says(tmp_path: Path) -> None:
     events = EventWriter(folder.events)
     for event in (
         Fated(3, 0, "cork", "late", "x"),
-        Again(3, 1, "too few"),
+        AttemptFailed(3, 1, "too few"),
         Done(3, {"site_mean": {"accuracy": 0.625}}),
     ):
         events.write(event)

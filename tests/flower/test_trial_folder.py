@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.connection import check_ports
-from fedlora.flower.serving.supervisor import Supervisor
+from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.serving.trial import Trial, TrialFailed
 from fedlora.flower.setup.init_steps import trial
 from fedlora.flower.setup.policy_file import without_client
@@ -145,17 +146,21 @@ def test_only_the_end_of_a_removed_site_s_node_is_no_failure(tmp_path: Path) -> 
 
 
 def test_a_trial_that_was_stopped_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even one that left its node's group; but it ends none of a trial that another process plays."""
-    fed = federation_folder(tmp_path / "f")
+    """Not even one that left its node's group; but it ends none of a trial that another process plays. Its nodes end
+    before the SuperLink: otherwise they cannot say that they leave, and the next trial waits a minute for it."""
+    fed, stop, ended = federation_folder(tmp_path / "f"), threading.Event(), list[bool]()
     site_folder(fed.site("one").path, fed.join("one"))
-    mine, home = Trial(fed.path), fed.site("one").state / "flwr"
-    monkeypatch.setattr(Supervisor, "serve", lambda self: None)
+    mine, home = Trial(fed.path, stop=stop), fed.site("one").state / "flwr"
+    monkeypatch.setattr(SuperLink, "start", lambda self, give_up: None)
+    monkeypatch.setattr(SuperLink, "stop", lambda self: ended.extend(n.poll() is not None for n in mine.nodes.values()))
+    stop.set()
     detached = subprocess.Popen(["sleep", "60"], env=children.environment(home), start_new_session=True)
     mine.play()
     assert detached.poll() is None
     mine.nodes = {"one": subprocess.Popen(["sleep", "60"], start_new_session=True)}
     mine.play()
     detached.wait(10)
+    assert ended == [True]
 
 
 def test_an_edited_port_is_refused_and_not_ignored(tmp_path: Path) -> None:

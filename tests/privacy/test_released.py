@@ -237,7 +237,7 @@ def test_prometheus_gets_of_a_private_federation_what_is_on_the_list(tmp_path: P
 
 
 def test_what_serve_says_of_a_private_round_names_nobody() -> None:
-    lines = pytest.importorskip("fedlora.flower.rounds.lines")
+    lines = pytest.importorskip("fedlora.flower.rounds.log_lines")
     found = a_status()
     assert lines.round_line(found.progress.lines[1], 1, 3) == "round 1 of 3  epsilon 1.000 of 8.000  accuracy 1.000"
 

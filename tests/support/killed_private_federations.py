@@ -135,6 +135,7 @@ def main(folder: Path, stages: list[str]) -> None:
         entry |= {"charged": charged(home), "digest": (home / "digest").read_text()}
         if stage == "before its line":
             shutil.rmtree(home / "server")  # from the journal alone, with nobody trained
+            (home / "out" / "rounds.jsonl").unlink()
             log.unlink(missing_ok=True)
             if forked(again) or trained(log):
                 raise RuntimeError(f"{stage}: the journal alone does not give the rounds again")

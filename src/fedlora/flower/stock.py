@@ -18,8 +18,9 @@ from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError
 from fedlora.flower.messages.codecs import StockClients
 from fedlora.flower.messages.records import stock_key
+from fedlora.flower.rounds.collecting import Identify, registered_names
 from fedlora.flower.rounds.flower_state import newest
-from fedlora.flower.rounds.strategy import FedLoRA, Identify, log, registered_names
+from fedlora.flower.rounds.strategy import FedLoRA, log
 from fedlora.flower.terms.policy import Policy
 from fedlora.methods.registry import build
 from fedlora.server.robust_rules import Rule

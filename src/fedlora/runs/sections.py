@@ -192,13 +192,14 @@ class ServerSection(Section):
 
     weighting: p_i by the number of "examples", or "uniform"; not set: "uniform" with [defence], otherwise "examples".
     heads: "average" the fully trained parts, keep them "local", or "frozen"; not set: the method's choice. quorum: bad
-    uploads and failed clients are left out as long as this many good ones remain; not set: the first one stops the run.
-    missing: a module that some clients lack is averaged over those that have it ("renormalise"), or the others count as
-    a "zero" update. memory: megabytes for a round's uploads; once they fill half of it, they are added up in float64
-    and discarded (most methods support it). workers: matrices aggregated at a time; not set: torch's threads. upload:
-    "factors" (B and A), or "subspace" (an orthonormal basis and coordinates). gauge_stress: in every round, re-express
-    each upload in fresh random coordinates of this condition number, 1 to 1e12, before aggregation; stored in float32,
-    that changes an update by about 6e-8 times the condition number.
+    uploads and failed clients are left out as long as this many good ones remain; not set: the first one stops the run
+    (on Flower, one good upload is then enough). missing: a module that some clients lack is averaged over those that
+    have it ("renormalise"), or the others count as a "zero" update. memory: megabytes for a round's uploads; once they
+    fill half of it, they are added up in float64 and discarded (most methods support it). workers: matrices aggregated
+    at a time; not set: torch's threads. upload: "factors" (B and A), or "subspace" (an orthonormal basis and
+    coordinates). gauge_stress: in every round, re-express each upload in fresh random coordinates of this condition
+    number, 1 to 1e12, before aggregation; stored in float32, that changes an update by about 6e-8 times the condition
+    number.
     """
 
     weighting: Annotated[Weighting | None, Key(former="examples")] = None

@@ -24,11 +24,13 @@ from fedlora.server.terms import Terms
 class Intake(Protocol):
     """One round at the server. Mutable; `close` ends it.
 
-    keeps: whether the uploads themselves stay available, so that a record may show them. asked: the clients to ask, if
-    the round itself decides (a private one; none if its sum is stored already); None: the engine decides.
+    keeps: whether the uploads themselves stay available, so that a record may show them. stored: whether the round's
+    sum was stored before this (a private one, before a kill): then nobody is asked. asked: the clients to ask, if the
+    round itself decides (a private one); None: the engine decides.
     """
 
     keeps: bool
+    stored: bool
 
     @property
     def asked(self) -> tuple[str, ...] | None: ...

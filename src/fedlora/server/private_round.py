@@ -102,6 +102,7 @@ class PrivateRound:
         self._members, self._heard = frozenset(privacy.clients), set[str]()
         self._counted = 0
         self._released = privacy.releases.stored(terms.number, self._context)
+        self.stored = self._released is not None
         if self._released is not None and self._released.shape != self._total.shape:
             raise HyperparameterError(
                 f"the noised sum of round {terms.number} that was stored has {len(self._released)} numbers, and this "
@@ -112,9 +113,9 @@ class PrivateRound:
     @cached_property
     def asked(self) -> tuple[str, ...]:
         """The clients that take part: all, or a secret draw of each with chance q by the system's randomness; the same
-        ones after a kill. Empty if the round's noised sum already exists."""
+        ones after a kill. Nobody if the sum is `stored`."""
         privacy = self._privacy
-        if self._released is not None:
+        if self.stored:
             return ()
         if privacy.sampling == 1.0:
             return privacy.clients

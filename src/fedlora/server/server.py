@@ -62,8 +62,8 @@ class Server:
             rule, because liars may lie about their examples, otherwise "examples".
         heads: "average" them by p_i, keep them "local" or "frozen"; None: as the method's roles say.
         quorum: None raises at the first bad upload. An integer refuses bad uploads one by one (`Tally.refused`) and
-            raises `QuorumNotMet` only if fewer good ones remain. `aggregate` does both; in an open round `add` raises
-            for each bad upload, which is left out, and the round continues.
+            raises `QuorumNotMet` only if fewer good ones remain. `aggregate` does both; in an open round, as on
+            Flower, `add` raises for each bad upload, which is left out, the round continues, and None counts as 1.
         missing: for a module that some participants do not hold: "renormalise" the weights over the holders, or count
             the others as a "zero" update.
         seed: of the method's own random draws.

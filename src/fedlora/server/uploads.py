@@ -70,6 +70,7 @@ class Uploads:
     """
 
     asked = None
+    stored = False
 
     def __init__(self, terms: Terms, memory: float | None = None) -> None:
         self._terms, self._room, self.keeps = terms, math.inf, memory is None

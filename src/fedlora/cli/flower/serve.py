@@ -141,7 +141,7 @@ def _metrics(place: Any, address: str | None) -> Iterator[Any]:
 
 
 def _show(found: Any, rounds: int) -> None:
-    from fedlora.flower.rounds.lines import size_of
+    from fedlora.flower.rounds.log_lines import size_of
     from fedlora.flower.serving.status import since
 
     console.print(found.headline())

@@ -6,7 +6,7 @@ rounds/strategy.py         asks, waits until the deadline, writes down and store
 rounds/questions.py        what each client is sent, and the most that it may reply
 rounds/collecting.py       its sender: the answered message, its node, its round's group; one answer each
 rounds/bounded_pull.py     its size, before it is in memory
-rounds/attempt.py          each asked client's fate; the loss
+rounds/attempt.py          each asked client's fate, and what it does to the client (`EFFECTS`); the loss
 messages/codecs.py         fedlora's own clients, or stock PEFT ones
 messages/records.py        its header (protocol, facts, run, round, form), and the shapes and types of its bytes
 ../server/intake.py        what counts: one upload of each client, examples, quorum
@@ -17,4 +17,9 @@ rounds/round_lines.py      the round's line, before the checkpoint; rounds/event
 rounds/recording.py        the stored round: the server's scores, the best state, trackers, early stopping
 
 Only names and shapes are checked twice: `records` needs them to read bytes, and `checks` also serves Python users.
+
+Numbers, the same everywhere here: rounds, and the attempts at one, count from 1. A state, a strategy and a `Progress`
+have the `round` that was finished last (0: none); events, lines, attempts and receipts have the `round` that they tell
+of. `FlowerState.next_round` is the round that is played from a state. `rounds` is how many. `nth` is an attempt's
+number; events and lines call it `attempt`.
 """

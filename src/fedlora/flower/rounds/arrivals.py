@@ -1,10 +1,9 @@
-"""Replies as they come in: a reply's limits, its result, and the inbox of any grid."""
+"""Replies as they come in: a reply's limits, its result, and the inbox of a grid that is no SuperLink's."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
@@ -32,44 +31,30 @@ class Arrival:
     why: str = ""
 
 
-class Inbox(Protocol):
-    """The incoming replies of one kind of grid. pause: seconds between two checks."""
-
-    pause: float
-
-    def look(self, wanted: Mapping[str, Limit | None]) -> Iterator[Arrival]:
-        """The replies to the messages with these ids since the last check."""
-
-    def half(self, message_id: str) -> str:
-        """What is known about a reply that is incomplete; "" if nothing is."""
-
-
 class PlainInbox:
-    """The inbox of any grid: it measures replies after they have arrived."""
+    """The inbox of any grid: it measures replies after they have arrived. pause: seconds between two checks."""
 
     pause = 0.1
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
 
-    def look(self, wanted: Mapping[str, Limit | None]) -> Iterator[Arrival]:
+    def look(self, wanted: Mapping[str, Limit]) -> Iterator[Arrival]:
+        """The replies since the last check to the messages with these ids."""
         for message in self._grid.pull_messages(list(wanted)):
             reply_to = message.metadata.reply_to_message_id
-            limit, size = wanted.get(reply_to), reply_bytes(message)
+            limit, size = wanted.get(reply_to), 0  # None: nobody waits for it
+            if message.has_content():
+                records = parts(message.content, ArrayRecord).values()
+                size = sum(len(array.data) for arrays in records for array in arrays.values())
             if limit is not None and size > limit.bytes:
                 yield Arrival(reply_to, None, size, too_large(size, limit.bytes))
             else:
                 yield Arrival(reply_to, message, size)
 
     def half(self, message_id: str) -> str:
+        """What is known about a reply that is incomplete: nothing."""
         return ""
-
-
-def reply_bytes(message: Message) -> int:
-    """Bytes of a reply's arrays."""
-    if not message.has_content():
-        return 0
-    return sum(len(array.data) for record in parts(message.content, ArrayRecord).values() for array in record.values())
 
 
 def too_large(size: int, most: int) -> str:

@@ -1,8 +1,8 @@
-"""One attempt at a round: its questions, each answer's result as it comes, and the outcome.
+"""One attempt at a round: its questions, each answer's fate as it comes, and the outcome.
 
 The round's intake opens before the first question and checks each upload once, as it arrives; the attempt decides each
-client's fate. Nothing here sends, waits or writes. The outcome does not depend on the order of answers (if
-`Server.memory` is too small for all uploads: up to rounding).
+client's fate, and reports it. Nothing here sends, waits or writes. The outcome does not depend on the order of answers
+(if `Server.memory` is too small for all uploads: up to rounding).
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from flwr.app import Message
@@ -28,7 +28,7 @@ from fedlora.flower.messages.codecs import Reply
 from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.collecting import Answer
-from fedlora.flower.rounds.events import Fate, Fated
+from fedlora.flower.rounds.events import AttemptFailed, Began, Event, Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.questions import MessageMaker, Question, reply_limit
@@ -37,54 +37,67 @@ from fedlora.server.intake import Intake
 from fedlora.server.state import RunState, ServerState, Tally
 
 log = logging.getLogger(__name__)
+Report = Callable[[Event], None]
 _MOST_LOSS = 1e6  # nats: chance among a million words is 14, and a diverged head has some thousands
 _FAR = 10.0  # times the median norm
 
 
-@dataclass(frozen=True)
-class Closed:
-    """The outcome of a round. overturned: fates that the aggregation changed, by a defence."""
+class Effect(NamedTuple):
+    """What a fate does to a client that was asked, in a round that counts.
 
-    flower_state: FlowerState
-    line: Mapping[str, Any]
-    overturned: tuple[Fated, ...]
+    counted     True: its examples count, its receipt names the round, its earlier refusals are forgotten, and the
+                server knows what it holds. False: its site goes back to its last work that counted, and is sent
+                everything, because what it holds is uncertain.
+    moves_on    Whether it trains on its next data, as in the engine, or on the same again.
+    refused     Whether its refused uploads in a row are one more. The policy allows some before quarantine.
+
+    After an attempt that does not count, only `refused` holds: a client holds what it held, and trains on the same data
+    again. Nothing happens to a client for whom no message was made.
+    """
+
+    counted: bool
+    moves_on: bool
+    refused: bool
 
 
-@dataclass(frozen=True)
-class _Trained:
-    """Facts about an accepted upload. examples: as the client claims. count: as the server counts. known: what the
-    server will know about the client if the round counts."""
-
-    examples: float
-    count: float
-    loss: float | None
-    known: ClientMemory
+EFFECTS: Mapping[Fate, Effect] = {
+    "trained": Effect(counted=True, moves_on=True, refused=False),
+    "refused": Effect(counted=False, moves_on=True, refused=True),
+    "failed": Effect(counted=False, moves_on=True, refused=False),
+    "late": Effect(counted=False, moves_on=False, refused=False),
+    "offline": Effect(counted=False, moves_on=False, refused=False),
+}
 
 
 class Attempt:
     """One attempt. Mutable; `close` ends it.
 
     maker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
-    attempts, from 1. deadline: seconds for an answer, and the life of a message.
+    attempts. deadline: seconds for an answer, and the life of a message. report: called with its beginning, and with
+    each fate once it is known; a later fate of the same client replaces the one before.
     """
 
-    def __init__(self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float) -> None:
+    def __init__(
+        self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float, report: Report
+    ) -> None:
         self.server, self.policy, self.flower_state = maker.server, maker.policy, maker.flower_state
-        self.number, self.nth = self.flower_state.state.round + 1, nth
-        self._maker, self._drawn, self._intake, self._deadline = maker, drawn, intake, deadline
+        self.round, self.nth, self.deadline = self.flower_state.next_round, nth, deadline
+        self._maker, self._drawn, self._intake, self._report = maker, drawn, intake, report
         self._served: list[str] = []  # for whom a message was made
-        self._taken: dict[str, _Trained] = {}
-        self._fates: dict[str, Fated] = {}
-        self._refusals = dict(self.flower_state.refusals)
+        self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
+        others = drawn.not_asked.items()
+        self._fates = {name: Fated(self.round, nth, name, fate, why) for name, (fate, why) in others}
+        not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in others}
+        report(Began(self.round, nth, drawn.asked, not_asked, deadline))
 
     def questions(self) -> Iterator[Question]:
-        """A message for each client to ask, made on demand. One whom the method cannot serve is `unserved` instead."""
-        group = f"{self.flower_state.run}-{self.number}-{self.nth - 1}"
+        """A message for each client to ask, made on demand; none for one whom the method cannot serve."""
+        group = f"{self.flower_state.run}-{self.round}-{self.nth}"
         for name in self._drawn.asked:
             try:  # the message has the same deadline; otherwise a straggler would work through stale rounds
                 download = self._maker.download(name)
                 limit = reply_limit(download.client, self.flower_state.state.server, self.policy)
-                question = self._maker.question(download, group, self._deadline, limit)
+                question = self._maker.question(download, group, self.deadline, limit)
             except (RankMismatch, HyperparameterError) as error:
                 self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
                 continue
@@ -93,22 +106,20 @@ class Attempt:
             yield question
             del question
 
-    def take(self, answer: Answer) -> Fated:
-        """The fate of an asked client, at once; final, unless the aggregation changes it.
-
-        It never raises, whatever a reply holds.
-        """
+    def take(self, answer: Answer) -> None:
+        """Settle the fate of an asked client; only the aggregation may change it. It never raises, whatever a reply
+        holds."""
         name, came = answer.client, {"seconds": round(answer.seconds, 3), "bytes": answer.bytes or None}
         if answer.message is None:
-            fate = answer.fate or "failed"
-            if fate == "refused":
-                return self._refuse(name, answer.why, **came)
-            return self._settle(name, fate, answer.why, **came)
+            if answer.fate == "refused":
+                self._intake.refuse(UploadRefused(name, answer.why))  # a robust rule counts it as a liar's
+            return self._settle(name, answer.fate or "failed", answer.why, **came)
         sent = self._maker.download(name)
         try:
             found = self._read(name, answer.message, sent)
         except RecordError as error:
-            return self._refuse(name, shown(error, 500), **came)
+            self._intake.refuse(UploadRefused(name, shown(error, 500)))
+            return self._settle(name, "refused", shown(error, 500), **came)
         upload = found.upload
         count = upload.num_examples
         if math.isfinite(count):  # no cap may repair a count that the intake must refuse
@@ -116,104 +127,101 @@ class Attempt:
         try:
             self._intake.add(replace(upload, num_examples=count))
         except UploadRefused as refusal:
-            self._count_refusal(name)
             return self._settle(name, "refused", shown(refusal.reason, 500), **came)
         ranks = self._maker.known(name).ranks if found.ranks is None else found.ranks
         after = ClientMemory(None, 0, found.held, ranks)
         examples, why = float(upload.num_examples), "" if upload.num_examples else "it abstained, with 0 examples"
-        self._taken[name] = _Trained(examples, float(count), found.loss, after)
+        self._taken[name] = float(count), after
         norm = update_norm(upload, sent)
-        return self._settle(name, "trained", why, loss=found.loss, examples=examples, norm=norm, **came)
+        self._settle(name, "trained", why, loss=found.loss, examples=examples, norm=norm, **came)
 
     @property
     def fates(self) -> dict[str, Fated]:
         """The known fates of the policy's clients, in its order."""
-        others = self._drawn.not_asked.items()
-        known = {name: Fated(self.number, self.nth, name, fate, why) for name, (fate, why) in others} | self._fates
-        return {name: known[name] for name in self.policy.clients if name in known}
+        return {name: self._fates[name] for name in self.policy.clients if name in self._fates}
 
     @property
-    def unserved(self) -> list[Fated]:
-        """The fates of clients to ask whom the method cannot serve; known once all `questions` are made."""
-        return [self._fates[name] for name in self._drawn.asked if name not in self._served]
+    def drawn(self) -> set[str]:
+        """The clients that were drawn, online or not."""
+        return {name for name, found in self._fates.items() if found.fate not in ("not drawn", "quarantined")}
 
     @property
     def missing(self) -> dict[str, str]:
         """Client -> why it did not train, for all who were drawn or are in quarantine."""
         return {name: found.why for name, found in self.fates.items() if found.fate not in ("trained", "not drawn")}
 
+    def failed(self, error: QuorumNotMet) -> AttemptFailed:
+        """The event that reports its failure: the error, which names those that it refused, and who else is missing."""
+        said = [f"{name}: {why}" for name, why in self.missing.items()]
+        others = "; ".join(one for one in said if one not in str(error))
+        return AttemptFailed(self.round, self.nth, f"{error} Not there: {others}." if others else str(error))
+
     def not_counted(self, error: QuorumNotMet) -> FlowerState:
         """What the server knows after an attempt that did not count."""
-        why = dict.fromkeys(self._served, f"the whole attempt did not: {error}")
-        return self._known_after({}, why, counted=False)
+        return self._known_after(dict.fromkeys(self._served, f"the whole attempt did not: {error}"), counted=False)
 
-    def close(self) -> Closed:
-        """Aggregate the accepted uploads.
+    def close(self) -> tuple[FlowerState, dict[str, Any]]:
+        """Aggregate the accepted uploads. The next state, and the round's line.
 
         Raises:
             QuorumNotMet: too few usable uploads. The state is unchanged.
         """
-        for name, why in self._drawn.quarantined.items():
-            self._intake.refuse(UploadRefused(name, why))
+        if all(fated.fate != "not drawn" for fated in self._fates.values()):
+            for name, fated in self.fates.items():  # nobody could be drawn in place of those in quarantine
+                if fated.fate == "quarantined":
+                    self._intake.refuse(UploadRefused(name, fated.why))
         after = self._intake.close()
         tally = after.tally or Tally({})
-        for name, reason in tally.refused.items():  # refused only after all uploads had arrived
-            self._overturn(name, reason)
-        taken = {n: self._taken[n] for n in self.policy.clients if n in self._taken}  # in the policy's order
-        trained = {name: reply for name, reply in taken.items() if self._fates[name].fate == "trained"}
-        known = self._known_after(trained, tally.judged.left_out if tally.judged is not None else {}, counted=True)
-        examples = {**known.examples, **{name: reply.examples for name, reply in trained.items()}}
-        flower_state = replace(
-            known, state=RunState(after.round, after, known.state.clients), examples=ReadOnly(sorted(examples.items()))
-        )
-        overturned = tuple(self._fates[name] for name in taken if name not in trained)
-        return Closed(flower_state, self._line(after, trained), overturned)
+        for name, before in self.fates.items():
+            if before.fate == "trained" and name in tally.refused:  # only after all uploads had arrived
+                self._fates[name] = replace(before, fate="refused", why=shown(tally.refused[name], 500))
+                self._report(self._fates[name])
+        left_out = tally.judged.left_out if tally.judged is not None else {}
+        known = self._known_after(left_out, counted=True)
+        return replace(known, state=RunState(after.round, after, known.state.clients)), self._line(after)
 
     # -------------------------------------------------------------------------------------------------------- inside
 
-    def _known_after(
-        self, trained: Mapping[str, _Trained], left_out: Mapping[str, str], *, counted: bool
-    ) -> FlowerState:
-        """What the server knows of the clients after the attempt; the model is still the one before it.
+    def _known_after(self, though_trained: Mapping[str, str], *, counted: bool) -> FlowerState:
+        """What the server knows of the clients after the attempt, by `EFFECTS`; the model is still the one before it.
 
-        Each site goes back to the state that its receipt names. After an attempt that did not count, it also holds what
-        it held, and trains on the same data again. After a round that counted without its work, it is sent everything,
-        because what it holds is uncertain; and if it was refused or failed, its data moves on, as in the engine.
-        left_out: why the work of a client that trained did not count.
+        though_trained: client -> why its work did not count although it trained.
         """
-        clients, receipts = dict(self.flower_state.state.clients), dict(self.flower_state.receipts)
+        known = self.flower_state
+        clients, receipts = dict(known.state.clients), dict(known.receipts)
+        examples, refusals = dict(known.examples), dict(known.refusals)
         for name in self._served:
-            receipt = receipts.get(name, Receipt())
-            if name in trained:
-                clients[name], receipt = trained[name].known, Receipt(self.number, self.number)
-                self._refusals.pop(name, None)
-            elif counted:
-                if name in clients:
-                    clients[name] = replace(clients[name], held=None)
-                if self._fates[name].fate in ("refused", "failed"):
-                    receipt = replace(receipt, answered=self.number)
-            receipts[name] = replace(receipt, why=self._why_not(name, left_out.get(name, "")))
-        if self._intake.asked == ():  # a private sum that was there already: who trained for it is unknown
+            effect, receipt = EFFECTS[self._fates[name].fate], receipts.get(name, Receipt())
+            if effect.refused:
+                refusals[name] = refusals.get(name, 0) + 1
+            if counted and effect.counted:
+                clients[name], examples[name] = self._taken[name][1], self._fates[name].examples or 0.0
+                receipt = replace(receipt, counted=self.round, sure=True)
+                refusals.pop(name, None)
+            elif counted and name in clients:
+                clients[name] = replace(clients[name], held=None)
+            if counted and effect.moves_on:
+                receipt = replace(receipt, answered=self.round)
+            receipts[name] = replace(receipt, why=self._why_not(name, though_trained.get(name, "")))
+        if self._intake.stored:  # a private sum from before a kill: who trained for it is unknown
             clients = {name: replace(client, held=None) for name, client in clients.items()}
-            unsure = Receipt(self.number, self.number, sure=False)
+            unsure = Receipt(self.round, self.round, sure=False)
             receipts = dict.fromkeys([*receipts, *self.policy.clients], unsure)
-        state = replace(self.flower_state.state, clients=ReadOnly(clients))
-        refusals = self._ordered_refusals()
-        return replace(self.flower_state, state=state, refusals=refusals, receipts=ReadOnly(receipts))
+        return replace(
+            known,
+            state=replace(known.state, clients=ReadOnly(clients)),
+            refusals=ReadOnly(sorted(refusals.items())),
+            examples=ReadOnly(sorted(examples.items())),
+            receipts=ReadOnly(receipts),
+        )
 
     def _why_not(self, name: str, though_trained: str) -> str:
-        """Why an asked client's work did not count, for the client; "" if it did. though_trained: why it did not if the
-        client trained. A private round tells nobody."""
+        """Why an asked client's work did not count, for the client; "" if it did. A private round tells nobody."""
         fated = self._fates[name]
         why = though_trained if fated.fate == "trained" else f"{fated.fate}: {fated.why}"
         if not why or self.server.privacy is not None:
             return ""
-        return shown(f"round {self.number}: the work of this site did not count: {why}", 600)
-
-    def _ordered_refusals(self) -> Mapping[str, int]:
-        """client -> its number of refused uploads in a row, including this attempt's; in the policy's order."""
-        order = {name: k for k, name in enumerate(self.policy.clients)}
-        return ReadOnly(dict(sorted(self._refusals.items(), key=lambda one: (order.get(one[0], len(order)), one[0]))))
+        return shown(f"round {self.round}: the work of this site did not count: {why}", 600)
 
     def _read(self, name: str, message: Message, sent: Download) -> Reply:
         """A client's reply as an upload; the intake checks its values. Raises `RecordError`."""
@@ -236,16 +244,17 @@ class Attempt:
             f"its loss is {reply.loss:.3g}{most}: training diverged (use a smaller train.lr, or check the site's data)"
         )
 
-    def _line(self, after: ServerState, trained: Mapping[str, _Trained]) -> dict[str, Any]:
+    def _line(self, after: ServerState) -> dict[str, Any]:
         """The round's line of rounds.jsonl, as far as it is known here."""
         tally, fates = after.tally or Tally({}), self.fates
-        losses = {name: reply.loss for name, reply in trained.items() if reply.loss is not None}
-        claims = {name: reply.examples for name, reply in trained.items() if name in tally.weights}
-        norms = {name: fates[name].norm or 0.0 for name in trained}
+        trained = {name: fated for name, fated in fates.items() if fated.fate == "trained"}
+        losses = {name: fated.loss for name, fated in trained.items() if fated.loss is not None}
+        claims = {name: fated.examples or 0.0 for name, fated in trained.items() if name in tally.weights}
+        norms = {name: fated.norm or 0.0 for name, fated in trained.items()}
         return {
             "round": after.round,
             "attempt": self.nth,
-            "loss": round_loss(losses, {name: reply.count for name, reply in trained.items()}),
+            "loss": round_loss(losses, {name: self._taken[name][0] for name in trained}),
             "losses": losses,
             "weights": dict(tally.weights),
             "refused": self.missing,  # also those that were offline, failed, late or in quarantine
@@ -257,24 +266,9 @@ class Attempt:
             **({"defence": tally.judged.plain()} if tally.judged is not None else {}),
         }
 
-    def _refuse(self, name: str, why: str, **came: Any) -> Fated:
-        """Record an answer that could not become an upload; a robust rule counts it as a liar's."""
-        self._intake.refuse(UploadRefused(name, why))
-        self._count_refusal(name)
-        return self._settle(name, "refused", why, **came)
-
-    def _overturn(self, name: str, reason: str) -> None:
-        before = self._fates.get(name)
-        if before is not None and before.fate == "trained":
-            self._count_refusal(name)
-            self._fates[name] = replace(before, fate="refused", why=shown(reason, 500))
-
-    def _settle(self, name: str, fate: Fate, why: str, **more: Any) -> Fated:
-        self._fates[name] = Fated(self.number, self.nth, name, fate, why, **more)
-        return self._fates[name]
-
-    def _count_refusal(self, name: str) -> None:
-        self._refusals[name] = self._refusals.get(name, 0) + 1
+    def _settle(self, name: str, fate: Fate, why: str, **more: Any) -> None:
+        self._fates[name] = Fated(self.round, self.nth, name, fate, why, **more)
+        self._report(self._fates[name])
 
 
 def update_norm(upload: Upload, download: Download) -> float:
@@ -312,6 +306,3 @@ def far_ones(norms: Mapping[str, float]) -> dict[str, float]:
     middle = statistics.median_low(norms.values())
     found = {name: norm / middle if middle else (math.inf if norm else 0.0) for name, norm in norms.items()}
     return {name: ratio for name, ratio in found.items() if ratio > _FAR}
-
-
-__all__ = ["Attempt", "Closed", "far_ones", "update_norm"]

@@ -29,7 +29,6 @@ from fedlora.flower.rounds.arrivals import Arrival, Limit, too_large
 log = logging.getLogger(__name__)
 TESTED = ("1.41.", "1.42.")
 _TREE = 32 * 2**20  # bytes in the list of one message's objects
-_NO_LIMIT = Limit(2**62, 2**62, 2**62)
 
 
 class TooLarge(Exception):
@@ -63,18 +62,13 @@ def is_http(grid: Grid) -> bool:
 
     if not isinstance(grid, http_grid.HttpGrid):
         return False
-    require_tested()
-    return True
-
-
-def require_tested() -> None:
-    """Raises `ConfigError` if flwr is another version than this file was written for."""
     found = version("flwr")
     if not found.startswith(TESTED):
         raise ConfigError(
             f"flwr {found} is installed, and the bounded pull of replies (fedlora.flower.rounds.bounded_pull) was "
             f"written for {' and '.join(f'{one}x' for one in TESTED)}: pip install 'flwr>=1.41,<1.43'."
         )
+    return True
 
 
 class HttpInbox:
@@ -87,7 +81,7 @@ class HttpInbox:
         self._coming: dict[str, _Coming] = {}
         self._trouble: dict[str, str] = {}
 
-    def look(self, wanted: Mapping[str, Limit | None]) -> Iterator[Arrival]:
+    def look(self, wanted: Mapping[str, Limit]) -> Iterator[Arrival]:
         """One reply at a time; the caller must be done with one before the next is pulled.
 
         If the SuperLink answers with an error, it is asked again at the next check: one node may have brought it to its
@@ -95,7 +89,7 @@ class HttpInbox:
         """
         for message_id, limit in wanted.items():
             try:
-                found = self._look(message_id, limit or _NO_LIMIT)
+                found = self._look(message_id, limit)
             except httpx.HTTPError as error:
                 said = shown(f"the SuperLink answers {_of(error)}")
                 if self._trouble.get(message_id) != said:
@@ -319,9 +313,3 @@ def _seen_first(client: Any, by: Callable[[Any], None]) -> Iterator[None]:
         yield
     finally:
         http.event_hooks = before
-
-
-__all__ = [
-    "HttpInbox", "TooLarge", "answers_at_most", "heartbeats_outlive_errors", "is_http", "put_together",
-    "require_tested",
-]  # fmt: skip

@@ -166,6 +166,3 @@ def sites_test(settings: FederationSettings) -> bool:
     """Whether each site measures its last readout at the end, on its test share."""
     asked = settings.evaluate.target != "server" or bool(settings.evaluate.clients_at_end)
     return asked and settings.data.test > 0
-
-
-__all__ = ["Choosing", "check", "choosing_of", "due", "sites_test"]

@@ -10,7 +10,6 @@ A message may have gigabytes: wherever rounds handle one, `del` lets go of it be
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -22,7 +21,7 @@ from flwr.serverapp import Grid
 from fedlora.core.echo import quoted, shown
 from fedlora.errors import KeptStateError
 from fedlora.flower.messages.envelope import with_versions
-from fedlora.flower.rounds.arrivals import Arrival, Inbox, Limit, PlainInbox
+from fedlora.flower.rounds.arrivals import Arrival, Limit, PlainInbox
 from fedlora.flower.rounds.bounded_pull import HttpInbox, is_http
 from fedlora.flower.rounds.events import Fate
 from fedlora.flower.rounds.questions import Question
@@ -56,27 +55,24 @@ class Answer:
     bytes: int = 0
 
 
-@dataclass(frozen=True)
-class Waiting:
-    """Some clients let the others wait: no answer for `seconds`. left: seconds until the deadline."""
-
-    clients: tuple[str, ...]
-    seconds: float
-    left: float
-
-
 Identify = Callable[[Grid], Mapping[str, int]]  # registered name -> node id, for nodes that are online
+Waiting = Callable[[tuple[str, ...], float, float], None]  # clients, seconds without their answer, seconds left
 
 
 def collect(
-    grid: Grid, questions: Iterable[Question], *, deadline: float, clock: Clock = time
-) -> Iterator[Answer | Waiting]:
-    """One answer for each question, in the order in which they come; between them, once, who has not answered for
-    `LONG` seconds. (Flower hands a message out once: one that a broken line swallowed is never answered, and nothing
-    else says so.)
+    grid: Grid,
+    questions: Iterable[Question],
+    *,
+    deadline: float,
+    clock: Clock,
+    waiting: Waiting = lambda clients, seconds, left: None,
+) -> Iterator[Answer]:
+    """One answer for each question, in the order in which they come.
 
     Args:
-        questions: made one by one. deadline: seconds from the first time that each is sent.
+        questions: made one by one. deadline: seconds from the first time that each is sent. waiting: called once, with
+            the clients that have not answered for `LONG` seconds. (Flower hands a message out once: one that a broken
+            line swallowed is never answered, and nothing else says so.)
     """
     inbox, asked = inbox_of(grid), dict[str, _Asked]()  # by message id
     patience = clock.monotonic() + min(_PATIENCE, deadline)
@@ -87,7 +83,7 @@ def collect(
             yield sent
         else:
             asked[sent.id] = sent
-    waited = False
+    told = False
     while asked:
         for arrival in inbox.look({id: one.limit for id, one in asked.items()}):
             one = asked.pop(arrival.reply_to, None)
@@ -110,9 +106,9 @@ def collect(
         if asked:
             first = min(one.began for one in asked.values())
             left = first + deadline - now
-            if not waited and now - first >= LONG:
-                waited = True
-                yield Waiting(tuple(one.client for one in asked.values()), now - first, left)
+            if not told and now - first >= LONG:
+                told = True
+                waiting(tuple(one.client for one in asked.values()), now - first, left)
             clock.sleep(max(0.01, min(inbox.pause, left)))
 
 
@@ -124,7 +120,7 @@ class _Asked:
     client: str
     node: int
     group: str
-    limit: Limit | None
+    limit: Limit
     whole: Callable[[float], Question] | None
     began: float
 
@@ -167,18 +163,19 @@ def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) ->
         if code in _UNAVAILABLE and seconds >= deadline - 2:
             return Answer(client, seconds, fate="late", why=f"no answer within {deadline:g} s")
         return Answer(client, seconds, fate="failed", why=f"it failed: {reason}")
+    why = ""
     if message.metadata.group_id != asked.group:
         why = f"it answers {quoted(message.metadata.group_id, 60)}, and this is {asked.group!r}: late or replayed"
-        return Answer(client, seconds, fate="refused", why=why, bytes=arrival.bytes)
-    if message.metadata.src_node_id != asked.node:
+    elif message.metadata.src_node_id != asked.node:
         why = f"node {message.metadata.src_node_id} answered in its place, and node {asked.node} was asked"
+    elif not message.has_content():
+        why = "its reply is empty"
+    if why:
         return Answer(client, seconds, fate="refused", why=why, bytes=arrival.bytes)
-    if not message.has_content():
-        return Answer(client, seconds, fate="refused", why="its reply is empty", bytes=arrival.bytes)
     return Answer(client, seconds, message, bytes=arrival.bytes)
 
 
-def inbox_of(grid: Grid) -> Inbox:
+def inbox_of(grid: Grid) -> HttpInbox | PlainInbox:
     """The inbox for this kind of grid: for a real SuperLink one with limits while pulling."""
     return HttpInbox(grid) if is_http(grid) else PlainInbox(grid)
 
@@ -187,11 +184,6 @@ def registered_names(grid: Grid) -> dict[str, int]:
     """The names under which the SuperLink knows its nodes (`flwr supernode register --name`), by authentication, never
     by their claims."""
     return {node.name: node.node_id for node in grid.get_nodes() if node.name}
-
-
-def who_is_online(identify: Identify, grid: Grid, deadline: float, clock: Clock) -> dict[str, int]:
-    """The online clients by `identify`, asked again for as long as a round may take if the SuperLink fails."""
-    return dict(patiently(lambda: identify(grid), until=clock.monotonic() + deadline, clock=clock))
 
 
 def patiently(ask: Callable[[], T], *, until: float, clock: Clock) -> T:
@@ -214,8 +206,3 @@ def _brief(error: BaseException) -> str:
     """An error in one line. For an HTTP error its first line, because httpx then explains status codes."""
     words = str(error).partition("\nFor more information check")[0]
     return shown(f"{type(error).__name__}: {words}", 200)
-
-
-__all__ = [
-    "LONG", "Answer", "Clock", "Identify", "Waiting", "collect", "inbox_of", "registered_names", "who_is_online",
-]  # fmt: skip

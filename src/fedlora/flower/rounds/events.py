@@ -4,17 +4,10 @@ The ServerApp writes, others read: `fedlora flower serve`, `status`, and the met
 crash tore, and the next writer starts below it. Numbers that are not finite are written as null, and text is on one
 line, printable and bounded, whoever sent it.
 
-    {"at": "2026-01-31T12:00:00.000+00:00", "event": "began", "round": 3, "attempt": 1, "asked": ["acme", "berlin"],
-     "not_asked": {"cork": {"fate": "offline", "why": "it is not online"}}, "deadline": 600.0}
-    {"at": ..., "event": "fate", "round": 3, "attempt": 1, "client": "acme", "fate": "trained", "why": "",
-     "seconds": 12.3, "loss": 0.4, "examples": 100.0, "norm": 0.7, "bytes": 81920}
-    {"at": ..., "event": "awaited", "round": 3, "doing": "training", "clients": ["berlin"], "seconds": 60.2,
-     "left": 539.8}
-    {"at": ..., "event": "done", "round": 3, ...}            the line of rounds.jsonl
-    {"at": ..., "event": "again", "round": 3, "attempt": 1, "why": "..."}     this attempt did not count
-    {"at": ..., "event": "policy", "round": 3, "added": {"dublin": 4}, "removed": [], "changed": {"cork": [2, 4]},
-     "why": ""}                              why: what is wrong with a file that was not taken, and the old one stays
-    {"at": ..., "event": "ended", "round": 6, "why": "complete"}
+    {"at": "2026-01-31T12:00:00.000+00:00", "event": "fate", "round": 3, "attempt": 1, "client": "acme",
+     "fate": "trained", "why": "", "seconds": 12.3, "loss": 0.4, "examples": 100.0, "norm": 0.7, "bytes": 81920}
+
+The keys of the others are the fields below; those of a finished round are its line of rounds.jsonl.
 """
 
 from __future__ import annotations
@@ -59,28 +52,32 @@ Table = Annotated[Mapping[str, Any], PlainValidator(_table)]
 
 
 @dataclass(frozen=True)
-class Began:
+class _Event:
+    """round: that it tells of. at: when it was written. NAME: `event` in the file."""
+
+    NAME: ClassVar[str]
+    round: int
+    at: str = field(default="", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Began(_Event):
     """An attempt at a round begins. asked: who gets a message. not_asked: everyone else -> {"fate", "why"}. deadline:
     seconds for the replies."""
 
-    NAME: ClassVar[str] = "began"
-
-    round: int
+    NAME = "began"
     attempt: int
     asked: Names
     not_asked: Table
     deadline: float | None
-    at: str = ""
 
 
 @dataclass(frozen=True)
-class Fated:
+class Fated(_Event):
     """An asked client's fate. seconds: since the question. norm: of its update, as in `norms`. bytes: of its reply. A
     later event for the same round and client replaces an earlier one."""
 
-    NAME: ClassVar[str] = "fate"
-
-    round: int
+    NAME = "fate"
     attempt: int
     client: str
     fate: Fate
@@ -90,74 +87,58 @@ class Fated:
     examples: float | None = None
     norm: float | None = None
     bytes: int | None = None
-    at: str = ""
 
 
 @dataclass(frozen=True)
-class Awaited:
+class Awaited(_Event):
     """The others wait for some clients. doing: "training" or "measuring". clients: those without an answer for
     `seconds`. left: seconds until the deadline, at which the round continues without them."""
 
-    NAME: ClassVar[str] = "awaited"
-
-    round: int
+    NAME = "awaited"
     doing: str
     clients: Names
     seconds: float
     left: float
-    at: str = ""
 
 
 @dataclass(frozen=True)
-class Done:
+class Done(_Event):
     """A round is done. line: its line of rounds.jsonl."""
 
-    NAME: ClassVar[str] = "done"
-
-    round: int
+    NAME = "done"
     line: Table
-    at: str = ""
 
 
 @dataclass(frozen=True)
-class Again:
+class AttemptFailed(_Event):
     """An attempt did not count. The round is tried again, or the run ends."""
 
-    NAME: ClassVar[str] = "again"
-
-    round: int
+    NAME = "again"
     attempt: int
     why: str
-    at: str = ""
 
 
 @dataclass(frozen=True)
-class PolicyChanged:
+class PolicyChanged(_Event):
     """The policy has other clients than in the round before, even if no server ran in between. added: name -> rank.
     changed: name -> (old rank, new rank). why: the error in a file that was rejected; the previous policy stays."""
 
-    NAME: ClassVar[str] = "policy"
-
-    round: int
+    NAME = "policy"
     added: Table = field(default_factory=ReadOnly)
     removed: Names = ()
     changed: Table = field(default_factory=ReadOnly)
     why: str = ""
-    at: str = ""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """No more rounds in this process. round: the number of finished ones. why: "complete", "stopped early", ..."""
+class Ended(_Event):
+    """No more rounds in this process. round: the last finished one. why: "complete", "stopped early", ..."""
 
-    NAME: ClassVar[str] = "ended"
-
-    round: int
+    NAME = "ended"
     why: str
-    at: str = ""
 
 
-Event = Began | Fated | Awaited | Done | Again | PolicyChanged | Ended
+Event = Began | Fated | Awaited | Done | AttemptFailed | PolicyChanged | Ended
 _KINDS: Mapping[str, type[Event]] = {kind.NAME: kind for kind in get_args(Event)}
 
 
@@ -239,9 +220,8 @@ def as_event(line: bytes) -> Event | None:
         said = parse_json(line, nan_as_none=True)
         kind, at = _KINDS[said.pop("event")], said.pop("at")
         if kind is Done:
-            return Done(said["round"], said, at)
-        known = {f.name for f in fields(kind)}
-        return kind(**{name: value for name, value in said.items() if name in known}, at=at)
+            return Done(said["round"], said, at=at)
+        return kind(**said, at=at)  # pydantic leaves out what this version does not know
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
 
@@ -257,9 +237,3 @@ def _printable(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {shown(key, _MOST): _printable(item) for key, item in value.items()}
     return [_printable(item) for item in value] if isinstance(value, list) else value
-
-
-__all__ = [
-    "REFUSED", "Again", "Awaited", "Began", "Done", "Ended", "Event", "EventReader", "EventWriter", "Fate", "Fated",
-    "PolicyChanged", "as_line", "json_line", "read_events",
-]  # fmt: skip

@@ -6,10 +6,9 @@ The server needs no base model for any of it; if [at_server] names one, the serv
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,11 +18,10 @@ from fedlora.errors import ConfigError, counted
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
-from fedlora.flower.rounds.flower_state import FlowerState, newest, run_identity
+from fedlora.flower.rounds.flower_state import FlowerState, newest
 from fedlora.flower.rounds.membership import check_playable
 from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.rounds.private_words import has_released
-from fedlora.flower.rounds.results import check_readouts
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
 from fedlora.flower.rounds.settings_history import History
@@ -37,14 +35,14 @@ from fedlora.server.server import Server, start
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
-Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Begun:
     """The checked start of the rounds: nothing in it is refused later.
 
-    server: without releases, if it is private; then `plan` is set too. seed_adapter, spec: of the common start.
+    server: if it is private, it releases nothing before `opened_private`, and `plan` is set. seed_adapter, spec: of the
+    common start.
     state: before the first round. rounds: the number up to the newest sound checkpoint, which is `newest`.
     """
 
@@ -62,11 +60,6 @@ class Begun:
     rounds: int
     history: History
     newest: FlowerState | None = None
-
-    @property
-    def identity(self) -> str:
-        """The run's name in the checkpoints."""
-        return run_identity(self.settings.id, self.server, self.state.server)
 
 
 def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
@@ -94,7 +87,7 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
             check_affordable(settings, server, plan)
     state = start(server, seed_adapter)
     check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
-    check_readouts(settings, server, state)
+    _check_readouts(settings, server, state)
     agreement = Agreement.read(home.agreement)
     config = settings.for_server()
     at_server = AtServer()
@@ -136,11 +129,18 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
                  rounds, history, found)  # fmt: skip
 
 
+def _check_readouts(settings: FederationSettings, server: Server, state: RunState) -> None:
+    """Raises `ConfigError` if run.readouts is set, but the server cannot complete readouts."""
+    roles = server.roles(state.server)
+    if settings.run.readouts and "local" in (roles.B, roles.A, roles.heads):
+        raise ConfigError(
+            f"run.readouts = true asks for each site's readout at the server, but with {server.method.name} a part of "
+            f"it never leaves the site ({roles}). Leave run.readouts out."
+        )
+
+
 def _check_base(settings: FederationSettings, agreement: Agreement, home: FederationFolder) -> None:
     """Raises `Disagreement` if the server would measure with another base model than the sites train."""
     mine = model_facts(str(settings.at_server.model), settings, home.base_cache)
     for line in check_facts(server_facts(settings, agreement), mine, "the server's own model", whole=False):
         log.info("%s", line)
-
-
-__all__ = ["Begun", "begun"]

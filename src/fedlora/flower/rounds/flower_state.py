@@ -27,7 +27,7 @@ Members = Mapping[str, int | Mapping[str, int]]
 class FlowerState:
     """A run's state; the number of each client's refused uploads since the last accepted one; the number of training
     examples that each reported with its last accepted upload; the receipts for their work (absent: never asked); and
-    the policy's clients with their ranks (None: a checkpoint of an older fedlora, without them)."""
+    the clients of the policy as it was last read, with their ranks."""
 
     TAG: ClassVar[str] = "flower/2"
 
@@ -36,7 +36,12 @@ class FlowerState:
     refusals: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, float] = field(default_factory=dict)
     receipts: Mapping[str, Receipt] = field(default_factory=dict)
-    members: Members | None = None
+    members: Members = field(default_factory=dict)
+
+    @property
+    def next_round(self) -> int:
+        """The round that is played from this state."""
+        return self.state.round + 1
 
     def under(self, clients: Members, why: str = "") -> tuple[FlowerState, PolicyChanged | None]:
         """The state under a policy with these clients, and what is new in it since the checkpoint; None: nothing.
@@ -45,7 +50,7 @@ class FlowerState:
         again. If its rank changed, the server forgets only the ranks that pruning had left. A client that was removed
         and came back between two readings of the policy was never removed. why: as in `PolicyChanged`.
         """
-        old = clients if self.members is None else self.members
+        old = self.members
         added = {name: rank for name, rank in clients.items() if name not in old}
         gone = tuple(name for name in old if name not in clients)
         other = {name: (old[name], rank) for name, rank in clients.items() if old.get(name, rank) != rank}
@@ -59,7 +64,7 @@ class FlowerState:
             self, state=state, refusals=left(self.refusals), examples=left(self.examples), members=ReadOnly(clients)
         )
         changed = added or gone or other or why
-        return after, PolicyChanged(self.state.round + 1, added, gone, other, why) if changed else None
+        return after, PolicyChanged(self.next_round, added, gone, other, why) if changed else None
 
 
 def newest(
@@ -85,6 +90,3 @@ def run_identity(run: str, server: Server, state: ServerState) -> str:
     said = ", ".join(f"{name}={value}" for name, value in options.items() if isinstance(value, str | int | float))
     shapes = [(name, tuple(tensor.shape)) for name, tensor in named_tensors(replace(state.start, heads=state.heads))]
     return f"{run}, {method.name}({said}), modules {hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:8]}"
-
-
-__all__ = ["FlowerState", "newest", "run_identity"]

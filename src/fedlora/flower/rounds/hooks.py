@@ -11,7 +11,6 @@ from flwr.serverapp import Grid
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.events import Event
 from fedlora.flower.terms.policy import Policy
-from fedlora.server.intake import Intake
 
 if TYPE_CHECKING:
     from fedlora.flower.rounds.strategy import FedLoRA
@@ -32,8 +31,8 @@ class RoundHooks:
         """Around all rounds of one start."""
         return nullcontext()
 
-    def before(self, strategy: FedLoRA, grid: Grid, intake: Intake) -> None:
-        """Before an attempt's clients are drawn."""
+    def before_attempt(self, strategy: FedLoRA, grid: Grid) -> None:
+        """Before an attempt's clients are drawn, and its intake opens. It may wait, and read the policy again."""
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """What may be written of a round's line."""
@@ -42,6 +41,3 @@ class RoundHooks:
     def event(self, event: Event, policy: Policy) -> Event | None:
         """What may be told of an event; None: nothing."""
         return event
-
-
-__all__ = ["RoundHooks"]

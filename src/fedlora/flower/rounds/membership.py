@@ -1,16 +1,12 @@
-"""Who may take part: the current policy, the clients that a round asks, and everyone else's fate.
-
-The policy's file is read again before each round: added and removed clients and new ranks take effect then.
-"""
+"""Who takes part by a policy: the clients that a round asks, and everyone else's fate; and whether it can be played."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from fedlora.errors import ConfigError, FedLoRAError
+from fedlora.errors import ConfigError
 from fedlora.flower.messages.codecs import Codec
 from fedlora.flower.rounds.events import Fate
 from fedlora.flower.terms.policy import Policy
@@ -30,14 +26,6 @@ class Drawn:
     asked: tuple[str, ...]
     not_asked: Mapping[str, tuple[Fate, str]]
 
-    @property
-    def quarantined(self) -> dict[str, str]:
-        """The clients in quarantine -> why, if nobody could be drawn in their place: then they count as refused."""
-        others = self.not_asked.items()
-        if any(fate == "not drawn" for _, (fate, _) in others):
-            return {}
-        return {name: why for name, (fate, why) in others if fate == "quarantined"}
-
 
 def draw(
     policy: Policy,
@@ -46,20 +34,21 @@ def draw(
     *,
     participation: float,
     seed: int,
-    round: int,
+    finished: int,
     chosen: Collection[str] | None = None,
 ) -> Drawn:
     """The clients of a round: a share of those that are not in quarantine; the ones among them that are online are
     asked.
 
-    Quarantine does not change the number drawn, only the clients to draw from. chosen: the clients to ask, if the
-    round itself decides (`Intake.asked`). Pure.
+    Quarantine does not change the number drawn, only the clients to draw from. finished: the number of
+    finished rounds, by which `sample_clients` draws. chosen: the clients to ask, if the round itself decides
+    (`Intake.asked`). Pure.
     """
     barred = {name: why for name in policy.clients if (why := quarantine(policy, refusals, name))}
     free = [name for name in policy.clients if name not in barred]
     if chosen is None:
         share = min(1.0, participation * len(policy.clients) / len(free)) if barred and free else participation
-        chosen = sample_clients(free, share, seed=seed, round=round) if free else []
+        chosen = sample_clients(free, share, seed=seed, round=finished) if free else []
     fates: dict[str, tuple[Fate, str]] = {}
     for name in policy.clients:
         if name in barred:
@@ -75,29 +64,6 @@ def quarantine(policy: Policy, refusals: Mapping[str, int], name: str) -> str:
     """Why a client is no longer asked; "" if it is. refusals: client -> the number of refused uploads in a row."""
     count = refusals.get(name, 0)
     return f"it is in quarantine after {count} refused uploads" if 0 < policy.quarantine <= count else ""
-
-
-class PolicyReader:
-    """policy.toml, which is read again before each round.
-
-    path: None: the policy stays. check: raises `FedLoRAError` for a policy that this federation cannot play.
-    """
-
-    def __init__(self, path: Path | None, check: Callable[[Policy], None]) -> None:
-        self._path, self._check, self._error = path, check, ""
-
-    def read(self, now: Policy) -> tuple[Policy, str]:
-        """The policy that its file now has; and the error of a file that cannot be used, once: then `now` stays."""
-        if self._path is None:
-            return now, ""
-        error_before, self._error = self._error, ""
-        try:
-            found = Policy.read(self._path)
-            self._check(found)
-        except FedLoRAError as error:
-            self._error = f"{error} The policy before it stays."
-            return now, self._error if self._error != error_before else ""
-        return found, ""
 
 
 def check_playable(policy: Policy, server: Server, state: ServerState, codec: Codec, participation: float) -> None:
@@ -138,6 +104,3 @@ def with_largest_share(server: Server, policy: Policy) -> Server:
             f"server.memory out."
         )
     return replace(server, max_weight_share=policy.share)
-
-
-__all__ = ["Drawn", "PolicyReader", "check_playable", "check_quorum", "draw", "quarantine", "with_largest_share"]

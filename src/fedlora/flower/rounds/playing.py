@@ -16,7 +16,7 @@ from fedlora.errors import BudgetSpent, ConfigError, LedgerError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.ownership import locked
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.collecting import Clock
+from fedlora.flower.rounds.collecting import Clock, Identify, registered_names
 from fedlora.flower.rounds.federation import Begun, begun
 from fedlora.flower.rounds.finishing import finish
 from fedlora.flower.rounds.flower_state import FlowerState
@@ -25,7 +25,7 @@ from fedlora.flower.rounds.private_federation import opened_private
 from fedlora.flower.rounds.private_rounds import PrivateRounds
 from fedlora.flower.rounds.recording import Recorder
 from fedlora.flower.rounds.round_lines import fitting_summary
-from fedlora.flower.rounds.strategy import FedLoRA, Identify, registered_names
+from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.facts import Agreement, server_facts
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.private_run import PrivateRun
@@ -45,10 +45,11 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         newest, b = b.newest, replace(b, newest=None)  # kept by the strategy alone, whose rounds replace it
         settings = b.settings
         private = opened_private(home, settings, b.server, b.plan, b.rounds) if b.plan is not None else None
-        recorder = Recorder(b, b.server if private is None else private.server)
+        b = b if private is None else replace(b, server=private.server)
+        recorder = Recorder(b)
         strategy = _strategy(b, newest, private, recorder, identify, clock)
         del newest
-        stopped = recorder.stopped(recorder.lines(strategy.round))
+        stopped = recorder.stopped(strategy.lines.finished())
         summary = fitting_summary(home.summary, settings, strategy.round)
         if summary is not None and (strategy.round == settings.run.rounds or stopped is not None):
             log.info("%s", ending(summary))
@@ -57,14 +58,14 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         for line in b.history.told():
             log.info("settings: %s", line)
         home.summary.unlink(missing_ok=True)
-        recorder.track(strategy.round)
+        recorder.track(strategy.lines.finished())
         if stopped is None:
             try:
                 strategy.start(grid, num_rounds=settings.run.rounds)
             except (BudgetSpent, LedgerError) as error:  # it would fail again
                 raise ConfigError(str(error)) from error
         asked = FederationSettings.load(home.settings).run.rounds  # it may have been raised meanwhile
-        if asked > settings.run.rounds and recorder.stopped(recorder.lines(strategy.round)) is None:
+        if asked > settings.run.rounds and recorder.stopped(strategy.lines.finished()) is None:
             log.info("run.rounds is %d by now: the federation continues, with the new settings", asked)
             return {"rounds": strategy.round, "of": asked, "finished": False}
         return finish(grid, b, strategy, recorder, private)
@@ -117,7 +118,7 @@ def _strategy(
     settings = b.settings
 
     def after_round(line: Mapping[str, Any]) -> dict[str, Any]:
-        facts, last = recorder.see(line, strategy.flower_state.state)
+        facts, last = recorder.see(line, strategy.flower_state.state, strategy.lines.finished())
         if last:
             strategy.stop("stopped early")
         return facts
@@ -125,7 +126,7 @@ def _strategy(
     terms = settings.privacy
     hooks = RoundHooks() if private is None or terms is None else PrivateRounds(private, terms)
     strategy = FedLoRA(
-        b.server if private is None else private.server,
+        b.server,
         b.policy,
         b.state,
         policy_file=b.home.policy,
@@ -148,6 +149,3 @@ def _strategy(
         clock=clock,
     )
     return strategy
-
-
-__all__ = ["ending", "play", "played_by_one"]

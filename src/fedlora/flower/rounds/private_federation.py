@@ -93,6 +93,3 @@ def opened_private(
 def _releases(settings: FederationSettings, folder: Path, run: str) -> OnDisk:
     assert settings.privacy is not None, "only a federation with [privacy] releases"
     return private_run.releases_of(settings.privacy, folder, run, settings.run.rounds, 1.0)
-
-
-__all__ = ["check_affordable", "opened_private", "planned"]

@@ -23,8 +23,6 @@ from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy, check_policy
 from fedlora.runs.private_run import PrivateRun
-from fedlora.server.intake import Intake
-from fedlora.server.private_options import Privacy
 
 log = logging.getLogger(__name__)
 _OURS = (ConfigError, CheckpointError, LedgerError, BudgetSpent)  # their texts are about the server's own files
@@ -45,7 +43,9 @@ class PrivateRounds(RoundHooks):
     """
 
     def __init__(self, private: PrivateRun, terms: FederationPrivacy) -> None:
-        self.private, self._terms = private, terms
+        privacy = private.server.privacy
+        assert privacy is not None, "the server of a private run releases"
+        self.private, self._terms, self._privacy = private, terms, privacy
 
     def check(self, strategy: FedLoRA, policy: Policy) -> None:
         if strategy.server.privacy is None:
@@ -57,7 +57,7 @@ class PrivateRounds(RoundHooks):
     @contextmanager
     def playing(self, strategy: FedLoRA) -> Iterator[None]:
         def note(what: str) -> None:
-            self._note(strategy.round + 1, what)
+            self._note(strategy.flower_state.next_round, what)
 
         with logs_kept_secret(note):
             try:
@@ -67,26 +67,26 @@ class PrivateRounds(RoundHooks):
             except Exception as error:
                 note(f"the rounds failed: {type(error).__name__}: {error}")
                 raise FedLoRAError(
-                    f"round {strategy.round + 1} of a private federation failed. Either nothing was released, or the "
-                    f"release is stored. The reason may reveal something about single sites, so it is only in "
-                    f"{self.private.releases.folder}/log."
+                    f"round {strategy.flower_state.next_round} of a private federation failed. Either nothing was "
+                    f"released, or the release is stored. The reason may reveal something about single sites, so it is "
+                    f"only in {self.private.releases.folder}/log."
                 ) from None
 
-    def before(self, strategy: FedLoRA, grid: Grid, intake: Intake) -> None:
+    def before_attempt(self, strategy: FedLoRA, grid: Grid) -> None:
         """Check the budget before any client trains, then wait until all members are online. Round 1 waits as long as
         needed for all members in the policy; a later one continues after the deadline with those that are online."""
-        if not intake.asked:  # the sum is there already
+        known, clock = strategy.flower_state, strategy.clock
+        if strategy.server.open(known.state.server).stored:
             return
-        self._require_room(strategy.round + 1)
-        number, clock = strategy.round + 1, strategy.clock
+        self._require_room(known.next_round)
         began = remind = clock.monotonic()
         while missing := set(strategy.policy.clients) - set(strategy.online(grid)):
             now = clock.monotonic()
-            if number > 1 and now - began >= strategy.deadline:
+            if known.next_round > 1 and now - began >= strategy.deadline:
                 return
-            if number == 1 and now >= remind:
+            if known.next_round == 1 and now >= remind:
                 remind = now + _REMIND
-                self._note(number, f"round 1 waits for {', '.join(sorted(missing))}")
+                self._note(1, f"round 1 waits for {', '.join(sorted(missing))}")
                 members = len(strategy.policy.clients)
                 log.warning("round 1 waits until all %d members are online", members, extra=RELEASED)
             clock.sleep(1.0)
@@ -110,16 +110,10 @@ class PrivateRounds(RoundHooks):
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
-    @property
-    def _privacy(self) -> Privacy:
-        found = self.private.server.privacy
-        assert found is not None, "`check` asked for it"
-        return found
-
-    def _require_room(self, number: int) -> None:
+    def _require_room(self, round: int) -> None:
         """Raises `BudgetSpent` if this round would exceed the population's budget."""
         releases, plan = self.private.releases, self.private.plan
-        event = releases.event(number, self._privacy.mechanism(plan.size), plan.size, 1.0)
+        event = releases.event(round, self._privacy.mechanism(plan.size), plan.size, 1.0)
         releases.ledger.check(event, releases.budget, 1)
 
     def _note_away(self, event: Began, policy: Policy) -> None:
@@ -132,8 +126,5 @@ class PrivateRounds(RoundHooks):
         for name, why in away.items():
             self._privacy.note(event.round, name, why)
 
-    def _note(self, number: int, what: str) -> None:
-        self._privacy.note(number, "", what)
-
-
-__all__ = ["PrivateRounds"]
+    def _note(self, round: int, what: str) -> None:
+        self._privacy.note(round, "", what)

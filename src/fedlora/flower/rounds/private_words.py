@@ -112,9 +112,3 @@ class _Parted(logging.Handler):
                 handler.handle(record)
         if self._propagate:
             logging.getLogger().callHandlers(record)
-
-
-__all__ = [
-    "RELEASED", "append_secret", "has_released", "logs_kept_secret", "private_folder", "public_event", "public_line",
-    "public_numbers", "public_summary",
-]  # fmt: skip

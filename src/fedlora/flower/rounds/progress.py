@@ -6,9 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
-from fedlora.flower.rounds.events import Again, Began, Done, Ended, Event, Fated
+from fedlora.flower.rounds.events import AttemptFailed, Began, Done, Ended, Event, Fated
 
 _KEPT = 100  # finished rounds whose lines are kept
 
@@ -43,7 +44,7 @@ def after(progress: Progress, event: Event) -> Progress:
         uploaded = dict(progress.uploaded)
         uploaded[event.client] = uploaded.get(event.client, 0) + (event.bytes or 0)
         return replace(progress, fates={**progress.fates, event.client: event}, uploaded=uploaded)
-    if isinstance(event, Again):
+    if isinstance(event, AttemptFailed):
         missed = [(name, str(fated.fate)) for name, fated in progress.fates.items() if fated.fate != "trained"]
         return replace(progress, fate_counts=Counter(progress.fate_counts) + Counter(missed))
     if isinstance(event, Done):
@@ -57,17 +58,14 @@ def after(progress: Progress, event: Event) -> Progress:
     return progress
 
 
-def progress_of(events: Iterable[Event], since: Progress | None = None) -> Progress:
+def progress_of(events: Iterable[Event]) -> Progress:
     """The progress after all of a federation's events.
 
     Example:
         >>> progress_of([Done(1, {"losses": {"acme": 0.5}}), Done(2, {"losses": {"acme": 0.4}}), Ended(2, "complete")])
         Progress(round=2, ...)
     """
-    progress = since or Progress()
-    for event in events:
-        progress = after(progress, event)
-    return progress
+    return reduce(after, events, Progress())
 
 
 def fates_of(line: Mapping[str, Any]) -> dict[str, str]:
@@ -103,6 +101,3 @@ def numbers_of_round(line: Mapping[str, Any]) -> dict[str, float]:
         found[f"weight_after/{client}"] = one["after"]
     found |= {"loss": line.get("loss"), "clients": len(line.get("weights") or ()), "seconds": line.get("seconds")}
     return {name: float(v) for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
-
-
-__all__ = ["Progress", "after", "fates_of", "numbers_of_round", "progress_of", "spent_of"]

@@ -23,12 +23,12 @@ _MB = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """A message to a client. limit: of its reply; None: there is none. whole: the same question with `ttl` seconds to
-    live, which leaves out nothing; None: this one does not either."""
+    """A message to a client. limit: of its reply. whole: the same question with `ttl` seconds to live, which leaves out
+    nothing; None: this one does not either."""
 
     client: str
     message: Message
-    limit: Limit | None = None
+    limit: Limit
     whole: Callable[[float], Question] | None = None
 
 
@@ -90,6 +90,3 @@ def reply_limit(client: Client, state: ServerState, policy: Policy) -> Limit:
     tensors += len(state.heads)
     most = 2 * total + _MB if policy.max_upload_mb is None else int(policy.max_upload_mb * _MB)
     return Limit(most, 64 + 4 * tensors + most // (_MB // 4), 2 * _MB + 2048 * tensors)
-
-
-__all__ = ["MessageMaker", "Question", "reply_limit"]

@@ -14,13 +14,11 @@ from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError
 from fedlora.flower.rounds.choosing import due
 from fedlora.flower.rounds.federation import Begun
-from fedlora.flower.rounds.flower_state import FlowerState
+from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.private_words import RELEASED, public_numbers
 from fedlora.flower.rounds.progress import numbers_of_round
-from fedlora.flower.rounds.round_lines import RoundLines, is_finished
 from fedlora.runs.folder import plain
 from fedlora.runs.tracking import Called, Tracker, make_tracker, numbers_of_test
-from fedlora.server.server import Server
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
@@ -28,15 +26,11 @@ Line = Mapping[str, Any]
 
 
 class Recorder:
-    """One federation's recorder. server: private or not. Call `see` for each round; `close` when all are over."""
+    """One federation's recorder. Call `see` for each round; `close` when all are over."""
 
-    def __init__(self, begun: Begun, server: Server) -> None:
-        self._begun, self._server = begun, server
+    def __init__(self, begun: Begun) -> None:
+        self._begun = begun
         self._trackers: list[Tracker] = []
-
-    def lines(self, done: int) -> list[Line]:
-        """The finished rounds up to `done`, from rounds.jsonl."""
-        return [line for line in RoundLines(self._begun.home.rounds, upto=done).all() if is_finished(line)]
 
     def best(self, lines: Sequence[Line]) -> Line | None:
         """The best of these rounds, if any was measured."""
@@ -52,7 +46,8 @@ class Recorder:
         if line is None:
             return None
         round, why = line["round"], "it is not there any more"
-        kind, of = self._server.method.State, self._begun.identity
+        server, begun = self._begun.server, self._begun
+        kind, of = server.method.State, run_identity(begun.settings.id, server, begun.state.server)
         try:
             found = checkpoint.load_newest(self._best, FlowerState, kind, of=of, upto=round, tell=log.warning)
             if found is not None and found[0] == round:
@@ -62,9 +57,9 @@ class Recorder:
         log.warning("best/ is not written: the state of round %d, the best one: %s", round, why)
         return None
 
-    def track(self, done: int) -> None:
+    def track(self, lines: Sequence[Line]) -> None:
         """Start trackers with all rounds before: after a restart they get them again."""
-        lines, settings = self.lines(done), self._begun.settings
+        settings = self._begun.settings
         facts = {"federation": settings.id, **json.loads(settings.travelling())}
         for name in settings.run.track:
             folder, anew = self._begun.home.server, bool(lines)
@@ -72,12 +67,13 @@ class Recorder:
         for line in lines:
             self._tell_trackers(line)
 
-    def see(self, line: Line, state: RunState) -> tuple[dict[str, Any], bool]:
-        """(additions to a round's line, whether it was the last one). state: after the round, stored."""
+    def see(self, line: Line, state: RunState, lines: Sequence[Line]) -> tuple[dict[str, Any], bool]:
+        """(additions to a round's line, whether it was the last one). state: after the round, stored. lines: of the
+        finished rounds."""
         scores = self._measured(state)
         facts = {"metrics": plain(dict(scores))}
         whole = {**plain(dict(line)), **facts}
-        before = [old for old in self.lines(state.round) if old["round"] < line["round"]]
+        before = [old for old in lines if old["round"] < line["round"]]
         if self._begun.choosing.replaces(whole, self.best(before)):
             checkpoint.keep_also(self._best, self._begun.home.checkpoints, state.round, keep=2)
         self._tell_trackers(whole)
@@ -87,7 +83,7 @@ class Recorder:
         return facts, stopped is not None
 
     def close(self, tests: Mapping[str, tuple[int, Mapping[str, float]]]) -> None:
-        """tests: for each remaining state, "adapter" or "best", its round and its scores on the test set."""
+        """tests: for each remaining state, "last" or "best", its round and its scores on the test set."""
         for tracker in self._trackers:
             for name, (round, scores) in tests.items():
                 tracker.log(round, numbers_of_test(scores, best=name == "best"))
@@ -104,18 +100,15 @@ class Recorder:
         evaluator = self._begun.at_server.validation
         if evaluator is None or self._begun.choosing.by != "server" or not due(self._begun.settings, state.round):
             return {}
-        return evaluator.evaluate(self._server, state)
+        return evaluator.evaluate(self._begun.server, state)
 
     def _tell_trackers(self, line: Line) -> None:
         """Report a round to trackers; of a private one only what may be released."""
         found = numbers_of_round(line) if self._trackers else {}
-        numbers = found if self._server.privacy is None else public_numbers(found, line)
+        numbers = found if self._begun.server.privacy is None else public_numbers(found, line)
         for tracker in self._trackers:
             tracker.log(line["round"], numbers)
 
     def _comparable(self, lines: Sequence[Line]) -> list[Line]:
         since = self._begun.history.comparable_since()
         return [line for line in lines if line["round"] > since]
-
-
-__all__ = ["Recorder"]

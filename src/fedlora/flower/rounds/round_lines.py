@@ -32,14 +32,14 @@ class RoundLines:
         """
         self._path = path
         text = read_given(path, RECORDS).decode(errors="replace") if path is not None and path.exists() else ""
-        self._lines = {number: line for number, line in _parsed(text).items() if number <= upto}
+        self._lines = {round: line for round, line in _parsed(text).items() if round <= upto}
         if text != self._text():
             self._write()
 
     def put(self, line: Mapping[str, Any]) -> None:
         """Add a round's line, or replace it. Raises `CheckpointError`; the file is then unchanged."""
         before = dict(self._lines)
-        self._lines[line["round"]] = dict(line)
+        self._lines |= _parsed(json_line(line))  # as it would be read after a kill
         try:
             self._write()
         except BaseException:
@@ -52,7 +52,11 @@ class RoundLines:
 
     def all(self) -> list[Mapping[str, Any]]:
         """All lines, in the order of rounds."""
-        return [self._lines[number] for number in sorted(self._lines)]
+        return [self._lines[round] for round in sorted(self._lines)]
+
+    def finished(self) -> list[Mapping[str, Any]]:
+        """The lines of the rounds that are finished."""
+        return [line for line in self.all() if is_finished(line)]
 
     def _text(self) -> str:
         return "".join(map(json_line, self.all()))
@@ -77,7 +81,7 @@ def rounds_done(path: Path, *, finished: bool = False) -> int:
         lines = _parsed(read_given(path, RECORDS).decode(errors="replace"))
     except FileNotFoundError:
         return 0
-    return max((number for number, line in lines.items() if is_finished(line) or not finished), default=0)
+    return max((round for round, line in lines.items() if is_finished(line) or not finished), default=0)
 
 
 def fitting_summary(path: Path, settings: FederationSettings, rounds: int) -> dict[str, Any] | None:
@@ -98,10 +102,7 @@ def _parsed(text: str) -> dict[int, dict[str, Any]]:
             found = parse_json(line, nan_as_none=True)
         except ValueError:
             continue
-        number = found.get("round") if isinstance(found, dict) else None
-        if isinstance(number, int) and not isinstance(number, bool) and number >= 1:
-            lines[number] = found
+        round = found.get("round") if isinstance(found, dict) else None
+        if isinstance(round, int) and not isinstance(round, bool) and round >= 1:
+            lines[round] = found
     return lines
-
-
-__all__ = ["RoundLines", "fitting_summary", "is_finished", "rounds_done"]

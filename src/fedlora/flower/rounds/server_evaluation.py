@@ -86,6 +86,3 @@ def _check_fits(config: RunConfig, start: Adapter, mine: Adapter) -> None:
             f"{there.get(name, 'not there')} in start/ and {here.get(name, 'not there')} in this model ({len(wrong)} "
             f"such). Is it another base model, or does it have other classes or lora.targets?"
         )
-
-
-__all__ = ["AtServer", "load_at_server"]

@@ -140,6 +140,3 @@ def _check_rounds(before: FederationSettings, settings: FederationSettings, roun
 
 def _shown(value: object) -> str:
     return repr(value) if isinstance(value, str) else json.dumps(value)
-
-
-__all__ = ["History"]

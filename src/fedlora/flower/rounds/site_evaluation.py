@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fedlora.core.echo import shown
 from fedlora.core.messages import ClientMemory, Held
 from fedlora.core.parcels import held_after
 from fedlora.core.read_only import ReadOnly
@@ -105,20 +104,13 @@ class SiteEvaluation:
 
     def read(self, answers: Iterable[Answer], metric: str) -> SiteRound:
         """The answers, in the policy's order. It never raises, because a reply is a stranger's."""
-        found = {answer.client: answer for answer in answers}
-        measured, unmeasured = {}, dict(self._not_asked)
-        for name in self._carried:
-            said = self._read(name, found.get(name), metric)
-            if isinstance(said, SiteScores):
-                measured[name] = said
-            else:
-                unmeasured[name] = said
-        counts = {name: min(float(one.examples), self._most(name)) for name, one in measured.items()}
+        found = {answer.client: self._read(answer, metric) for answer in answers}
+        said = {name: found[name] for name in self._carried}
+        measured = {name: one for name, one in said.items() if isinstance(one, SiteScores)}
+        unmeasured = self._not_asked | {name: why for name, why in said.items() if isinstance(why, str)}
+        most = {name: min(self._flower_state.examples.get(name, 0.0), self._policy.max_examples) for name in measured}
+        counts = {name: min(float(one.examples), most[name]) for name, one in measured.items()}
         return SiteRound(measured, unmeasured, counts, self._policy.share)
-
-    def _most(self, name: str) -> float:
-        """The most examples that a site's scores count for."""
-        return min(self._flower_state.examples.get(name, 0.0), self._policy.max_examples)
 
     @property
     def asked(self) -> bool:
@@ -134,12 +126,10 @@ class SiteEvaluation:
         }
         return ReadOnly({**self._flower_state.state.clients, **held})
 
-    def _read(self, name: str, answer: Answer | None, metric: str) -> SiteScores | str:
-        if answer is None or answer.message is None:
-            return answer.why if answer is not None and answer.why else "it did not answer in time"
-        reply = answer.message
-        if reply.has_error():
-            return f"it failed: {shown(reply.error.reason, 300)}"
+    def _read(self, answer: Answer, metric: str) -> SiteScores | str:
+        name, reply = answer.client, answer.message
+        if reply is None:
+            return answer.why
         try:
             return record_measured(
                 reply.content, run=self._flower_state.run, round=self._flower_state.state.round, part=self._part,
@@ -150,6 +140,3 @@ class SiteEvaluation:
         except Exception as error:  # a forged record can raise anything, and its sender is to blame
             log.exception("the measurement of %s cannot be read", name)
             return f"its measurement cannot be read: {type(error).__name__}"
-
-
-__all__ = ["SiteEvaluation", "SiteRound"]

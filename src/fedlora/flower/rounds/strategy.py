@@ -3,29 +3,27 @@
     strategy = FedLoRA(server, policy, start(server, seed_adapter), run="trial", folder=Path("runs/trial"))
     strategy.start(grid, num_rounds=10)
 
-A round, with the file of each step and the method of Flower that it stands for:
+A round, in the order of the code:
 
-1. The policy says who may take part, and is read again. The server opens an *intake* for the uploads.
-2. Clients are drawn, and who of them is online is     membership.py (sample_nodes)
-   asked, at its own rank                              questions.py (configure_train), collecting.py
-3. When all are asked, each answer gets its fate as    collecting.py (Grid.send_and_receive), attempt.py
-   it comes
-   Who has not answered at the deadline is late. Nobody fetches its answer, and its site goes back to its last work
-   that counted.
-4. The intake closes and gives the next state          attempt.py (aggregate_train)
-   A robust rule may still refuse an upload.
-5. The round's line is stored, then the checkpoint     round_lines.py, flower_state.py
-   From here on the round counts.
-6. The sites measure, then `after_round` is called     site_evaluation.py (configure_evaluate, aggregate_evaluate)
-   The line is stored again, with what they give.
+1. `_open_attempt`: read the policy's file again, draw clients by it (membership.py), and open the server's intake for
+   their uploads.
+2. `_collect_answers`: send each drawn client that is online a message at its own rank (questions.py, collecting.py),
+   and give each answer its fate as it comes (attempt.py). A client without an answer at the deadline is late: nobody
+   fetches its answer, and its site goes back to its last work that counted.
+3. `Attempt.close`: close the intake, which gives the next state. A robust rule may still refuse an upload.
+4. `_play`: store the round's line (round_lines.py), then the checkpoint (flower_state.py). From here on the round
+   counts.
+5. `_finish`: let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they
+   give.
 
-If too few answers count, refusals and receipts are stored in the checkpoint of the round before. The server waits up to
-30 s for the drawn clients and begins again at 1, as often as the policy allows; it draws the same clients, unless the
+If too few answers count, the server stores refusals and receipts in the checkpoint of the round before, waits up to 30
+s for the drawn clients, and begins again at 1, as often as the policy allows. It draws the same clients, unless the
 policy or a quarantine changed. A private round is the same loop with other `hooks`, but it asks everyone once and has
-no quorum. After a crash the caller gives the newest sound checkpoint (`resume`); later lines are cut off, and step 6 is
-done if the record shows that it had not ended.
+no quorum. After a crash the caller gives the newest sound checkpoint (`resume`): lines of later rounds are cut off, and
+step 5 is done again if the record shows that it had not ended.
 
-Flower's loop would call its methods above; this one does not, so `FedLoRA` is no `Strategy`. For stock clients,
+Flower's own loop would call `configure_train` at 1, `aggregate_train` at 3, `configure_evaluate` and
+`aggregate_evaluate` at 5. This loop has none of them, so `FedLoRA` is no `Strategy`; for stock clients,
 `stock.StockFedLoRA` is one.
 """
 
@@ -46,29 +44,21 @@ from flwr.serverapp.strategy import Result
 
 from fedlora.core import checkpoint
 from fedlora.core.echo import shown
-from fedlora.errors import BudgetSpent, ConfigError, QuorumNotMet
+from fedlora.errors import BudgetSpent, ConfigError, FedLoRAError, QuorumNotMet, counted
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
-from fedlora.flower.rounds.attempt import Attempt, Closed
+from fedlora.flower.rounds.attempt import Attempt
 from fedlora.flower.rounds.choosing import Choosing
-from fedlora.flower.rounds.collecting import (
-    Answer,
-    Clock,
-    Identify,
-    Waiting,
-    collect,
-    registered_names,
-    who_is_online,
-)
-from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, EventWriter
+from fedlora.flower.rounds.collecting import Answer, Clock, Identify, collect, patiently, registered_names
+from fedlora.flower.rounds.events import Awaited, Done, Ended, Event, EventWriter
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.hooks import RoundHooks
-from fedlora.flower.rounds.lines import lines_of, log_to_stdout
-from fedlora.flower.rounds.membership import PolicyReader, check_playable, draw, with_largest_share
+from fedlora.flower.rounds.log_lines import lines_of, log_to_stdout
+from fedlora.flower.rounds.membership import check_playable, draw, with_largest_share
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
 from fedlora.flower.rounds.questions import MessageMaker, Question
-from fedlora.flower.rounds.round_lines import RoundLines, is_finished
+from fedlora.flower.rounds.round_lines import RoundLines, is_finished, rounds_done
 from fedlora.flower.rounds.site_evaluation import SiteEvaluation, SiteRound
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import Server
@@ -86,6 +76,7 @@ class FedLoRA:
         run: the federation's name, by which clients keep their state. folder: for checkpoints; None keeps none.
             record: for events.jsonl and rounds.jsonl; None: nowhere. resume: go on from this one instead of `state`;
             `flower_state.newest` reads it from `folder`. Weighting, quorum, rule and policy may differ from its own.
+            Lines of later rounds are cut off from rounds.jsonl.
         participation, seed: of the sampling of clients, as in `simulate`. codec: the kind of clients.
         identify: how to identify nodes; by default by their registered names, never by their claims.
         after_round: called with each finished round's line, once its checkpoint is stored; its result is added to the
@@ -95,7 +86,8 @@ class FedLoRA:
         hooks: what another kind of rounds adds, such as `PrivateRounds`. clock: the clock, which also waits.
 
     Raises:
-        ConfigError: a method that these clients cannot run; without `resume`, a folder that has checkpoints.
+        ConfigError: a method that these clients cannot run; without `resume`, a folder that has checkpoints, or a
+            record that has finished rounds.
     """
 
     def __init__(
@@ -120,19 +112,16 @@ class FedLoRA:
     ) -> None:
         self.server, self.policy, self.run, self.clock = server, policy, run, clock
         self.participation, self.choosing, self._hooks = participation, choosing, hooks
-        self._folder, self._record, self._seed = folder, record, seed
+        self._folder, self._seed = folder, seed
         self.codec, self.after_round, self._identify = codec, after_round, identify
         self.flower_state = resume or FlowerState(run, state, members=policy.clients)
         self._identity = run_identity(run, server, state.server)
-        if resume is None and folder is not None and (stored := checkpoint.newest_round(folder)) is not None:
-            raise ConfigError(
-                f"{folder} has a checkpoint of round {stored}, and this run would begin again at round 1: its own "
-                f"would be lost beside it. Continue with resume=newest(...), or take another folder."
-            )
+        if resume is None:
+            _require_new(folder, record)
         self._check(policy)
-        self._policy_file = PolicyReader(policy_file, self._check)
+        self._policy_file, self._policy_error = policy_file, ""
         self._events = EventWriter(record / "events.jsonl" if record is not None else None)
-        self.lines = RoundLines(None)
+        self.lines = RoundLines(record / "rounds.jsonl" if record is not None else None, upto=self.round)
         self.stopped: str | None = None  # why no further round is played
         self._num_rounds: int | None = None
         self._timeout: float | None = None
@@ -170,7 +159,6 @@ class FedLoRA:
         log_to_stdout()
         result, self.stopped, self._num_rounds, self._timeout = Result(), None, num_rounds, timeout
         with self._hooks.playing(self), self._reporting_the_end():
-            self.lines = RoundLines(self._record / "rounds.jsonl" if self._record else None, upto=self.round)
             last = self.lines.get(self.round)
             if last is not None and not is_finished(last):  # a crash came between its checkpoint and its end
                 self._finish(grid, last)
@@ -183,60 +171,55 @@ class FedLoRA:
 
     def _play(self, grid: Grid) -> Mapping[str, Any]:
         """Play one round, and store it. Its line."""
-        closed, seconds = self._play_attempts(grid)
-        for fated in closed.overturned:
-            self._event(fated)
-        line = self._hooks.line({**closed.line, "seconds": round(seconds, 3)})
+        flower_state, line = self._play_attempts(grid)
+        line = self._hooks.line(line)
         self.lines.put(line)  # before the checkpoint: a surplus line can be cut off, a missing one cannot be made
-        self.flower_state = closed.flower_state
-        del closed  # the next round's state replaces this one's
+        self.flower_state = flower_state
+        del flower_state  # the next round's replaces it
         self._save()
         return self._finish(grid, line)
 
-    def _play_attempts(self, grid: Grid) -> tuple[Closed, float]:
-        """Make attempts, as many as the policy allows, until one counts. Its outcome, and its seconds."""
+    def _play_attempts(self, grid: Grid) -> tuple[FlowerState, Mapping[str, Any]]:
+        """Make attempts until one counts, as many as the policy allows. The next state, and the round's line."""
         nth = 0
         while True:
             nth += 1
-            self.read_policy()
             began = self.clock.monotonic()
-            attempt = self._ask_clients(grid, nth)
+            attempt = self._open_attempt(grid, nth)
+            self._collect_answers(grid, attempt)
             try:
-                return attempt.close(), self.clock.monotonic() - began
+                flower_state, line = attempt.close()
+                return flower_state, {**line, "seconds": round(self.clock.monotonic() - began, 3)}
             except QuorumNotMet as error:
-                said = [f"{name}: {reason}" for name, reason in attempt.missing.items()]
-                others = "; ".join(one for one in said if one not in str(error))  # which names those that it refused
-                why = f"{error} Not there: {others}." if others else str(error)
-                self._event(Again(self.round + 1, nth, why))
+                failed = attempt.failed(error)
+                self._report(failed)
                 self.flower_state = attempt.not_counted(error)
                 self._save()
                 if nth > self.policy.retries:
-                    raise QuorumNotMet(why) from error
-            drawn = {name for name, one in attempt.fates.items() if one.fate not in ("not drawn", "quarantined")}
-            del attempt
+                    raise QuorumNotMet(failed.why) from error
+            drawn = attempt.drawn
+            del attempt  # its uploads
             needed, until = self.server.quorum or 1, self.clock.monotonic() + min(30.0, self.deadline)
             while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < needed:
                 self.clock.sleep(1.0)
 
-    def _ask_clients(self, grid: Grid, nth: int) -> Attempt:
-        """Ask the clients, and take their answers until the deadline."""
+    def _open_attempt(self, grid: Grid, nth: int) -> Attempt:
+        """Draw the clients, and open the intake for their uploads, both by the policy as it is now."""
+        self.read_policy()
+        self._hooks.before_attempt(self, grid)
+        maker = self._message_maker(grid)
         intake = with_largest_share(self.server, self.policy).open(self.flower_state.state.server)
-        self._hooks.before(self, grid, intake)  # it may read the policy again
-        maker = self._look_who_is_online(grid)
         drawn = draw(
             self.policy, self.flower_state.refusals, maker.online, participation=self.participation, seed=self._seed,
-            round=self.round, chosen=intake.asked,
+            finished=self.round, chosen=intake.asked,  # a private round chooses by itself
         )  # fmt: skip
-        attempt = Attempt(maker, drawn, intake, nth, self.deadline)
-        others = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
-        self._event(Began(self.round + 1, nth, drawn.asked, others, self.deadline))
-        for answer in self._exchange(grid, attempt.questions(), self.round + 1, "training"):
-            fated = attempt.take(answer)
+        return Attempt(maker, drawn, intake, nth, self.deadline, self._report)
+
+    def _collect_answers(self, grid: Grid, attempt: Attempt) -> None:
+        """Ask the drawn clients, and give each its fate, until all have answered or the deadline has come."""
+        for answer in self._exchange(grid, attempt.questions(), attempt.round, "training"):
+            attempt.take(answer)
             del answer
-            self._event(fated)
-        for fated in attempt.unserved:
-            self._event(fated)
-        return attempt
 
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """The work after a stored round: evaluation, and the final version of its line."""
@@ -246,7 +229,7 @@ class FedLoRA:
         more = self.after_round(line) if self.after_round is not None else None
         line = self._hooks.line({"metrics": {}, **line, **(more or {})})
         self.lines.put(line)
-        self._event(Done(line["round"], line))
+        self._report(Done(line["round"], line))
         return line
 
     def measure(self, grid: Grid, part: HeldOut) -> SiteRound:
@@ -254,7 +237,7 @@ class FedLoRA:
         if self.choosing is None:
             return SiteRound()
         began = self.clock.monotonic()
-        evaluation = SiteEvaluation(self._look_who_is_online(grid), part)
+        evaluation = SiteEvaluation(self._message_maker(grid), part)
         answers = self._exchange(grid, evaluation.questions(self.deadline), self.round, "measuring")
         found = evaluation.read(answers, self.choosing.metric)
         clients = evaluation.memories(found)  # stored with the next round: who holds something else by then says so
@@ -274,7 +257,7 @@ class FedLoRA:
             why = "quorum"
             raise
         except BudgetSpent as spent:  # nothing was released for this round
-            log.warning("round %d is not played: %s", self.round + 1, spent, extra=RELEASED)
+            log.warning("round %d is not played: %s", self.flower_state.next_round, spent, extra=RELEASED)
             why = self.stopped = "budget"
             if not self.round:
                 raise
@@ -282,38 +265,47 @@ class FedLoRA:
             why = shown(f"failed: {type(error).__name__}: {error}")
             raise
         finally:
-            self._event(Ended(self.round, why))
+            self._report(Ended(self.round, why))
 
     def online(self, grid: Grid) -> dict[str, int]:
-        """The clients that are online -> their node ids."""
-        return who_is_online(self._identify, grid, self.deadline, self.clock)
+        """The clients that are online -> their node ids. While the SuperLink fails, it is asked again."""
+        until = self.clock.monotonic() + self.deadline
+        return dict(patiently(lambda: self._identify(grid), until=until, clock=self.clock))
 
     def read_policy(self) -> None:
-        """Read the policy's file again, before the next round; what changed while no server ran is new too."""
-        self.policy, error = self._policy_file.read(self.policy)
-        self.flower_state, change = self.flower_state.under(self.policy.clients, error)
+        """Read the policy's file again, before the next round; what changed while no server ran is new too. A file that
+        cannot be used changes nothing, and is told once."""
+        error = ""
+        if self._policy_file is not None:
+            try:
+                found = Policy.read(self._policy_file)
+                self._check(found)
+                self.policy = found
+            except FedLoRAError as refused:
+                error = f"{refused} The policy before it stays."
+        news, self._policy_error = "" if error == self._policy_error else error, error
+        self.flower_state, change = self.flower_state.under(self.policy.clients, news)
         if change is not None:
-            self._event(change)
+            self._report(change)
 
     def _check(self, policy: Policy) -> None:
         """Raises `FedLoRAError` for a policy that this federation cannot play."""
         self._hooks.check(self, policy)
         check_playable(policy, self.server, self.flower_state.state.server, self.codec, self.participation)
 
-    def _look_who_is_online(self, grid: Grid) -> MessageMaker:
-        """Who makes the messages to those that are online now. While the SuperLink fails, it is asked again."""
+    def _message_maker(self, grid: Grid) -> MessageMaker:
+        """Makes the messages to those that are online now."""
         return MessageMaker(self.server, self.policy, self.codec, self.flower_state, self.online(grid))
 
-    def _exchange(self, grid: Grid, questions: Iterable[Question], number: int, doing: str) -> Iterator[Answer]:
+    def _exchange(self, grid: Grid, questions: Iterable[Question], of_round: int, doing: str) -> Iterator[Answer]:
         """Send the questions, and pass on each answer as it comes. Report meanwhile for whom the others wait."""
-        for found in collect(grid, questions, deadline=self.deadline, clock=self.clock):
-            if isinstance(found, Waiting):
-                self._event(Awaited(number, doing, found.clients, round(found.seconds, 1), round(found.left, 1)))
-            else:
-                yield found
-            del found
 
-    def _event(self, event: Event) -> None:
+        def waiting(clients: tuple[str, ...], seconds: float, left: float) -> None:
+            self._report(Awaited(of_round, doing, clients, round(seconds, 1), round(left, 1)))
+
+        return collect(grid, questions, deadline=self.deadline, clock=self.clock, waiting=waiting)
+
+    def _report(self, event: Event) -> None:
         """Write what may be told of the event, and log its words."""
         public = self._hooks.event(event, self.policy)
         if public is None:
@@ -331,4 +323,16 @@ class FedLoRA:
             checkpoint.save(self._folder, self.round, self.flower_state, of=self._identity)
 
 
-__all__ = ["FedLoRA", "Identify", "registered_names"]
+def _require_new(folder: Path | None, record: Path | None) -> None:
+    """Raises `ConfigError` for a checkpoint, or a line of a finished round, that a run from round 1 would lose."""
+    stored = checkpoint.newest_round(folder) if folder is not None else None
+    if stored is not None:
+        raise ConfigError(
+            f"{folder} has a checkpoint of round {stored}, and this run would begin again at round 1: its own "
+            f"would be lost beside it. Continue with resume=newest(...), or take another folder."
+        )
+    if record is not None and (told := rounds_done(record / "rounds.jsonl", finished=True)):
+        raise ConfigError(
+            f"{record / 'rounds.jsonl'} has {counted(told, 'finished round')}, and this run would begin again at round "
+            f"1 and cut them off. Continue with resume=newest(...), or take another folder for the record."
+        )

@@ -12,7 +12,7 @@ from fedlora.errors import counted
 from fedlora.flower.ownership import holder
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import read_events
-from fedlora.flower.rounds.lines import time_of
+from fedlora.flower.rounds.log_lines import time_of
 from fedlora.flower.rounds.progress import Progress, fates_of, progress_of
 from fedlora.flower.serving import database
 from fedlora.flower.serving.standing import Standing, keys_of, room_of, standing

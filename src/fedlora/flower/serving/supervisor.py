@@ -22,7 +22,7 @@ from fedlora.flower import children
 from fedlora.flower.ownership import serving
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import REFUSED
-from fedlora.flower.rounds.lines import nodes_line, size_of
+from fedlora.flower.rounds.log_lines import nodes_line, size_of
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving import database
 from fedlora.flower.serving.connection import check_ports
@@ -63,7 +63,8 @@ class Supervisor:
         say: gets each line. stop: set it, from a signal's handler or another thread, and `serve` ends in order.
         seen: called with progress, nodes and standing after each check, for metrics.
         on_up: called when the SuperLink is up. also: called about once a second; an exception from it ends everything.
-            A trial uses both to start and watch its nodes.
+            on_down: called at the end, before the SuperLink is stopped. A trial uses them to start, watch and end its
+            nodes.
 
     Raises:
         ConfigError: files of the folder name other ports than federation.toml.
@@ -80,9 +81,10 @@ class Supervisor:
         seen: Seen = lambda progress, nodes, standing: None,
         on_up: Callable[[], None] = lambda: None,
         also: Callable[[], None] = lambda: None,
+        on_down: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.link, self._say, self._pace = FederationFolder(home.resolve()), link, say, pace
-        self.stop, self._on_up, self._also = stop or threading.Event(), on_up, also
+        self.stop, self._on_up, self._also, self._on_down = stop or threading.Event(), on_up, also, on_down
         check_ports(self.folder)
         self.telling = Telling(self.folder, say, pace.remind, seen)
         self._admitted = set[str]()
@@ -110,7 +112,10 @@ class Supervisor:
             except Stopped:
                 self._say("asked to stop: ending the run; finished rounds are stored")
             finally:
-                self.link.stop()
+                try:
+                    self._on_down()
+                finally:
+                    self.link.stop()
             return self.telling.standing()
 
     # ------------------------------------------------------------------------------------------------------- beginning

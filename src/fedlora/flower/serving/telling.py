@@ -10,7 +10,7 @@ from fedlora.doing import Step
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import EventReader
-from fedlora.flower.rounds.lines import lines_of, nodes_line
+from fedlora.flower.rounds.log_lines import lines_of, nodes_line
 from fedlora.flower.rounds.private_words import append_secret, private_folder
 from fedlora.flower.rounds.progress import Progress, after
 from fedlora.flower.serving.standing import Standing, standing

@@ -45,8 +45,9 @@ class Trial:
             )
         self.link, self.nodes = SuperLink(folder), dict[str, subprocess.Popen[bytes]]()
         self._supervisor = Supervisor(
-            self.folder.path, self.link, say, stop=stop, on_up=self.start_nodes, also=self._look_after_nodes
-        )
+            self.folder.path, self.link, say, stop=stop, on_up=self.start_nodes, also=self._look_after_nodes,
+            on_down=self.end_nodes,
+        )  # fmt: skip
 
     def play(self) -> Standing:
         """Play all remaining rounds. Returns the trial's standing then.
@@ -54,15 +55,7 @@ class Trial:
         Raises:
             TrialFailed. Others: as in `Supervisor.serve`.
         """
-        try:
-            return self._supervisor.serve()
-        finally:
-            for process in self.nodes.values():  # signal all first, so that they end in parallel
-                process.terminate()
-            for process in self.nodes.values():
-                children.end(process)
-            if self.nodes:  # without any, the processes there may be of another `up` that serves this folder
-                children.end_all(self._left())  # a trainer or a ClientApp may take longer to end than its node
+        return self._supervisor.serve()
 
     def start_nodes(self) -> None:
         """Start a node for each site."""
@@ -78,6 +71,16 @@ class Trial:
             command = [sys.executable, "-m", "fedlora.cli", "flower", "node", str(self.folder.site(name).path)]
             self.nodes[name] = children.started(command, self._log(name), children.environment(self._home(name)))
         self._say(f"nodes started: {', '.join(self.names)} (their lines are in {self.folder.logs}/node-NAME.log)")
+
+    def end_nodes(self) -> None:
+        """End the nodes, and what they started, while the SuperLink still hears that they leave: one that does not hear
+        it takes them for online for a minute, and the next trial would wait that long."""
+        for process in self.nodes.values():  # signal all first, so that they end in parallel
+            process.terminate()
+        for process in self.nodes.values():
+            children.end(process)
+        if self.nodes:
+            children.end_all(self._left())  # a trainer or a ClientApp may take longer to end than its node
 
     def _look_after_nodes(self) -> None:
         """If one node ends, everything ends, because a trial without one of its sites would be a different trial;

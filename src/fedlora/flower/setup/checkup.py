@@ -20,7 +20,7 @@ from fedlora.adapters.reader import AdapterFile
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import begun
-from fedlora.flower.rounds.lines import size_of
+from fedlora.flower.rounds.log_lines import size_of
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.serving.connection import check_ports, connection

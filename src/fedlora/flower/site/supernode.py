@@ -123,7 +123,7 @@ def round_of(group: str) -> str:
     """The round in the server's name for a message's group: RUN-ROUND-ATTEMPT, or RUN-ROUND-measure-PART.
 
     Example:
-        >>> round_of("fed-4f21c0-3-0"), round_of("fed-4f21c0-3-measure-test")
+        >>> round_of("fed-4f21c0-3-1"), round_of("fed-4f21c0-3-measure-test")
         ('3', '3')
     """
     found = re.search(r"-(\d+)-(?:\d+|measure-\w+)$", group)

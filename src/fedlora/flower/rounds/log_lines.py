@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedlora.core.echo import shown
-from fedlora.flower.rounds.events import Again, Awaited, Began, Done, Ended, Event, Fated, PolicyChanged
+from fedlora.flower.rounds.events import AttemptFailed, Awaited, Began, Done, Ended, Event, Fated, PolicyChanged
 from fedlora.flower.rounds.progress import fates_of, spent_of
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.server.judged import told
@@ -35,7 +35,7 @@ def lines_of(event: Event, rounds: int | None = None) -> list[str]:
         return [
             f"round {event.round}: no answer for {event.seconds:.0f} s: {who} ({event.doing}); waited for {left} more"
         ]
-    if isinstance(event, Again):
+    if isinstance(event, AttemptFailed):
         return [f"round {event.round}, attempt {event.attempt}, did not count: {event.why}"]
     if isinstance(event, PolicyChanged):
         return [f"from round {event.round} on: {change}" for change in _changes(event)]
@@ -46,10 +46,10 @@ def lines_of(event: Event, rounds: int | None = None) -> list[str]:
     return []
 
 
-def round_line(line: Mapping[str, Any], number: int, rounds: int | None) -> str:
+def round_line(line: Mapping[str, Any], round: int, rounds: int | None) -> str:
     """A finished round on one line: everyone by name, with its loss if it trained and its fate otherwise."""
     loss, seconds = line.get("loss"), line.get("seconds")
-    head = f"round {number}" + (f" of {rounds}" if rounds else "")
+    head = f"round {round}" + (f" of {rounds}" if rounds else "")
     if (spent := spent_of(line)) is not None:
         return f"{head}  epsilon {epsilon_up(spent[0])} of {epsilon_up(spent[1])}{_score(line)}"
     head += f"  loss {_number(loss, 3)}" if loss is not None else "  no loss"
@@ -126,11 +126,7 @@ def measurement_lines(line: Mapping[str, Any], when: str) -> list[str]:
             f"{when}: the scores of {', '.join(unknown)} do not count: scores count for as many examples as their site "
             f"trained on, and these sites have not trained in a round that counted"
         )
-    found += [
-        f"{when}: {shown(name)}: its scores count for {100 * share['counted']:.0f}% of the mean; by its examples it "
-        f"would be {100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
-        for name, share in (line.get("site_capped") or {}).items()
-    ]
+    found += _bounded(when, line.get("site_capped") or {}, "its scores count")
     fates = fates_of(line)
     silent = {k: why for k, why in (line.get("site_unmeasured") or {}).items() if fates.get(k) in _UNEXPLAINED}
     return found + [f"{when}: {shown(name)}: not measured: {why}" for name, why in silent.items()]
@@ -138,11 +134,7 @@ def measurement_lines(line: Mapping[str, Any], when: str) -> list[str]:
 
 def _beside(event: Done) -> list[str]:
     """Further notes on a round: a robust rule's effect, capped shares, updates far larger than the others'."""
-    found = [
-        f"round {event.round}: {name}: counts for {100 * share['counted']:.0f}% of the mean; by its examples it would "
-        f"be {100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
-        for name, share in (event.line.get("capped") or {}).items()
-    ]
+    found = _bounded(f"round {event.round}", event.line.get("capped") or {}, "its update counts")
     if (defence := event.line.get("defence")) and (said := told(defence)):
         found.append(f"round {event.round}: {said}")
         found += [f"round {event.round}: {k}: {one['why']}" for k, one in defence["clients"].items() if one["why"]]
@@ -157,6 +149,15 @@ def _beside(event: Done) -> list[str]:
             f"{', '.join(list(alike)[:3])}{', ...' if len(alike) > 3 else ''}"
         )
     return found
+
+
+def _bounded(when: str, shares: Mapping[str, Any], what: str) -> list[str]:
+    """A line for each site whose share was reduced."""
+    return [
+        f"{when}: {shown(name)}: {what} for {100 * share['counted']:.0f}% of the mean; by its examples it would be "
+        f"{100 * share['claimed']:.0f}% (policy.toml bounds the share of one site)"
+        for name, share in shares.items()
+    ]
 
 
 def log_to_stdout() -> None:
@@ -190,6 +191,3 @@ def _number(value: float, digits: int) -> str:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-__all__ = ["lines_of", "log_to_stdout", "measurement_lines", "nodes_line", "round_line", "size_of", "time_of"]
