@@ -130,7 +130,7 @@ def test_the_command_of_a_supernode(tmp_path: Path) -> None:
     from flwr.common.config import parse_config_args
 
     site = SiteFolder(tmp_path / "a site's folder, with blanks")
-    command = supernode_command(site, "fl.example.org:443", site.key)
+    command = supernode_command(site, "fl.example.org:443")
     assert command[:3] == [sys.executable, "-m", "fedlora.flower.site.supernode"]
     config = command[command.index("--node-config") + 1]
     assert parse_config_args([config]) == {"site": str(site.site)}

@@ -15,8 +15,8 @@ pytest.importorskip("flwr")
 
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site import site_checks, site_folder
-from fedlora.flower.site.reach import Found, private_key
+from fedlora.flower.site import site_checks
+from fedlora.flower.site.reach import private_key
 from fedlora.flower.terms.agreement import versions_here
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.settings import FederationSettings
@@ -165,32 +165,18 @@ def test_options_that_are_missing_or_contradict(
     assert "not empty: it has sub" in made().err
 
 
-def test_a_key_is_rotated_and_the_old_one_works_until_the_server_has_the_new(
-    place: Place, made: Callable[..., Said], main: Callable[..., Said]
-) -> None:
+def test_a_key_is_rotated_with_its_request(place: Place, made: Callable[..., Said], main: Callable[..., Said]) -> None:
     assert made().code == 0
     here, old = place.site, Request.read(place.site.request)
     before = here.key.read_bytes()
     said = main("flower", "site", here.path, "--rotate")
     assert said.code == 0, said.err
     new = Request.read(here.request)
-    assert new.fingerprint != old.fingerprint and new.fingerprint in said.out
-    assert here.key.read_bytes() == before and here.next_key.stat().st_mode & 0o777 == 0o600
-    assert "not in use yet" in main("flower", "site", here.path, "--rotate").err
-    known = {before: "not admitted"}  # the server has heard of neither, then of the new one
-
-    def look(key: Path) -> Found:
-        return Found(known.get(key.read_bytes(), "not admitted"), "")  # type: ignore[arg-type]
-
-    assert site_folder.asked(here, look)[0].fate == "not admitted"
-    known[before] = "admitted"
-    assert site_folder.asked(here, look)[1] == here.key
-    known = {(later := here.next_key.read_bytes()): "admitted"}
-    found, key = site_folder.asked(here, look)  # what a node does, which can write none of them
-    assert (found.fate, key) == ("admitted", here.next_key) and here.key.read_bytes() == before
-    assert site_folder.rotate_key(here.path, {}, look) is None
-    assert here.key.read_bytes() == later and not here.next_key.exists()
+    assert new.fingerprint != old.fingerprint and new.fingerprint in said.out and "--rotate" in said.out
+    assert here.key.read_bytes() != before and here.key.stat().st_mode & 0o777 == 0o600
     assert here.public_key.read_text().strip() == new.public
+    rows = {what: sound for what, _, sound in site_checks.checked_files(here)[0]}
+    assert rows["key"] is True and not here.key.with_name("key.new").exists()
 
 
 def test_a_new_join_file_is_taken_and_key_and_data_stay(

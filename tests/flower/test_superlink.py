@@ -220,28 +220,15 @@ def test_one_that_will_not_end_is_killed(tmp_path: Path) -> None:
     assert again.poll() is not None
 
 
-def test_the_database_gives_room_back_and_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of it deleted: the file shrinks by about that, and what is left is all there."""
+def test_the_database_is_private(tmp_path: Path) -> None:
     path = tmp_path / "superlink.db"
-    assert database.shrink(path) == 0 and database.size(path) == 0
-    with sqlite3.connect(path) as made:
-        made.execute("PRAGMA journal_mode = WAL")
-        made.execute("CREATE TABLE objects (name TEXT, content BLOB)")
-        made.executemany("INSERT INTO objects VALUES (?, ?)", [(str(k), os.urandom(100_000)) for k in range(40)])
-        made.execute("DELETE FROM objects WHERE CAST(name AS INT) >= 20")
-    made.close()
-    path.chmod(0o644)
-    assert database.shrink(path) == 0  # not worth it
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    before = database.size(path)
-    monkeypatch.setattr(database, "_WORTH", 1_000_000)
-    gained = database.shrink(path)
-    assert 1_900_000 < gained == before - database.size(path)
-    with sqlite3.connect(path) as found:
-        assert found.execute("SELECT count(*), min(length(content)) FROM objects").fetchone() == (20, 100_000)
-    found.close()
-    path.write_bytes(b"no database" * 100)
-    assert database.shrink(path) == 0
+    assert database.size(path) == 0
+    for place in (path, path.with_name("superlink.db-wal")):
+        place.write_bytes(b"payload")
+        place.chmod(0o644)
+    database.private(path)
+    assert database.size(path) == 14
+    assert {stat.S_IMODE(place.stat().st_mode) for place in tmp_path.iterdir()} == {0o600}
 
 
 def test_a_key_can_come_back(tmp_path: Path) -> None:

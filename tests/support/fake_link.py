@@ -75,6 +75,7 @@ class FakeLink:
     def __init__(self, home: Path, *scripts: list[Turn]) -> None:
         self.home, self.log, self.scripts = home, home / "superlink.log", list(scripts)
         self.done: list[str] = []
+        self.keys = set[str]()
         self.online = list(CLIENTS)
         self.comes: Callable[[], None] = lambda: None
         self.code: int | None = None
@@ -111,7 +112,8 @@ class FakeLink:
 
     def keep_keys(self, keys: Mapping[str, Path]) -> list[str]:
         self.done.append("keys " + ",".join(keys))
-        return []
+        new, self.keys = sorted(keys.keys() - self.keys), set(keys)
+        return [f"{name}: its key is admitted" for name in new if len(self.done) > 2]
 
     def run(self) -> int:
         assert self.scripts, "no more runs were expected"

@@ -76,7 +76,6 @@ class SiteFolder:
     join = _place("join.toml", "The server's file, as it came.")
     key = _place("key", "Its private key. It never leaves.")
     public_key = _place("key.pub", "The other half.")
-    next_key = _place("key.new", "Of a rotation: it takes the other one's place once the server has admitted it.")
     ca = _place("ca.crt", "Who may vouch for the server.")
     request = _place("request.toml", "What goes to the server, to be admitted.")
     state = _place("state", "All that its processes may write: what stays here between rounds, logs, sockets.")

@@ -176,21 +176,14 @@ class SuperLink:
                 self._ask("UnregisterNode", "UnregisterNodeRequest", node_id=node.id)
                 gone.add(node.name)
         for name in wanted.keys() - there:
-            self._register(name, wanted[name])
+            database.forget_unregistered(self.folder.database, wanted[name])
+            self._ask("RegisterNode", "RegisterNodeRequest", public_key=wanted[name], name=name)
         done = {name: f"{name}: its key is no longer admitted" for name in gone - wanted.keys()}
         done |= {name: f"{name}: an older key is no longer admitted" for name in gone & there}
         done |= {
             name: f"{name}: {'another' if name in gone else 'its'} key is admitted" for name in wanted.keys() - there
         }
         return [done[name] for name in sorted(done)]
-
-    def _register(self, name: str, key: bytes) -> None:
-        database.forget_unregistered(self.folder.database, key)
-        try:
-            self._ask("RegisterNode", "RegisterNodeRequest", public_key=key, name=name)
-        except SuperLinkError:  # `admit` and `serve` may do it at the same moment: the second finds it done
-            if not any(node.name == name and node.key == key for node in self.nodes()):
-                raise
 
     def run(self, app: bytes | None = None) -> int:
         """Start a run of the federation's Flower app, which continues after the last checkpoint; returns its id.

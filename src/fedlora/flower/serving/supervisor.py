@@ -85,7 +85,6 @@ class Supervisor:
         self.stop, self._on_up, self._also = stop or threading.Event(), on_up, also
         check_ports(self.folder)
         self.telling = Telling(self.folder, say, pace.remind, seen)
-        self._admitted = set[str]()
         self._keys_at, self._read = 0, link.log.stat().st_size if link.log.is_file() else 0
 
     def serve(self) -> Standing:
@@ -119,11 +118,8 @@ class Supervisor:
         if left := self.link.left():
             self._say(f"stopped {counted(len(left), 'process', 'processes')} that an earlier run left")
             children.end_all(left)
-        gained = database.shrink(self.folder.database)
         self.telling.events(quietly=True)
         now = self.telling.standing()
-        if gained > 10_000_000 and now.privacy is None:
-            self._say(f"the SuperLink's database gave {size_of(gained)} back")
         self._say(
             f"{now.name}: {counted(len(now.clients), 'site')}, {counted(now.rounds, 'round')}, {now.done} of them done"
         )
@@ -167,11 +163,9 @@ class Supervisor:
         places = [place for place in (self.folder.path / "keys", *keys.values()) if place.exists()]
         newest = max((place.stat().st_mtime_ns for place in places), default=0)
         if always or newest != self._keys_at:
-            told = self.link.keep_keys(keys)
-            new = [] if always else sorted(keys.keys() - self._admitted)  # also those that `admit` registered itself
-            for line in dict.fromkeys([*told, *(f"{name}: its key is admitted" for name in new)]):
+            for line in self.link.keep_keys(keys):
                 self._say(line)
-            self._keys_at, self._admitted = newest, set(keys)
+            self._keys_at = newest
 
     def _wait_for_nodes(self) -> None:
         """Wait until as many sites are online as a round needs."""

@@ -13,7 +13,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NoReturn
 
 from fedlora.flower import children
@@ -69,12 +68,12 @@ def held(site: SiteFolder) -> Iterator[int]:
         yield descriptor
 
 
-def supernode_command(site: SiteFolder, address: str, key: Path) -> list[str]:
-    """The command that starts this site's SuperNode with that key; its own API gets a free port on loopback."""
+def supernode_command(site: SiteFolder, address: str) -> list[str]:
+    """The command that starts this site's SuperNode; its own API gets a free port on loopback."""
     command = [sys.executable, "-m", "fedlora.flower.site.supernode", "--superlink", address, "--host", "127.0.0.1"]
     command += ["--port", str(free_port()), "--node-config", f"site={json.dumps(str(site.site))}"]
     command += ["--max-wait-time", str(GONE)]
-    return [*command, "--root-certificates", str(site.ca), "--auth-supernode-private-key", str(key)]
+    return [*command, "--root-certificates", str(site.ca), "--auth-supernode-private-key", str(site.key)]
 
 
 def free_port() -> int:

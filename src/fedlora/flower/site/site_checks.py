@@ -18,7 +18,6 @@ from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.reach import Server, clock_note, look, private_key
-from fedlora.flower.site.site_folder import asked
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts, check
 from fedlora.flower.terms.joining import JoinFile, Request
@@ -56,7 +55,7 @@ def before_start(here: SiteFolder) -> tuple[list[str], list[str]]:
     wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
     worth = ("nothing of", ": little")
     told = [f"{what}: {found}" for what, found, _ in rows
-            if what in ("versions", "new key", "privacy") or any(words in found for words in worth)]  # fmt: skip
+            if what in ("versions", "privacy") or any(words in found for words in worth)]  # fmt: skip
     return wrong, told
 
 
@@ -79,8 +78,6 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
     rows.append(app_row(join, site.app))
     if site.command is not None:
         rows.append(_program(site.command))
-    if here.next_key.exists():
-        rows.append(("new key", "waits for the server: fedlora flower admit FED request.toml --rotate there", True))
     free = shutil.disk_usage(here.path).free
     rows.append(("disk", f"{free / 1e9:.2f} GB free" + ("" if free > _LITTLE else ": little"), free > _LITTLE / 10))
     return rows, (join, site)
@@ -205,7 +202,7 @@ def _base(settings: FederationSettings, join: JoinFile, site: Site, cache: Path 
 
 def checked_server(join: JoinFile, here: SiteFolder) -> list[Row]:
     """Whether the server is there, lets this site in, and has the same time."""
-    found, _ = asked(here, lambda key: look(server_of(join, here), key))
+    found = look(server_of(join, here), here.key)
     sound = None if found.fate == "not admitted" else found.fate == "admitted"
     rows: list[Row] = [("server", found.why, sound)]
     if found.ahead is not None:
@@ -231,7 +228,7 @@ def _key(here: SiteFolder) -> Row:
     if not here.request.exists():  # it was sent, and is no longer needed
         return ("key", fingerprint, True)
     try:
-        same = Request.read(here.request).fingerprint == fingerprint or here.next_key.exists()
+        same = Request.read(here.request).fingerprint == fingerprint
     except FedLoRAError as error:
         return ("request", str(error), False)
     return ("key", fingerprint + ("" if same else "; request.toml is of another key"), same)
