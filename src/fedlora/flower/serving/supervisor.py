@@ -29,7 +29,7 @@ from fedlora.flower.serving.connection import check_ports
 from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
-from fedlora.flower.serving.telling import Say, Seen, Telling
+from fedlora.flower.serving.telling import Say, Telling
 from fedlora.flower.terms.privacy import promise
 
 
@@ -61,7 +61,6 @@ class Supervisor:
 
     Args:
         say: gets each line. stop: set it, from a signal's handler or another thread, and `serve` ends in order.
-        seen: called with progress, nodes and standing after each check, for metrics.
         on_up: called when the SuperLink is up. also: called about once a second; an exception from it ends everything.
             A trial uses both to start and watch its nodes.
 
@@ -77,14 +76,13 @@ class Supervisor:
         *,
         stop: threading.Event | None = None,
         pace: Pace = Pace(),
-        seen: Seen = lambda progress, nodes, standing: None,
         on_up: Callable[[], None] = lambda: None,
         also: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.link, self._say, self._pace = FederationFolder(home.resolve()), link, say, pace
         self.stop, self._on_up, self._also = stop or threading.Event(), on_up, also
         check_ports(self.folder)
-        self.telling = Telling(self.folder, say, pace.remind, seen)
+        self.telling = Telling(self.folder, say, pace.remind)
         self._keys_at, self._read = 0, link.log.stat().st_size if link.log.is_file() else 0
 
     def serve(self) -> Standing:
