@@ -15,7 +15,6 @@ from fedlora.core.folders import replacing_folder
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.connection import LOOPBACK
-from fedlora.flower.setup import containers
 from fedlora.flower.setup.policy_file import Rank, policy_text
 from fedlora.flower.setup.proxy import nginx_configuration
 from fedlora.flower.setup.start import Start
@@ -39,7 +38,7 @@ def write_federation(building: Path, home: Path, made: Federation) -> None:
     """Write all files except a trial's sites, into the empty folder `building`, which will be moved to `home`.
 
     Raises:
-        ConfigError: a path that a container or the proxy's configuration cannot name.
+        ConfigError: a path that the proxy's configuration cannot name.
     """
     building.chmod(0o700)
     there = FederationFolder(building)
@@ -59,13 +58,13 @@ def write_federation(building: Path, home: Path, made: Federation) -> None:
 
 
 def write_derived(building: Path, home: Path, made: Federation, authority: FederationFolder) -> None:
-    """Write the files that follow from the others: proxy, containers, join files.
+    """Write the files that follow from the others: proxy, join files.
 
     Args:
         building: an empty folder. home: their later place. authority: the folder with the certificates for sites.
 
     Raises:
-        ConfigError: a path that a container or the proxy's configuration cannot name.
+        ConfigError: a path that the proxy's configuration cannot name.
     """
     there, network = FederationFolder(building), made.settings.network
     if network.name is not None:
@@ -77,7 +76,6 @@ def write_derived(building: Path, home: Path, made: Federation, authority: Feder
             superlink_port=network.superlink_port,
         )  # fmt: skip
         there.proxy.write_text(proxy, encoding="utf-8")
-        containers.write_containers(building / "docker", home, made.settings, list(made.clients))
     (building / "join").mkdir(mode=0o700)
     facts = server_facts(made.settings, made.agreement, made.start.adapter.modules).table()
     for name, rank in made.clients.items():
