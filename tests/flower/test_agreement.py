@@ -231,10 +231,10 @@ V = {"protocol": PROTOCOL, "fedlora": "0.1.0", "torch": "2.12.0+cpu", "transform
         ({"fedlora": "1.1.0"}, r"fedlora is 0\.1\.0.*1\.1\.0", ""),
         (
             {"protocol": "fedlora/2"},
-            r"fedlora/5' and acme 'fedlora/2'; acme .*older.* upgrade fedlora there",
+            r"fedlora/5' and acme 'fedlora/2': install one version",
             "",
         ),
-        ({"protocol": "fedlora/10"}, "the server .*older", ""),
+        ({"protocol": "fedlora/10"}, "fedlora/10", ""),
         ({"torch": None}, "", ""),
     ],
 )
@@ -304,9 +304,3 @@ def test_a_request_that_leaves_a_fact_out_is_not_admitted(model: Path, fact: str
         for agreement in (known, Agreement()):
             with pytest.raises(Disagreement, match=rf"does not say its .*{fact.replace('_', ' ')}"):
                 admitted(settings(), agreement, "acme", Facts.from_table(table))
-
-
-def test_what_a_stranger_calls_a_digest_is_printed_harmlessly() -> None:
-    one, other = Facts(base="a" * 64, tokenizer="b"), Facts(base="\x1b[2J\x07", tokenizer="\x1b]0;x\x07")
-    said = differences(one, other, "acme")
-    assert len(said) == 2 and all(line.isprintable() for line in said)
