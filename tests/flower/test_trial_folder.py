@@ -15,7 +15,7 @@ from fedlora.data import TextData
 from fedlora.errors import ConfigError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.serving.connection import check_ports
+from fedlora.flower.serving.connection import check_derived
 from fedlora.flower.serving.supervisor import Supervisor
 from fedlora.flower.serving.trial import Trial, TrialFailed
 from fedlora.flower.setup.init_steps import trial
@@ -164,7 +164,7 @@ def test_an_edited_port_is_refused_and_not_ignored(tmp_path: Path) -> None:
     trial(tmp_path / "f", load_config(config(tmp_path, 'train = "all.jsonl"\ntext = "words"'), []), 18080)
     fed = FederationFolder(tmp_path / "f")
     Trial(fed.path)
-    check_ports(fed)
+    check_derived(fed)
     text = fed.settings.read_text()
     assert "superlink_port = 18080" in text
     fed.settings.write_text(text.replace("superlink_port = 18080", "superlink_port = 28431"))

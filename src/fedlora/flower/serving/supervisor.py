@@ -25,7 +25,7 @@ from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.rounds.lines import nodes_line, size_of
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving import database
-from fedlora.flower.serving.connection import check_ports
+from fedlora.flower.serving.connection import check_derived
 from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
@@ -81,7 +81,7 @@ class Supervisor:
     ) -> None:
         self.folder, self.link, self._say, self._pace = FederationFolder(home.resolve()), link, say, pace
         self.stop, self._on_up, self._also = stop or threading.Event(), on_up, also
-        check_ports(self.folder)
+        check_derived(self.folder)
         self.telling = Telling(self.folder, say, pace.remind)
         self._keys_at, self._read = 0, link.log.stat().st_size if link.log.is_file() else 0
 

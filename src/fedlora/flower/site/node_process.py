@@ -18,7 +18,7 @@ from typing import NoReturn
 from fedlora.flower import children
 from fedlora.flower.ownership import locked
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.reach import NOTICED, Found, clock_note
+from fedlora.flower.site.reach import Found
 
 PAUSES = (2.0, 4.0, 8.0, 15.0, 30.0)  # seconds between tries; the last one repeats
 AGAIN = 600.0  # seconds after which a lasting problem is reported again
@@ -41,8 +41,6 @@ def wait_until_admitted(
             say(f"still waiting, since {(now - since) / 60:.0f} minutes: {found.why}")
         time.sleep(pauses[min(tries, len(pauses) - 1)])
         tries += 1
-    if found.ahead is not None and abs(found.ahead) > NOTICED:
-        say(f"it is let in; this machine's clock is {clock_note(found.ahead)}.")
 
 
 def become_supernode(command: list[str], site: SiteFolder, lock: int) -> NoReturn:

@@ -17,7 +17,7 @@ from fedlora.data.splits import Parts
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.reach import Server, clock_note, look, private_key
+from fedlora.flower.site.reach import Server, look, private_key
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts, check
 from fedlora.flower.terms.joining import JoinFile, Request
@@ -204,11 +204,7 @@ def checked_server(join: JoinFile, here: SiteFolder) -> list[Row]:
     """Whether the server is there, lets this site in, and has the same time."""
     found = look(server_of(join, here), here.key)
     sound = None if found.fate == "not admitted" else found.fate == "admitted"
-    rows: list[Row] = [("server", found.why, sound)]
-    if found.ahead is not None:
-        off = found.fate == "clock"
-        rows.append(("clock", found.why if off else clock_note(found.ahead), not off))
-    return rows
+    return [("server", found.why, sound)]
 
 
 def server_of(join: JoinFile, here: SiteFolder) -> Server:
