@@ -9,8 +9,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -21,7 +19,7 @@ from fedlora.flower.places import SiteFolder
 from fedlora.flower.site import node_process
 from fedlora.flower.site.node_process import GONE, held, supernode_command, wait_until_admitted
 from fedlora.flower.site.reach import Found
-from fedlora.flower.site.supernode import round_of, telling
+from fedlora.flower.site.supernode import telling
 
 ADMITTED = Found("admitted", "fl:443 answers and knows this site's key.")
 
@@ -137,19 +135,9 @@ def test_the_command_of_a_supernode(tmp_path: Path) -> None:
     assert "--insecure" not in command and command[command.index("--max-wait-time") + 1] == str(GONE)
 
 
-def test_what_comes_is_said_by_its_round(capfd: pytest.CaptureFixture[str]) -> None:
-    """That it is online once, at Flower's first pull; each message by the round that the server's group names."""
-    came: list[Any] = [None]
-    for kind, group in (("train", "fed-1-3-0"), ("evaluate", "fed-1-3-measure-validation"), ("train", "\x1b[2Jodd")):
-        came.append((SimpleNamespace(metadata=SimpleNamespace(message_type=kind, group_id=group)), None))
-    pull = telling(lambda *, receive: 5 if receive() else None, threading.Event())
-    assert [pull(receive=lambda: came.pop(0)) for _ in list(came)] == [None, 5, 5, 5]
-    said = capfd.readouterr().err.splitlines()
-    assert said[:3] == ["admitted: online, waiting for work.", "round 3: work has come.", "round 3: asked to measure."]
-    assert len(said) == 4 and said[3].isprintable() and "odd" in said[3]
-
-
-def test_the_round_of_a_message_is_that_of_the_servers_group() -> None:
-    """`Attempt.group` and `SiteEvaluation` make these names."""
-    groups = ["fed-4f21c0-12-1", "fed-4f21c0-12-measure-validation", "odd"]
-    assert [round_of(group) for group in groups] == ["12", "12", "odd"]
+def test_that_it_is_online_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """At Flower's first pull."""
+    came = [None, 5, 6]
+    pull = telling(lambda *, receive: receive(), threading.Event())
+    assert [pull(receive=lambda: came.pop(0)) for _ in list(came)] == [None, 5, 6]
+    assert capfd.readouterr().err == "admitted: online, waiting for work.\n"

@@ -136,7 +136,7 @@ def test_an_example_longer_than_the_model_reads_is_refused_before_anything_is_ma
 def test_another_base_model_or_version_than_the_servers_is_refused_before_anything_is_made(
     place: Place, made: Callable[..., Said]
 ) -> None:
-    """One byte of one weight; another major version of a library, another minor one is told."""
+    """One byte of one weight; another version of fedlora; another minor one of torch is none."""
     place.facts = {"base": base_digest(place.base), "versions": versions_here()}
     weights = place.base / "model.safetensors"
     good = weights.read_bytes()
@@ -150,7 +150,7 @@ def test_another_base_model_or_version_than_the_servers_is_refused_before_anythi
     assert said.code == 2 and "fedlora is 9.9.0" in said.err and not place.site.path.exists()
     place.facts["versions"] = {**versions_here(), "torch": "2.0.0"}
     said = made()
-    assert said.code == 0 and "as the server's" in said.out and "torch is 2.0.0" in said.out
+    assert said.code == 0 and "as the server's" in said.out
     assert Request.read(place.site.request).facts["base"] == place.facts["base"]
     assert place.site.base_cache.is_file()
 

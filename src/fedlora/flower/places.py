@@ -24,7 +24,7 @@ class FederationFolder:
 
     settings = _place("federation.toml", "What is agreed on; and, for the server alone, its network and data.")
     policy = _place("policy.toml", "Who may take part, at which rank and with which weight.")
-    agreement = _place("agreement.json", "What is known of the base model that all have, and from whom.")
+    agreement = _place("agreement.json", "What is known of the base model that all have.")
     start = _place("start", "The common start, a PEFT directory.")
     flower_home = _place("state/flwr", "$FLWR_HOME of the processes that are started here.")
     certificates = _place("certs", "Of the SuperLink, on loopback: ca.crt, server.crt, server.key.")

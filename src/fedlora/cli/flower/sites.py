@@ -61,8 +61,6 @@ def admit(
             _say(f"{done.site}: rank {_rank(done.before)} before, {_rank(done.rank)} from the next round on.")
     if done.learned:
         _say(f"The server took {', '.join(done.learned)} of the base model from it: all other sites must match.")
-    for line in done.told:
-        _say(f"note: {line}")
     _say("A running server lets it in within seconds.")
 
 

@@ -66,7 +66,7 @@ def finish(
     for remark in remarks(judged, strategy.policy.clients) if judged is not None else ():
         log.warning("%s", remark)
     results = Results(
-        settings, strategy.policy, server, begun.spec, begun.at_server, begun.agreement.facts.base, _examples(home),
+        settings, strategy.policy, server, begun.spec, begun.at_server, begun.known.base, _examples(home),
         judged, None if private is None else private.spent(state.round), begun.history.told(),
     )  # fmt: skip
     tested = _tested(begun, strategy, chosen)

@@ -32,7 +32,7 @@ from fedlora.flower.setup.project import join_file
 from fedlora.flower.setup.start import check_ranks
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts
-from fedlora.flower.terms.facts import Agreement, admitted, server_facts
+from fedlora.flower.terms.facts import admitted, agreed, server_facts, write_agreed
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.names import check_site, checked_rank
 from fedlora.flower.terms.policy import Policy
@@ -43,7 +43,7 @@ from fedlora.flower.terms.settings import FederationSettings
 class Admitted:
     """The change. rank: the site's current one. before: its previous rank, None for a new site. old_key: the
     fingerprint of its previous key, if that changed. known: everything was there already. learned: facts that nobody
-    had known. told: permitted differences."""
+    had known."""
 
     site: str
     fingerprint: str
@@ -52,7 +52,6 @@ class Admitted:
     old_key: str | None
     known: bool
     learned: tuple[str, ...]
-    told: tuple[str, ...]
 
 
 def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = False) -> Admitted:
@@ -78,19 +77,17 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         now = _rank(there, name, before, rank, list(policy.clients))
         _check_ranks(there, {name: now})
         old = _old_key(there, asked, rotate)
-        agreement, learned, told = admitted(
-            settings, Agreement.read(there.agreement), name, Facts.requested(asked.facts)
-        )
+        model, learned = admitted(settings, agreed(there.agreement), name, Facts.requested(asked.facts))
         known = there.key(name).is_file() and old is None and now == before and not learned
         if old is not None:
             _retire(there, name, "rotated", [there.key(name)], copy=True)
         files.write(there.request(name), request.read_bytes())
         files.write(there.key(name), f"{asked.public}\n")
         if learned:
-            agreement.write(there.agreement)
+            write_agreed(there.agreement, model)
         if now != before:
             files.write(there.policy, with_client(there.policy.read_text(encoding="utf-8"), name, now))
-    return Admitted(name, asked.fingerprint, now, before, old, known, learned, told)
+    return Admitted(name, asked.fingerprint, now, before, old, known, learned)
 
 
 def _check_member(settings: FederationSettings, name: str) -> None:
@@ -119,7 +116,7 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
                 f"{name!r} already takes part, with rank {known}: --new {name} writes its join file again. For "
                 f"another rank, admit its request again with --rank {rank}."
             )
-        facts = server_facts(settings, Agreement.read(there.agreement))
+        facts = server_facts(settings, agreed(there.agreement))
         made = join_file(there, settings, name, known if known is not None else rank or 1, facts.table())
         files.write(there.join(name), made.text())
         return there.join(name)

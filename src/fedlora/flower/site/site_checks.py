@@ -55,7 +55,7 @@ def before_start(here: SiteFolder) -> tuple[list[str], list[str]]:
     wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
     worth = ("nothing of", ": little")
     told = [f"{what}: {found}" for what, found, _ in rows
-            if what in ("versions", "privacy") or any(words in found for words in worth)]  # fmt: skip
+            if what == "privacy" or any(words in found for words in worth)]  # fmt: skip
     return wrong, told
 
 
@@ -191,13 +191,11 @@ def _base(settings: FederationSettings, join: JoinFile, site: Site, cache: Path 
     try:
         facts = model_facts(site.model, settings, cache)
         server = Facts.from_table(join.facts)
-        told = check(server, facts, f"site {site.name!r}", whole=False)
+        check(server, facts, f"site {site.name!r}", whole=False)
     except FedLoRAError as error:
         return [("base model", str(error), False)], Facts()
     same = "as the server's" if server.base else "and the server knows none of it yet"
-    rows: list[Row] = [("base model", f"{site.model}: {facts.base[:12]}, {same}", True)]
-    rows += [("versions", line, True) for line in told]
-    return rows, facts
+    return [("base model", f"{site.model}: {facts.base[:12]}, {same}", True)], facts
 
 
 def checked_server(join: JoinFile, here: SiteFolder) -> list[Row]:

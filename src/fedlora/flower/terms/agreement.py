@@ -25,7 +25,7 @@ PROTOCOL = "fedlora/5"  # of the messages; both sides refuse another one by name
 
 ASKED = ("base", "tokenizer", "labels", "scaling", "max_length")  # known to every site before it trains
 _MUST_MEET = ("protocol", "fedlora")
-_WATCHED = ("torch", "transformers", "peft")  # another major version is refused, another minor one reported
+_WATCHED = ("torch", "transformers", "peft")  # another major version is refused
 
 
 Digest = Annotated[StrictStr, Field(pattern=r"^([0-9a-f]{64})?$")]  # a SHA-256, or "" for unknown
@@ -206,31 +206,27 @@ def _targets(server: Sequence[str], site: Sequence[str], name: str) -> str:
     )
 
 
-def versions_meet(
-    server: Mapping[str, str], site: Mapping[str, str], name: str = "this site"
-) -> tuple[list[str], list[str]]:
-    """Why two sets of versions may not work together, and their permitted differences, in sentences. The protocol and
-    fedlora's major.minor must be equal; for torch, transformers and peft the major version.
+def versions_apart(server: Mapping[str, str], site: Mapping[str, str], name: str = "this site") -> list[str]:
+    """Why two sets of versions do not work together, in sentences. The protocol and fedlora's major.minor must be
+    equal; for torch, transformers and peft the major version.
 
     Example:
-        >>> versions_meet({"fedlora": "0.1.0", "torch": "2.12.0"}, {"fedlora": "0.1.4", "torch": "2.13.1"})[1]
-        ['torch is 2.12.0 at the server and 2.13.1 at this site: results may differ in their last digits']
+        >>> versions_apart({"fedlora": "0.1.0", "torch": "2.12.0"}, {"fedlora": "0.1.4", "torch": "2.13.1"})
+        []
     """
-    refused, told = [], []
+    refused = []
     if (a := server.get("protocol")) and (b := site.get("protocol")) and a != b:
         refused.append(f"the server speaks {quoted(a, 30)} and {name} {quoted(b, 30)}: install one version of fedlora")
     for package in ("fedlora", *_WATCHED):
         a, b = server.get(package), site.get(package)
-        if not a or not b or a == b:
-            continue
-        both = f"{package} is {shown(a, 30)} at the server and {shown(b, 30)} at {name}"
         parts = 2 if package == "fedlora" else 1
-        if _number_of(a)[:parts] != _number_of(b)[:parts]:
+        if a and b and _number_of(a)[:parts] != _number_of(b)[:parts]:
             wanted = f"pip install '{package}=={'.'.join(map(str, _number_of(a)[:2]))}.*'"
-            refused.append(f"{both}, and these do not work together: install the server's at {name} ({wanted})")
-        elif package != "fedlora" and _number_of(a)[:2] != _number_of(b)[:2]:
-            told.append(f"{both}: results may differ in their last digits")
-    return refused, told
+            refused.append(
+                f"{package} is {shown(a, 30)} at the server and {shown(b, 30)} at {name}, and these do not work "
+                f"together: install the server's at {name} ({wanted})"
+            )
+    return refused
 
 
 def _number_of(text: str) -> tuple[int, ...]:
@@ -249,16 +245,17 @@ def versions_here() -> dict[str, str]:
     return {"protocol": PROTOCOL, "fedlora": __version__} | {name: at for name, at in found.items() if at is not None}
 
 
-def check(server: Facts, site: Facts, name: str = "this site", *, whole: bool = True) -> tuple[str, ...]:
-    """The differences worth a line. Raises `Disagreement` if the two may not work together."""
-    refused, told = versions_meet(server.versions, site.versions, name)
-    wrong = [*refused, *differences(server, site, name, whole=whole)]
+def check(server: Facts, site: Facts, name: str = "this site", *, whole: bool = True) -> None:
+    """Raises `Disagreement` if the two may not work together."""
+    wrong = [
+        *versions_apart(server.versions, site.versions, name),
+        *differences(server, site, name, whole=whole),
+    ]
     if wrong:
         raise Disagreement("; ".join(wrong) + ".")
-    return tuple(told)
 
 
 __all__ = [
-    "ASKED", "PROTOCOL", "Disagreement", "Facts", "check", "differences", "unsaid", "versions_here",
-    "versions_meet",
+    "ASKED", "PROTOCOL", "Disagreement", "Facts", "check", "differences", "unsaid", "versions_apart",
+    "versions_here",
 ]  # fmt: skip
