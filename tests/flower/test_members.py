@@ -212,7 +212,7 @@ def test_requests_of_others_are_refused_and_change_nothing(fed: FederationFolder
         (request(federation="fed-other"), "is for the federation 'fed-other'"),
         (request(site="eve"), "the site 'eve'"),
         (request(site="ACME"), "as 'acme'"),
-        (fed.join("acme"), "the server's join file"),
+        (fed.join("acme"), "fedlora-request/1"),
         (asked(fed, "acme", tmp_path, base="00" * 32), "the server's base model"),
         (asked(fed, "acme", tmp_path, labels=["no", "maybe", "yes"]), "classes"),
         (asked(fed, "acme", tmp_path, versions={"protocol": "fedlora/2"}), "fedlora/2"),

@@ -205,8 +205,7 @@ def test_the_checks_name_each_fault_of_a_folder(place: Place, made: Callable[...
     assert all(sound for _, _, sound in site_checks.checked_files(here)[0])
     faults: list[tuple[Callable[[], object], str, str]] = [
         (lambda: here.key.chmod(0o644), "key", "mode 0644"),
-        (lambda: here.path.chmod(0o755), "folder", "mode 0755"),
-        (lambda: here.ca.write_text(authority().pem), "ca.crt", "the join file"),
+        (lambda: here.path.chmod(0o755), "site", "mode 0755"),
         (lambda: here.site.write_text(here.site.read_text().replace("acme", "other")), "name", "for 'acme'"),
         (lambda: here.key.unlink(), "key", "cannot be read"),
         (lambda: here.join.write_text("nonsense = 1"), "site", "join"),

@@ -70,11 +70,7 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
     rows.append(("site", f"{site.name}, rank {join.rank}, of {join.federation} at {join.address}", same))
     if not same:
         rows.append(("name", f"site.toml says {site.name!r}, but the join file is for {join.site!r}", False))
-    rows.append(_key(here))
-    rows.append(_own(here))
-    if not here.ca.is_file() or here.ca.read_text(encoding="utf-8").strip() != join.ca.strip():
-        rows.append(("ca.crt", f"{here.ca} differs from the join file; copy it from there, or run `fedlora flower "
-                               f"site` again with a new join file", False))  # fmt: skip
+    rows += [_key(here), *(row for path in (here.key, here.path) if (row := _open(path)))]
     rows.append(app_row(join, site.app))
     if site.command is not None:
         rows.append(_program(site.command))
@@ -216,9 +212,6 @@ def _key(here: SiteFolder) -> Row:
         fingerprint = certificates.fingerprint(here.public_key.read_text(encoding="utf-8"))
     except (FedLoRAError, OSError) as error:
         return ("key", str(error), False)
-    mode = stat.S_IMODE(here.key.stat().st_mode)
-    if mode & 0o077:
-        return ("key", f"{here.key} has the mode {mode:04o}, so others can read it: chmod 600 {here.key}", False)
     if not here.request.exists():  # it was sent, and is no longer needed
         return ("key", fingerprint, True)
     try:
@@ -228,15 +221,11 @@ def _key(here: SiteFolder) -> Row:
     return ("key", fingerprint + ("" if same else "; request.toml is of another key"), same)
 
 
-def _own(here: SiteFolder) -> Row:
-    mode = stat.S_IMODE(here.path.stat().st_mode)
-    if mode & 0o077:
-        return (
-            "folder",
-            f"{here.path} has the mode {mode:04o}, so others can look into it: chmod 700 {here.path}",
-            False,
-        )
-    return ("folder", f"{here.path}, for this user only", True)
+def _open(path: Path) -> Row | None:
+    """The row of a place that others can read."""
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0
+    way = f"chmod {'700' if path.is_dir() else '600'} {path}"
+    return (path.name, f"{path} has the mode {mode:04o}, so others can read it: {way}", False) if mode & 0o077 else None
 
 
 __all__ = [

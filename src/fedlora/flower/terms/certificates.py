@@ -121,11 +121,6 @@ def public_key(text: str) -> ec.EllipticCurvePublicKey:
     Raises:
         ConfigError: a private key, another kind of key, or none.
     """
-    if "PRIVATE KEY" in text:
-        raise ConfigError(
-            "this is a private key, which must never leave its site. Make a new pair there (fedlora flower site "
-            "--rotate), and send request.toml, which has the public half."
-        )
     try:
         found = serialization.load_ssh_public_key(text.strip().encode())
     except (ValueError, UnsupportedAlgorithm, UnicodeEncodeError) as error:

@@ -212,15 +212,9 @@ class FederationSettings(Section):
 
     def travelling(self) -> str:
         """The settings for sites, as canonical JSON: all but [network] and [at_server]. Defaults are included, because
-        another version may have others. [defence] and [privacy] are included only if they are set, because older
-        versions lack these tables; [privacy] without the ledger's path."""
+        another version may have others. [privacy] is without the ledger's path."""
         beside: dict[str, Any] = {"network": True, "at_server": True, "privacy": {"ledger"}}
-        if self.defence.rule == "none":
-            beside["defence"] = True
-        said = self.model_dump(mode="json", exclude=beside)
-        if self.privacy is None:
-            del said["privacy"]
-        return json.dumps(said, sort_keys=True)
+        return json.dumps(self.model_dump(mode="json", exclude=beside), sort_keys=True)
 
     @classmethod
     def from_travelling(cls, text: str) -> FederationSettings:
