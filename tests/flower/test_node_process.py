@@ -16,7 +16,6 @@ pytest.importorskip("flwr")
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site import node_process
 from fedlora.flower.site.node_process import GONE, held, supernode_command, wait_until_admitted
 from fedlora.flower.site.reach import Found
 from fedlora.flower.site.supernode import telling
@@ -39,13 +38,6 @@ def test_it_waits_until_it_is_admitted_and_tells_each_reason_once() -> None:
         "waiting: port?", "waiting: key?",
     ]  # fmt: skip
     assert waited(ADMITTED) == []
-
-
-def test_a_trouble_that_lasts_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_process, "AGAIN", 0.05)
-    lines = waited(*[Found("clock", "10 minutes behind.")] * 8, Found("admitted", ""))
-    assert lines[0] == "waiting: 10 minutes behind."
-    assert any(line.startswith("still waiting, since 0 minutes: 10 ") for line in lines)
 
 
 def test_two_cannot_run_in_one_folder(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from fedlora.flower.serving import database, superlink
 from fedlora.flower.serving.connection import public_key, superlink_command
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
 from fedlora.flower.terms import certificates
+from support.marked import started_for
 from support.small_apps import settings_with_port
 
 
@@ -158,15 +159,15 @@ def test_what_a_child_makes_is_private_and_what_is_left_behind_is_found(tmp_path
     other = children.started(["flower-superexec"], tmp_path / "logs" / "o", env)
     try:
         until = time.monotonic() + 20
-        while len(children.started_for(ours)) < 2 or not made.exists():
+        while len(started_for(ours)) < 2 or not made.exists():
             assert time.monotonic() < until
             time.sleep(0.05)
         assert stat.S_IMODE(made.stat().st_mode) == 0o600
         killed(process)
-        left = children.started_for(ours)
+        left = started_for(ours)
         assert len(left) == 1 and left[0].pid not in (process.pid, other.pid)
-        children.end_all(left)
-        assert children.started_for(ours) == [] and other.poll() is None
+        children.end_all_of(ours)
+        assert started_for(ours) == [] and other.poll() is None
     finally:
         killed(process)
         killed(other)
@@ -213,11 +214,6 @@ def test_one_that_will_not_end_is_killed(tmp_path: Path) -> None:
         time.sleep(0.02)
     children.end(process, 0.2)
     assert process.returncode == -9
-    again = children.started(["stubborn"], tmp_path / "log2", env)
-    while "up" not in children.tail(tmp_path / "log2"):
-        time.sleep(0.02)
-    children.end_all([psutil.Process(again.pid)], 0.2)
-    assert again.poll() is not None
 
 
 def test_the_database_is_private(tmp_path: Path) -> None:

@@ -15,12 +15,10 @@ from fedlora.data import TextData
 from fedlora.errors import ConfigError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.serving.connection import check_derived
 from fedlora.flower.serving.supervisor import Supervisor
 from fedlora.flower.serving.trial import Trial, TrialFailed
 from fedlora.flower.setup.init_steps import trial
 from fedlora.flower.setup.policy_file import without_client
-from fedlora.flower.setup.renewal import renew
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
@@ -156,20 +154,3 @@ def test_a_trial_that_was_stopped_leaves_no_process(tmp_path: Path, monkeypatch:
     mine.nodes = {"one": subprocess.Popen(["sleep", "60"], start_new_session=True)}
     mine.play()
     detached.wait(10)
-
-
-def test_an_edited_port_is_refused_and_not_ignored(tmp_path: Path) -> None:
-    """The folder was made with 18080. A renewal writes the server's side alone: the sites' files still differ."""
-    rows(tmp_path, "all.jsonl", 0)
-    trial(tmp_path / "f", load_config(config(tmp_path, 'train = "all.jsonl"\ntext = "words"'), []), 18080)
-    fed = FederationFolder(tmp_path / "f")
-    Trial(fed.path)
-    check_derived(fed)
-    text = fed.settings.read_text()
-    assert "superlink_port = 18080" in text
-    fed.settings.write_text(text.replace("superlink_port = 18080", "superlink_port = 28431"))
-    with pytest.raises(ConfigError, match=r"superlink_port = 28431, and .*join.*says 18080\. .*init"):
-        Trial(fed.path)
-    renew(fed.path)
-    with pytest.raises(ConfigError, match=r"superlink_port = 28431, and .*sites.*join\.toml says 18080\. "):
-        Trial(fed.path)

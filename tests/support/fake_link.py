@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import psutil
-
 from fedlora.flower.rounds.events import Began, Done, Ended, EventWriter, Fated
 from fedlora.flower.serving.superlink import NodeFacts, RunFacts
 from fedlora.flower.terms.settings import FederationSettings
@@ -92,9 +90,6 @@ class FakeLink:
     def stop(self) -> None:
         self.done.append("stop")
         self.code = None
-
-    def left(self) -> list[psutil.Process]:
-        return []
 
     def ended(self) -> int | None:
         return self.code

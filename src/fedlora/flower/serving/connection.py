@@ -11,7 +11,6 @@ from fedlora.errors import ConfigError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 
 LOOPBACK = "127.0.0.1"
@@ -29,14 +28,7 @@ def check_derived(folder: FederationFolder) -> None:
         ConfigError: they differ (the message has the file, what differs and what to do), or settings cannot be read.
     """
     network = FederationSettings.load(folder.settings).network
-    if network.name is None:  # a trial: its sites dial this port
-        for path in sorted(folder.path.glob("sites/*/join.toml")):
-            if (port := JoinFile.read(path).port) != network.superlink_port:
-                raise ConfigError(
-                    f"{folder.settings} says network.superlink_port = {network.superlink_port}, and {path} says "
-                    f"{port}. The ports of a trial are set when it is made: set it back, or make the trial anew with "
-                    f"`fedlora flower init --superlink-port {network.superlink_port}`."
-                )
+    if network.name is None:  # a trial
         return
     proxy = folder.proxy.read_text(encoding="utf-8")
     for what, words in (

@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from fedlora.errors import FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.bundle import bundle, digest
@@ -119,17 +117,13 @@ class SuperLink:
         if self.process is not None:
             children.end(self.process)
             self.process = None
-        children.end_all(self.left())
+        children.end_all_of(self.folder.flower_home)
 
     def close(self) -> None:
         """Close the connection. The next query opens another."""
         if self._client is not None:
             self._client.close()
             self._client = None
-
-    def left(self) -> list[psutil.Process]:
-        """The processes of this folder's SuperLink, including those of an earlier one that was killed."""
-        return children.started_for(self.folder.flower_home)
 
     # -------------------------------------------------------------------------------------------------- what it says
 

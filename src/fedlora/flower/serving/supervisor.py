@@ -113,9 +113,7 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------- beginning
 
     def _greet(self) -> None:
-        if left := self.link.left():
-            self._say(f"stopped {counted(len(left), 'process', 'processes')} that an earlier run left")
-            children.end_all(left)
+        children.end_all_of(self.folder.flower_home)  # what an earlier `serve` left
         self.telling.events(quietly=True)
         now = self.telling.standing()
         self._say(

@@ -21,24 +21,18 @@ from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.reach import Found
 
 PAUSES = (2.0, 4.0, 8.0, 15.0, 30.0)  # seconds between tries; the last one repeats
-AGAIN = 600.0  # seconds after which a lasting problem is reported again
 GONE = 60  # seconds without the server until a SuperNode ends; by then Flower has also given up this site
 
 
 def wait_until_admitted(
     look: Callable[[], Found], say: Callable[[str], None], pauses: tuple[float, ...] = PAUSES
 ) -> None:
-    """Ask the server until it would let this site in. Each obstacle is reported when it begins, and every ten minutes
-    while it lasts."""
-    told, told_at, since, tries = "", 0.0, 0.0, 0
+    """Ask the server until it would let this site in. Each obstacle is reported when it begins."""
+    told, tries = "", 0
     while (found := look()).fate != "admitted":
-        now = time.monotonic()
         if found.fate != told:
-            told, told_at, since = found.fate, now, now
+            told = found.fate
             say(f"waiting: {found.why}")
-        elif now - told_at > AGAIN:
-            told_at = now
-            say(f"still waiting, since {(now - since) / 60:.0f} minutes: {found.why}")
         time.sleep(pauses[min(tries, len(pauses) - 1)])
         tries += 1
 
@@ -84,5 +78,5 @@ def free_port() -> int:
 
 
 __all__ = [
-    "AGAIN", "PAUSES", "become_supernode", "free_port", "held", "supernode_command", "wait_until_admitted",
+    "PAUSES", "become_supernode", "free_port", "held", "supernode_command", "wait_until_admitted",
 ]  # fmt: skip

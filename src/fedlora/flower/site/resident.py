@@ -39,7 +39,6 @@ ALONE = 120.0  # the same without an owner, because nobody else would end it
 _START = 120.0  # seconds that a trainer may take to listen; the model is loaded with its first message
 _TRIES = 5  # trainers that may end, or have other settings, before a message is given up
 _TAKEN = {"taken": True}  # the trainer's first words to a client that it serves
-_LONGEST_PATH = 100  # bytes of a socket's path; the system accepts 107
 _LITTLE = 2**16  # the most bytes that are free on a full disk
 
 Work = Callable[[Do, RecordDict], RecordDict]
@@ -176,10 +175,7 @@ def _wait_for_its_end(site: SiteFolder, seconds: float = 30.0) -> None:
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """A path to the socket that the system accepts, however long it is."""
-    if len(os.fsencode(path)) <= _LONGEST_PATH:
-        yield str(path)
-        return
+    """A path to the socket that the system accepts, however long it is: 107 bytes are the most."""
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{path.name}"

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime
-import hashlib
 import ipaddress
 import os
 import ssl
@@ -64,7 +63,7 @@ class _Signer:
 def write_loopback(folder: Path) -> None:
     """Write ca.crt, server.crt and server.key for this machine alone, for ten years; discard the authority's key."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    signer = _authority("fedlora loopback", AUTHORITY_DAYS)
+    signer = _authority("fedlora loopback")
     _write_server(folder, signer, ("localhost", "127.0.0.1"), AUTHORITY_DAYS)
     files.write(folder / "ca.crt", _pem(signer.certificate))
 
@@ -78,18 +77,11 @@ def write_public(folder: Path, name: str) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     if (folder / "ca.crt").exists():
         signer = _kept_authority(folder)
-        left = signer.certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-        if left.days < 1:
-            raise ConfigError(
-                f"the authority {folder / 'ca.crt'} itself has expired. Move ca.crt and ca.key away, call this again, "
-                f"and hand every site its new join file."
-            )
-        days = min(SERVER_DAYS, left.days)
     else:
-        signer, days = _authority(f"fedlora {name}"[:64], AUTHORITY_DAYS), SERVER_DAYS
+        signer = _authority(f"fedlora {name}"[:64])
         write_private(folder / "ca.key", _private(signer.key, serialization.PrivateFormat.PKCS8))
         files.write(folder / "ca.crt", _pem(signer.certificate))
-    _write_server(folder, signer, (name,), days)
+    _write_server(folder, signer, (name,), SERVER_DAYS)
 
 
 def verdict(folder: Path, name: str) -> Certificate:
@@ -143,9 +135,8 @@ def fingerprint(public: str) -> str:
         >>> fingerprint(new_key()[1].decode())[:7]
         'SHA256:'
     """
-    form = (serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    blob = public_key(public).public_bytes(*form).split(b" ")[1]
-    return "SHA256:" + base64.b64encode(hashlib.sha256(base64.b64decode(blob)).digest()).decode().rstrip("=")
+    digest = serialization.ssh_key_fingerprint(public_key(public), hashes.SHA256())
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -159,11 +150,11 @@ def write_private(path: Path, content: bytes) -> None:
         os.fsync(descriptor)
 
 
-def _authority(name: str, days: int) -> _Signer:
+def _authority(name: str) -> _Signer:
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     found = (
-        _begun(subject, subject, key.public_key(), days)
+        _begun(subject, subject, key.public_key(), AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(_usage(ca=True), critical=True).sign(key, hashes.SHA384())
@@ -182,8 +173,7 @@ def _kept_authority(folder: Path) -> _Signer:
         key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"ca.crt and ca.key in {folder} cannot be read: {error}.") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != found.public_key():
-        raise ConfigError(f"ca.key in {folder} is not the key of ca.crt there: restore both from one backup.")
+    assert isinstance(key, ec.EllipticCurvePrivateKey), "`write_public` made it"
     return _Signer(found, key)
 
 
