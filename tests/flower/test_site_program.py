@@ -18,7 +18,7 @@ from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.site_checks import _program
 from fedlora.flower.site.site_work import told_to_server
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.flower.terms.settings_from_run import from_tables
+from fedlora.flower.terms.settings_from_run import from_run
 from fedlora.flower.terms.site_file import Site
 from fedlora.training.round_folder import ProgramFailed
 from support.command_line import Said
@@ -75,7 +75,7 @@ def test_no_server_can_name_a_program() -> None:
             FederationSettings.from_travelling(bad)
     raw = {"data": {"labels": ["no", "yes"]}, "train": {"command": ["python", "mine.py"]}}
     with pytest.raises(ConfigError, match=r"train.command = .* site.toml"):
-        from_tables(raw)
+        from_run(raw)
 
 
 def test_a_site_file_with_a_program(tmp_path: Path) -> None:

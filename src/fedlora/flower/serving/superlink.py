@@ -162,22 +162,19 @@ class SuperLink:
             SuperLinkError: it refuses. ConfigError: not a public key of the kind that Flower accepts.
         """
         wanted = {name: public_key(path) for name, path in keys.items()}
-        there, gone = set[str](), set[str]()
+        there, done = set[str](), list[str]()
         for node in self.nodes():
             if wanted.get(node.name) == node.key:
                 there.add(node.name)
             else:  # also an older key of a name with another current key
                 self._ask("UnregisterNode", "UnregisterNodeRequest", node_id=node.id)
-                gone.add(node.name)
-        for name in wanted.keys() - there:
+                which = "an older key" if node.name in wanted else "its key"
+                done.append(f"{node.name}: {which} is no longer admitted")
+        for name in sorted(wanted.keys() - there):
             database.forget_unregistered(self.folder.database, wanted[name])
             self._ask("RegisterNode", "RegisterNodeRequest", public_key=wanted[name], name=name)
-        done = {name: f"{name}: its key is no longer admitted" for name in gone - wanted.keys()}
-        done |= {name: f"{name}: an older key is no longer admitted" for name in gone & there}
-        done |= {
-            name: f"{name}: {'another' if name in gone else 'its'} key is admitted" for name in wanted.keys() - there
-        }
-        return [done[name] for name in sorted(done)]
+            done.append(f"{name}: its key is admitted")
+        return done
 
     def run(self, app: bytes | None = None) -> int:
         """Start a run of the federation's Flower app, which continues after the last checkpoint; returns its id.
@@ -208,7 +205,8 @@ class SuperLink:
             from flwr.supercore.control import ControlHttpClient
             from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-            with _told(), _no_proxy(self.env):
+            os.environ.update({name: self.env[name] for name in ("NO_PROXY", "no_proxy")})  # httpx reads them here
+            with _told():
                 root = (self.folder.certificates / "ca.crt").read_bytes()
                 self._client = ControlHttpClient.from_server_address(
                     server_address=self.address, insecure=False, root_certificates=root,
@@ -237,21 +235,6 @@ def _run(run: Any) -> RunFacts:
     status = run.status
     whole = f"{status.status}:{status.sub_status}" if status.sub_status else status.status
     return RunFacts(run.run_id, whole, status.details)
-
-
-@contextlib.contextmanager
-def _no_proxy(env: Mapping[str, str]) -> Iterator[None]:
-    """Reach loopback without a proxy, whatever the environment names for other addresses."""
-    before = {name: os.environ.get(name) for name in ("NO_PROXY", "no_proxy")}
-    os.environ.update({name: env[name] for name in before})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -52,12 +52,7 @@ class Certificate:
         return f"valid for {self.days} days" + (": renew it soon (fedlora flower renew)" if self.days < SOON else "")
 
 
-@dataclass(frozen=True)
-class _Signer:
-    """An authority: its certificate and the key that signs with it."""
-
-    certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
+Signer = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]  # an authority, and the key that signs with it
 
 
 def write_loopback(folder: Path) -> None:
@@ -65,7 +60,7 @@ def write_loopback(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     signer = _authority("fedlora loopback")
     _write_server(folder, signer, ("localhost", "127.0.0.1"), AUTHORITY_DAYS)
-    files.write(folder / "ca.crt", _pem(signer.certificate))
+    files.write(folder / "ca.crt", _pem(signer[0]))
 
 
 def write_public(folder: Path, name: str) -> None:
@@ -79,8 +74,8 @@ def write_public(folder: Path, name: str) -> None:
         signer = _kept_authority(folder)
     else:
         signer = _authority(f"fedlora {name}"[:64])
-        write_private(folder / "ca.key", _private(signer.key, serialization.PrivateFormat.PKCS8))
-        files.write(folder / "ca.crt", _pem(signer.certificate))
+        write_private(folder / "ca.key", _private(signer[1], serialization.PrivateFormat.PKCS8))
+        files.write(folder / "ca.crt", _pem(signer[0]))
     _write_server(folder, signer, (name,), SERVER_DAYS)
 
 
@@ -150,7 +145,7 @@ def write_private(path: Path, content: bytes) -> None:
         os.fsync(descriptor)
 
 
-def _authority(name: str) -> _Signer:
+def _authority(name: str) -> Signer:
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     found = (
@@ -159,10 +154,10 @@ def _authority(name: str) -> _Signer:
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(_usage(ca=True), critical=True).sign(key, hashes.SHA384())
     )  # fmt: skip
-    return _Signer(found, key)
+    return found, key
 
 
-def _kept_authority(folder: Path) -> _Signer:
+def _kept_authority(folder: Path) -> Signer:
     if not (folder / "ca.key").is_file():
         raise ConfigError(
             f"{folder} has the certificate of an authority (ca.crt), but not its key: fedlora did not make it. Get the "
@@ -174,20 +169,20 @@ def _kept_authority(folder: Path) -> _Signer:
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"ca.crt and ca.key in {folder} cannot be read: {error}.") from error
     assert isinstance(key, ec.EllipticCurvePrivateKey), "`write_public` made it"
-    return _Signer(found, key)
+    return found, key
 
 
-def _write_server(folder: Path, signer: _Signer, hosts: Sequence[str], days: int) -> None:
+def _write_server(folder: Path, signer: Signer, hosts: Sequence[str], days: int) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])] if len(hosts[0]) <= 64 else [])
-    issued = signer.certificate
+    authority, secret = signer
     found = (
-        _begun(subject, issued.subject, key.public_key(), days)
+        _begun(subject, authority.subject, key.public_key(), days)
         .add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=not list(subject))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key()), critical=False)
-        .add_extension(_usage(ca=False), critical=True).sign(signer.key, hashes.SHA384())
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(secret.public_key()), critical=False)
+        .add_extension(_usage(ca=False), critical=True).sign(secret, hashes.SHA384())
     )  # fmt: skip
     write_private(folder / "server.key", _private(key, serialization.PrivateFormat.PKCS8))
     files.write(folder / "server.crt", _pem(found))
