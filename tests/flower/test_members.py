@@ -122,9 +122,11 @@ def test_a_given_start_needs_no_model_and_must_fit(made: Path, tmp_path: Path, m
     start, _ = read_adapter(tmp_path / "f" / "start", scaling=2.0)
     kept, _ = read_adapter(made / "fed" / "start", scaling=2.0)
     assert all((start.modules[m].factors[1] == kept.modules[m].factors[1]).all() for m in kept.modules)
+    assert init("--labels", "no,yes,maybe", "--set", "lora.scaling=4", name="four").code == 0
+    other, _ = read_adapter(tmp_path / "four" / "start", scaling=2.0)  # the same update, in other units
+    assert all((other.modules[m].delta() == kept.modules[m].delta()).all() for m in kept.modules)
     for more, words in (
         (["--labels", "no,yes"], "a head 'classifier.bias' of 3 rows"),
-        (["--labels", "no,yes,maybe", "--set", "lora.scaling=4"], "has lora.scaling = 4. Set lora.scaling = 2"),
         (["--labels", "no,yes,maybe", "--set", 'lora.targets=["query"]'], "has lora.targets = ['query']"),
         (["--labels", "no,yes,maybe", "--set", 'lora.targets=["query","value","key"]'], "no module called 'key'"),
         (["--labels", "no,yes,maybe", "--set", "server.quorum=3"], "server.quorum = 3 can never"),
@@ -158,7 +160,6 @@ def test_what_contradicts_itself_is_said_before_anything_is_made(tmp_path: Path,
         (real[2:], "--sites is given"),
         (["--labels", "no,yes"], "--labels is for"),
         (["--port", "8443"], "--port is for"),
-        ([*real, "--config", tmp_path / "x", "--port", "18080"], "both 18080"),
         (real, "--config is missing"),
         ([*real, "--config", tmp_path / "x", "--labels", "no,no"], "--labels must name"),
     ):
@@ -312,9 +313,7 @@ def test_a_request_that_leaves_a_version_out_is_refused_if_it_must_match(
             members.admit(fed.path, request)
 
 
-def test_a_request_with_a_fact_that_nobody_asked_for_is_refused(fed: FederationFolder, tmp_path: Path) -> None:
-    with pytest.raises(Disagreement, match=r"a fact 'tokeniser', .* base, tok"):
-        members.admit(fed.path, asked(fed, "acme", tmp_path, tokeniser="00" * 32))
+def test_a_forged_fact_is_refused(fed: FederationFolder, tmp_path: Path) -> None:
     for base in ("\x1b[2J\x1b]0;own\x07", "x" * 64):
         with pytest.raises(Disagreement, match="cannot be read: base = ") as raised:
             members.admit(fed.path, asked(fed, "acme", tmp_path, base=base))

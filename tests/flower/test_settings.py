@@ -145,7 +145,6 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         RUN.replace("rounds = 6", 'rounds = "six"'): r"run\.rounds",
         RUN.replace("max_length", 'prompt = "q"\nmax_length'): r"data\.prompt = 'q' has no effect.*Leave it out",
         RUN.replace("max_length", "validation = 0.6\ntest = 0.4\nmax_length"): "nothing to train on",
-        RUN.replace("max_length", "validation = 0\nmax_length") + "[evaluate]\npatience = 2\n": "evaluate.patience = 2",
         RUN.replace("max_length", "validation = 0\nmax_length")
         + "[evaluate]\nevery = 2\n": "evaluate.every = 2 has no",
         RUN + "[network]\nport = 70000\n": r"network\.port",

@@ -18,7 +18,6 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.supervisor import Supervisor
 from fedlora.flower.serving.trial import Trial, TrialFailed
 from fedlora.flower.setup.init_steps import trial
-from fedlora.flower.setup.policy_file import without_client
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
@@ -115,23 +114,19 @@ def test_every_site_is_admitted_and_its_folder_is_a_real_one(tmp_path: Path) -> 
     assert not fed.public.exists() and not fed.proxy.exists()
 
 
-def test_only_the_end_of_a_removed_site_s_node_is_no_failure(tmp_path: Path) -> None:
+def test_the_end_of_a_node_is_a_failure(tmp_path: Path) -> None:
     """A node that the kernel killed has no last words: the log's last line is of something else. One that ended by
     itself says why there; what Flower colours is read as text."""
-    fed, said = federation_folder(tmp_path / "f"), list[str]()
+    fed = federation_folder(tmp_path / "f")
     for name in ("one", "two"):
         site_folder(fed.site(name).path, fed.join(name))
-    trial_of_two = Trial(fed.path, said.append)
+    trial_of_two = Trial(fed.path)
     fed.logs.mkdir(parents=True)
     (fed.logs / "node-two.log").write_text("\x1b[93mWARNING\x1b[0m: no base model\n")
-    ended = {code: subprocess.Popen(["sh", "-c", words]) for code, words in ((0, "true"), (2, "exit 2"))}
+    ended = {code: subprocess.Popen(["sh", "-c", words]) for code, words in ((2, "exit 2"),)}
     ended[-9] = subprocess.Popen(["sh", "-c", "kill -9 $$"])
     for process in ended.values():
         process.wait()
-    fed.policy.write_text(without_client(fed.policy.read_text(), "one"))
-    trial_of_two.nodes = {"one": ended[0]}
-    trial_of_two._look_after_nodes()
-    assert len(said) == 1 and "one was removed" in said[0] and not trial_of_two.nodes
     for code, how in (
         (-9, r"by SIGKILL .*log is \S+\. Call"),
         (2, "with code 2.* ends with: WARNING: no base model. "),

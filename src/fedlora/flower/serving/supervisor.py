@@ -24,7 +24,6 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.rounds.lines import nodes_line, size_of
 from fedlora.flower.rounds.private_words import private_folder
-from fedlora.flower.serving import database
 from fedlora.flower.serving.connection import check_derived
 from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
@@ -140,12 +139,7 @@ class Supervisor:
         self.link.start(give_up=self.stop.is_set)
         if self.stop.is_set():
             raise Stopped
-        held = size_of(database.size(self.folder.database))
-        private = self.telling.standing().privacy is not None  # sizes would reveal who sent
-        self._say(
-            f"SuperLink at {self.link.address} (TLS, node authentication)"
-            + ("" if private else f"; its database holds {held}")
-        )
+        self._say(f"SuperLink at {self.link.address} (TLS, node authentication)")
         for run in self.link.runs():
             if not run.over:
                 self._say(f"an earlier run was left {run.status}: stopped")
@@ -204,7 +198,9 @@ class Supervisor:
             if now - looked >= self._pace.look:
                 looked = now
                 self._tell_refused()
-                facts = self._look(run)
+                facts = None
+                with suppress(SuperLinkError):
+                    facts = self.link.look(run)
                 unanswered = 0 if facts is not None else unanswered + 1
                 if unanswered >= self._pace.unanswered:
                     raise Lost("the SuperLink runs but does not answer any more; it was ended")
@@ -254,12 +250,6 @@ class Supervisor:
                 self._read += len(line)
                 if line.startswith(SAYS.encode()):
                     self.telling.say_of_sites(line.decode(errors="replace").strip().removeprefix(SAYS))
-
-    def _look(self, run: int) -> RunFacts | None:
-        try:
-            return self.link.look(run)
-        except SuperLinkError:
-            return None
 
     def _watch_nodes(self) -> None:
         try:

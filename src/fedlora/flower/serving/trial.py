@@ -76,14 +76,9 @@ class Trial:
         self._say(f"nodes started: {', '.join(self.names)} (their lines are in {self.folder.logs}/node-NAME.log)")
 
     def _look_after_nodes(self) -> None:
-        """If one node ends, everything ends, because a trial without one of its sites would be a different trial;
-        unless the site was removed: then the server no longer lets its node in."""
-        for name, process in list(self.nodes.items()):
+        """If one node ends, everything ends, because a trial without one of its sites would be a different trial."""
+        for name, process in self.nodes.items():
             if (code := process.poll()) is None:
-                continue
-            if name not in self._supervisor.telling.standing().clients:
-                self._supervisor.telling.say_of_sites(f"the node of {name} ended: {name} was removed")
-                del self.nodes[name]
                 continue
             log = self._log(name)
             words = f", which ends with: {children.last_words(children.tail(log))}" if code > 0 else ""

@@ -36,11 +36,6 @@ def federation(
     Raises:
         ConfigError, AdapterFormatError: the settings, the start or the model have an error.
     """
-    if port == superlink_port:
-        raise ConfigError(
-            f"--port and --superlink-port are both {port}, but two programs cannot listen on one port: the proxy uses "
-            f"the first, the SuperLink, on loopback, the second."
-        )
     network = NetworkSection(name=name, port=port, superlink_port=superlink_port)
     settings = read_run_file(config, overrides, labels, network=network)
     settings = with_members(with_quorum(settings, len(clients)), clients)

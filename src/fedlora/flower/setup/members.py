@@ -77,7 +77,7 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         now = _rank(there, name, before, rank, list(policy.clients))
         _check_ranks(there, {name: now})
         old = _old_key(there, asked, rotate)
-        model, learned = admitted(settings, agreed(there.agreement), name, Facts.requested(asked.facts))
+        model, learned = admitted(settings, agreed(there.agreement), name, Facts.from_table(asked.facts))
         known = there.key(name).is_file() and old is None and now == before and not learned
         if old is not None:
             _retire(there, name, "rotated", [there.key(name)], copy=True)

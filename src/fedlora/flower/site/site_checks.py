@@ -7,13 +7,9 @@ from __future__ import annotations
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from fedlora.core import checkpoint
 from fedlora.data import TextData
-from fedlora.data.splits import Parts
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
@@ -72,25 +68,9 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
         rows.append(("name", f"site.toml says {site.name!r}, but the join file is for {join.site!r}", False))
     rows += [_key(here), *(row for path in (here.key, here.path) if (row := _open(path)))]
     rows.append(app_row(join, site.app))
-    if site.command is not None:
-        rows.append(_program(site.command))
     free = shutil.disk_usage(here.path).free
     rows.append(("disk", f"{free / 1e9:.2f} GB free" + ("" if free > _LITTLE else ": little"), free > _LITTLE / 10))
     return rows, (join, site)
-
-
-def _program(command: Sequence[str]) -> Row:
-    """The program that trains here: whether it and its scripts are there. A relative word was not found beside
-    site.toml, and the program runs in another folder."""
-    from fedlora.training.programs import search_path
-
-    scripts = [word for word in command[1:] if word.endswith((".py", ".sh"))]
-    lost = [word for word in scripts if not (Path(word).is_absolute() and Path(word).is_file())]
-    if shutil.which(command[0], path=search_path()) is None:
-        lost.insert(0, command[0])
-    if lost:
-        return ("program", f"{lost[0]!r} of its command is not there; give its whole path in site.toml", False)
-    return ("program", f"{' '.join(command)} trains in place of fedlora's own loop", True)
 
 
 def app_row(join: JoinFile, approved: str | None) -> Row:
@@ -107,27 +87,25 @@ def app_row(join: JoinFile, approved: str | None) -> Row:
 def checked_work(join: JoinFile, site: Site, here: SiteFolder | None = None) -> tuple[list[Row], Facts]:
     """Check the site's data and base model: whether a round could use them. Also returns the facts for the server.
 
-    here: its folder, which stores the digest of the weights, and the held-out rows.
+    here: its folder, which stores the digest of the weights.
     """
     try:
         settings = FederationSettings.from_travelling(join.settings)
     except FedLoRAError as error:
         return [("settings", str(error), False)], Facts()
-    rows = _data(settings, join, site, here)
+    rows = _data(settings, join, site)
     if settings.privacy is not None:  # the server guarantees it; a site sets nothing
         rows.append(("privacy", promise(settings.privacy, settings.run.rounds), True))
     base, facts = _base(settings, join, site, here.base_cache if here is not None else None)
     return [*rows, *base], facts
 
 
-def _data(settings: FederationSettings, join: JoinFile, site: Site, here: SiteFolder | None) -> list[Row]:
-    from fedlora.flower.site.held_out import record_of
+def _data(settings: FederationSettings, join: JoinFile, site: Site) -> list[Row]:
     from fedlora.runs.client_data import deal
 
     try:
         config = settings.for_site(site, join.rank)
-        keep = partial(_kept, record_of(here.state, join.federation, site.name)) if here is not None else None
-        dealt = deal(config, None, keep=keep)
+        dealt = deal(config, None)
         train = dealt.parts[site.name]
         if not len(train):
             raise ConfigError(f"{site.data} leaves no example to train on.")
@@ -145,19 +123,6 @@ def _data(settings: FederationSettings, join: JoinFile, site: Site, here: SiteFo
         note = f"; nothing of {', '.join(none)} here, which is learned from the others" if none else ""
         rows.append(("classes", named + note, True))
     return rows
-
-
-def _kept(record: Path, drawn: Parts) -> Parts:
-    """The parts that a round would have, as far as it is known here: whether the first one counted only the server
-    knows, and until it has the record does not count either."""
-    from fedlora.flower.site.held_out import kept_by
-
-    try:
-        return kept_by(record, drawn) or drawn
-    except ConfigError:
-        if (checkpoint.newest_round(record.parent) or 0) > 1:
-            raise
-        return drawn
 
 
 def _check_lengths(config: RunConfig, train: TextData) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
-from fedlora.core.folders import replacing_folder
+from fedlora.core.folders import check_target, replacing_folder
 from fedlora.errors import ConfigError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.terms import certificates
@@ -76,9 +76,7 @@ def refuse_existing(folder: Path) -> None:
             f"flower node {folder}. Another key: fedlora flower site {folder} --rotate. Other data or another model: "
             f"edit {here.site}. The server's new join file: give --join alone. Another federation: name another folder."
         )
-    if folder.is_dir() and (found := sorted(path.name for path in folder.iterdir())):
-        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
-        raise ConfigError(f"{folder} is not empty: it has {', '.join(found[:3])}{more}. Name another folder.")
+    check_target(folder)
 
 
 def rotate_key(folder: Path, facts: Mapping[str, Any]) -> Request:

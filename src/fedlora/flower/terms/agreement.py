@@ -99,17 +99,6 @@ class Facts:
                 raise
             raise Disagreement("the other side's facts are not JSON.") from error
 
-    @classmethod
-    def requested(cls, table: Mapping[str, Any]) -> Facts:
-        """Facts from a site's signed request. Raises `Disagreement`, also for unknown fields, because nobody could
-        agree on them."""
-        known = cls.__dataclass_fields__
-        if unknown := sorted(str(key) for key in table if key not in known):
-            raise Disagreement(
-                f"the request has a fact {quoted(unknown[0], 40)}, which nobody asked for: {', '.join(known)}."
-            )
-        return cls.from_table(table)
-
     def filled(self, other: Facts) -> Facts:
         """These facts, with unknown ones taken from the other side. Versions stay as they are."""
         lacks = {name: getattr(other, name) for name in type(self).__dataclass_fields__ if not getattr(self, name)}

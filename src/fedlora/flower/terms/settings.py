@@ -200,12 +200,6 @@ class FederationSettings(Section):
         idle = unused(self._everything())
         if idle:
             raise ConfigError(f"{'; '.join(dict.fromkeys(idle))}. Leave it out")
-        if self.evaluate.patience is not None and not (self.at_server.validation or self.data.validation):
-            raise ConfigError(
-                f"evaluate.patience = {self.evaluate.patience} needs a validation metric, but nobody holds out data "
-                f"for it: give data.validation (a share at each site) or at_server.validation (a file), or leave "
-                f"patience out"
-            )
         return self
 
     # ------------------------------------------------------------------------------------------------- there and back
