@@ -100,20 +100,18 @@ def test_on_the_screen(record: RoundRecord, monkeypatch: pytest.MonkeyPatch, ter
 
 def test_on_flower(played: tuple[Path, dict[str, Any], Any, list[str]]) -> None:
     """rounds.jsonl, what trackers and Prometheus get, Flower's own result, serve's line, the log, status."""
-    from fedlora.flower.places import FederationFolder
     from fedlora.flower.rounds.events import read_events
     from fedlora.flower.rounds.log_lines import round_line
     from fedlora.flower.rounds.progress import numbers_of_round, progress_of
-    from fedlora.flower.serving.metrics import Exposed
+    from fedlora.flower.serving.metrics import numbers
     from fedlora.flower.serving.status import Status
 
     out, line, result, said = played
     assert line["fates"]["ill"]["fate"] == "refused" and line["losses"] == LOSSES
     progress = progress_of(read_events(out / "events.jsonl"))
-    scraped = Exposed(FederationFolder(out))._known(progress, [], None)
-    exposed = {metric.name: metric.samples[0].value for metric in scraped if metric.samples}
     standing: Any = SimpleNamespace(name="f", rounds=1, done=1, finished=True, why="", quorum=1, privacy=None)
     status = Status(standing, progress, {}, None, False, None, 0)._whole(1)
+    exposed = {metric.name: metric.samples[0].value for metric in numbers(status) if metric.samples}
     assert {
         "rounds.jsonl": line["loss"],
         "tracker": numbers_of_round(line)["loss"],

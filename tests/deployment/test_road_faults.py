@@ -7,7 +7,6 @@ said goes into the table of docs/how-to/runbook.md (tests/support/faults.py).
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -21,6 +20,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from support.certificates import certificates
+from support.containers import services
 from support.faults import tell
 from support.machines import SERVER_NAME, machines_needed
 from support.road import PROXY, SERVER, SITE, Road, stopped, write_notes
@@ -123,22 +123,14 @@ def test_a_sites_disk_is_full(running: Road) -> None:
 
 
 def test_the_containers_commands_play_a_round(running: Road) -> None:
-    """compose.yaml's own words, run here as a script without containers: server, proxy and a site, in place of their
+    """The own words of examples/containers, run here without containers: server, proxy and a site, in place of their
     units. The image and the mounts are tested by nobody: there is no daemon."""
-    services: dict[str, Any] = json.loads(
-        "".join(
-            line
-            for line in (running.fed / "docker" / "compose.yaml").read_text().splitlines(keepends=True)
-            if not line.startswith("#")
-        )
-    )["services"]
     server, acme = running.server, running.network["acme"]
-    site = [
-        word.replace(f"${{SITES:-{running.server.folder}}}/acme", "site") for word in services["site-acme"]["command"]
-    ]
+    found = services("server.yaml", FED=running.fed, OWNER="0:0", NAME=SERVER_NAME)
+    site = services("site.yaml", SITE="site", OWNER="0:0")["site"]["command"]
     with stopped(acme, SITE), stopped(server, SERVER), stopped(server, PROXY):
-        server.start("server-container", "fedlora", *services["server"]["command"])
-        server.start("proxy-container", *services["proxy"]["entrypoint"])
+        server.start("server-container", "fedlora", *found["server"]["command"])
+        server.start("proxy-container", *found["proxy"]["entrypoint"])
         acme.start("site-container", "fedlora", *site)
         try:
             assert site == ["flower", "node", "site"]

@@ -25,11 +25,8 @@ SAID = 'id = "f"\n[data]\nlabels = ["no", "yes"]\n[lora]\ntargets = ["q"]\n'
 FIVE = dict.fromkeys("abcde", 4)
 
 
-def test_a_rule_is_of_the_servers_settings_and_travels_only_where_there_is_one(tmp_path: Path) -> None:
-    """So that a site of a version before it can take part in a federation without."""
+def test_a_rule_is_of_the_servers_settings_and_travels(tmp_path: Path) -> None:
     path = tmp_path / "federation.toml"
-    path.write_text(SAID)
-    assert "defence" not in json.loads(FederationSettings.load(path).travelling())
     path.write_text(SAID + '[defence]\nrule = "multi-krum"\nliars = 2\nmixing = true\n')
     settings = FederationSettings.load(path)
     assert settings.defence.build() == Mixing(MultiKrum(2), 2)

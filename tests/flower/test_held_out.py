@@ -19,9 +19,7 @@ pytest.importorskip("flwr")
 from fedlora.data import TextData, split
 from fedlora.data.splits import Parts, inputs
 from fedlora.errors import ConfigError
-from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.held_out import keep_held_out, record_of
-from fedlora.flower.site.site_checks import checked_work
 from fedlora.flower.site.site_folder import fill_site
 from fedlora.flower.site.site_work import told_to_server
 from fedlora.flower.terms.joining import JoinFile
@@ -135,24 +133,6 @@ def test_a_site_that_lost_its_folder_and_joins_again_takes_part(tmp_path: Path) 
     line, record = made.lines()[-1], record_of(folder / "state", settings.id, "acme")
     assert line["fates"]["acme"]["fate"] == "trained" and "acme" in line["site_metrics"]
     assert set(json.loads(record.read_text())) == {"validation", "test"}
-
-
-def test_doctor_refuses_no_file_that_the_first_round_would_take(tmp_path: Path) -> None:
-    """Round 1 was begun here, but never counted, and the file was replaced: the rows are drawn anew. Once a second
-    round was trained, the first did count, and the same file is refused as in a round."""
-    made = FederationOnDisk(tmp_path, run={"rounds": 1})
-    here = SiteFolder(tmp_path / "sites" / "acme")
-    made.play()
-    data, settings = tmp_path / "acme.jsonl", made.settings()
-    data.write_text(data.read_text().replace('"w', '"x w'))
-    join = JoinFile(settings.id, "acme", 4, "fl.example.org", 443, "", settings.travelling(), {}, "")
-
-    def found() -> Any:
-        return next(row for row in checked_work(join, Site.read(here.site), here)[0] if row[0] == "data")
-
-    assert found()[2] is True and "to validate" in found()[1]
-    (record_of(here.state, settings.id, "acme").parent / f"round-00002.{'0' * 16}.safetensors").touch()
-    assert found()[2] is False and "held_out.json" in found()[1]
 
 
 def texts(count: int, prefix: str = "row") -> TextData:

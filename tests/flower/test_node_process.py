@@ -10,8 +10,6 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -19,13 +17,12 @@ pytest.importorskip("flwr")
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site import node_process
 from fedlora.flower.site.node_process import GONE, held, supernode_command, wait_until_admitted
 from fedlora.flower.site.reach import Found
-from fedlora.flower.site.supernode import round_of, telling
+from fedlora.flower.site.supernode import telling
 from support.processes import Program
 
-ADMITTED = Found("admitted", "fl:443 answers and knows this site's key.", 0.0)
+ADMITTED = Found("admitted", "fl:443 answers and knows this site's key.")
 
 
 def waited(*found: Found) -> list[str]:
@@ -43,14 +40,6 @@ def test_it_waits_until_it_is_admitted_and_tells_each_reason_once() -> None:
         "waiting: port?", "waiting: key?",
     ]  # fmt: skip
     assert waited(ADMITTED) == []
-
-
-def test_a_trouble_that_lasts_is_told_again_and_clocks_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_process, "AGAIN", 0.05)
-    lines = waited(*[Found("clock", "10 minutes behind.")] * 8, Found("admitted", "", -42.0))
-    assert lines[0] == "waiting: 10 minutes behind."
-    assert any(line.startswith("still waiting, since 0 minutes: 10 ") for line in lines)
-    assert "clock is 42 s behind" in lines[-1]
 
 
 def test_two_cannot_run_in_one_folder(tmp_path: Path) -> None:
@@ -134,7 +123,7 @@ def test_the_command_of_a_supernode(tmp_path: Path) -> None:
     from flwr.common.config import parse_config_args
 
     site = SiteFolder(tmp_path / "a site's folder, with blanks")
-    command = supernode_command(site, "fl.example.org:443", site.key)
+    command = supernode_command(site, "fl.example.org:443")
     assert command[:3] == [sys.executable, "-m", "fedlora.flower.site.supernode"]
     config = command[command.index("--node-config") + 1]
     assert parse_config_args([config]) == {"site": str(site.site)}
@@ -142,19 +131,9 @@ def test_the_command_of_a_supernode(tmp_path: Path) -> None:
     assert "--insecure" not in command and command[command.index("--max-wait-time") + 1] == str(GONE)
 
 
-def test_what_comes_is_said_by_its_round(capfd: pytest.CaptureFixture[str]) -> None:
-    """That it is online once, at Flower's first pull; each message by the round that the server's group names."""
-    came: list[Any] = [None]
-    for kind, group in (("train", "fed-1-3-0"), ("evaluate", "fed-1-3-measure-validation"), ("train", "\x1b[2Jodd")):
-        came.append((SimpleNamespace(metadata=SimpleNamespace(message_type=kind, group_id=group)), None))
-    pull = telling(lambda *, receive: 5 if receive() else None, threading.Event())
-    assert [pull(receive=lambda: came.pop(0)) for _ in list(came)] == [None, 5, 5, 5]
-    said = capfd.readouterr().err.splitlines()
-    assert said[:3] == ["admitted: online, waiting for work.", "round 3: work has come.", "round 3: asked to measure."]
-    assert len(said) == 4 and said[3].isprintable() and "odd" in said[3]
-
-
-def test_the_round_of_a_message_is_that_of_the_servers_group() -> None:
-    """`Attempt.questions` and `SiteEvaluation.questions` make these names."""
-    groups = ["fed-4f21c0-12-1", "fed-4f21c0-12-measure-validation", "odd"]
-    assert [round_of(group) for group in groups] == ["12", "12", "odd"]
+def test_that_it_is_online_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """At Flower's first pull."""
+    came = [None, 5, 6]
+    pull = telling(lambda *, receive: receive(), threading.Event())
+    assert [pull(receive=lambda: came.pop(0)) for _ in list(came)] == [None, 5, 6]
+    assert capfd.readouterr().err == "admitted: online, waiting for work.\n"

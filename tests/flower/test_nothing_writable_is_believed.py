@@ -1,6 +1,6 @@
 """What units and containers may write holds nothing that is run, believed or secret: of each unit, of each service of
-compose.yaml, and of each file that setup writes. Kind: *enumeration*, without systemd (tests/deployment/test_no_root.py
-tries it under a real one)."""
+examples/containers, and of each file that setup writes. Kind: *enumeration*, without systemd
+(tests/deployment/test_no_root.py tries it under a real one)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup.installing import steps
 from fedlora.flower.setup.units import server_unit
 from support.command_line import Said
+from support.containers import services
 from support.deployed_folders import federation_folder, site_folder
 
-yaml: Any = pytest.importorskip("yaml")
+pytest.importorskip("yaml")
 STARTS = ("ExecStartPre", "ExecStart", "ExecStartPost", "ExecReload", "ExecStop", "ExecStopPost", "ExecCondition")
 WRITES = ("ReadWritePaths", "BindPaths", "StateDirectory", "RuntimeDirectory", "LogsDirectory", "CacheDirectory")
 HELD = {  # what the kernel is to keep from the app; the lines that a unit of root's could do without have no place here
@@ -90,16 +91,15 @@ def test_no_unit_can_write_what_is_run_or_believed(both: tuple[FederationFolder,
 
 
 def test_no_container_can_write_what_is_run_or_believed(both: tuple[FederationFolder, SiteFolder]) -> None:
-    fed, _ = both
-    (fed.path.parent / "site").rename(fed.path.parent / "one")  # where compose looks for it
-    services = yaml.safe_load((fed.path / "docker" / "compose.yaml").read_text())["services"]
-    assert sorted(services) == ["proxy", "server", "site-one", "site-two"]
-    for name, service in services.items():
+    fed, site = both
+    found = services("server.yaml", FED=fed.path, OWNER="7:7", NAME="fl.example.org")
+    found |= services("site.yaml", SITE=site.path, OWNER="7:7")
+    assert sorted(found) == ["proxy", "server", "site"]
+    for name, service in found.items():
         assert service["read_only"] and service["cap_drop"] == ["ALL"], name
-        mounts = [v.replace(f"${{SITES:-{fed.path.parent}}}", str(fed.path.parent)) for v in service["volumes"]]
-        writable = [Path(mount.partition(":")[0]) for mount in mounts if not mount.endswith(":ro")]
+        writable = [Path(mount.partition(":")[0]) for mount in service["volumes"] if not mount.endswith(":ro")]
         assert writable
-        for path in kept(fed.path, fed.path.parent / "one"):
+        for path in kept(fed.path, site.path):
             assert not below(path, writable), (name, path)
 
 

@@ -31,7 +31,7 @@ from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy, promise
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.flower.terms.settings_from_run import from_tables
+from fedlora.flower.terms.settings_from_run import from_run
 from fedlora.flower.terms.site_file import Site
 from fedlora.privacy import recompute
 from fedlora.runs.privacy_section import SIMULATED
@@ -79,8 +79,8 @@ def test_the_table_sets_what_nobody_set_and_the_ledger_stays_at_the_server(tmp_p
 
 
 def test_a_federation_without_the_table_travels_as_before() -> None:
-    settings = from_tables({k: v for k, v in TABLES.items() if k != "privacy"}, id="f")
-    assert "privacy" not in json.loads(settings.travelling())
+    settings = from_run({k: v for k, v in TABLES.items() if k != "privacy"}, id="f")
+    assert json.loads(settings.travelling())["privacy"] is None
     assert settings.data.validation == 0.1
 
 

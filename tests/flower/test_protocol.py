@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ from fedlora.errors import QuorumNotMet
 from fedlora.flower import apps
 from fedlora.flower.children import OWNER
 from fedlora.flower.messages.codecs import OwnClients
-from fedlora.flower.messages.envelope import PROTOCOL, opened, with_versions
+from fedlora.flower.messages.envelope import PROTOCOL, opened
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.site.node import Node
 from fedlora.flower.site.resident import TrainerFailed
@@ -49,7 +48,7 @@ def download() -> tuple[Server, Any, Download]:
 def test_a_node_refuses_an_older_servers_message_by_name(tmp_path: Path) -> None:
     assert recorded("parcel")["config"]["protocol"] == "fedlora/2" != PROTOCOL
     node = Node("one", Toy(), tmp_path)
-    words = r"the server .*'fedlora/2', .*fedlora/5: .*older fedlora; upgrade"
+    words = r"the server .*'fedlora/2', .*fedlora/5: install one version"
     for work in (node.work, node.measure):
         with pytest.raises(RecordError, match=words):
             work(recorded("parcel"))
@@ -73,18 +72,7 @@ def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
         config["protocol"] = protocol
     with pytest.raises(RecordError, match="this site speaks fedlora/5") as error:
         Node("one", Toy(), tmp_path).work(record)
-    assert ("newer fedlora; upgrade here" in str(error.value)) == (str(protocol).startswith("fedlora/"))
     assert len(str(error.value)) < 300
-
-
-def test_what_an_older_site_says_of_a_newer_message_names_both() -> None:
-    """Its words are those of fedlora/2's own code: it knows of no other."""
-    theirs = "RecordError: the message is no parcel of fedlora/2; do both sides run the same fedlora?"
-    assert re.match(
-        "that site .*fedlora/2, .*this server fedlora/5: .*older fedlora; upgrade.* there", with_versions(theirs)
-    )
-    assert "newer" in with_versions("no parcel of fedlora/12.")
-    assert with_versions("out of memory") == "out of memory"
 
 
 def test_why_a_trainer_failed_is_the_sites_answer_word_for_word(

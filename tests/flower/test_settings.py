@@ -15,7 +15,7 @@ pytest.importorskip("flwr")
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.one_machine import ELSEWHERE
 from fedlora.flower.terms.settings import FederationSettings, changed
-from fedlora.flower.terms.settings_from_run import from_run_config, from_tables, new_id, read_run_file
+from fedlora.flower.terms.settings_from_run import from_run, read_run_file
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.config import RunConfig, load_config, parse_config
 
@@ -145,7 +145,6 @@ def test_mistakes_are_told(tmp_path: Path) -> None:
         RUN.replace("rounds = 6", 'rounds = "six"'): r"run\.rounds",
         RUN.replace("max_length", 'prompt = "q"\nmax_length'): r"data\.prompt = 'q' has no effect.*Leave it out",
         RUN.replace("max_length", "validation = 0.6\ntest = 0.4\nmax_length"): "nothing to train on",
-        RUN.replace("max_length", "validation = 0\nmax_length") + "[evaluate]\npatience = 2\n": "evaluate.patience = 2",
         RUN.replace("max_length", "validation = 0\nmax_length")
         + "[evaluate]\nevery = 2\n": "evaluate.every = 2 has no",
         RUN + "[network]\nport = 70000\n": r"network\.port",
@@ -180,10 +179,10 @@ def test_a_trial_takes_what_its_data_were_dealt_out_by(tmp_path: Path) -> None:
     )
     config = load_config(tmp_path / "run.toml")
     with pytest.raises(ConfigError, match=r"data\.train = .*one machine.*clients\.count = 3"):
-        from_run_config(config)
-    found = from_run_config(config, dealt=True, at_server={"test": "/held.jsonl"})
+        from_run(config)
+    found = from_run(config, dealt=True, at_server={"test": "/held.jsonl"})
     assert found.data.test == 0.0 and found.at_server.test == "/held.jsonl" and found.run.rounds == 6
-    assert found.at_server.model == config.model.path and new_id() != new_id()
+    assert found.at_server.model == config.model.path
 
 
 def test_what_changed_and_what_must_not(tmp_path: Path) -> None:
@@ -267,7 +266,7 @@ def test_what_init_writes_can_be_read_whatever_is_set(tmp_path: Path) -> None:
                 raw: dict[str, Any] = {"model": {"path": "m"}, "lora": {"targets": ["q"]}, "data": {}}
                 raw[table] = {**raw.get(table, {}), key: value}
                 try:
-                    found = from_tables(raw, ["a", "b"], id="f")
+                    found = from_run(raw, ["a", "b"], id="f")
                 except ConfigError as error:
                     assert str(error)
                     continue

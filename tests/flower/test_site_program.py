@@ -15,10 +15,9 @@ pytest.importorskip("flwr")
 
 from fedlora.errors import ConfigError
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.site_checks import _program
 from fedlora.flower.site.site_work import told_to_server
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.flower.terms.settings_from_run import from_tables
+from fedlora.flower.terms.settings_from_run import from_run
 from fedlora.flower.terms.site_file import Site
 from fedlora.training.round_folder import ProgramFailed
 from support.command_line import Said
@@ -75,7 +74,7 @@ def test_no_server_can_name_a_program() -> None:
             FederationSettings.from_travelling(bad)
     raw = {"data": {"labels": ["no", "yes"]}, "train": {"command": ["python", "mine.py"]}}
     with pytest.raises(ConfigError, match=r"train.command = .* site.toml"):
-        from_tables(raw)
+        from_run(raw)
 
 
 def test_a_site_file_with_a_program(tmp_path: Path) -> None:
@@ -88,21 +87,6 @@ def test_a_site_file_with_a_program(tmp_path: Path) -> None:
     settings = FederationSettings(id="fed-1", data={"labels": ["no", "yes"]}, train={"lr": 1e-4, "steps": 3})
     train = settings.for_site(read).train
     assert (train.command, train.time_limit, train.steps) == (read.command, 60.0, 10)
-
-
-def test_the_checks_of_a_site_look_for_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that only lies where the checks run is lost: reading site.toml made those beside it absolute."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("mine.py", "here.py"):
-        (tmp_path / name).write_text("")
-    assert _program(["python", str(tmp_path / "mine.py"), "{data}"])[2] is True
-    for command_, lost in (
-        (["no-such", "x"], "no-such"),
-        (["python", "lost.py"], "lost.py"),
-        (["python", "here.py"], "here.py"),
-    ):
-        what, found, sound = _program(command_)
-        assert what == "program" and repr(lost) in found and sound is False
 
 
 def test_a_trial_gives_each_site_the_program_of_the_run(tmp_path: Path, main: Callable[..., Said]) -> None:

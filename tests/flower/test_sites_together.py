@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.federation import begun
-from fedlora.flower.terms.facts import Agreement, model_facts
+from fedlora.flower.terms.facts import model_facts, of_model, write_agreed
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.config import parse_config
@@ -44,7 +44,7 @@ def federation(root: Path, **tables: Any) -> FederationOnDisk:
 def knowing(made: FederationOnDisk) -> FederationOnDisk:
     """The server knows the base model, as after `init` with one."""
     facts = model_facts(str(made.model), made.settings())
-    Agreement().with_(facts, "the server's own model")[0].write(made.home / "agreement.json")
+    write_agreed(made.home / "agreement.json", of_model(facts))
     return made
 
 

@@ -26,11 +26,10 @@ from fedlora.flower.rounds.events import (
     EventWriter,
     Fated,
     PolicyChanged,
-    read_events,
 )
 from fedlora.flower.rounds.finishing import taken_part
 from fedlora.flower.rounds.log_lines import lines_of, nodes_line, round_line
-from fedlora.flower.rounds.progress import Progress, progress_of
+from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.serving import metrics
 from fedlora.flower.serving.metrics import Exposed, exposing
@@ -209,7 +208,7 @@ def test_status_without_a_superlink(tmp_path: Path, main: Any) -> None:
     assert found["superlink"] is False and found["sites"]["berlin"]["node"] == "no key"
     assert found["sites"]["acme"] == {
         "rank": 8, "node": "unknown", "last_seen": None, "fate": "trained", "why": "", "loss": 1.0, "norm": 0.5,
-        "rounds": 1, "upload_bytes": 1000,
+        "fates": {"trained": 1}, "upload_bytes": 1000,
     }  # fmt: skip
     assert found["sites"]["cork"]["why"] == "so" and found["last_rounds"][0]["fates"]["cork"] == "refused"
     with serving(home / "state" / "serve.lock"):
@@ -246,85 +245,69 @@ def scraped(address: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_prometheus_scrapes_what_the_folder_says(tmp_path: Path) -> None:
+def test_prometheus_scrapes_what_the_folder_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = federation_folder(tmp_path / "f")
-    folder = FederationFolder(home)
-    play_round(home, 1)
-    play_round(home, 2, {"cork": "late"})
-    exposed = Exposed(folder)
-    with exposing(exposed, "127.0.0.1:0") as port:
-        assert scraped(f"127.0.0.1:{port}")["fedlora_round",] == 0
-        nodes = [NodeFacts("acme", 1, "online", b""), NodeFacts("cork", 2, "offline", b"")]
-        exposed.see(progress_of(read_events(folder.events)), nodes, standing(folder))
+    folder, nodes = FederationFolder(home), dict[str, NodeFacts]()
+    monkeypatch.setattr("fedlora.flower.serving.status._nodes", lambda folder: (nodes, True))
+    with exposing(Exposed(folder), "127.0.0.1:0") as port:
         found = scraped(f"127.0.0.1:{port}")
-        with pytest.raises(ConfigError, match="metrics cannot be served"), exposing(exposed, f"127.0.0.1:{port}"):
+        assert found["fedlora_round",] == 0 and ("fedlora_loss",) not in found
+        play_round(home, 1)
+        play_round(home, 2, {"cork": "late"})
+        nodes |= {"acme": NodeFacts("acme", 1, "online", b""), "cork": NodeFacts("cork", 2, "offline", b"")}
+        found = scraped(f"127.0.0.1:{port}")
+        with (
+            pytest.raises(ConfigError, match="metrics cannot be served"),
+            exposing(Exposed(folder), f"127.0.0.1:{port}"),
+        ):
             pass
     assert found["fedlora_round",] == 2 and found["fedlora_rounds",] == 3 and found["fedlora_ended",] == 0
     assert found["fedlora_round_seconds",] == 2.5 and found["fedlora_loss",] == pytest.approx(0.55)
-    assert found["fedlora_client_loss", "acme"] == 0.5
-    assert found["fedlora_client_loss", "cork"] == pytest.approx(1.2)  # of round 1, its last
+    assert found["fedlora_client_loss", "acme"] == 0.5 and ("fedlora_client_loss", "cork") not in found
     assert found["fedlora_client_fate_total", "cork", "late"] == 1
     assert found["fedlora_client_fate_total", "acme", "trained"] == 2
     assert found["fedlora_upload_bytes_total", "acme"] == 2000 and found["fedlora_client_loss", "berlin"]
+    assert found["fedlora_nodes_online",] == 1
+    assert [found["fedlora_node_online", name] for name in ("acme", "berlin", "cork")] == [1, 0, 0]
+    assert found["fedlora_disk_free_bytes",] > 0 and found["fedlora_last_event_timestamp_seconds",] > 1.7e9
     events = EventWriter(folder.events)
     for event in (
         Fated(3, 0, "cork", "late", "x"),
         AttemptFailed(3, 1, "too few"),
-        Done(3, {"site_mean": {"accuracy": 0.625}}),
+        Done(3, {"losses": {"acme": 0.4, "berlin": 0.4}, "site_mean": {"accuracy": 0.625}}),
+        Done(4, {"losses": {"acme": 0.4, "berlin": 0.4}}),
     ):
         events.write(event)
+    policy = folder.policy.read_text()
     folder.policy.write_text("[clients]\nacme = 2\ncork = 8\n")
-    exposed.see(progress_of(read_events(folder.events)), [], standing(folder))
-    with exposing(exposed, "127.0.0.1:0") as port:
+    with exposing(Exposed(folder), "127.0.0.1:0") as port:
         later = scraped(f"127.0.0.1:{port}")
+        folder.policy.write_text("[clients\n")  # `serve` says so
+        assert not scraped(f"127.0.0.1:{port}")
+    folder.policy.write_text(policy)
     assert later["fedlora_client_fate_total", "cork", "late"] == 2 and later["fedlora_site_metric", "accuracy"] == 0.625
+    assert ("fedlora_client_loss", "acme") in later and ("fedlora_client_loss", "berlin") not in later
     told = set(re.findall(r"\bfedlora_[a-z_]+", metrics.__doc__ or ""))
     assert {name for name, *_ in later} <= told
     for file in ("dashboard.json", "alerts.yml"):
-        assert (
-            set(
-                re.findall(
-                    r"\bfedlora_[a-z_]+", (Path(__file__).parents[2] / "examples" / "monitoring" / file).read_text()
-                )
-            )
-            <= told
-        )
-    assert ("fedlora_client_loss", "acme") in later and ("fedlora_client_loss", "berlin") not in later
-    assert found["fedlora_nodes_online",] == 1
-    assert [found["fedlora_node_online", name] for name in ("acme", "berlin", "cork")] == [1, 0, 0]
-    assert found["fedlora_disk_free_bytes",] > 0 and found["fedlora_last_event_timestamp_seconds",] > 1.7e9
+        shown = (Path(__file__).parents[2] / "examples" / "monitoring" / file).read_text()
+        assert set(re.findall(r"\bfedlora_[a-z_]+", shown)) <= told
     for wrong in ("", "localhost:ninety", "127.0.0.1:99999"):
-        with pytest.raises(ConfigError, match="Give HOST:PORT"), exposing(exposed, wrong):
+        with pytest.raises(ConfigError, match="Give HOST:PORT"), exposing(Exposed(folder), wrong):
             pass
 
 
-def test_whom_a_rule_left_out_is_on_the_screen_and_scraped(tmp_path: Path, main: Any) -> None:
+def test_whom_a_rule_left_out_is_on_the_screen(tmp_path: Path, main: Any) -> None:
     """The last round's weights after the rule, of each client in the last round that it was weighed in."""
     home = federation_folder(tmp_path / "f")
     loopback(home)
     play_round(home, 1, after={"acme": 0.5, "berlin": 0.5, "cork": 0.0})
     play_round(home, 2, {"berlin": "late"}, after={"acme": 1.0, "cork": 0.0})
-    folder = FederationFolder(home)
-    exposed = Exposed(folder)
-    exposed.see(progress_of(read_events(folder.events)), [], standing(folder))
-    with exposing(exposed, "127.0.0.1:0") as port:
-        found = scraped(f"127.0.0.1:{port}")
-    assert [found["fedlora_client_weight_after", n] for n in ("acme", "berlin", "cork")] == [1.0, 0.5, 0.0]
-    assert [found["fedlora_client_left_out", n] for n in ("acme", "berlin", "cork")] == [0, 0, 1]
-    assert found["fedlora_client_weight", "cork"] == 0.5 and found["fedlora_client_weight", "berlin"] == (1 / 3)
     done = main("flower", "status", home)
     assert done.code == 0, done.err
     said = " ".join(done.out.split())
     assert "multi-krum leaves out cork (1 of 2)" in said and "50.0%, 0.0%" in said
     assert "cork was left out" in said.replace("cork (rank 8, the largest)", "cork")
-
-
-def test_metrics_before_anything_happened(tmp_path: Path) -> None:
-    exposed = Exposed(FederationFolder(federation_folder(tmp_path / "f")))
-    exposed.see(Progress(), [], standing(FederationFolder(tmp_path / "f")))
-    with exposing(exposed, "127.0.0.1:0") as port:
-        found = scraped(f"127.0.0.1:{port}")
-    assert found["fedlora_round",] == 0 and ("fedlora_loss",) not in found
 
 
 def test_a_loss_of_three_hundred_digits_does_not_fill_the_screen() -> None:

@@ -380,7 +380,7 @@ def test_keys_that_come_while_it_runs_are_admitted(tmp_path: Path) -> None:
     def dublin(link: FakeLink) -> None:
         (home / "keys" / "dublin.pub").write_text("key")
 
-    def erfurt(link: FakeLink) -> None:  # `admit` registers it at the SuperLink before this looks
+    def erfurt(link: FakeLink) -> None:
         (home / "keys" / "erfurt.pub").write_text("key")
 
     _, link, said = served(home, [rounds(1), dublin, erfurt, wait, wait, rounds(2, 3), completes(3)])

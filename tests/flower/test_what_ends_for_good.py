@@ -20,7 +20,7 @@ from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.rounds.federation import begun
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
-from fedlora.flower.serving.connection import check_ports
+from fedlora.flower.serving.connection import check_derived
 from fedlora.flower.serving.standing import standing
 from fedlora.flower.serving.supervisor import Stopped, Supervisor
 from fedlora.flower.setup import checkup
@@ -66,7 +66,7 @@ def test_doctor_says_what_serve_would(words: str, tmp_path: Path) -> None:
     played(fed, 2)
     FederationSettings.model_validate(raw).write(fed.settings)
     with pytest.raises(FedLoRAError, match=words) as refused:
-        check_ports(fed)
+        check_derived(fed)
         begun(fed.path)
     assert str(refused.value) in [found for _, found, sound in checkup.checked_folder(fed.path) if sound is False]
 

@@ -1,4 +1,4 @@
-"""The steps of the Dockerfile that `fedlora flower init` writes, executed without Docker. Kind: end-to-end.
+"""The steps of the Dockerfile of examples/containers, executed without Docker. Kind: end-to-end.
 
 RUN lines go to a shell as they are, in an environment that stands for the image. pip is the environment's. Users are
 made below a folder (`useradd --prefix`), and /wheels lies there too. Two options of pip are left out: the index of CPU
@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from release.conftest import Built
+from support.containers import PLACE
 from support.environments import Environment, run, uv
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
@@ -25,12 +26,10 @@ LEFT_OUT = (" --index-url https://download.pytorch.org/whl/cpu", " --no-cache-di
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("useradd"), reason="makes users below a folder: root")
 def test_the_images_steps_make_an_environment_that_serves(built: Built, tmp_path: Path) -> None:
-    from fedlora.flower.setup.containers import dockerfile
-
     image = Image(tmp_path / "image")
     (image.root / "wheels").mkdir()
     shutil.copy(built.wheel, image.root / "wheels")
-    text = dockerfile(tmp_path / "fed")
+    text = (PLACE / "Dockerfile").read_text(encoding="utf-8")
     for part in LEFT_OUT:
         assert part in text
         text = text.replace(part, "")

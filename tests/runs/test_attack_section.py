@@ -195,7 +195,7 @@ def test_a_federation_refuses_it() -> None:
     """Every key by name, with where it belongs; also in a file of terms."""
     pytest.importorskip("flwr")
     from fedlora.flower.terms.one_machine import ELSEWHERE
-    from fedlora.flower.terms.settings_from_run import from_run_config, from_tables
+    from fedlora.flower.terms.settings_from_run import from_run
     from fedlora.runs.attack_section import AttackSection
 
     assert {f"attack.{key}" for key in AttackSection.model_fields} <= set(ELSEWHERE)
@@ -203,9 +203,9 @@ def test_a_federation_refuses_it() -> None:
                            "attack": {"kind": "sign-flip", "share": 0.4}})  # fmt: skip
     for dealt in (True, False):
         with pytest.raises(ConfigError, match=r"attack\.kind = 'sign-flip' .*never a federation"):
-            from_run_config(config, ["a", "b"], dealt=dealt)
+            from_run(config, ["a", "b"], dealt=dealt)
     with pytest.raises(ConfigError, match=r"attack\.share"):
-        from_tables({"attack": {"share": 0.4}, "model": {}, "data": {}}, ["a", "b"])
+        from_run({"attack": {"share": 0.4}, "model": {}, "data": {}}, ["a", "b"])
 
 
 def test_a_comparison_under_attack_says_so(project: Path, tmp_path: Path) -> None:

@@ -6,8 +6,6 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import psutil
-
 from fedlora.flower.rounds.events import Began, Done, Ended, EventWriter, Fated
 from fedlora.flower.serving.superlink import NodeFacts, RunFacts
 from fedlora.flower.terms.settings import FederationSettings
@@ -75,6 +73,7 @@ class FakeLink:
     def __init__(self, home: Path, *scripts: list[Turn]) -> None:
         self.home, self.log, self.scripts = home, home / "superlink.log", list(scripts)
         self.done: list[str] = []
+        self.keys = set[str]()
         self.online = list(CLIENTS)
         self.comes: Callable[[], None] = lambda: None
         self.code: int | None = None
@@ -92,9 +91,6 @@ class FakeLink:
         self.done.append("stop")
         self.code = None
 
-    def left(self) -> list[psutil.Process]:
-        return []
-
     def ended(self) -> int | None:
         return self.code
 
@@ -111,7 +107,8 @@ class FakeLink:
 
     def keep_keys(self, keys: Mapping[str, Path]) -> list[str]:
         self.done.append("keys " + ",".join(keys))
-        return []
+        new, self.keys = sorted(keys.keys() - self.keys), set(keys)
+        return [f"{name}: its key is admitted" for name in new if len(self.done) > 2]
 
     def run(self) -> int:
         assert self.scripts, "no more runs were expected"

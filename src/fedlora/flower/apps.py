@@ -91,15 +91,9 @@ def evaluate(message: Message, context: Context) -> Message:
 def _answered(message: Message, context: Context, do: Do) -> Message:
     """Answer with the node's resident trainer, and write a line to the site's log. A failure is answered in its own
     words, because Flower would replace the text of an exception raised here."""
-    said = context.node_config
-    if "site" not in said:
-        raise ConfigError(
-            f"this node was started with {', '.join(sorted(map(str, said))) or 'nothing'} for its configuration, and "
-            f"needs site, the path of its site.toml; `fedlora flower node` starts it so."
-        )
     if (owner := children.owner_of_this()) is not None:  # a ClientApp would wait for ever for a gone node
         children.end_with(owner)
-    site_file = Path(str(said["site"]))
+    site_file = Path(str(context.node_config["site"]))
     began = time.monotonic()
     _say_receipt(message.content)
     try:

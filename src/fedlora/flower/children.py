@@ -16,13 +16,11 @@ import select
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-import psutil
-
-from fedlora.core.parent import end, killed_with
+from fedlora.core.parent import end, end_marked, killed_with
 from fedlora.flower.ownership import opened_here
 
 SWITCHES = {
@@ -39,7 +37,7 @@ GIVES_BACK = {
     "MALLOC_ARENA_MAX": "2",
 }
 SUPERLINK = "fedlora.flower.serving.superlink_process"
-_OF = "FEDLORA_PROCESS_OF"
+OF = "FEDLORA_PROCESSOF"
 OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that its SuperNode starts: its trainer ends with it
 _LOOPBACK = ("127.0.0.1", "localhost")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -47,7 +45,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 def environment(flower_home: Path) -> dict[str, str]:
     """The environment of Flower's processes: the mark, no telemetry, no updates, no installs, no proxy for loopback."""
-    found = {**os.environ, **SWITCHES, "FLWR_HOME": str(flower_home), _OF: str(flower_home)}
+    found = {**os.environ, **SWITCHES, "FLWR_HOME": str(flower_home), OF: str(flower_home)}
     found["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{found.get('PATH', '')}"
     for name in ("NO_PROXY", "no_proxy"):
         found[name] = ",".join(dict.fromkeys([*filter(None, found.get(name, "").split(",")), *_LOOPBACK]))
@@ -67,20 +65,9 @@ def started(command: Sequence[str], log: Path, env: Mapping[str, str]) -> subpro
         )  # fmt: skip
 
 
-def started_for(flower_home: Path) -> list[psutil.Process]:
-    """All processes with `environment(flower_home)`, including those that an earlier launcher left."""
-    found = psutil.process_iter(["environ"])
-    return [one for one in found if (one.info["environ"] or {}).get(_OF) == str(flower_home)]
-
-
-def end_all(left: Iterable[psutil.Process], seconds: float = 5.0) -> None:
-    """Ask processes to end; after `seconds`, kill those that remain."""
-    for ask in (psutil.Process.terminate, psutil.Process.kill):
-        left = list(left)
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                ask(process)
-        _, left = psutil.wait_procs(left, seconds)
+def end_all_of(flower_home: Path) -> None:
+    """Kill all processes with `environment(flower_home)`, including those that an earlier launcher left."""
+    end_marked(f"{OF}={flower_home}", 5.0)
 
 
 def owner_of_this() -> int | None:
@@ -127,6 +114,6 @@ def trim(log: Path, largest: int = 20_000_000) -> None:
 
 
 __all__ = [
-    "GIVES_BACK", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all", "end_with", "environment", "last_words",
-    "owner_of_this", "started", "started_for", "tail", "trim",
+    "GIVES_BACK", "OF", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all_of", "end_with", "environment", "last_words",
+    "owner_of_this", "started", "tail", "trim",
 ]  # fmt: skip

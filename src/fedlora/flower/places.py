@@ -24,7 +24,7 @@ class FederationFolder:
 
     settings = _place("federation.toml", "What is agreed on; and, for the server alone, its network and data.")
     policy = _place("policy.toml", "Who may take part, at which rank and with which weight.")
-    agreement = _place("agreement.json", "What is known of the base model that all have, and from whom.")
+    agreement = _place("agreement.json", "What is known of the base model that all have.")
     start = _place("start", "The common start, a PEFT directory.")
     flower_home = _place("state/flwr", "$FLWR_HOME of the processes that are started here.")
     certificates = _place("certs", "Of the SuperLink, on loopback: ca.crt, server.crt, server.key.")
@@ -76,7 +76,6 @@ class SiteFolder:
     join = _place("join.toml", "The server's file, as it came.")
     key = _place("key", "Its private key. It never leaves.")
     public_key = _place("key.pub", "The other half.")
-    next_key = _place("key.new", "Of a rotation: it takes the other one's place once the server has admitted it.")
     ca = _place("ca.crt", "Who may vouch for the server.")
     request = _place("request.toml", "What goes to the server, to be admitted.")
     state = _place("state", "All that its processes may write: what stays here between rounds, logs, sockets.")

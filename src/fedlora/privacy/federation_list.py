@@ -88,32 +88,7 @@ FEDERATION: tuple[Item, ...] = (
     *as_items("federation summary.json", "dropped", REFUSED, "defence"),
     # FED/server/settings.json: `flower.rounds.settings_history`
     *as_items("settings.json", "released", PUBLIC, "at", "rounds", "settings", "held_out", "changed"),
-    # Prometheus, without the prefix fedlora_: `flower.serving.metrics`
-    *as_items("prometheus", "released", PUBLIC, "round", "rounds", "ended"),
-    *as_items(
-        "prometheus",
-        "released",
-        LEDGER,
-        "privacy_epsilon",
-        "privacy_epsilon_planned",
-        "privacy_delta",
-        "privacy_population_epsilon",
-    ),
-    *as_items("prometheus", "if-public", TESTED, "metric"),
-    *as_items("prometheus", "dropped", LOSS, "loss", "client_loss", "client_norm", "site_metric"),
-    *as_items("prometheus", "dropped", UPLOADS, "client_weight", "client_weight_after", "client_left_out"),
-    *as_items("prometheus", "dropped", WHO, "client_fate", "nodes_online", "node_online"),
-    *as_items(
-        "prometheus",
-        "dropped",
-        TRAFFIC,
-        "round_seconds",
-        "upload_bytes",
-        "last_event_timestamp_seconds",
-        "database_bytes",
-        "disk_free_bytes",
-    ),
-    # fedlora flower status, and --json; a round of its last_rounds
+    # fedlora flower status, and --json, from which Prometheus' numbers are taken; a round of its last_rounds
     *as_items(
         "status",
         "released",
@@ -144,7 +119,7 @@ FEDERATION: tuple[Item, ...] = (
         "sites.*.last_seen",
         "sites.*.fate",
         "sites.*.why",
-        "sites.*.rounds",
+        "sites.*.fates",
     ),
     *as_items("status", "dropped", LOSS, "sites.*.loss", "sites.*.norm"),
     *as_items("status", "dropped", TRAFFIC, "last_event", "database_bytes", "disk_free_bytes", "sites.*.upload_bytes"),

@@ -30,8 +30,7 @@ def node(
     needed()
     from fedlora.flower.places import SiteFolder
     from fedlora.flower.site import node_process, site_checks
-    from fedlora.flower.site.reach import Found, Server, look
-    from fedlora.flower.site.site_folder import asked
+    from fedlora.flower.site.reach import look
     from fedlora.flower.terms.joining import JoinFile
     from fedlora.runs.quiet import quiet_libraries
 
@@ -48,22 +47,11 @@ def node(
         raise ConfigError(f"{found}. Nothing was sent. Repair it, and check with: fedlora doctor {typed(folder)}")
     for line in told:
         say(line)
-    server = Server(join.server, join.port, here.ca)
-
-    key = here.key
-
-    def ask() -> Found:
-        nonlocal key
-        found, now = asked(here, lambda with_: look(server, with_))
-        if now != key and now == here.next_key:
-            say("the server has this site's new key, which is now in use (--rotate once more deletes the old one).")
-        key = now
-        return found
-
+    server = site_checks.server_of(join, here)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     say(f"site {join.site} of {join.federation}, server {join.address}")
     waiting = doing("waiting until the server lets this site in")
     with ending_for_systemd(), node_process.held(here) as lock, waiting:
-        node_process.wait_until_admitted(ask, say)
-        node_process.become_supernode(node_process.supernode_command(here, join.address, key), here, lock)
+        node_process.wait_until_admitted(lambda: look(server, here.key), say)
+        node_process.become_supernode(node_process.supernode_command(here, join.address), here, lock)

@@ -9,7 +9,7 @@ from fedlora.cli.screen import console
 def renew(folder: Folder) -> None:
     """At the server: make new certificates, and write all derived files again.
 
-    Proxy, app, containers and join files become what federation.toml and policy.toml now say. Use it when a
+    Proxy and join files become what federation.toml and policy.toml now say. Use it when a
     certificate is about to expire, after you changed the name or port in federation.toml, moved the folder, or
     upgraded. It leaves keys, settings, policy and results alone.
     """

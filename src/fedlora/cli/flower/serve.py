@@ -41,9 +41,9 @@ def serve(
 
     place = FederationFolder(folder.resolve())
     link = SuperLink(folder)
-    with ending_for_systemd(), stopping() as stop, _metrics(place, metrics) as seen:
+    with ending_for_systemd(), stopping() as stop, _metrics(place, metrics):
         begun(place.path, say)  # what the rounds would refuse is said now, not when the sites are there
-        now = Supervisor(folder, link, say, stop=stop, seen=seen).serve()
+        now = Supervisor(folder, link, say, stop=stop).serve()
     tell_end(folder, now, stop)
 
 
@@ -127,17 +127,16 @@ def _tell_rule(progress: Any, ranks: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _metrics(place: Any, address: str | None) -> Iterator[Any]:
-    """The function to call with each look at the run: it does nothing, or updates Prometheus."""
+def _metrics(place: Any, address: str | None) -> Iterator[None]:
+    """Answer Prometheus while the block runs, if an address is given."""
     if address is None:
-        yield lambda progress, nodes, standing: None
+        yield
         return
     from fedlora.flower.serving.metrics import Exposed, exposing
 
-    exposed = Exposed(place)
-    with exposing(exposed, address) as port:
+    with exposing(Exposed(place), address) as port:
         say(f"metrics at http://{address.rpartition(':')[0] or '127.0.0.1'}:{port}/metrics")
-        yield exposed.see
+        yield
 
 
 def _show(found: Any, rounds: int) -> None:
@@ -158,7 +157,8 @@ def _show(found: Any, rounds: int) -> None:
         table.add_row(
             cell(name), cell(site.rank), site.node, f"{since(site.last_seen)} ago" if site.last_seen else
             "never" if found.answers else "unknown", cell(site.fate or "-"),
-            _number(site.loss), _number(site.norm), *weights, str(site.rounds), size_of(site.upload_bytes),
+            _number(site.loss), _number(site.norm), *weights, str(site.fates.get("trained", 0)),
+            size_of(site.upload_bytes),
         )  # fmt: skip
     console.print(table)
     for name, site in found.sites.items():

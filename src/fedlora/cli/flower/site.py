@@ -37,9 +37,8 @@ def site(
     Data and base model are read, and nothing is sent. Then send FOLDER/request.toml to the server, and start
     `fedlora flower node FOLDER`.
 
-    If the folder exists: --rotate makes a new key and request. The old key works until the server admits the new one;
-    the node then switches by itself. A second --rotate deletes the old key. --join alone takes the server's new join
-    file.
+    If the folder exists: --rotate makes a new key and request, in place of the old ones. A running node keeps the old
+    key until the server admits the new one. --join alone takes the server's new join file.
     """
     needed()
     from fedlora.flower.site.site_checks import is_site
@@ -73,8 +72,6 @@ def site(
 
 def _rotate(folder: Path) -> None:
     from fedlora.flower.places import SiteFolder
-    from fedlora.flower.site.reach import look
-    from fedlora.flower.site.site_checks import server_of
     from fedlora.flower.site.site_folder import rotate_key
     from fedlora.flower.terms.facts import model_facts
     from fedlora.flower.terms.joining import JoinFile
@@ -85,19 +82,11 @@ def _rotate(folder: Path) -> None:
     join = JoinFile.read(here.join)
     model = Site.read(here.site).model
     facts = model_facts(model, FederationSettings.from_travelling(join.settings), here.base_cache)
-    server = server_of(join, here)
-    request = rotate_key(folder, facts.table(), lambda key: look(server, key))
-    if request is None:
-        console.print(
-            f"{folder}: the server has the new key. It has replaced the old one, which is deleted. For another key "
-            f"call this again."
-        )
-        return
+    request = rotate_key(folder, facts.table())
     console.print(
-        f"{folder}: a new key, {request.fingerprint}. The old one works until the server has this one:\n"
-        f"1. send {here.request} to the server, where it is admitted with: fedlora flower admit FED request.toml "
-        f"--rotate\n2. nothing more: fedlora flower node switches to it by itself. After that, call this once more "
-        f"to delete the old one."
+        f"{folder}: a new key, {request.fingerprint}, in place of the old one. Send {here.request} to the server, "
+        f"where it is admitted with: fedlora flower admit FED request.toml --rotate. A running node keeps the old key "
+        f"until then, and takes the new one by itself; one that starts before waits for it."
     )
 
 
@@ -139,7 +128,7 @@ def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
         request = make_site(folder, join, found, facts.table())
         if meanwhile.base_cache.is_file():
             files.write(here.base_cache, meanwhile.base_cache.read_bytes())
-    server = [row for row in checked_server(said, here) if row[0] == "clock" or not row[2]]
+    server = [row for row in checked_server(said, here) if not row[2]]
     table = Table("", "found", "")
     for what, text, sound in [*rows, *server]:
         table.add_row(what, cell(text), "ok" if sound else "not yet")

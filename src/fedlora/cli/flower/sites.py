@@ -24,7 +24,7 @@ def admit(
 ) -> None:
     """At the server: admit a site with the request.toml it sent, or invite a new site.
 
-    A running server takes the change at once.
+    A running server takes the change within seconds.
 
     A new site:     fedlora flower admit fed --new dublin=4    then hand it fed/join/dublin.toml
                     fedlora flower admit fed request.toml      with what it sends back
@@ -61,9 +61,7 @@ def admit(
             _say(f"{done.site}: rank {_rank(done.before)} before, {_rank(done.rank)} from the next round on.")
     if done.learned:
         _say(f"The server took {', '.join(done.learned)} of the base model from it: all other sites must match.")
-    for line in done.told:
-        _say(f"note: {line}")
-    _say("The running server knows it." if done.online else f"`fedlora flower serve {typed(folder)}` will let it in.")
+    _say("A running server lets it in within seconds.")
 
 
 def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", show_default=False)]) -> None:
@@ -73,9 +71,8 @@ def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", 
     needed()
     from fedlora.flower.setup import members
 
-    told = members.remove(folder, name)
-    later = f"`fedlora flower serve {typed(folder)}` will no longer let it in."
-    _say(f"{name}: removed. {'The running server knows it.' if told else later}")
+    members.remove(folder, name)
+    _say(f"{name}: removed. A running server puts it out within seconds.")
 
 
 def _rank(rank: object) -> str:

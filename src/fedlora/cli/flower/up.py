@@ -9,9 +9,8 @@ from fedlora.cli.screen import say
 def up(folder: Folder) -> None:
     """Run a trial on this machine: start the SuperLink and a node for each site, play all rounds, stop everything.
 
-    If one of the processes dies, it stops the others, with exit code 1; the node of a site that was removed may end.
-    Call it again to continue after the last finished round; if all rounds are done, it says so. Ctrl-C ends it in
-    order.
+    If one of the processes dies, it stops the others, with exit code 1. Call it again to continue after the last
+    finished round; if all rounds are done, it says so. Ctrl-C ends it in order.
     """
     needed()
     from fedlora.cli.flower.serve import stopping, tell_end

@@ -7,7 +7,6 @@ No torch here, because a node's ClientApp process reads this before anything els
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass
 from typing import ClassVar
 
@@ -18,8 +17,6 @@ from fedlora.errors import FedLoRAError
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.salt import with_salt
 from fedlora.flower.terms.agreement import PROTOCOL
-
-_SHOWN = re.compile(r"\bfedlora/(\d{1,6})\b")
 
 
 class RecordError(FedLoRAError, ValueError):
@@ -54,7 +51,10 @@ def opened(record: RecordDict, sender: str, reader: str) -> Envelope:
     config = parts(record, ConfigRecord).get("config")
     theirs = config.get("protocol") if config is not None else None
     if theirs != PROTOCOL:
-        raise RecordError(f"{sender} sent a message of {_named(theirs)}, and {reader} speaks {PROTOCOL}{_who(theirs)}.")
+        raise RecordError(
+            f"{sender} sent a message of protocol {quoted(theirs, 40)}, and {reader} speaks {PROTOCOL}: install one "
+            f"version of fedlora on both sides."
+        )
     assert config is not None
     said = [config.get(key, "") for key in ("settings", "agreement")]
     if not all(isinstance(text, str) and len(text) <= 16 * 2**20 for text in said):
@@ -98,28 +98,6 @@ def receipt_of(record: RecordDict) -> Receipt:
     return found
 
 
-def with_versions(reason: str) -> str:
-    """An error about another protocol, with our versions."""
-    found = {f"fedlora/{number}" for number in _SHOWN.findall(reason)} - {PROTOCOL}
-    if not found or PROTOCOL in reason:
-        return reason
-    theirs = sorted(found)[0]
-    return f"that site speaks {theirs}, and this server {PROTOCOL}{_who(theirs, at='that site')}. It said: {reason}"
-
-
-def _named(theirs: object) -> str:
-    return "no protocol that is known" if theirs is None else quoted(theirs, 40)
-
-
-def _who(theirs: object, at: str = "it") -> str:
-    """Which of two protocols is older, and what to do."""
-    found = _SHOWN.fullmatch(theirs) if isinstance(theirs, str) else None
-    if found is None:
-        return ": is it a fedlora of a much older version, or another program?"
-    older = int(found[1]) < int(PROTOCOL.partition("/")[2])
-    return f": {at} has the older fedlora; upgrade it there" if older else f": {at} has the newer fedlora; upgrade here"
-
-
 __all__ = [
-    "PROTOCOL", "Envelope", "Receipt", "RecordError", "enclose", "opened", "put_receipt", "receipt_of", "with_versions",
+    "PROTOCOL", "Envelope", "Receipt", "RecordError", "enclose", "opened", "put_receipt", "receipt_of",
 ]  # fmt: skip

@@ -117,7 +117,7 @@ def parcel_record(
         "ranks": dict(p.ranks),
         "left_out": list(p.left_out),
         "versions": dict(p.versions),
-        "held": None if p.held is None else {**asdict(_plain_held(p.held))},
+        "held": None if p.held is None else vars(p.held),
     }
     arrays = ArrayRecord({name: to_array(tensor) for name, tensor in p.tensors().items()})
     config = ConfigRecord({"protocol": PROTOCOL, "parcel": json.dumps(said, sort_keys=True)})
@@ -154,25 +154,11 @@ def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
             base=ReadOnly(pairs.get("base", {})),
             steps=ReadOnly(pairs.get("steps", {})),
             versions=ReadOnly(said["versions"]),
-            held=None if held is None else _held(held),
+            held=None if held is None else Held(**{**held, "local": tuple(held["local"])}),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise RecordError(f"the server's message cannot be read: {error!r}.") from error
     return parcel, str(said["run"])
-
-
-def _plain_held(held: Held) -> Held:
-    return Held(held.round, dict(held.parts), dict(held.ranks), held.local, dict(held.base))
-
-
-def _held(said: Mapping[str, Any]) -> Held:
-    return Held(
-        said["round"],
-        ReadOnly(said["parts"]),
-        ReadOnly(dict(said["ranks"])),
-        tuple(said["local"]),
-        ReadOnly(dict(said["base"])),
-    )
 
 
 # ------------------------------------------------------------------------------------------------------ to the server

@@ -20,7 +20,6 @@ from flwr.serverapp import Grid
 
 from fedlora.core.echo import quoted, shown
 from fedlora.errors import KeptStateError
-from fedlora.flower.messages.envelope import with_versions
 from fedlora.flower.rounds.arrivals import Arrival, Limit, PlainInbox
 from fedlora.flower.rounds.bounded_pull import HttpInbox, is_http
 from fedlora.flower.rounds.events import Fate
@@ -157,7 +156,7 @@ def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) ->
     if message is None:
         return Answer(client, seconds, fate="refused", why=arrival.why, bytes=arrival.bytes)
     if message.has_error():  # first of all, because the SuperLink's own errors have neither group nor node
-        code, reason = message.error.code, shown(with_versions(message.error.reason or "it gave no reason"), 800)
+        code, reason = message.error.code, shown(message.error.reason or "it gave no reason", 800)
         if code == _OFFLINE:
             return Answer(client, seconds, fate="offline", why=f"{_UNAVAILABLE[code]}, since {seconds:.0f} s or less")
         if code in _UNAVAILABLE and seconds >= deadline - 2:

@@ -25,8 +25,9 @@ from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.round_lines import rounds_done
 from fedlora.flower.rounds.server_evaluation import AtServer, load_at_server
 from fedlora.flower.rounds.settings_history import History
+from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.agreement import check as check_facts
-from fedlora.flower.terms.facts import Agreement, model_facts, server_facts
+from fedlora.flower.terms.facts import agreed, model_facts, server_facts
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import check_policy
 from fedlora.flower.terms.settings import FederationSettings
@@ -54,7 +55,7 @@ class Begun:
     seed_adapter: Adapter
     spec: AdapterSpec
     state: RunState
-    agreement: Agreement
+    known: Facts
     at_server: AtServer
     choosing: Choosing
     rounds: int
@@ -88,11 +89,11 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
     state = start(server, seed_adapter)
     check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
     _check_readouts(settings, server, state)
-    agreement = Agreement.read(home.agreement)
+    known = agreed(home.agreement)
     config = settings.for_server()
     at_server = AtServer()
     if config is not None:
-        _check_base(settings, agreement, home)
+        _check_base(settings, known, home)
         at_server = load_at_server(config, seed_adapter)
     choosing = choosing_of(settings, at_server, server.has_global_model(state.server))
     damaged: list[str] = []
@@ -125,7 +126,7 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
     examples = at_server.examples if choosing.by == "server" else None
     held_out = f"server:{examples[:16]}" if examples is not None else "sites"
     history = history.with_(settings, rounds, held_out)
-    return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, agreement, at_server, choosing,
+    return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
                  rounds, history, found)  # fmt: skip
 
 
@@ -139,8 +140,7 @@ def _check_readouts(settings: FederationSettings, server: Server, state: RunStat
         )
 
 
-def _check_base(settings: FederationSettings, agreement: Agreement, home: FederationFolder) -> None:
+def _check_base(settings: FederationSettings, known: Facts, home: FederationFolder) -> None:
     """Raises `Disagreement` if the server would measure with another base model than the sites train."""
     mine = model_facts(str(settings.at_server.model), settings, home.base_cache)
-    for line in check_facts(server_facts(settings, agreement), mine, "the server's own model", whole=False):
-        log.info("%s", line)
+    check_facts(server_facts(settings, known), mine, "the server's own model", whole=False)

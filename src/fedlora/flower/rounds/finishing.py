@@ -222,7 +222,7 @@ class Results:
         if model is None and name is not None and not is_path(name):
             return base_name(name, {})
         short = PurePath(name).name if name else "base model"
-        agreed = self.begun.agreement.facts.base
+        agreed = self.begun.known.base
         digest = f" Its weights have the digest `{agreed}`." if agreed else ""
         files = "".join(f"\n* `{file}`, SHA-256 `{found}`" for file, found in self.begun.at_server.digests.items())
         return BaseName(

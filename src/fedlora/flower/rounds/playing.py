@@ -26,7 +26,7 @@ from fedlora.flower.rounds.private_rounds import PrivateRounds
 from fedlora.flower.rounds.recording import Recorder
 from fedlora.flower.rounds.round_lines import fitting_summary
 from fedlora.flower.rounds.strategy import FedLoRA
-from fedlora.flower.terms.facts import Agreement, server_facts
+from fedlora.flower.terms.facts import agreed, server_facts
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.private_run import PrivateRun
 
@@ -139,8 +139,8 @@ def _strategy(
         codec=OwnClients(
             settings.server.upload,
             settings.travelling(),
-            server_facts(settings, b.agreement, b.seed_adapter.modules),
-            known=lambda: Agreement.read(b.home.agreement).facts,
+            server_facts(settings, b.known, b.seed_adapter.modules),
+            known=lambda: agreed(b.home.agreement),
         ),
         identify=identify,
         after_round=after_round,

@@ -11,8 +11,6 @@ from fedlora.errors import ConfigError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.joining import JoinFile
-from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 
 LOOPBACK = "127.0.0.1"
@@ -23,33 +21,25 @@ def connection(folder: FederationFolder) -> str:
     return f"{LOOPBACK}:{FederationSettings.load(folder.settings).network.superlink_port}"
 
 
-def check_ports(folder: FederationFolder) -> None:
-    """Refuse a folder whose files name other ports than its federation.toml, which would be ignored silently.
+def check_derived(folder: FederationFolder) -> None:
+    """Refuse a folder whose other files name another place or port than its federation.toml: one would be ignored.
 
     Raises:
-        ConfigError: they differ (the message has the file, the port and what to do), or settings cannot be read.
+        ConfigError: they differ (the message has the file, what differs and what to do), or settings cannot be read.
     """
     network = FederationSettings.load(folder.settings).network
-    if network.name is None:  # a trial: its sites dial this port
-        for name in Policy.read(folder.policy).clients:
-            join = folder.site(name).join
-            if join.is_file() and (port := JoinFile.read(join).port) != network.superlink_port:
-                raise ConfigError(
-                    f"{folder.settings} says network.superlink_port = {network.superlink_port}, and {join} says "
-                    f"{port}. The ports of a trial are set when it is made: set it back, or make the trial anew with "
-                    f"`fedlora flower init --superlink-port {network.superlink_port}`."
-                )
+    if network.name is None:  # a trial
         return
     proxy = folder.proxy.read_text(encoding="utf-8")
-    for key, port, words in (
-        ("network.port", network.port, f"{network.port} ssl;"),
-        ("network.superlink_port", network.superlink_port, f"server {connection(folder)} "),
+    for what, words in (
+        (f"{folder.settings} says network.port = {network.port}", f"{network.port} ssl;"),
+        (f"{folder.settings} says network.superlink_port = {network.superlink_port}", f"server {connection(folder)} "),
+        (f"the folder is {folder.path}", f"{folder.public}/server.crt"),
     ):
         if words not in proxy:
             raise ConfigError(
-                f"{folder.settings} says {key} = {port}, and {folder.proxy} has another port. `fedlora flower renew "
-                f"{folder.path}` writes all files that follow from it; hand every site its new join file then. Or set "
-                f"it back."
+                f"{what}, and {folder.proxy} has another one. `fedlora flower renew {folder.path}` writes all files "
+                f"that follow from it; hand every site its new join file then. Or set it back."
             )
 
 
@@ -73,4 +63,4 @@ def public_key(path: Path) -> bytes:
     return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
-__all__ = ["LOOPBACK", "check_ports", "connection", "public_key", "superlink_command"]
+__all__ = ["LOOPBACK", "check_derived", "connection", "public_key", "superlink_command"]

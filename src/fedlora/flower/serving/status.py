@@ -25,7 +25,7 @@ from fedlora.privacy.released import filtered
 class SiteStatus:
     """One site, as `status --json` tells it. node: "online", "offline", "registered" (admitted, never seen), "no key"
     (not admitted), "unknown" (no SuperLink answers). last_seen: the last contact with its node. fate, loss, norm: of
-    the last round. rounds: the number in which it trained."""
+    the last round. fates: how often it trained, was late, ..., repeated attempts included."""
 
     rank: Any
     node: str
@@ -34,7 +34,7 @@ class SiteStatus:
     why: str
     loss: float | None
     norm: float | None
-    rounds: int
+    fates: Mapping[str, int]
     upload_bytes: int
 
 
@@ -143,7 +143,8 @@ def status_of(folder: FederationFolder) -> Status:
         seen = None if node is None or node.seen is None else time_at(node.seen)
         sites[name] = SiteStatus(
             rank, is_there, seen, last.get("fate"), last.get("why", ""), (line.get("losses") or {}).get(name),
-            (line.get("norms") or {}).get(name), progress.fate_counts.get((name, "trained"), 0),
+            (line.get("norms") or {}).get(name),
+            {fate: n for (client, fate), n in progress.fate_counts.items() if client == name},
             progress.uploaded.get(name, 0),
         )  # fmt: skip
     return Status(

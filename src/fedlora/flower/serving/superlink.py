@@ -24,8 +24,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from fedlora.errors import FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.bundle import bundle, digest
@@ -119,17 +117,13 @@ class SuperLink:
         if self.process is not None:
             children.end(self.process)
             self.process = None
-        children.end_all(self.left())
+        children.end_all_of(self.folder.flower_home)
 
     def close(self) -> None:
         """Close the connection. The next query opens another."""
         if self._client is not None:
             self._client.close()
             self._client = None
-
-    def left(self) -> list[psutil.Process]:
-        """The processes of this folder's SuperLink, including those of an earlier one that was killed."""
-        return children.started_for(self.folder.flower_home)
 
     # -------------------------------------------------------------------------------------------------- what it says
 
@@ -168,29 +162,19 @@ class SuperLink:
             SuperLinkError: it refuses. ConfigError: not a public key of the kind that Flower accepts.
         """
         wanted = {name: public_key(path) for name, path in keys.items()}
-        there, gone = set[str](), set[str]()
+        there, done = set[str](), list[str]()
         for node in self.nodes():
             if wanted.get(node.name) == node.key:
                 there.add(node.name)
             else:  # also an older key of a name with another current key
                 self._ask("UnregisterNode", "UnregisterNodeRequest", node_id=node.id)
-                gone.add(node.name)
-        for name in wanted.keys() - there:
-            self._register(name, wanted[name])
-        done = {name: f"{name}: its key is no longer admitted" for name in gone - wanted.keys()}
-        done |= {name: f"{name}: an older key is no longer admitted" for name in gone & there}
-        done |= {
-            name: f"{name}: {'another' if name in gone else 'its'} key is admitted" for name in wanted.keys() - there
-        }
-        return [done[name] for name in sorted(done)]
-
-    def _register(self, name: str, key: bytes) -> None:
-        database.forget_unregistered(self.folder.database, key)
-        try:
-            self._ask("RegisterNode", "RegisterNodeRequest", public_key=key, name=name)
-        except SuperLinkError:  # `admit` and `serve` may do it at the same moment: the second finds it done
-            if not any(node.name == name and node.key == key for node in self.nodes()):
-                raise
+                which = "an older key" if node.name in wanted else "its key"
+                done.append(f"{node.name}: {which} is no longer admitted")
+        for name in sorted(wanted.keys() - there):
+            database.forget_unregistered(self.folder.database, wanted[name])
+            self._ask("RegisterNode", "RegisterNodeRequest", public_key=wanted[name], name=name)
+            done.append(f"{name}: its key is admitted")
+        return done
 
     def run(self, app: bytes | None = None) -> int:
         """Start a run of the federation's Flower app, which continues after the last checkpoint; returns its id.
@@ -221,7 +205,8 @@ class SuperLink:
             from flwr.supercore.control import ControlHttpClient
             from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-            with _told(), _no_proxy(self.env):
+            os.environ.update({name: self.env[name] for name in ("NO_PROXY", "no_proxy")})  # httpx reads them here
+            with _told():
                 root = (self.folder.certificates / "ca.crt").read_bytes()
                 self._client = ControlHttpClient.from_server_address(
                     server_address=self.address, insecure=False, root_certificates=root,
@@ -250,21 +235,6 @@ def _run(run: Any) -> RunFacts:
     status = run.status
     whole = f"{status.status}:{status.sub_status}" if status.sub_status else status.status
     return RunFacts(run.run_id, whole, status.details)
-
-
-@contextlib.contextmanager
-def _no_proxy(env: Mapping[str, str]) -> Iterator[None]:
-    """Reach loopback without a proxy, whatever the environment names for other addresses."""
-    before = {name: os.environ.get(name) for name in ("NO_PROXY", "no_proxy")}
-    os.environ.update({name: env[name] for name in before})
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

@@ -24,12 +24,11 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.rounds.log_lines import nodes_line, size_of
 from fedlora.flower.rounds.private_words import private_folder
-from fedlora.flower.serving import database
-from fedlora.flower.serving.connection import check_ports
+from fedlora.flower.serving.connection import check_derived
 from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
-from fedlora.flower.serving.telling import Say, Seen, Telling
+from fedlora.flower.serving.telling import Say, Telling
 from fedlora.flower.terms.privacy import promise
 
 
@@ -61,7 +60,6 @@ class Supervisor:
 
     Args:
         say: gets each line. stop: set it, from a signal's handler or another thread, and `serve` ends in order.
-        seen: called with progress, nodes and standing after each check, for metrics.
         on_up: called when the SuperLink is up. also: called about once a second; an exception from it ends everything.
             on_down: called at the end, before the SuperLink is stopped. A trial uses them to start, watch and end its
             nodes.
@@ -78,16 +76,14 @@ class Supervisor:
         *,
         stop: threading.Event | None = None,
         pace: Pace = Pace(),
-        seen: Seen = lambda progress, nodes, standing: None,
         on_up: Callable[[], None] = lambda: None,
         also: Callable[[], None] = lambda: None,
         on_down: Callable[[], None] = lambda: None,
     ) -> None:
         self.folder, self.link, self._say, self._pace = FederationFolder(home.resolve()), link, say, pace
         self.stop, self._on_up, self._also, self._on_down = stop or threading.Event(), on_up, also, on_down
-        check_ports(self.folder)
-        self.telling = Telling(self.folder, say, pace.remind, seen)
-        self._admitted = set[str]()
+        check_derived(self.folder)
+        self.telling = Telling(self.folder, say, pace.remind)
         self._keys_at, self._read = 0, link.log.stat().st_size if link.log.is_file() else 0
 
     def serve(self) -> Standing:
@@ -121,14 +117,9 @@ class Supervisor:
     # ------------------------------------------------------------------------------------------------------- beginning
 
     def _greet(self) -> None:
-        if left := self.link.left():
-            self._say(f"stopped {counted(len(left), 'process', 'processes')} that an earlier run left")
-            children.end_all(left)
-        gained = database.shrink(self.folder.database)
+        children.end_all_of(self.folder.flower_home)  # what an earlier `serve` left
         self.telling.events(quietly=True)
         now = self.telling.standing()
-        if gained > 10_000_000 and now.privacy is None:
-            self._say(f"the SuperLink's database gave {size_of(gained)} back")
         self._say(
             f"{now.name}: {counted(len(now.clients), 'site')}, {counted(now.rounds, 'round')}, {now.done} of them done"
         )
@@ -153,12 +144,7 @@ class Supervisor:
         self.link.start(give_up=self.stop.is_set)
         if self.stop.is_set():
             raise Stopped
-        held = size_of(database.size(self.folder.database))
-        private = self.telling.standing().privacy is not None  # sizes would reveal who sent
-        self._say(
-            f"SuperLink at {self.link.address} (TLS, node authentication)"
-            + ("" if private else f"; its database holds {held}")
-        )
+        self._say(f"SuperLink at {self.link.address} (TLS, node authentication)")
         for run in self.link.runs():
             if not run.over:
                 self._say(f"an earlier run was left {run.status}: stopped")
@@ -172,11 +158,9 @@ class Supervisor:
         places = [place for place in (self.folder.path / "keys", *keys.values()) if place.exists()]
         newest = max((place.stat().st_mtime_ns for place in places), default=0)
         if always or newest != self._keys_at:
-            told = self.link.keep_keys(keys)
-            new = [] if always else sorted(keys.keys() - self._admitted)  # also those that `admit` registered itself
-            for line in dict.fromkeys([*told, *(f"{name}: its key is admitted" for name in new)]):
+            for line in self.link.keep_keys(keys):
                 self._say(line)
-            self._keys_at, self._admitted = newest, set(keys)
+            self._keys_at = newest
 
     def _wait_for_nodes(self) -> None:
         """Wait until as many sites are online as a round needs."""
@@ -219,7 +203,9 @@ class Supervisor:
             if now - looked >= self._pace.look:
                 looked = now
                 self._tell_refused()
-                facts = self._look(run)
+                facts = None
+                with suppress(SuperLinkError):
+                    facts = self.link.look(run)
                 unanswered = 0 if facts is not None else unanswered + 1
                 if unanswered >= self._pace.unanswered:
                     raise Lost("the SuperLink runs but does not answer any more; it was ended")
@@ -269,12 +255,6 @@ class Supervisor:
                 self._read += len(line)
                 if line.startswith(SAYS.encode()):
                     self.telling.say_of_sites(line.decode(errors="replace").strip().removeprefix(SAYS))
-
-    def _look(self, run: int) -> RunFacts | None:
-        try:
-            return self.link.look(run)
-        except SuperLinkError:
-            return None
 
     def _watch_nodes(self) -> None:
         try:

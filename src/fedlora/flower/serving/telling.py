@@ -17,23 +17,16 @@ from fedlora.flower.serving.standing import Standing, standing
 from fedlora.flower.serving.superlink import NodeFacts
 
 Say = Callable[[str], None]
-Seen = Callable[[Progress, Sequence[NodeFacts], Standing], None]
 
 
 class Telling:
     """Follows a federation's folder and its nodes, and reports changes.
 
-    remind: seconds until a line about waiting is repeated. seen: called at each check, for metrics.
+    remind: seconds until a line about waiting is repeated.
     """
 
-    def __init__(
-        self,
-        folder: FederationFolder,
-        say: Say,
-        remind: float,
-        seen: Seen = lambda progress, nodes, standing: None,
-    ) -> None:
-        self.say, self._remind, self._seen = say, remind, seen
+    def __init__(self, folder: FederationFolder, say: Say, remind: float) -> None:
+        self.say, self._remind = say, remind
         self.folder, self._events = folder, EventReader(folder.events)
         self.progress, self.nodes = Progress(), tuple[NodeFacts, ...]()
         self._standing = standing(folder)
@@ -65,7 +58,6 @@ class Telling:
             if line not in self._settings:
                 self.say(line)
         self._settings = now.settings
-        self._seen(self.progress, self.nodes, now)
 
     def look(self, nodes: Sequence[NodeFacts]) -> None:
         """Report who is online and who is missing, if that has changed."""
@@ -98,4 +90,4 @@ class Telling:
             self.say(line)
 
 
-__all__ = ["Say", "Seen", "Telling"]
+__all__ = ["Say", "Telling"]

@@ -12,10 +12,8 @@ import sys
 import threading
 from pathlib import Path
 
-import psutil
-
 from fedlora.core.parent import how_ended
-from fedlora.errors import ConfigError, FedLoRAError, counted
+from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.standing import Standing, standing
@@ -59,9 +57,7 @@ class Trial:
 
     def start_nodes(self) -> None:
         """Start a node for each site."""
-        if left := self._left():
-            self._say(f"stopped {counted(len(left), 'process', 'processes')} that the nodes of an earlier trial left")
-            children.end_all(left)
+        self._end_left()
         if any(node.status == "online" for node in self.link.nodes()):
             self._say("waiting until the SuperLink gives up the nodes of a trial that was killed: up to 60 s")
             while any(node.status == "online" for node in self.link.nodes()):
@@ -80,7 +76,7 @@ class Trial:
         for process in self.nodes.values():
             children.end(process)
         if self.nodes:
-            children.end_all(self._left())  # a trainer or a ClientApp may take longer to end than its node
+            self._end_left()  # a trainer or a ClientApp may take longer to end than its node
 
     def _look_after_nodes(self) -> None:
         """If one node ends, everything ends, because a trial without one of its sites would be a different trial;
@@ -99,9 +95,10 @@ class Trial:
                 f"after the last round."
             )
 
-    def _left(self) -> list[psutil.Process]:
-        """The processes of this trial's nodes, including those of an earlier one that was killed."""
-        return [one for name in self.names for one in children.started_for(self._home(name))]
+    def _end_left(self) -> None:
+        """End the processes of this trial's nodes, including those of an earlier one that was killed."""
+        for name in self.names:
+            children.end_all_of(self._home(name))
 
     def _home(self, name: str) -> Path:
         return self.folder.site(name).state / "flwr"

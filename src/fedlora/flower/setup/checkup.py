@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import shutil
 import stat
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import psutil
 from cryptography import x509
@@ -22,13 +19,9 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import begun
 from fedlora.flower.rounds.log_lines import size_of
 from fedlora.flower.rounds.private_words import private_folder
-from fedlora.flower.rounds.round_lines import rounds_done
-from fedlora.flower.serving.connection import check_ports, connection
+from fedlora.flower.serving.connection import check_derived, connection
 from fedlora.flower.setup.policy_file import Rank
-from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.certificates import verdict
-from fedlora.flower.terms.facts import Agreement, admitted
-from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import promise
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
@@ -51,7 +44,6 @@ def checked_folder(folder: Path) -> list[Row]:
         ("federation", f"{settings.id}, {name}; {settings.method.name}, {counted(settings.run.rounds, 'round')}", True)
     ]
     parts: dict[str, Callable[[], list[Row]]] = {
-        "place": lambda: _place(there),
         "serve": lambda: _begins(there),
         "start": lambda: _start(there, settings, policy.clients),
         "sites": lambda: _sites(there, settings, policy),
@@ -68,16 +60,9 @@ def checked_folder(folder: Path) -> list[Row]:
     return rows
 
 
-def _place(there: FederationFolder) -> list[Row]:
-    """The proxy's file contains absolute paths; this detects a folder that was moved."""
-    if there.proxy.is_file() and f"{there.public}/server.crt" not in there.proxy.read_text(encoding="utf-8"):
-        return [("place", f"{there.proxy} names another folder: fedlora flower renew {there.path}", False)]
-    return [("place", str(there.path), True)]
-
-
 def _begins(there: FederationFolder) -> list[Row]:
     """The checks that `serve` and its ServerApp make when they start."""
-    check_ports(there)
+    check_derived(there)
     damaged: list[str] = []
     begun(there.path, damaged.append)
     rows: list[Row] = [("checkpoint", f"{line} Is the disk failing?", False) for line in damaged]
@@ -95,7 +80,6 @@ def _start(there: FederationFolder, settings: FederationSettings, clients: Mappi
         ("start", f"{len(shapes)} modules, {len(start.heads)} tensors beside them", True),
         ("largest message", f"{size_of(message)}, in pieces of 5 MiB", message < 2e9),
     ]
-    rows.append(("rounds done", f"{rounds_done(there.rounds)} of {settings.run.rounds}", True))
     needed = 2 * message * len(clients) * 4 + 8 * message  # the database keeps several rounds, the checkpoints two
     free = shutil.disk_usage(there.path).free
     rows.append(("disk", f"{size_of(free)} free, about {size_of(needed)} needed", free > needed))
@@ -108,9 +92,6 @@ def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy
     waits = [name for name in names if name not in ready]
     said = f"{len(ready)} of {len(names)} admitted" + (f"; not yet: {', '.join(waits[:5])}" if waits else "")
     rows: list[Row] = [("sites", said, True if len(ready) >= (settings.server.quorum or 1) else None)]
-    agreement = Agreement.read(there.agreement)
-    for name in names:
-        rows += [(f"site {name}", wrong, False) for wrong in _wrong(there, settings, agreement, name)]
     for key in sorted(there.key("x").parent.glob("*.pub")):
         if key.stem not in names:
             rows.append((f"site {key.stem}", f"has a key in keys/ and is not in {there.policy.name}", False))
@@ -127,31 +108,6 @@ def _ledger(settings: FederationSettings) -> list[Row]:
         ("privacy", promise(terms, settings.run.rounds), True),
         ("ledger", f"{terms.ledger}: {said if spent['events'] else 'nothing is charged yet'}", True),
     ]
-
-
-def _wrong(there: FederationFolder, settings: FederationSettings, agreement: Agreement, name: str) -> list[str]:
-    """The faults in a site's files here."""
-    found: list[str] = []
-    try:
-        join = JoinFile.read(there.join(name)) if there.join(name).is_file() else None
-        network = settings.network
-        ca = ((there.certificates if network.name is None else there.public) / "ca.crt").read_text(encoding="ascii")
-        if join is not None and not there.key(name).is_file():
-            dialled = (join.server, join.port) if network.name is None else (network.name, network.port)
-            differs = {"ca.crt": join.ca != ca, "server or port": (join.server, join.port) != dialled}
-            stale = [what for what, other in differs.items() if other]
-            if stale:
-                found.append(f"its join file has another {stale[0]}: fedlora flower admit {there.path} --new {name}")
-        if there.key(name).is_file():
-            if not there.request(name).is_file():
-                return [*found, f"has a key, and no {there.request(name)}: what base model it has is not known"]
-            request = Request.read(there.request(name))
-            if request.public.strip() != there.key(name).read_text(encoding="ascii").strip():
-                found.append(f"{there.key(name)} is not the key of its request: admit it anew")
-            admitted(settings, agreement, name, Facts.requested(request.facts))
-    except (FedLoRAError, OSError, ValueError) as error:
-        found.append(str(error))
-    return found
 
 
 def _certificates(there: FederationFolder, network: NetworkSection) -> list[Row]:
@@ -192,30 +148,21 @@ def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
 
 
 def _proxy(there: FederationFolder, network: NetworkSection, addresses: list[str]) -> list[Row]:
-    rows: list[Row] = []
-    nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin")
-    if nginx is None:
-        rows.append(("nginx", "not installed: apt-get install nginx-light, or have a proxy of your own", True))
-    else:
-        wrong = _nginx_says(there, nginx)
-        rows.append(("nginx", wrong or "its configuration is sound", not wrong))
     found = {a: control_answer(a, network.port, str(network.name)) for a in addresses}
     closed = [a for a, (status, _) in found.items() if status == 403]
     open_ = {a: status for a, (status, _) in found.items() if status not in (None, 403)}
     if open_:
         address, status = next(iter(open_.items()))
         said = f"{address}:{network.port} answers {status} to {CONTROL}, which must be 403: Flower's control part"
-        rows.append(("proxy", f"{said} has no accounts. Is the proxy started with {there.proxy}?", False))
-    elif closed:
+        return [("proxy", f"{said} has no accounts. Is the proxy started with {there.proxy}?", False)]
+    if closed:
         file = there.public / "server.crt"
         written = x509.load_pem_x509_certificate(file.read_bytes()).public_bytes(Encoding.DER)
         if any(found[a][1] not in (b"", written) for a in closed):
             said = f"shows another certificate than {file}. Restart the proxy: sudo systemctl restart fedlora-proxy"
-            return [*rows, ("proxy", f"port {network.port} {said}", False)]
-        rows.append(("proxy", f"port {network.port}: answers, and the control part is closed (403)", True))
-    else:
-        rows.append(("proxy", f"port {network.port}: nothing answers yet", None))
-    return rows
+            return [("proxy", f"port {network.port} {said}", False)]
+        return [("proxy", f"port {network.port}: answers, and the control part is closed (403)", True)]
+    return [("proxy", f"port {network.port}: nothing answers yet", None)]
 
 
 def listening(port: int) -> list[str]:
@@ -252,28 +199,6 @@ def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> 
                     tls = found.extensions["network_stream"].get_extra_info("ssl_object")
                     return found.status_code, tls.getpeercert(True) if tls else b""
     return None, b""
-
-
-def _nginx_says(there: FederationFolder, nginx: str) -> str:
-    """The errors that nginx reports about its configuration, as the folder's owner; "" if there are none."""
-    facts = there.path.stat()
-    other = os.getuid() == 0 and facts.st_uid != 0
-    with TemporaryDirectory() as place:  # it opens its logs and its pid file: not those that the unit may have replaced
-        Path(place).chmod(0o755)
-        tested = Path(place) / "nginx.conf"
-        state = Path(place) / "state"
-        state.mkdir()
-        tested.write_text(there.proxy.read_text(encoding="utf-8").replace(str(there.proxy_state), str(state)))
-        if other:
-            os.chown(state, facts.st_uid, facts.st_gid)
-        tried = subprocess.run(
-            [nginx, "-e", str(state / "error.log"), "-t", "-q", "-c", str(tested)],
-            capture_output=True, text=True, check=False, user=facts.st_uid if other else None,
-            group=facts.st_gid if other else None, extra_groups=[] if other else None,
-        )  # fmt: skip
-    lines = [line for line in tried.stderr.strip().splitlines() if "bind() to" not in line]  # the unit holds the port
-    failed = tried.returncode and not ("bind() to" in tried.stderr and all("[emerg]" not in line for line in lines))
-    return (lines or ["nginx refuses it"])[0] if failed else ""
 
 
 __all__ = ["CONTROL", "checked_folder", "control_answer", "is_loopback", "listening", "own_addresses"]

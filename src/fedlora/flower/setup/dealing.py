@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fedlora.data import TextData
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
-from fedlora.flower.terms.settings_from_run import from_run_config
+from fedlora.flower.terms.settings_from_run import from_run
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig
 from fedlora.runs.preparation import Prepared
@@ -41,7 +41,7 @@ def dealt_out(config: RunConfig, prepared: Prepared, network: NetworkSection, fo
     labels = list(next(iter(prepared.parts.values())).label_names) or None
     if config.data.clients:
         own = dict(config.data.clients)
-        return Trial(from_run_config(config, labels, network=network, dealt=True), own, {})
+        return Trial(from_run(config, labels, network=network, dealt=True), own, {})
     if config.data.task == "superni":
         raise ConfigError("data.task = 'superni' scores answers that no file of a site can hold; fedlora run plays it.")
     everything = deal(config, None)
@@ -57,7 +57,7 @@ def dealt_out(config: RunConfig, prepared: Prepared, network: NetworkSection, fo
     data = config.data.model_copy(update={**plain, **gone})
     files = {part: f"{folder}/{part}.jsonl" for part in held}
     plain_config = config.model_copy(update={"data": data})
-    settings = from_run_config(plain_config, labels, network=network, dealt=True, at_server=files)
+    settings = from_run(plain_config, labels, network=network, dealt=True, at_server=files)
     return Trial(settings, dict(prepared.parts), held)
 
 

@@ -19,7 +19,7 @@ from fedlora.flower.setup.project import Federation, write_federation
 from fedlora.flower.setup.start import Start, check_ranks, given_start, made_start
 from fedlora.flower.site.site_folder import fill_site
 from fedlora.flower.terms.agreement import Facts
-from fedlora.flower.terms.facts import Agreement, model_facts
+from fedlora.flower.terms.facts import model_facts, of_model
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
 from fedlora.flower.terms.settings_from_run import read_run_file, refuse_undealt
 from fedlora.flower.terms.site_file import Site
@@ -36,11 +36,6 @@ def federation(
     Raises:
         ConfigError, AdapterFormatError: the settings, the start or the model have an error.
     """
-    if port == superlink_port:
-        raise ConfigError(
-            f"--port and --superlink-port are both {port}, but two programs cannot listen on one port: the proxy uses "
-            f"the first, the SuperLink, on loopback, the second."
-        )
     network = NetworkSection(name=name, port=port, superlink_port=superlink_port)
     settings = read_run_file(config, overrides, labels, network=network)
     settings = with_members(with_quorum(settings, len(clients)), clients)
@@ -55,11 +50,10 @@ def federation(
         begun = made_start(settings, settings.at_server.model, max(clients.values()))
     check_ranks(begun.shapes, clients)
     check_server(settings, begun)
-    agreement = Agreement()
+    known = Facts()
     if start is None and settings.at_server.model is not None:
-        facts = model_facts(settings.at_server.model, settings)
-        agreement, _ = agreement.with_(facts, "the server's own model")
-    return Federation(settings, clients, begun, agreement)
+        known = of_model(model_facts(settings.at_server.model, settings))
+    return Federation(settings, clients, begun, known)
 
 
 def with_quorum(settings: FederationSettings, sites: int) -> FederationSettings:
@@ -99,8 +93,7 @@ def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
     start = Start(prepared.seed_adapter, prepared.spec)
     check_server(settings, start)
     facts = model_facts(config.model.path, settings)
-    agreement, _ = Agreement().with_(facts, "the trial's own model")
-    made = Federation(settings, clients, start, agreement)
+    made = Federation(settings, clients, start, of_model(facts))
     with replacing_folder(folder) as building:
         write_federation(building, folder.resolve(), made)
         there = FederationFolder(building)

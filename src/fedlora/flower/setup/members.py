@@ -1,4 +1,5 @@
-"""Membership: admit sites, give them another key or rank, remove them; also while `fedlora flower serve` runs.
+"""Membership: admit sites, give them another key or rank, remove them; also while `fedlora flower serve` runs,
+which looks at these files every few seconds.
 
     FED/policy.toml        name = rank: the clients to ask. The rounds read it again each time, so it is written last
                            when a site comes, and first when it goes
@@ -26,14 +27,12 @@ from fedlora.errors import ConfigError
 from fedlora.flower.ownership import check_owner
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.membership import check_quorum
-from fedlora.flower.serving.standing import keys_of
-from fedlora.flower.serving.superlink import SuperLink, SuperLinkError
 from fedlora.flower.setup.policy_file import Rank, with_client, without_client
 from fedlora.flower.setup.project import join_file
 from fedlora.flower.setup.start import check_ranks
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts
-from fedlora.flower.terms.facts import Agreement, admitted, server_facts
+from fedlora.flower.terms.facts import admitted, agreed, server_facts, write_agreed
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.names import check_site, checked_rank
 from fedlora.flower.terms.policy import Policy
@@ -44,7 +43,7 @@ from fedlora.flower.terms.settings import FederationSettings
 class Admitted:
     """The change. rank: the site's current one. before: its previous rank, None for a new site. old_key: the
     fingerprint of its previous key, if that changed. known: everything was there already. learned: facts that nobody
-    had known. told: permitted differences. online: whether the running SuperLink was told."""
+    had known."""
 
     site: str
     fingerprint: str
@@ -53,8 +52,6 @@ class Admitted:
     old_key: str | None
     known: bool
     learned: tuple[str, ...]
-    told: tuple[str, ...]
-    online: bool
 
 
 def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = False) -> Admitted:
@@ -80,20 +77,17 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         now = _rank(there, name, before, rank, list(policy.clients))
         _check_ranks(there, {name: now})
         old = _old_key(there, asked, rotate)
-        agreement, learned, told = admitted(
-            settings, Agreement.read(there.agreement), name, Facts.requested(asked.facts)
-        )
+        model, learned = admitted(settings, agreed(there.agreement), name, Facts.from_table(asked.facts))
         known = there.key(name).is_file() and old is None and now == before and not learned
         if old is not None:
             _retire(there, name, "rotated", [there.key(name)], copy=True)
         files.write(there.request(name), request.read_bytes())
         files.write(there.key(name), f"{asked.public}\n")
         if learned:
-            agreement.write(there.agreement)
+            write_agreed(there.agreement, model)
         if now != before:
             files.write(there.policy, with_client(there.policy.read_text(encoding="utf-8"), name, now))
-        online = _tell(there, name)
-    return Admitted(name, asked.fingerprint, now, before, old, known, learned, told, online)
+    return Admitted(name, asked.fingerprint, now, before, old, known, learned)
 
 
 def _check_member(settings: FederationSettings, name: str) -> None:
@@ -122,14 +116,14 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
                 f"{name!r} already takes part, with rank {known}: --new {name} writes its join file again. For "
                 f"another rank, admit its request again with --rank {rank}."
             )
-        facts = server_facts(settings, Agreement.read(there.agreement))
+        facts = server_facts(settings, agreed(there.agreement))
         made = join_file(there, settings, name, known if known is not None else rank or 1, facts.table())
         files.write(there.join(name), made.text())
         return there.join(name)
 
 
-def remove(home: Path, name: str) -> bool:
-    """Remove a site; its key, request and join file go to removed/. Returns whether the running SuperLink was told.
+def remove(home: Path, name: str) -> None:
+    """Remove a site; its key, request and join file go to removed/.
 
     Raises:
         ConfigError: no such site; the rounds could not continue without it.
@@ -149,7 +143,6 @@ def remove(home: Path, name: str) -> bool:
                 raise ConfigError(f"without {name!r}: {error} Lower it in {there.settings} first.") from error
             files.write(there.policy, without_client(there.policy.read_text(encoding="utf-8"), name))
         _retire(there, name, "removed", present, copy=False)
-        return _tell(there, name)
 
 
 # -------------------------------------------------------------------------------------------------------------- inside
@@ -229,21 +222,6 @@ def _retire(there: FederationFolder, name: str, why: str, paths: list[Path], *, 
             path.unlink()
     if place.is_dir():
         place.chmod(0o700)
-
-
-def _tell(there: FederationFolder, name: str) -> bool:
-    """Tell a running SuperLink. Raises `ConfigError` if it refuses: `serve` will tell it at its next start."""
-    link = SuperLink(there.path)
-    if not link.answers():
-        return False
-    try:
-        link.keep_keys(keys_of(there))
-    except SuperLinkError as error:
-        raise ConfigError(
-            f"{name!r} is {'admitted' if there.key(name).is_file() else 'removed'} here, and the running SuperLink was "
-            f"not told: {error} Start `fedlora flower serve` again, which tells it."
-        ) from error
-    return True
 
 
 __all__ = ["Admitted", "admit", "changing", "invite", "remove"]

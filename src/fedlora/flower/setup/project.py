@@ -15,31 +15,31 @@ from fedlora.core.folders import replacing_folder
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.connection import LOOPBACK
-from fedlora.flower.setup import containers
 from fedlora.flower.setup.policy_file import Rank, policy_text
 from fedlora.flower.setup.proxy import nginx_configuration
 from fedlora.flower.setup.start import Start
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.facts import Agreement, server_facts
+from fedlora.flower.terms.agreement import Facts
+from fedlora.flower.terms.facts import server_facts, write_agreed
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 
 
 @dataclass(frozen=True, eq=False)
 class Federation:
-    """The source of a folder. clients: site -> rank, in order. agreement: the known facts about the base model."""
+    """The source of a folder. clients: site -> rank, in order. known: the facts about the base model."""
 
     settings: FederationSettings
     clients: Mapping[str, Rank]
     start: Start
-    agreement: Agreement = field(default_factory=Agreement)
+    known: Facts = field(default_factory=Facts)
 
 
 def write_federation(building: Path, home: Path, made: Federation) -> None:
     """Write all files except a trial's sites, into the empty folder `building`, which will be moved to `home`.
 
     Raises:
-        ConfigError: a path that a container or the proxy's configuration cannot name.
+        ConfigError: a path that the proxy's configuration cannot name.
     """
     building.chmod(0o700)
     there = FederationFolder(building)
@@ -53,19 +53,18 @@ def write_federation(building: Path, home: Path, made: Federation) -> None:
     certificates.write_loopback(there.certificates)
     if network.name is not None:
         certificates.write_public(there.public, network.name)
-    if made.agreement.sources:
-        made.agreement.write(there.agreement)
+    write_agreed(there.agreement, made.known)
     write_derived(building, home, made, there)
 
 
 def write_derived(building: Path, home: Path, made: Federation, authority: FederationFolder) -> None:
-    """Write the files that follow from the others: proxy, containers, join files.
+    """Write the files that follow from the others: proxy, join files.
 
     Args:
         building: an empty folder. home: their later place. authority: the folder with the certificates for sites.
 
     Raises:
-        ConfigError: a path that a container or the proxy's configuration cannot name.
+        ConfigError: a path that the proxy's configuration cannot name.
     """
     there, network = FederationFolder(building), made.settings.network
     if network.name is not None:
@@ -77,9 +76,8 @@ def write_derived(building: Path, home: Path, made: Federation, authority: Feder
             superlink_port=network.superlink_port,
         )  # fmt: skip
         there.proxy.write_text(proxy, encoding="utf-8")
-        containers.write_containers(building / "docker", home, made.settings, list(made.clients))
     (building / "join").mkdir(mode=0o700)
-    facts = server_facts(made.settings, made.agreement, made.start.adapter.modules).table()
+    facts = server_facts(made.settings, made.known, made.start.adapter.modules).table()
     for name, rank in made.clients.items():
         text = join_file(authority, made.settings, name, rank, facts).text()
         there.join(name).write_text(text, encoding="utf-8")

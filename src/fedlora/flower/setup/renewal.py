@@ -17,7 +17,7 @@ from fedlora.flower.setup.members import changing
 from fedlora.flower.setup.project import Federation, write_derived
 from fedlora.flower.setup.start import Start
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.facts import Agreement
+from fedlora.flower.terms.facts import agreed
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 
@@ -41,7 +41,7 @@ def renew(home: Path) -> Renewed:
     """
     with changing(home) as (there, settings, policy):
         adapter, spec = read_adapter(there.start, scaling=settings.lora.unit)
-        made = Federation(settings, policy.clients, Start(adapter, spec), Agreement.read(there.agreement))
+        made = Federation(settings, policy.clients, Start(adapter, spec), agreed(there.agreement))
         loopback, public = _certificates(there, settings)
         changed, handed = list[Path](), set[str]()
         with tempfile.TemporaryDirectory() as scratch:

@@ -6,7 +6,6 @@ model, before anything is trained.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,23 +52,15 @@ def made_start(settings: FederationSettings, model: str, rank: int) -> Start:
 
 
 def given_start(folder: Path, settings: FederationSettings) -> Start:
-    """A given PEFT directory as the start.
+    """A given PEFT directory as the start. Its alpha / r becomes that of the settings, and its update stays.
 
     Raises:
-        AdapterFormatError: it is not an adapter with W0 + s B A. ConfigError: its scaling, targets or classes differ
-            from the settings.
+        AdapterFormatError: it is not an adapter with W0 + s B A. ConfigError: its targets or classes differ from
+            the settings.
     """
     unit = settings.lora.unit
     file = AdapterFile(folder, scaling=unit)
     file.check()
-    if settings.lora.scaling is not None:
-        scales = {file.scale(module) for module in file.modules}
-        odd = sorted(scale for scale in scales if not math.isclose(scale, unit, rel_tol=1e-9))
-        if odd:
-            raise ConfigError(
-                f"the start {folder} has alpha / r = {odd[0]:g}, but the federation has lora.scaling = {unit:g}. Set "
-                f"lora.scaling = {odd[0]:g}, or use another start."
-            )
     _check_targets(file, settings)
     _check_head(file, settings)
     modules = {module: file.lora(module) for module in file.modules}

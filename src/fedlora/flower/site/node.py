@@ -83,7 +83,6 @@ class Node:
     ) -> None:
         self._client, self._trainer, self._folder = client, trainer, folder
         self._form, self._evaluators, self._facts = form, evaluators, facts
-        self._told: set[str] = set()
 
     def work(self, record: RecordDict) -> RecordDict:
         """Play a round: the reply to the server's message.
@@ -135,10 +134,7 @@ class Node:
     def _read(self, record: RecordDict) -> tuple[Parcel, str, Receipt]:
         """The parcel, the federation's name, and the receipt, from a server that agrees with this site."""
         theirs = opened(record, "the server", "this site").facts
-        for line in check(Facts.from_text(theirs) if theirs else Facts(), self._facts, self._client):
-            if line not in self._told:
-                log.warning("%s", line)
-                self._told.add(line)
+        check(Facts.from_text(theirs) if theirs else Facts(), self._facts, self._client)
         parcel, run = record_parcel(record)
         if parcel.client.id != self._client:
             raise ConfigError(f"this node is {self._client!r}, and the work is for {parcel.client.id!r}.")

@@ -13,37 +13,28 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NoReturn
 
 from fedlora.flower import children
 from fedlora.flower.ownership import locked
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.reach import NOTICED, Found, clock_note
+from fedlora.flower.site.reach import Found
 
 PAUSES = (2.0, 4.0, 8.0, 15.0, 30.0)  # seconds between tries; the last one repeats
-AGAIN = 600.0  # seconds after which a lasting problem is reported again
 GONE = 60  # seconds without the server until a SuperNode ends; by then Flower has also given up this site
 
 
 def wait_until_admitted(
     look: Callable[[], Found], say: Callable[[str], None], pauses: tuple[float, ...] = PAUSES
 ) -> None:
-    """Ask the server until it would let this site in. Each obstacle is reported when it begins, and every ten minutes
-    while it lasts."""
-    told, told_at, since, tries = "", 0.0, 0.0, 0
+    """Ask the server until it would let this site in. Each obstacle is reported when it begins."""
+    told, tries = "", 0
     while (found := look()).fate != "admitted":
-        now = time.monotonic()
         if found.fate != told:
-            told, told_at, since = found.fate, now, now
+            told = found.fate
             say(f"waiting: {found.why}")
-        elif now - told_at > AGAIN:
-            told_at = now
-            say(f"still waiting, since {(now - since) / 60:.0f} minutes: {found.why}")
         time.sleep(pauses[min(tries, len(pauses) - 1)])
         tries += 1
-    if found.ahead is not None and abs(found.ahead) > NOTICED:
-        say(f"it is let in; this machine's clock is {clock_note(found.ahead)}.")
 
 
 def become_supernode(command: list[str], site: SiteFolder, lock: int) -> NoReturn:
@@ -69,12 +60,12 @@ def held(site: SiteFolder) -> Iterator[int]:
         yield descriptor
 
 
-def supernode_command(site: SiteFolder, address: str, key: Path) -> list[str]:
-    """The command that starts this site's SuperNode with that key; its own API gets a free port on loopback."""
+def supernode_command(site: SiteFolder, address: str) -> list[str]:
+    """The command that starts this site's SuperNode; its own API gets a free port on loopback."""
     command = [sys.executable, "-m", "fedlora.flower.site.supernode", "--superlink", address, "--host", "127.0.0.1"]
     command += ["--port", str(free_port()), "--node-config", f"site={json.dumps(str(site.site))}"]
     command += ["--max-wait-time", str(GONE)]
-    return [*command, "--root-certificates", str(site.ca), "--auth-supernode-private-key", str(key)]
+    return [*command, "--root-certificates", str(site.ca), "--auth-supernode-private-key", str(site.key)]
 
 
 def free_port() -> int:
@@ -87,5 +78,5 @@ def free_port() -> int:
 
 
 __all__ = [
-    "AGAIN", "PAUSES", "become_supernode", "free_port", "held", "supernode_command", "wait_until_admitted",
+    "PAUSES", "become_supernode", "free_port", "held", "supernode_command", "wait_until_admitted",
 ]  # fmt: skip

@@ -8,14 +8,13 @@ the system's or OpenSSL's own error says at which step.
 from __future__ import annotations
 
 import email.utils
-import os
 import socket
 import ssl
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
@@ -23,12 +22,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
 
-Fate = Literal[
-    "admitted", "not admitted", "clock", "refused", "name", "closed", "silent", "certificate", "plain", "no federation",
-    "stranger",
-]  # fmt: skip
 EARLIEST, LATEST = -5.0, 305.0  # seconds by which a message may be older than the SuperLink's clock (flwr 1.41, 1.42)
-NOTICED = 10.0  # seconds between two clocks that are reported, though they do no harm
 
 
 @dataclass(frozen=True)
@@ -47,12 +41,10 @@ class Server:
 
 @dataclass(frozen=True)
 class Found:
-    """The result. why: a sentence for people. ahead: the seconds by which this machine's clock is ahead of the
-    server's, to about one; None if the server did not send its time."""
+    """The result. fate: "admitted", or one word for the obstacle. why: a sentence for people."""
 
-    fate: Fate
+    fate: str
     why: str
-    ahead: float | None = None
 
 
 def look(server: Server, key: Path) -> Found:
@@ -62,53 +54,60 @@ def look(server: Server, key: Path) -> Found:
     try:
         return _asked(server, private_key(key))
     except httpx.TransportError as error:
-        found = _unreached(server, error)
-        return replace(found, why=found.why + _proxy_in_use())
+        return _unreached(server, error)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Found("stranger", f"{server.address} gives an answer that is not from Flower: {shown(error)}.")
     except ssl.SSLError as error:
         return Found("certificate", f"{server.ca} is not a file of certificates: {shown(error)}.")
 
 
+_OBSTACLES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, str], ...] = (
+    (
+        socket.gaierror,
+        "name",
+        "the name {name!r} is not known on this machine ({said}). Is it spelled as the server's people gave it, and do "
+        "they or your DNS (or /etc/hosts) know it?",
+    ),
+    (
+        ConnectionRefusedError,
+        "closed",
+        "{at} refuses the connection: the machine is there, and nothing listens at port {port}. Is the proxy running "
+        "there, and is this its port?",
+    ),
+    (
+        ssl.SSLCertVerificationError,
+        "certificate",
+        "the certificate of {at} is not trusted: {said}. By this machine's clock it is {now:%Y-%m-%d %H:%M} UTC: if "
+        "that is wrong, set it. If the certificate has expired, the server must renew it. If name or authority differ, "
+        "ask the server for its new join file; otherwise a device in between answers in its place. This site sends "
+        "nothing until then.",
+    ),
+    (
+        TimeoutError,
+        "silent",
+        "{at} does not answer in time ({said}): the machine, the line or the proxy is down or overloaded, or a "
+        "firewall swallows port {port}.",
+    ),
+    (
+        (ssl.SSLError, ConnectionResetError),
+        "plain",
+        "{at} takes the connection, but not TLS ({said}). A site sends nothing there: is it the port of the proxy, and "
+        "was the proxy started with its certificate?",
+    ),
+    (BaseException, "silent", "{at} cannot be reached from here: {said}. Is the line up?"),
+)
+
+
 def _unreached(server: Server, error: BaseException) -> Found:
     """Why the request did not get through: its name, its port, TLS or its certificate."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
-    at, said = server.address, shown(getattr(error, "strerror", None) or error or type(error).__name__)
-    match error:
-        case socket.gaierror():
-            return Found(
-                "name",
-                f"the name {server.name!r} is not known on this machine ({said}). Is it spelled as the server's people "
-                f"gave it, and do they or your DNS (or /etc/hosts) know it?",
-            )
-        case ConnectionRefusedError():
-            return Found(
-                "closed",
-                f"{at} refuses the connection: the machine is there, and nothing listens at port {server.port}. Is the "
-                f"proxy running there, and is this its port?",
-            )
-        case ssl.SSLCertVerificationError():
-            return Found(
-                "certificate",
-                f"the certificate of {at} is not trusted: {error.verify_message.rstrip('.')}. By this machine's clock "
-                f"it is {datetime.now(UTC):%Y-%m-%d %H:%M} UTC: if that is wrong, set it. If the certificate has "
-                f"expired, the server must renew it. If name or authority differ, ask the server for its new join "
-                f"file; otherwise a device in between answers in its place. This site sends nothing until then.",
-            )
-        case TimeoutError():
-            return Found(
-                "silent",
-                f"{at} does not answer in time ({said}): the machine, the line or the proxy is down or overloaded, or "
-                f"a firewall swallows port {server.port}.",
-            )
-        case ssl.SSLError() | ConnectionResetError():
-            return Found(
-                "plain",
-                f"{at} takes the connection, but not TLS ({said}). A site sends nothing there: is it the port of the "
-                f"proxy, and was the proxy started with its certificate?",
-            )
-    return Found("silent", f"{at} cannot be reached from here: {said}. Is the line up?")
+    words = getattr(error, "verify_message", "").rstrip(".") or getattr(error, "strerror", None) or error
+    fate, why = next((fate, why) for kinds, fate, why in _OBSTACLES if isinstance(error, kinds))
+    said = shown(words or type(error).__name__)
+    return Found(
+        fate, why.format(at=server.address, name=server.name, port=server.port, said=said, now=datetime.now(UTC))
+    )
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -153,14 +152,14 @@ def _asked(server: Server, secret: ec.EllipticCurvePrivateKey) -> Found:
                 f"federation?",
             )
     ahead = None if reply is None else _ahead(reply.headers.get("date"), asked_at, time.time())
-    return replace(_said(server, code, _flower_code(reply), ahead), ahead=ahead)
+    return _said(server, code, _flower_code(reply), "" if ahead is None else clock_trouble(ahead))
 
 
-def _said(server: Server, status: int, code: int, ahead: float | None) -> Found:
-    """The meaning of the server's answer. `code`: Flower's own, 0 if there is none."""
+def _said(server: Server, status: int, code: int, clock: str) -> Found:
+    """The meaning of the server's answer. `code`: Flower's own, 0 if there is none. clock: what is wrong with it."""
     where = server.address
-    if code in (2003, 2004) and ahead is not None and (trouble := clock_trouble(ahead)):
-        return Found("clock", trouble)  # it answered before it checked the time
+    if clock and (code in (2003, 2004) or status == 401):  # it may answer before it checks the time
+        return Found("clock", clock)
     if code == 2003:
         return Found("admitted", f"{where} answers and knows this site's key.")
     if code == 2004:
@@ -170,12 +169,10 @@ def _said(server: Server, status: int, code: int, ahead: float | None) -> Found:
             f"continues by itself after `fedlora flower admit` there.",
         )
     if status == 401:
-        trouble = "" if ahead is None else clock_trouble(ahead)
         return Found(
-            "clock" if trouble else "refused",
-            trouble
-            or f"{where} does not accept this site's signature (401), and the clocks agree. Does its key belong to "
-            f"this federation?",
+            "refused",
+            f"{where} does not accept this site's signature (401), and the clocks agree. Does its key belong to this "
+            f"federation?",
         )
     if status in (429, 503):
         return Found("no federation", f"{where} accepts no more requests from this address for now ({status}).")
@@ -209,14 +206,6 @@ def clock_trouble(ahead: float) -> str:
     )
 
 
-def clock_note(ahead: float) -> str:
-    """The clocks' difference in words, and that it should be set beyond ten seconds."""
-    if abs(ahead) <= 2:
-        return "as the server's, to a second or two"
-    told = f"{abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} the server's"
-    return told + ("; set it" if abs(ahead) > NOTICED else "")
-
-
 def _long(seconds: float) -> str:
     return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes" if seconds < 7200 else (
         f"{seconds / 3600:.0f} hours" if seconds < 172_800 else f"{seconds / 86_400:.0f} days"
@@ -240,21 +229,4 @@ def _flower_code(reply: Any) -> int:
         return 0
 
 
-def _proxy_in_use() -> str:
-    """A hint, if this machine's requests go through a proxy."""
-    names = [name for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy") if os.environ.get(name)]
-    return f" {names[0]} is set here, so requests go through {shown(os.environ[names[0]])}." if names else ""
-
-
-__all__ = [
-    "EARLIEST",
-    "LATEST",
-    "NOTICED",
-    "Fate",
-    "Found",
-    "Server",
-    "clock_note",
-    "clock_trouble",
-    "look",
-    "private_key",
-]
+__all__ = ["EARLIEST", "LATEST", "Found", "Server", "clock_trouble", "look", "private_key"]

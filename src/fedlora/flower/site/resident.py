@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from flwr.app import RecordDict
@@ -38,8 +39,6 @@ ALONE = 120.0  # the same without an owner, because nobody else would end it
 _START = 120.0  # seconds that a trainer may take to listen; the model is loaded with its first message
 _TRIES = 5  # trainers that may end, or have other settings, before a message is given up
 _TAKEN = {"taken": True}  # the trainer's first words to a client that it serves
-_LONGEST_PATH = 100  # bytes of a socket's path; the system accepts 107
-_MOST_LOG = 8 * 2**20
 _LITTLE = 2**16  # the most bytes that are free on a full disk
 
 Work = Callable[[Do, RecordDict], RecordDict]
@@ -65,15 +64,14 @@ def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
             connection = _connected(site)
         except OSError as error:  # for example a disk without room for a lock or a log
             raise TrainerFailed(told_to_server(error, site.path), f"its trainer is not reached: {error}") from error
-        began = _size(_log(site))
         with connection:
             if not _taken(connection):
                 continue
             try:
                 send_message(connection, {"do": do}, record)
                 said, reply = receive_message(connection)
-            except (OSError, ConnectionError) as error:
-                raise _died(site, began) from error
+            except (OSError, EOFError) as error:
+                raise _died(site) from error
         if said.get("changed"):
             _wait_for_its_end(site)
             continue
@@ -86,12 +84,12 @@ def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
     )
 
 
-def _taken(connection: socket.socket) -> bool:
+def _taken(connection: Connection) -> bool:
     """Whether the trainer accepts the connection. One that is ending leaves it in its queue, and resets it: it had no
     work then, and another trainer can do it. Waits for as long as the trainer works for another client."""
     try:
         said, _ = receive_message(connection)
-    except (OSError, ConnectionError):
+    except (OSError, EOFError):
         return False
     return said == _TAKEN
 
@@ -101,7 +99,7 @@ def socket_of(site: SiteFolder) -> Path:
     return site.state / "trainer.sock"
 
 
-def _connected(site: SiteFolder) -> socket.socket:
+def _connected(site: SiteFolder) -> Connection:
     """A connection to the site's trainer; only one is started at a time."""
     private_directory(site.state)
     path = socket_of(site)
@@ -114,12 +112,11 @@ def _connected(site: SiteFolder) -> socket.socket:
         if found is not None:
             return found
         private_directory(site.logs)
-        log_file = _log(site)
-        children.trim(log_file, _MOST_LOG)
-        began = _size(log_file)
+        with contextlib.suppress(FileNotFoundError):  # a trainer's log is its own, and that before it is kept
+            os.replace(_log(site), site.logs / "trainer.log.1")
         owner = children.owner_of_this()
         command = [sys.executable, "-m", "fedlora.flower.site.resident", str(site.site)]
-        with os.fdopen(opened_here(log_file, os.O_WRONLY | os.O_APPEND), "ab") as log:
+        with os.fdopen(opened_here(_log(site), os.O_WRONLY | os.O_APPEND), "ab") as log:
             process = subprocess.Popen(
                 [*command, *(["--owner", str(owner)] if owner else [])],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, close_fds=True,
@@ -136,17 +133,16 @@ def _connected(site: SiteFolder) -> socket.socket:
         if process.poll() is None:
             process.kill()  # otherwise it would come later, without an owner
             process.wait()
-    words = _words(log_file, began)
-    full = _full(site)
+    words, full = _words(site), _full(site)
     raise TrainerFailed(
         f"its trainer did not start{full and f': {full}'}",
         f"the trainer did not start: {words[-1] if words else full or 'no word'}",
     )
 
 
-def _died(site: SiteFolder, began: int) -> TrainerFailed:
+def _died(site: SiteFolder) -> TrainerFailed:
     """The known facts about a trainer that ended during its work."""
-    words = _words(_log(site), began)
+    words = _words(site)
     fatal = [line for line in words if line.startswith("Fatal Python error")]
     why = fatal[-1] if fatal else _full(site) or (
         "its process ended without a word: it crashed, somebody killed it, or the system killed it because memory ran "
@@ -165,21 +161,9 @@ def _log(site: SiteFolder) -> Path:
     return site.logs / "trainer.log"
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _words(path: Path, began: int) -> list[str]:
-    """The lines of a log after an offset."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(began, _size(path) - 65536))
-            return [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    except OSError:
-        return []
+def _words(site: SiteFolder) -> list[str]:
+    """The last lines of the trainer's log."""
+    return [line for line in children.tail(_log(site), 65536).splitlines() if line.strip()]
 
 
 def _wait_for_its_end(site: SiteFolder, seconds: float = 30.0) -> None:
@@ -191,10 +175,7 @@ def _wait_for_its_end(site: SiteFolder, seconds: float = 30.0) -> None:
 
 @contextlib.contextmanager
 def _address(path: Path) -> Iterator[str]:
-    """A path to the socket that the system accepts, however long it is."""
-    if len(os.fsencode(path)) <= _LONGEST_PATH:
-        yield str(path)
-        return
+    """A path to the socket that the system accepts, however long it is: 107 bytes are the most."""
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{path.name}"
@@ -202,7 +183,7 @@ def _address(path: Path) -> Iterator[str]:
         os.close(descriptor)
 
 
-def _connect(path: Path) -> socket.socket | None:
+def _connect(path: Path) -> Connection | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _address(path) as address:
@@ -210,7 +191,7 @@ def _connect(path: Path) -> socket.socket | None:
     except OSError:
         connection.close()
         return None
-    return connection
+    return Connection(connection.detach())
 
 
 def private_directory(folder: Path) -> None:
@@ -246,12 +227,13 @@ def serve(work: Work, path: Path, *, owner: int | None, idle: float | None = Non
     try:
         while going and time.monotonic() - last < patience:
             try:
-                connection, _ = listening.accept()
+                accepted, _ = listening.accept()
             except TimeoutError:
                 continue
-            with connection:
-                connection.settimeout(None)
-                if _same_user(connection):
+            accepted.settimeout(None)
+            ours = _same_user(accepted)
+            with Connection(accepted.detach()) as connection:
+                if ours:
                     going = _answer(connection, work, path)
             last = time.monotonic()
     finally:
@@ -266,7 +248,7 @@ def _same_user(connection: socket.socket) -> bool:
     return bool(struct.unpack("3i", facts)[1] == os.getuid())
 
 
-def _answer(connection: socket.socket, work: Work, path: Path) -> bool:
+def _answer(connection: Connection, work: Work, path: Path) -> bool:
     """Do the requested work, and return whether to continue."""
     try:
         send_message(connection, _TAKEN)
@@ -287,7 +269,7 @@ def _answer(connection: socket.socket, work: Work, path: Path) -> bool:
         send_message(connection, words, reply)  # before the log, which may fail on a full disk
         if reply is None:
             _say(str(words["error"]))
-    except (ConnectionError, OSError, ValueError) as error:
+    except (OSError, EOFError, ValueError) as error:
         _say(f"a connection broke off: {error}")
     return True
 

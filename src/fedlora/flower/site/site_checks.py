@@ -7,18 +7,13 @@ from __future__ import annotations
 import shutil
 import stat
 from collections import Counter
-from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from fedlora.core import checkpoint
 from fedlora.data import TextData
-from fedlora.data.splits import Parts
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.reach import Server, clock_note, look, private_key
-from fedlora.flower.site.site_folder import asked
+from fedlora.flower.site.reach import Server, look, private_key
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts, check
 from fedlora.flower.terms.joining import JoinFile, Request
@@ -56,7 +51,7 @@ def before_start(here: SiteFolder) -> tuple[list[str], list[str]]:
     wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
     worth = ("nothing of", ": little")
     told = [f"{what}: {found}" for what, found, _ in rows
-            if what in ("versions", "new key", "privacy") or any(words in found for words in worth)]  # fmt: skip
+            if what == "privacy" or any(words in found for words in worth)]  # fmt: skip
     return wrong, told
 
 
@@ -71,33 +66,11 @@ def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | 
     rows.append(("site", f"{site.name}, rank {join.rank}, of {join.federation} at {join.address}", same))
     if not same:
         rows.append(("name", f"site.toml says {site.name!r}, but the join file is for {join.site!r}", False))
-    rows.append(_key(here))
-    rows.append(_own(here))
-    if not here.ca.is_file() or here.ca.read_text(encoding="utf-8").strip() != join.ca.strip():
-        rows.append(("ca.crt", f"{here.ca} differs from the join file; copy it from there, or run `fedlora flower "
-                               f"site` again with a new join file", False))  # fmt: skip
+    rows += [_key(here), *(row for path in (here.key, here.path) if (row := _open(path)))]
     rows.append(app_row(join, site.app))
-    if site.command is not None:
-        rows.append(_program(site.command))
-    if here.next_key.exists():
-        rows.append(("new key", "waits for the server: fedlora flower admit FED request.toml --rotate there", True))
     free = shutil.disk_usage(here.path).free
     rows.append(("disk", f"{free / 1e9:.2f} GB free" + ("" if free > _LITTLE else ": little"), free > _LITTLE / 10))
     return rows, (join, site)
-
-
-def _program(command: Sequence[str]) -> Row:
-    """The program that trains here: whether it and its scripts are there. A relative word was not found beside
-    site.toml, and the program runs in another folder."""
-    from fedlora.training.programs import search_path
-
-    scripts = [word for word in command[1:] if word.endswith((".py", ".sh"))]
-    lost = [word for word in scripts if not (Path(word).is_absolute() and Path(word).is_file())]
-    if shutil.which(command[0], path=search_path()) is None:
-        lost.insert(0, command[0])
-    if lost:
-        return ("program", f"{lost[0]!r} of its command is not there; give its whole path in site.toml", False)
-    return ("program", f"{' '.join(command)} trains in place of fedlora's own loop", True)
 
 
 def app_row(join: JoinFile, approved: str | None) -> Row:
@@ -114,27 +87,25 @@ def app_row(join: JoinFile, approved: str | None) -> Row:
 def checked_work(join: JoinFile, site: Site, here: SiteFolder | None = None) -> tuple[list[Row], Facts]:
     """Check the site's data and base model: whether a round could use them. Also returns the facts for the server.
 
-    here: its folder, which stores the digest of the weights, and the held-out rows.
+    here: its folder, which stores the digest of the weights.
     """
     try:
         settings = FederationSettings.from_travelling(join.settings)
     except FedLoRAError as error:
         return [("settings", str(error), False)], Facts()
-    rows = _data(settings, join, site, here)
+    rows = _data(settings, join, site)
     if settings.privacy is not None:  # the server guarantees it; a site sets nothing
         rows.append(("privacy", promise(settings.privacy, settings.run.rounds), True))
     base, facts = _base(settings, join, site, here.base_cache if here is not None else None)
     return [*rows, *base], facts
 
 
-def _data(settings: FederationSettings, join: JoinFile, site: Site, here: SiteFolder | None) -> list[Row]:
-    from fedlora.flower.site.held_out import record_of
+def _data(settings: FederationSettings, join: JoinFile, site: Site) -> list[Row]:
     from fedlora.runs.client_data import deal
 
     try:
         config = settings.for_site(site, join.rank)
-        keep = partial(_kept, record_of(here.state, join.federation, site.name)) if here is not None else None
-        dealt = deal(config, None, keep=keep)
+        dealt = deal(config, None)
         train = dealt.parts[site.name]
         if not len(train):
             raise ConfigError(f"{site.data} leaves no example to train on.")
@@ -152,19 +123,6 @@ def _data(settings: FederationSettings, join: JoinFile, site: Site, here: SiteFo
         note = f"; no examples of {', '.join(none)} here: the model learns this from other sites" if none else ""
         rows.append(("classes", named + note, True))
     return rows
-
-
-def _kept(record: Path, drawn: Parts) -> Parts:
-    """The parts that a round would have, as far as it is known here: whether the first one counted only the server
-    knows, and until it has the record does not count either."""
-    from fedlora.flower.site.held_out import kept_by
-
-    try:
-        return kept_by(record, drawn) or drawn
-    except ConfigError:
-        if (checkpoint.newest_round(record.parent) or 0) > 1:
-            raise
-        return drawn
 
 
 def _check_lengths(config: RunConfig, train: TextData) -> None:
@@ -194,24 +152,18 @@ def _base(settings: FederationSettings, join: JoinFile, site: Site, cache: Path 
     try:
         facts = model_facts(site.model, settings, cache)
         server = Facts.from_table(join.facts)
-        told = check(server, facts, f"site {site.name!r}", whole=False)
+        check(server, facts, f"site {site.name!r}", whole=False)
     except FedLoRAError as error:
         return [("base model", str(error), False)], Facts()
     same = "as the server's" if server.base else "and the server knows none of it yet"
-    rows: list[Row] = [("base model", f"{site.model}: {facts.base[:12]}, {same}", True)]
-    rows += [("versions", line, True) for line in told]
-    return rows, facts
+    return [("base model", f"{site.model}: {facts.base[:12]}, {same}", True)], facts
 
 
 def checked_server(join: JoinFile, here: SiteFolder) -> list[Row]:
     """Whether the server is there, lets this site in, and has the same time."""
-    found, _ = asked(here, lambda key: look(server_of(join, here), key))
+    found = look(server_of(join, here), here.key)
     sound = None if found.fate == "not admitted" else found.fate == "admitted"
-    rows: list[Row] = [("server", found.why, sound)]
-    if found.ahead is not None:
-        off = found.fate == "clock"
-        rows.append(("clock", found.why if off else clock_note(found.ahead), not off))
-    return rows
+    return [("server", found.why, sound)]
 
 
 def server_of(join: JoinFile, here: SiteFolder) -> Server:
@@ -225,27 +177,20 @@ def _key(here: SiteFolder) -> Row:
         fingerprint = certificates.fingerprint(here.public_key.read_text(encoding="utf-8"))
     except (FedLoRAError, OSError) as error:
         return ("key", str(error), False)
-    mode = stat.S_IMODE(here.key.stat().st_mode)
-    if mode & 0o077:
-        return ("key", f"{here.key} has the mode {mode:04o}, so others can read it: chmod 600 {here.key}", False)
     if not here.request.exists():  # it was sent, and is no longer needed
         return ("key", fingerprint, True)
     try:
-        same = Request.read(here.request).fingerprint == fingerprint or here.next_key.exists()
+        same = Request.read(here.request).fingerprint == fingerprint
     except FedLoRAError as error:
         return ("request", str(error), False)
     return ("key", fingerprint + ("" if same else "; request.toml is of another key"), same)
 
 
-def _own(here: SiteFolder) -> Row:
-    mode = stat.S_IMODE(here.path.stat().st_mode)
-    if mode & 0o077:
-        return (
-            "folder",
-            f"{here.path} has the mode {mode:04o}, so others can look into it: chmod 700 {here.path}",
-            False,
-        )
-    return ("folder", f"{here.path}, for this user only", True)
+def _open(path: Path) -> Row | None:
+    """The row of a place that others can read."""
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0
+    way = f"chmod {'700' if path.is_dir() else '600'} {path}"
+    return (path.name, f"{path} has the mode {mode:04o}, so others can read it: {way}", False) if mode & 0o077 else None
 
 
 __all__ = [

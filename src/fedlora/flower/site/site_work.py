@@ -84,8 +84,7 @@ class SiteWork:
         here = SiteFolder(self._file.parent)
         state, cache = here.state, here.base_cache
         files = model_facts(site.model, settings, cache)  # before the model is loaded, whose errors hide the cause
-        for line in check(server, files, site.name, whole=False):
-            log.warning("%s", line)
+        check(server, files, site.name, whole=False)
         parcel, run = record_parcel(record)
         kept = record_of(state, run, site.name)
         keep = partial(keep_held_out, record=kept, first=parcel.round == 0, counted=receipt_of(record).counted > 0)

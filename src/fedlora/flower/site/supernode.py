@@ -1,4 +1,4 @@
-"""Flower's SuperNode as a process that ends when its work ends, and reports messages in short lines.
+"""Flower's SuperNode as a process that ends when its work ends.
 
 `flower-supernode` alone may remain as a shell: if a reply gets an error that Flower does not retry (429, 500), its main
 function returns, and if its heartbeat fails, that thread ends; the process lives on, and the site is offline for ever.
@@ -17,7 +17,6 @@ sends what is left.
 from __future__ import annotations
 
 import os
-import re
 import sys
 import threading
 import tomllib
@@ -26,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedlora.core.echo import quoted, shown
+from fedlora.core.echo import quoted
 from fedlora.flower.bundle import bundle, digest
 
 BROKEN_OFF = 70  # exit code: the connection broke in a way that Flower does not retry
@@ -99,35 +98,15 @@ def with_approved_app(pull: Callable[..., int | None]) -> Callable[..., int | No
 
 
 def telling(pull: Callable[..., int | None], online: threading.Event) -> Callable[..., int | None]:
-    """Flower's pull, which is first called once the site is online: it reports this, and each message's round."""
+    """Flower's pull, which is first called once the site is online: it reports this."""
 
-    def pulled(*, receive: Any, **more: Any) -> int | None:
+    def pulled(**more: Any) -> int | None:
         if not online.is_set():
             online.set()
             say("admitted: online, waiting for work.")
-
-        def received() -> Any:
-            found = receive()
-            if found is not None:
-                about = found[0].metadata
-                what = "asked to measure." if about.message_type.startswith("evaluate") else "work has come."
-                say(f"round {shown(round_of(about.group_id), 60)}: {what}")
-            return found
-
-        return pull(receive=received, **more)
+        return pull(**more)
 
     return pulled
-
-
-def round_of(group: str) -> str:
-    """The round in the server's name for a message's group: RUN-ROUND-ATTEMPT, or RUN-ROUND-measure-PART.
-
-    Example:
-        >>> round_of("fed-4f21c0-3-1"), round_of("fed-4f21c0-3-measure-test")
-        ('3', '3')
-    """
-    found = re.search(r"-(\d+)-(?:\d+|measure-\w+)$", group)
-    return found[1] if found is not None else group
 
 
 def require_approved(app: bytes, site_file: Path) -> None:

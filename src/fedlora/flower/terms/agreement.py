@@ -8,10 +8,12 @@ own with every reply.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import field, replace
+from typing import Annotated, Any
+
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from fedlora import __version__
 from fedlora.core.echo import quoted, shown
@@ -23,7 +25,12 @@ PROTOCOL = "fedlora/5"  # of the messages; both sides refuse another one by name
 
 ASKED = ("base", "tokenizer", "labels", "scaling", "max_length")  # known to every site before it trains
 _MUST_MEET = ("protocol", "fedlora")
-_WATCHED = ("torch", "transformers", "peft")  # another major version is refused, another minor one reported
+_WATCHED = ("torch", "transformers", "peft")  # another major version is refused
+
+
+Digest = Annotated[StrictStr, Field(pattern=r"^([0-9a-f]{64})?$")]  # a SHA-256, or "" for unknown
+Words = Annotated[tuple[StrictStr, ...], Field(max_length=100_000)]
+Plain = StrictStr | StrictBool | StrictInt | StrictFloat | None
 
 
 class Disagreement(FedLoRAError, ValueError):
@@ -44,25 +51,23 @@ class Facts:
         "the server's classes are ['no', 'yes'], and this site's are ['yes', 'no']"
     """
 
-    base: str = ""
-    tokenizer: str = ""
-    template: str = ""
-    labels: tuple[str, ...] = ()
-    scaling: float = 0.0
-    max_length: int = 0
-    targets: tuple[str, ...] = ()
-    architecture: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
+    base: Digest = ""
+    tokenizer: Digest = ""
+    template: Digest = ""
+    labels: Words = ()
+    scaling: Annotated[float, Field(ge=0, lt=1e12, strict=True)] = 0.0
+    max_length: Annotated[StrictInt, Field(ge=0, lt=10**12)] = 0
+    targets: Words = ()
+    architecture: Annotated[Mapping[StrictStr, Plain], Field(max_length=1000)] = field(default_factory=dict)
+    versions: Annotated[Mapping[StrictStr, StrictStr], Field(max_length=1000)] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", tuple(self.labels))
-        object.__setattr__(self, "targets", tuple(self.targets))
         object.__setattr__(self, "architecture", ReadOnly(self.architecture))
         object.__setattr__(self, "versions", ReadOnly(self.versions))
 
     def table(self) -> dict[str, Any]:
         """The facts as plain values, for TOML and JSON; unknown ones are left out."""
-        found = {**{name: getattr(self, name) for name in type(self).__dataclass_fields__}}
+        found = {name: getattr(self, name) for name in type(self).__dataclass_fields__}
         found |= {"labels": list(self.labels), "targets": list(self.targets)}
         found |= {"architecture": dict(self.architecture), "versions": dict(self.versions)}
         return {name: value for name, value in found.items() if value}
@@ -72,77 +77,33 @@ class Facts:
         return json.dumps(self.table(), sort_keys=True)
 
     @classmethod
-    def from_table(cls, table: Mapping[str, Any]) -> Facts:
-        """Facts from plain values that the other side wrote. Ignores unknown fields. Raises `Disagreement` for a field
+    def from_table(cls, table: Any) -> Facts:
+        """Facts from plain values that the other side wrote. Ignores unknown fields. Raises `Disagreement` for anything
         of the wrong type."""
-        found: dict[str, Any] = {}
-        for name, sound in _SOUND.items():
-            if name in table:
-                if not sound(table[name]):
-                    raise Disagreement(f"the other side's facts cannot be read: {name} = {quoted(table[name], 60)}.")
-                found[name] = table[name]
-        return cls(**found)
+        try:
+            return TypeAdapter(cls).validate_python(table)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            name = "".join(f"{part} = " for part in first["loc"][:1])
+            raise Disagreement(
+                f"the other side's facts cannot be read: {shown(name, 40)}{quoted(first['input'], 60)}."
+            ) from error
 
     @classmethod
     def from_text(cls, text: str) -> Facts:
         """Facts from a message. Raises `Disagreement`."""
         try:
-            table = json.loads(text)
+            return cls.from_table(json.loads(text))
         except (ValueError, RecursionError, TypeError) as error:
+            if isinstance(error, Disagreement):
+                raise
             raise Disagreement("the other side's facts are not JSON.") from error
-        if not isinstance(table, dict):
-            raise Disagreement("the other side's facts are not a table.")
-        return cls.from_table(table)
-
-    @classmethod
-    def requested(cls, table: Mapping[str, Any]) -> Facts:
-        """Facts from a site's signed request. Raises `Disagreement`, also for unknown fields, because nobody could
-        agree on them."""
-        unknown = sorted(str(key) for key in table if key not in _SOUND)
-        if unknown:
-            raise Disagreement(
-                f"the request has a fact {quoted(unknown[0], 40)}, which nobody asked for; there are "
-                f"{', '.join(_SOUND)}."
-            )
-        return cls.from_table(table)
 
     def filled(self, other: Facts) -> Facts:
         """These facts, with unknown ones taken from the other side. Versions stay as they are."""
-        lacks = {name: getattr(other, name) for name in _SOUND if not getattr(self, name) and name != "versions"}
+        lacks = {name: getattr(other, name) for name in type(self).__dataclass_fields__ if not getattr(self, name)}
+        lacks.pop("versions", None)
         return replace(self, **lacks)
-
-
-def _digest(value: Any) -> bool:
-    """Whether the value is a sha256 digest, or "" for unknown."""
-    return isinstance(value, str) and re.fullmatch(r"([0-9a-f]{64})?", value) is not None
-
-
-def _listed(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) <= 100_000 and all(isinstance(v, str) for v in value)
-
-
-def _plain(value: Any) -> bool:
-    return isinstance(value, dict) and len(value) <= 1000 and all(
-        isinstance(k, str) and (v is None or isinstance(v, str | int | float | bool)) for k, v in value.items()
-    )  # fmt: skip
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1e12
-
-
-def _whole_number(value: Any) -> bool:
-    return _number(value) and isinstance(value, int)
-
-
-def _all_words(value: Any) -> bool:
-    return _plain(value) and all(isinstance(v, str) for v in value.values())
-
-
-_SOUND: dict[str, Callable[[Any], bool]] = {
-    "base": _digest, "tokenizer": _digest, "template": _digest, "labels": _listed, "scaling": _number,
-    "max_length": _whole_number, "targets": _listed, "architecture": _plain, "versions": _all_words,
-}  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- comparing
@@ -185,7 +146,7 @@ def differences(server: Facts, site: Facts, name: str = "this site", *, whole: b
     for what, called, todo in _DIGESTS:
         mine, its_own = getattr(server, what), getattr(site, what)
         if _unlike(mine, its_own):
-            said.append(f"the server's {called} {_start(mine)}, and {its} {_start(its_own)}: {todo}")
+            said.append(f"the server's {called} {mine[:12]}..., and {its} {its_own[:12]}...: {todo}")
     odd = [k for k in server.architecture if k in site.architecture and server.architecture[k] != site.architecture[k]]
     if odd:
         pairs = "; ".join(
@@ -224,11 +185,6 @@ def _unlike(mine: Any, other: Any) -> bool:
     return bool(mine) and bool(other) and mine != other
 
 
-def _start(digest: str) -> str:
-    """The beginning of a digest, which may be a stranger's text."""
-    return f"{shown(digest[:12], 60)}..."
-
-
 def _targets(server: Sequence[str], site: Sequence[str], name: str) -> str:
     here, there = set(server), set(site)
     shown_ = [shown(t, 80) for t in sorted(here - there)[:2]], [shown(t, 80) for t in sorted(there - here)[:2]]
@@ -239,31 +195,27 @@ def _targets(server: Sequence[str], site: Sequence[str], name: str) -> str:
     )
 
 
-def versions_meet(
-    server: Mapping[str, str], site: Mapping[str, str], name: str = "this site"
-) -> tuple[list[str], list[str]]:
-    """Why two sets of versions may not work together, and their permitted differences, in sentences. The protocol and
-    fedlora's major.minor must be equal; for torch, transformers and peft the major version.
+def versions_apart(server: Mapping[str, str], site: Mapping[str, str], name: str = "this site") -> list[str]:
+    """Why two sets of versions do not work together, in sentences. The protocol and fedlora's major.minor must be
+    equal; for torch, transformers and peft the major version.
 
     Example:
-        >>> versions_meet({"fedlora": "0.1.0", "torch": "2.12.0"}, {"fedlora": "0.1.4", "torch": "2.13.1"})[1]
-        ['torch is 2.12.0 at the server and 2.13.1 at this site: results may differ in their last digits']
+        >>> versions_apart({"fedlora": "0.1.0", "torch": "2.12.0"}, {"fedlora": "0.1.4", "torch": "2.13.1"})
+        []
     """
-    refused, told = [], []
+    refused = []
     if (a := server.get("protocol")) and (b := site.get("protocol")) and a != b:
-        refused.append(f"the server speaks {quoted(a, 30)} and {name} {quoted(b, 30)}; {_older(a, b, name)}")
+        refused.append(f"the server speaks {quoted(a, 30)} and {name} {quoted(b, 30)}: install one version of fedlora")
     for package in ("fedlora", *_WATCHED):
         a, b = server.get(package), site.get(package)
-        if not a or not b or a == b:
-            continue
-        both = f"{package} is {shown(a, 30)} at the server and {shown(b, 30)} at {name}"
         parts = 2 if package == "fedlora" else 1
-        if _number_of(a)[:parts] != _number_of(b)[:parts]:
+        if a and b and _number_of(a)[:parts] != _number_of(b)[:parts]:
             wanted = f"pip install '{package}=={'.'.join(map(str, _number_of(a)[:2]))}.*'"
-            refused.append(f"{both}, and these do not work together: install the server's at {name} ({wanted})")
-        elif package != "fedlora" and _number_of(a)[:2] != _number_of(b)[:2]:
-            told.append(f"{both}: results may differ in their last digits")
-    return refused, told
+            refused.append(
+                f"{package} is {shown(a, 30)} at the server and {shown(b, 30)} at {name}, and these do not work "
+                f"together: install the server's at {name} ({wanted})"
+            )
+    return refused
 
 
 def _number_of(text: str) -> tuple[int, ...]:
@@ -276,29 +228,23 @@ def _number_of(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _older(server: str, site: str, name: str) -> str:
-    mine, other = ([int(n) for n in re.findall(r"\d+", said)] for said in (server, site))
-    return f"the server is the older one: upgrade it, or go back at {name}" if mine < other else (
-        f"{name} is the older one: upgrade fedlora there"
-    )  # fmt: skip
-
-
 def versions_here() -> dict[str, str]:
     """The versions on this machine."""
     found = {name: installed(name) for name in _WATCHED}  # a torch built by hand has no version here
     return {"protocol": PROTOCOL, "fedlora": __version__} | {name: at for name, at in found.items() if at is not None}
 
 
-def check(server: Facts, site: Facts, name: str = "this site", *, whole: bool = True) -> tuple[str, ...]:
-    """The differences worth a line. Raises `Disagreement` if the two may not work together."""
-    refused, told = versions_meet(server.versions, site.versions, name)
-    wrong = [*refused, *differences(server, site, name, whole=whole)]
+def check(server: Facts, site: Facts, name: str = "this site", *, whole: bool = True) -> None:
+    """Raises `Disagreement` if the two may not work together."""
+    wrong = [
+        *versions_apart(server.versions, site.versions, name),
+        *differences(server, site, name, whole=whole),
+    ]
     if wrong:
         raise Disagreement("; ".join(wrong) + ".")
-    return tuple(told)
 
 
 __all__ = [
-    "ASKED", "PROTOCOL", "Disagreement", "Facts", "check", "differences", "unsaid", "versions_here",
-    "versions_meet",
+    "ASKED", "PROTOCOL", "Disagreement", "Facts", "check", "differences", "unsaid", "versions_apart",
+    "versions_here",
 ]  # fmt: skip

@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime
-import hashlib
 import ipaddress
 import os
 import ssl
@@ -53,20 +52,15 @@ class Certificate:
         return f"valid for {self.days} days" + (": renew it soon (fedlora flower renew)" if self.days < SOON else "")
 
 
-@dataclass(frozen=True)
-class _Signer:
-    """An authority: its certificate and the key that signs with it."""
-
-    certificate: x509.Certificate
-    key: ec.EllipticCurvePrivateKey
+Signer = tuple[x509.Certificate, ec.EllipticCurvePrivateKey]  # an authority, and the key that signs with it
 
 
 def write_loopback(folder: Path) -> None:
     """Write ca.crt, server.crt and server.key for this machine alone, for ten years; discard the authority's key."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    signer = _authority("fedlora loopback", AUTHORITY_DAYS)
+    signer = _authority("fedlora loopback")
     _write_server(folder, signer, ("localhost", "127.0.0.1"), AUTHORITY_DAYS)
-    files.write(folder / "ca.crt", _pem(signer.certificate))
+    files.write(folder / "ca.crt", _pem(signer[0]))
 
 
 def write_public(folder: Path, name: str) -> None:
@@ -78,18 +72,11 @@ def write_public(folder: Path, name: str) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
     if (folder / "ca.crt").exists():
         signer = _kept_authority(folder)
-        left = signer.certificate.not_valid_after_utc - datetime.datetime.now(datetime.UTC)
-        if left.days < 1:
-            raise ConfigError(
-                f"the authority {folder / 'ca.crt'} itself has expired. Move ca.crt and ca.key away, call this again, "
-                f"and hand every site its new join file."
-            )
-        days = min(SERVER_DAYS, left.days)
     else:
-        signer, days = _authority(f"fedlora {name}"[:64], AUTHORITY_DAYS), SERVER_DAYS
-        write_private(folder / "ca.key", _private(signer.key, serialization.PrivateFormat.PKCS8))
-        files.write(folder / "ca.crt", _pem(signer.certificate))
-    _write_server(folder, signer, (name,), days)
+        signer = _authority(f"fedlora {name}"[:64])
+        write_private(folder / "ca.key", _private(signer[1], serialization.PrivateFormat.PKCS8))
+        files.write(folder / "ca.crt", _pem(signer[0]))
+    _write_server(folder, signer, (name,), SERVER_DAYS)
 
 
 def verdict(folder: Path, name: str) -> Certificate:
@@ -121,11 +108,6 @@ def public_key(text: str) -> ec.EllipticCurvePublicKey:
     Raises:
         ConfigError: a private key, another kind of key, or none.
     """
-    if "PRIVATE KEY" in text:
-        raise ConfigError(
-            "this is a private key, which must never leave its site. Make a new pair there (fedlora flower site "
-            "--rotate), and send request.toml, which has the public half."
-        )
     try:
         found = serialization.load_ssh_public_key(text.strip().encode())
     except (ValueError, UnsupportedAlgorithm, UnicodeEncodeError) as error:
@@ -148,9 +130,8 @@ def fingerprint(public: str) -> str:
         >>> fingerprint(new_key()[1].decode())[:7]
         'SHA256:'
     """
-    form = (serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
-    blob = public_key(public).public_bytes(*form).split(b" ")[1]
-    return "SHA256:" + base64.b64encode(hashlib.sha256(base64.b64decode(blob)).digest()).decode().rstrip("=")
+    digest = serialization.ssh_key_fingerprint(public_key(public), hashes.SHA256())
+    return "SHA256:" + base64.b64encode(digest).decode().rstrip("=")
 
 
 def write_private(path: Path, content: bytes) -> None:
@@ -164,19 +145,19 @@ def write_private(path: Path, content: bytes) -> None:
         os.fsync(descriptor)
 
 
-def _authority(name: str, days: int) -> _Signer:
+def _authority(name: str) -> Signer:
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     found = (
-        _begun(subject, subject, key.public_key(), days)
+        _begun(subject, subject, key.public_key(), AUTHORITY_DAYS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
         .add_extension(_usage(ca=True), critical=True).sign(key, hashes.SHA384())
     )  # fmt: skip
-    return _Signer(found, key)
+    return found, key
 
 
-def _kept_authority(folder: Path) -> _Signer:
+def _kept_authority(folder: Path) -> Signer:
     if not (folder / "ca.key").is_file():
         raise ConfigError(
             f"{folder} has the certificate of an authority (ca.crt), but not its key: fedlora did not make it. Get the "
@@ -187,22 +168,21 @@ def _kept_authority(folder: Path) -> _Signer:
         key = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"ca.crt and ca.key in {folder} cannot be read: {error}.") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != found.public_key():
-        raise ConfigError(f"ca.key in {folder} is not the key of ca.crt there: restore both from one backup.")
-    return _Signer(found, key)
+    assert isinstance(key, ec.EllipticCurvePrivateKey), "`write_public` made it"
+    return found, key
 
 
-def _write_server(folder: Path, signer: _Signer, hosts: Sequence[str], days: int) -> None:
+def _write_server(folder: Path, signer: Signer, hosts: Sequence[str], days: int) -> None:
     key = ec.generate_private_key(ec.SECP384R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, hosts[0])] if len(hosts[0]) <= 64 else [])
-    issued = signer.certificate
+    authority, secret = signer
     found = (
-        _begun(subject, issued.subject, key.public_key(), days)
+        _begun(subject, authority.subject, key.public_key(), days)
         .add_extension(x509.SubjectAlternativeName([_host(host) for host in hosts]), critical=not list(subject))
         .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
         .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
-        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(signer.key.public_key()), critical=False)
-        .add_extension(_usage(ca=False), critical=True).sign(signer.key, hashes.SHA384())
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(secret.public_key()), critical=False)
+        .add_extension(_usage(ca=False), critical=True).sign(secret, hashes.SHA384())
     )  # fmt: skip
     write_private(folder / "server.key", _private(key, serialization.PrivateFormat.PKCS8))
     files.write(folder / "server.crt", _pem(found))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,52 +108,40 @@ def _template(settings: FederationSettings, tokenizer: Any) -> str:
 # ---------------------------------------------------------------------------------------------------- at the server
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What the server knows about the base model, and from whom. It is written to a file, never assumed silently.
-
-    sources: field of `facts` -> "the server's own model", or "request of acme".
-    """
-
-    facts: Facts = field(default_factory=Facts)
-    sources: Mapping[str, str] = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, path: Path) -> Agreement:
-        """Reads agreement.json; without the file, an agreement that knows nothing. Raises `ConfigError`."""
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-            return cls(Facts.from_table(raw["facts"]), dict(raw["sources"]))
-        except FileNotFoundError:
-            return cls()
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path} cannot be read: {error}. It records the base model that the federation has agreed on. Restore "
-                f"it, or remove it and admit the sites again, which fills it anew."
-            ) from error
-
-    def write(self, path: Path) -> None:
-        """Write agreement.json, all or nothing."""
-        table = {"facts": self.facts.table(), "sources": dict(self.sources)}
-        files.write(path, json.dumps(table, indent=2, sort_keys=True) + "\n")
-
-    def with_(self, facts: Facts, source: str) -> tuple[Agreement, tuple[str, ...]]:
-        """The agreement with the facts that only `source` knows so far, and the names of these facts."""
-        known = Facts(**{name: getattr(facts, name) for name in _OF_MODEL})
-        new = tuple(name for name in _OF_MODEL if not getattr(self.facts, name) and getattr(known, name))
-        sources = {**self.sources, **dict.fromkeys(new, source)}
-        return Agreement(self.facts.filled(known), sources), new
-
-
 _OF_MODEL = ("base", "tokenizer", "template", "architecture")
 
 
-def server_facts(
-    settings: FederationSettings, agreement: Agreement, modules: Mapping[str, LoRA] | None = None
-) -> Facts:
-    """The facts that the server requires from sites. modules: of the common start."""
+def agreed(path: Path) -> Facts:
+    """What the server knows about the base model, from agreement.json: nothing is assumed silently, or without it.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    try:
+        return Facts.from_table(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return Facts()
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error}. It records the base model that the federation has agreed on. Restore it, "
+            f"or remove it and admit the sites again, which fills it anew."
+        ) from error
+
+
+def write_agreed(path: Path, known: Facts) -> None:
+    """Write agreement.json, all or nothing."""
+    files.write(path, json.dumps(known.table(), indent=2, sort_keys=True) + "\n")
+
+
+def of_model(facts: Facts) -> Facts:
+    """Only what is known about the base model."""
+    return Facts(**{name: getattr(facts, name) for name in _OF_MODEL})
+
+
+def server_facts(settings: FederationSettings, known: Facts, modules: Mapping[str, LoRA] | None = None) -> Facts:
+    """The facts that the server requires from sites. known: about the base model. modules: of the common start."""
     return replace(
-        agreement.facts,
+        known,
         labels=tuple(settings.data.labels or ()),
         scaling=settings.lora.unit,
         max_length=settings.data.max_length,
@@ -162,17 +150,15 @@ def server_facts(
     )
 
 
-def admitted(
-    settings: FederationSettings, agreement: Agreement, name: str, facts: Facts
-) -> tuple[Agreement, tuple[str, ...], tuple[str, ...]]:
-    """Compares a site's facts with the agreement when the server admits it. Returns the agreement with the new facts,
-    the names of these facts, and the differences worth a line.
+def admitted(settings: FederationSettings, known: Facts, name: str, facts: Facts) -> tuple[Facts, tuple[str, ...]]:
+    """Compares a site's facts with those that are known when the server admits it. Returns what is known then, and the
+    names of new facts.
 
     Raises:
-        Disagreement: the site differs from the agreement, or leaves out facts that must be compared.
+        Disagreement: the site differs from the others, or leaves out facts that must be compared.
     """
-    mine = server_facts(settings, agreement)
-    told = check(mine, facts, name, whole=False)  # reports differences before missing facts
+    mine = server_facts(settings, known)
+    check(mine, facts, name, whole=False)  # reports differences before missing facts
     needed = [fact for fact in ASKED if fact != "labels" or settings.data.labels]
     needed += [fact for fact in ("template", "architecture") if getattr(mine, fact)]
     if silent := unsaid(facts, needed):
@@ -180,13 +166,11 @@ def admitted(
             f"the request of {name!r} does not say its {', '.join(silent)}, and the server assumes nothing. Let the "
             f"site make a new request (fedlora flower site FOLDER --rotate)."
         )
-    unknown = [package for package in mine.versions if not facts.versions.get(package)]
-    told += tuple(f"{name} does not say its version of {package}" for package in unknown)
-    after, new = agreement.with_(facts, f"request of {name}")
-    return after, new, told
+    new = tuple(fact for fact in _OF_MODEL if not getattr(known, fact) and getattr(facts, fact))
+    return known.filled(of_model(facts)), new
 
 
 __all__ = [
-    "Agreement", "Disagreement", "admitted", "architecture", "loaded_facts", "model_facts", "server_facts",
-    "targets_of",
+    "Disagreement", "admitted", "agreed", "architecture", "loaded_facts", "model_facts", "of_model", "server_facts",
+    "targets_of", "write_agreed",
 ]  # fmt: skip

@@ -67,12 +67,11 @@ class JoinFile:
             "server": {"name": self.server, "port": self.port, "ca": self.ca},
             "agreed": _without_none(json.loads(self.settings)), "facts": _without_none(self.facts),
         }  # fmt: skip
-        said = {**{k: v for k, v in said.items() if not isinstance(v, dict)}, "check": _check(said), **_tables(said)}
         head = (
             f"# For the site {self.site!r}, from the server of {self.federation}. Not to be edited. At the site:\n"
             f"#   fedlora flower site FOLDER --join join.toml --data FILE --model DIRECTORY\n\n"
         )
-        return head + tomli_w.dumps(said, multiline_strings=True)
+        return head + tomli_w.dumps({**said, "check": _check(said)}, multiline_strings=True)
 
     @classmethod
     def read(cls, path: Path) -> JoinFile:
@@ -187,31 +186,15 @@ def _read(path: Path, what: str, form: str, where: str) -> dict[str, Any]:
             f"{what} holds a private key, which must never leave its site. Delete this copy, and make a new pair of "
             f"keys at the site (fedlora flower site --rotate); {where}."
         )
+    where = where[0].upper() + where[1:]
     try:
         raw = parse_toml(content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n"))
-        if not _is_plain(raw):
-            raise ValueError("it has a date or a time; only text, numbers and lists of them may stand there")
-    except (ValueError, RecursionError) as error:
-        public = content.startswith((b"ecdsa-", b"ssh-"))
-        hint = "it is only a public key" if public else f"it is not TOML: {error}"
-        raise ConfigError(f"{what} cannot be read: {hint}. {where[0].upper()}{where[1:]}.") from error
-    found = raw.get("format")
-    if found == form:
-        return raw
-    other = {JOIN: "the server's join file; the site's request.toml is needed here",
-             REQUEST: "a site's request; the server's join file is needed here"}  # fmt: skip
-    where = where[0].upper() + where[1:]
-    kind = other.get(found) if isinstance(found, str) else None
-    if kind is None and isinstance(found, str) and found.startswith(form.partition("/")[0]):
-        kind = f"from another fedlora ({quoted(found)}; this one has {form!r}): use one version on both sides"
-    raise ConfigError(f"{what} is {kind or f'not such a file: it has no format = {form!r}'}. {where}.")
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether JSON can hold it; TOML also has dates and times."""
-    if isinstance(value, dict | list):
-        return all(map(_is_plain, value.values() if isinstance(value, dict) else value))
-    return isinstance(value, str | int | float)
+        json.dumps(raw)  # TOML has dates and times, and nothing here is one
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{what} cannot be read: {error}. {where}.") from error
+    if (found := raw.get("format")) != form:
+        raise ConfigError(f"{what} has format = {quoted(found, 40)}, and {form!r} is needed here. {where}.")
+    return raw
 
 
 def _signed(federation: str, site: str, public: str, facts: Mapping[str, Any]) -> bytes:
@@ -221,10 +204,6 @@ def _signed(federation: str, site: str, public: str, facts: Mapping[str, Any]) -
 
 def _check(said: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _tables(said: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in said.items() if isinstance(value, dict)}
 
 
 def _without_none(value: Any) -> Any:

@@ -200,27 +200,15 @@ class FederationSettings(Section):
         idle = unused(self._everything())
         if idle:
             raise ConfigError(f"{'; '.join(dict.fromkeys(idle))}. Leave it out")
-        if self.evaluate.patience is not None and not (self.at_server.validation or self.data.validation):
-            raise ConfigError(
-                f"evaluate.patience = {self.evaluate.patience} needs a validation metric, but nobody holds out data "
-                f"for it: give data.validation (a share at each site) or at_server.validation (a file), or leave "
-                f"patience out"
-            )
         return self
 
     # ------------------------------------------------------------------------------------------------- there and back
 
     def travelling(self) -> str:
         """The settings for sites, as canonical JSON: all but [network] and [at_server]. Defaults are included, because
-        another version may have others. [defence] and [privacy] are included only if they are set, because older
-        versions lack these tables; [privacy] without the ledger's path."""
+        another version may have others. [privacy] is without the ledger's path."""
         beside: dict[str, Any] = {"network": True, "at_server": True, "privacy": {"ledger"}}
-        if self.defence.rule == "none":
-            beside["defence"] = True
-        said = self.model_dump(mode="json", exclude=beside)
-        if self.privacy is None:
-            del said["privacy"]
-        return json.dumps(said, sort_keys=True)
+        return json.dumps(self.model_dump(mode="json", exclude=beside), sort_keys=True)
 
     @classmethod
     def from_travelling(cls, text: str) -> FederationSettings:

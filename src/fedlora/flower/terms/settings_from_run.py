@@ -15,32 +15,38 @@ from fedlora.runs.config import RunConfig, override_in
 from fedlora.runs.reading import checked
 
 
-def new_id() -> str:
-    """A new federation's id."""
-    return f"fed-{secrets.token_hex(3)}"
-
-
-def from_run_config(
-    config: RunConfig,
+def from_run(
+    run: RunConfig | Mapping[str, Any],
     labels: Sequence[str] | None = None,
     *,
+    id: str | None = None,
     network: NetworkSection | None = None,
     dealt: bool = False,
     at_server: Mapping[str, str] | None = None,
 ) -> FederationSettings:
-    """A federation's settings from a run's configuration.
+    """A federation's settings from a run's configuration, or from its nested tables.
 
     Args:
-        labels: the classes, in order; None takes data.labels. dealt: a trial distributes the run's own data, so the
-            keys for that (data.train, data.clients, clients.*) have had their effect and are not refused.
+        labels: the classes, in order; None takes data.labels. id: default: a new one. dealt: a trial distributes the
+            run's own data, so the keys for that (data.train, data.clients, clients.*) have had their effect and are
+            not refused.
         at_server: files on which the server measures, by part ("validation", "test"); sites hold out nothing for them.
 
     Raises:
         ConfigError: a key that belongs to one machine, with its name and what to do.
     """
-    raw = config.model_dump(mode="json", exclude_defaults=True)
-    raw.setdefault("model", {})["path"] = config.model.path
-    return from_tables(raw, labels, network=network, dealt=dealt, at_server=at_server)
+    tables, here = _agreed(_tables(run), labels, dealt, at_server or {})
+    own: dict[str, Any] = {"id": id or f"fed-{secrets.token_hex(3)}", "network": network, "at_server": here or None}
+    own = {name: value for name, value in own.items() if value is not None}
+    return checked(FederationSettings, {**own, **tables}).check()
+
+
+def _tables(run: RunConfig | Mapping[str, Any]) -> Mapping[str, Any]:
+    if not isinstance(run, RunConfig):
+        return run
+    raw = run.model_dump(mode="json", exclude_defaults=True)
+    raw.setdefault("model", {})["path"] = run.model.path
+    return raw
 
 
 def read_run_file(
@@ -54,38 +60,22 @@ def read_run_file(
     """A federation's settings from a file like that of `fedlora run`, which need not name any data.
 
     Raises:
-        ConfigError: as `from_run_config`.
+        ConfigError: as `from_run`.
     """
     raw = read_toml(path, "the config")
     for override in overrides:
         override_in(raw, override)
     try:
-        found = from_tables(raw, labels, id=id, network=network)
+        found = from_run(raw, labels, id=id, network=network)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return found.located(path.parent)
 
 
-def from_tables(
-    raw: Mapping[str, Any],
-    labels: Sequence[str] | None = None,
-    *,
-    id: str | None = None,
-    network: NetworkSection | None = None,
-    dealt: bool = False,
-    at_server: Mapping[str, str] | None = None,
-) -> FederationSettings:
-    """`from_run_config`, from nested tables."""
-    tables, here = _agreed(raw, labels, dealt, at_server or {})
-    own: dict[str, Any] = {"id": id or new_id(), "network": network, "at_server": here or None}
-    own = {name: value for name, value in own.items() if value is not None}
-    return checked(FederationSettings, {**own, **tables}).check()
-
-
 def refuse_undealt(config: RunConfig) -> None:
     """Raises `ConfigError` for a key that not even a trial, which deals the run's data out, can have: from the
     configuration alone, before its model is loaded."""
-    _agreed(config.model_dump(mode="json", exclude_defaults=True), None, True, {})
+    _agreed(_tables(config), None, True, {})
 
 
 def _agreed(
@@ -125,4 +115,4 @@ def _agreed(
     return tables, here
 
 
-__all__ = ["from_run_config", "from_tables", "new_id", "read_run_file", "refuse_undealt"]
+__all__ = ["from_run", "read_run_file", "refuse_undealt"]

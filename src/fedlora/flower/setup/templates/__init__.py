@@ -1,4 +1,4 @@
-"""Files for other programs, in their own languages: nginx's, systemd's, Docker's. @name@ is a placeholder."""
+"""Files for other programs, in their own languages: nginx's, systemd's. @name@ is a placeholder."""
 
 from __future__ import annotations
 
