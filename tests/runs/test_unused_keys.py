@@ -100,7 +100,7 @@ ALWAYS = {  # what they cannot do with others is an error of its own, at the lat
 
 
 def test_of_every_key_it_is_known_whether_it_can_be_without_effect() -> None:
-    """A new key is put into one of the two tables above, and into `config.unused` where it belongs there."""
+    """A new key is put into one of the two tables above, and into `idle_keys` where it belongs there."""
     for table, field in RunConfig.model_fields.items():
         if ALWAYS[table] == "*":
             continue

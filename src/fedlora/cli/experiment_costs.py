@@ -6,16 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 from fedlora.cli.screen import Table, console, notes
 from fedlora.errors import counted
-from fedlora.experiments.checks import problems
 from fedlora.experiments.costs import Workload, Workloads, trained_on
 from fedlora.experiments.measured import Paces
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import PlannedRun, mains, searches, waiting
+from fedlora.experiments.plan import PlannedRun, mains, searches, told_once, waiting
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import named
-from fedlora.runs.quiet import quiet_libraries
 
 _Counted = tuple[PlannedRun, Workload]
 _NUMBERS = ("search runs", "runs", "finished", "examples to train", "tokens to train", "texts to score",
@@ -23,17 +21,16 @@ _NUMBERS = ("search runs", "runs", "finished", "examples to train", "tokens to t
 
 
 def show_plan(
-    chosen: Sequence[Experiment], profile: str, places: Places, *, workers: int, measure: bool, price: float | None
-) -> None:
-    """Show a row for each experiment, and what is wrong with it.
+    chosen: Sequence[Experiment], profile: str, places: Places, count: Workloads, wrong: Sequence[str], *,
+    measure: bool, price: float | None,
+) -> None:  # fmt: skip
+    """Show a row for each experiment, what it does not count, and what is wrong with it: `wrong`.
 
     measure: take the pace from a few steps here, instead of from finished runs. price: of an hour of one process.
     """
-    quiet_libraries()
-    done, given_up, count = places.finished(unclean=True), places.given_up(), Workloads(places.data_root)
+    done, given_up = places.finished(unclean=True), places.given_up()
     table = Table("experiment", *_NUMBERS, *([] if price is None else ["price"]))
-    lacking: dict[str, str] = {}
-    wrong: dict[str, None] = {}
+    lacking: dict[str, list[str]] = {}
     unread = False
     finished_pace = _paces(done)
     measured = Paces(places.data_root) if measure else None
@@ -45,8 +42,9 @@ def show_plan(
         todo += [run for digest, run in runs.items() if digest not in done]
         work = [(run, count.of(run.config)) for run in todo]
         unread = unread or any(each.scored is None for _, each in work)
-        lacking |= {why: experiment.name for _, each in work for why in each.whys}
-        wrong |= dict.fromkeys(problems(todo, places, workers, count))
+        for run, each in work:
+            for why in each.whys:
+                lacking.setdefault(why, []).append(run.label)
         hours = _hours(work, measured.seconds if measured else finished_pace)
         cost = [] if price is None else [hours if isinstance(hours, str) else f"{hours * price:,.2f}"]
         finished = sum(digest in done for digest in runs)
@@ -55,8 +53,8 @@ def show_plan(
             hours if isinstance(hours, str) else f"{hours:.2f}", *cost,
         )  # fmt: skip
     console.print(table)
-    for why, name in lacking.items():
-        console.print(f"{name}: not all is counted: {why}")
+    for line in told_once({f"not all is counted: {why}": labels for why, labels in lacking.items()}):
+        console.print(line)
     if unread:
         console.print("at most: without data, each client counts with whole batches")
     said = "the time of finished runs of the same model and max_length, all included, on any machine"
@@ -65,7 +63,9 @@ def show_plan(
         f"hours of one process by {by}. GB of the process's device at the peak, estimated within a factor of 2, in the "
         f"largest run."
     )
-    notes.warn(*(one for one in wrong if one not in lacking))
+    notes.warn(*wrong)
+    if wrong:
+        notes.warn(f"{counted(len(wrong), 'thing')} wrong, each in a line above: run would refuse.")
 
 
 def _work(work: Sequence[_Counted]) -> list[str]:

@@ -35,21 +35,6 @@ def check_number(experiment: Experiment, profile: str, which: str) -> None:
         raise ConfigError(f"no run can have the number {which!r}: {whys[0]}.")
 
 
-def unfit_runs(runs: Iterable[PlannedRun]) -> list[str]:
-    """A line for each method or rule that does not exist or refuses its settings, and for ranks that do not fit the
-    number of clients, with the first such run. What only data or model show is in `checks`."""
-    known: set[str] = set()
-    found = []
-    for run in runs:
-        check_private_data(run)
-        config = run.config
-        told = config.model_dump_json(include={"method", "server", "defence", "clients", "data"})
-        if told not in known and (why := unfit(config)) is not None:
-            found.append(f"{run.label} cannot be run: {why}")
-        known.add(told)
-    return found
-
-
 def check_private_data(run: PlannedRun) -> None:
     """Raises `ConfigError` for a private run on your own data files."""
     if run.config.privacy is not None and any(key.startswith("data.") for key in run.files):

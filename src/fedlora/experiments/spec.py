@@ -159,6 +159,12 @@ class Experiment(Part):
         made._folder, made._only = self.folder, self._only  # a copy of the fields lacks private attributes
         return made
 
+    def without(self, cells: Sequence[Cell]) -> Experiment:
+        """The experiment without these cells."""
+        made = self.model_copy(update={"skip": [*self.skip, *map(dict, cells)]})
+        made._folder, made._only = self.folder, self._only
+        return made
+
     def narrowed(self, profile: str, only: Mapping[str, Sequence[str]]) -> Experiment:
         """The experiment with only the cells of these labels of some axes, each run as in the whole experiment.
 

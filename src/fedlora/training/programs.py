@@ -226,6 +226,16 @@ class ProgramTrainer:
             )
 
 
+def check_program(program: Program) -> None:
+    """Raises `ConfigError` if the command's program, or the script that it gives to Python, does not exist."""
+    name, *rest = program.command
+    if "{" not in name and (os.sep in name and not os.path.isabs(name) or shutil.which(name, path=search_path()) is None):
+        raise ConfigError(f"train.command: {name!r} is no program here. Check it, or give its whole path.")
+    script = rest[0] if rest and os.path.basename(name).startswith("python") else ""
+    if script and script[0] not in "-{" and not os.path.isfile(script):
+        raise ConfigError(f"train.command: {script!r} is no file. Relative paths start at the folder of the config.")
+
+
 def search_path() -> str:
     """Where programs are looked for: in this process's environment first."""
     return f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -253,4 +263,4 @@ def _last_line(log: BinaryIO) -> str:
     return f"Its last line: {lines[-1]!r}." if lines else "It said nothing."
 
 
-__all__ = ["Program", "ProgramTrainer", "search_path"]
+__all__ = ["Program", "ProgramTrainer", "check_program", "search_path"]
