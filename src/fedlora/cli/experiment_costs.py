@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from fedlora.cli.screen import Table, console, notes
+import typer
+
+from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes
 from fedlora.errors import counted
 from fedlora.experiments.costs import Workload, Workloads, trained_on
 from fedlora.experiments.measured import Paces
@@ -43,15 +45,11 @@ def show_plan(
         work = [(run, count.of(run.config)) for run in todo]
         unread = unread or any(each.scored is None for _, each in work)
         for run, each in work:
-            for why in each.whys:
+            for why in (why for why in each.whys if not any(why in line for line in wrong)):
                 lacking.setdefault(why, []).append(run.label)
-        hours = _hours(work, measured.seconds if measured else finished_pace)
-        cost = [] if price is None else [hours if isinstance(hours, str) else f"{hours * price:,.2f}"]
         finished = sum(digest in done for digest in runs)
-        table.add_row(
-            experiment.name, str(len(search)), str(len(runs)), str(finished), *_work(work),
-            hours if isinstance(hours, str) else f"{hours:.2f}", *cost,
-        )  # fmt: skip
+        hours = _hours(work, measured.seconds if measured else finished_pace, price)
+        table.add_row(experiment.name, str(len(search)), str(len(runs)), str(finished), *_work(work), *hours)
     console.print(table)
     for line in told_once({f"not all is counted: {why}": labels for why, labels in lacking.items()}):
         console.print(line)
@@ -65,7 +63,8 @@ def show_plan(
     )
     notes.warn(*wrong)
     if wrong:
-        notes.warn(f"{counted(len(wrong), 'thing')} wrong, each in a line above: run would refuse.")
+        complain(f"{counted(len(wrong), 'thing')} wrong, each in a line above: without --plan, no run would start.")
+        raise typer.Exit(NOT_WHOLE)
 
 
 def _work(work: Sequence[_Counted]) -> list[str]:
@@ -73,40 +72,50 @@ def _work(work: Sequence[_Counted]) -> list[str]:
     each = [workload for _, workload in work]
     most = "at most " if any(one.most for one in each) else ""
     sizes = [one.bytes for one in each]
-    travel = _sum([None if size is None else size.total for size in sizes])
     bounded = "at most " if most or any(size is not None and size.most for size in sizes) else ""
     evaluated = (run.config.run.rounds > run.config.evaluate.every for run, _ in work)
     texts = "at most " if most or any(evaluated) else ""  # the best state may be the last, which is scored once
-    memory = [one.memory.total if one.memory is not None else None for one in each]
-    largest = None if None in memory else max((n for n in memory if n is not None), default=0)
+    answers = [one.answers for one in each]
+    memory = [None if one.memory is None else one.memory.total / 1e9 for one in each]
     return [
-        _shown(_sum([one.trained for one in each]), most),
-        _shown(_sum([one.tokens for one in each]), most),
-        _shown(_sum([one.scored for one in each]), texts),
-        _shown(answers := _sum([one.answers for one in each]), texts if answers else ""),
-        _shown(None if travel is None else travel / 1e6, bounded, ".1f"),
-        _shown(None if largest is None else largest / 1e9, "", ".2f"),
+        _shown([one.trained for one in each], most),
+        _shown([one.tokens for one in each], most),
+        _shown([one.scored for one in each], texts),
+        _shown(answers, texts if any(answers) else ""),
+        _shown([None if size is None else size.total / 1e6 for size in sizes], bounded, ".1f"),
+        _shown(memory, "", ".2f", lambda known: max(known, default=0)),
     ]
 
 
-def _shown(number: float | None, most: str = "", form: str = "") -> str:
-    return "not counted" if number is None else f"{most}{number:,{form}}"
-
-
-def _sum(each: Sequence[int | None]) -> int | None:
-    """The sum; None if one term is unknown."""
-    return None if None in each else sum(n for n in each if n is not None)
-
-
-def _hours(work: Sequence[_Counted], pace: Callable[[RunConfig, Workload], float | None]) -> float | str:
-    """The hours from each run's own seconds; words if one run's are unknown."""
-    each = [pace(run.config, workload) for run, workload in work]
-    strange = sum(seconds is None for seconds in each)
-    if any(workload.trained is None for _, workload in work):
+def _shown(
+    each: Sequence[float | None], most: str = "", form: str = "", of: Callable[[Sequence[float]], float] = sum
+) -> str:
+    """The sum, or another function, over the runs that are counted, and how many these are if not all."""
+    known = [number for number in each if number is not None]
+    if each and not known:
         return "not counted"
-    if strange:
-        return f"unknown: no run like {counted(strange, 'run')} is finished (--measure)"
-    return sum(seconds for seconds in each if seconds is not None) / 3600
+    return f"{most}{of(known):,{form}}" + _of_all(known, each)
+
+
+def _of_all(known: Sequence[float], each: Sequence[float | None]) -> str:
+    return "" if len(known) == len(each) else f" ({len(known)} of {counted(len(each), 'run')})"
+
+
+def _hours(
+    work: Sequence[_Counted], pace: Callable[[RunConfig, Workload], float | None], price: float | None
+) -> list[str]:
+    """The hours from each run's own seconds, and their price, over the runs that are counted; words if there is no
+    pace for one of these."""
+    there = [(run.config, workload) for run, workload in work if workload.trained is not None]
+    if work and not there:
+        return ["not counted"] * (1 if price is None else 2)
+    each = [pace(config, workload) for config, workload in there]
+    known = [seconds for seconds in each if seconds is not None]
+    if len(known) < len(each):
+        words = f"unknown: no run like {counted(len(each) - len(known), 'run')} is finished (--measure)"
+        return [words] * (1 if price is None else 2)
+    hours, part = sum(known) / 3600, _of_all(known, [None] * len(work))
+    return [f"{hours:.2f}{part}", *([] if price is None else [f"{hours * price:,.2f}{part}"])]
 
 
 def _kind(config: RunConfig) -> tuple[str, int]:

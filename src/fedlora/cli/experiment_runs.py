@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fedlora.cli.experiment_project import Project
 from fedlora.cli.grid_parts import parse_only, parse_shard
 from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
-from fedlora.errors import ConfigError, counted
+from fedlora.errors import ConfigError, counted, said_by
 from fedlora.experiments.checks import problems
 from fedlora.experiments.costs import Workloads
 from fedlora.experiments.lost import dead_ends, lost_lines, lost_of
@@ -25,7 +26,6 @@ from fedlora.experiments.runnable import check_number, other_files
 from fedlora.experiments.runner import missing
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import forget_failed
-from fedlora.runs.checks import said_by
 from fedlora.runs.quiet import quiet_libraries
 
 
@@ -47,7 +47,7 @@ def run_missing(
     todo: list[PlannedRun] = []
     for k, experiment in enumerate(loaded):
         loaded[k], faults = without_faults(experiment, profile)
-        wrong += [*faults, *said_by(lambda: check_number(loaded[k], profile, experiment.compared(profile)))]
+        wrong += [*faults, *said_by(partial(check_number, loaded[k], profile, experiment.compared(profile)))]
         todo += missing(loaded[k], profile, places, given_up)
     later = [run for one in loaded for run in waiting(one, profile, done, given_up)]
     at_once = worker_count(workers, todo)

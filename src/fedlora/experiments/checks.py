@@ -11,14 +11,14 @@ import torch
 
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
-from fedlora.errors import ConfigError, FedLoRAError, counted
+from fedlora.errors import ConfigError, FedLoRAError, counted, said_by
 from fedlora.experiments.costs import Read, Workloads, memory_of
-from fedlora.experiments.gpus import visible
+from fedlora.experiments.gpus import dealt, visible
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun, told_once
 from fedlora.experiments.runnable import check_private_data, missing_files, unfit
 from fedlora.given_files import half_the_memory
-from fedlora.runs.checks import check_delta, check_private, of_machine, of_measuring, of_processes, said_by
+from fedlora.runs.checks import check_delta, check_private, of_machine, of_measuring, of_processes
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import MISSING, with_liars
 from fedlora.runs.preparation import target_of
@@ -47,7 +47,8 @@ def problems(runs: Sequence[PlannedRun], places: Places, workers: int | None, co
             looked.add(key)
             for why in _of_run(run, count, workers):
                 stopped.setdefault(why.strip().splitlines()[0], []).append(run.label)
-    return [*missing_files(runs), *told_once(stopped), *_of_disk(runs, places, count)]
+    shared = [] if workers in (None, 1) else said_by(lambda: dealt(workers or 1, runs))
+    return [*missing_files(runs), *told_once(stopped), *shared, *_of_disk(runs, places, count)]
 
 
 def _of_run(run: PlannedRun, count: Workloads, workers: int | None) -> Iterator[str]:
@@ -58,7 +59,7 @@ def _of_run(run: PlannedRun, count: Workloads, workers: int | None) -> Iterator[
     bare = "" if "model.path" in missing else count.model(config)
     hub = config.data.task not in (None, "superni") and count.root is None  # its data are not looked for
     yield from (why for why in ("" if hub and isinstance(read, str) else read, bare) if isinstance(why, str) and why)
-    if (misfit := unfit(config)) is not None and "method.name" not in missing:
+    if (misfit := unfit(config)) is not None:
         yield misfit
     yield from said_by(lambda: check_private_data(run))
     if misfit is None:

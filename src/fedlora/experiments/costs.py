@@ -74,7 +74,10 @@ class Workloads:
         """All that can be counted of the run; its learning rate changes nothing."""
         key = config.model_dump_json(exclude={"train": {"lr"}})
         if key not in self._counted:
-            self._counted[key] = self._of(config)
+            try:
+                self._counted[key] = self._of(config)
+            except FedLoRAError as error:  # it cannot be run at all
+                self._counted[key] = Workload(None, None, False, None, None, None, None, (_line(error),))
         return self._counted[key]
 
     def _of(self, config: RunConfig) -> Workload:

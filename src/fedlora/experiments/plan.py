@@ -213,11 +213,9 @@ def without_faults(experiment: Experiment, profile: str) -> tuple[Experiment, li
     found: dict[str, list[str]] = {}
     wrong: list[Cell] = []
     known: Known = {}
-    asked = list(experiment.cells(profile))
-    if experiment.only and tune is not None and len(values) > 1:
-        asked += [cell for mine in list(asked) for cell in _shared(experiment, profile, mine, tune) if cell not in asked]
-    for cell in asked if experiment.only else experiment.every_cell(profile):
-        for each in (cell, {**cell, **(tune.at if tune is not None and len(values) > 1 else {})}):
+    at = tune.at if tune is not None and len(values) > 1 else {}
+    for cell in experiment.cells(profile):
+        for each in (cell, {**cell, **at}):
             for value in values or (None,):
                 try:
                     _planned(experiment, profile, each, seeds[0], value, searching=False, known=known)
@@ -232,8 +230,7 @@ def told_once(whys: Mapping[str, Sequence[str]]) -> list[str]:
     """A line for each reason, with the first of the labels that it holds for."""
     each = {why: list(dict.fromkeys(labels)) for why, labels in whys.items()}
     return [
-        f"{labels[0]}{f' and {len(labels) - 1} more' if len(labels) > 1 else ''}: {why}"
-        for why, labels in each.items()
+        f"{labels[0]}{f' and {len(labels) - 1} more' if len(labels) > 1 else ''}: {why}" for why, labels in each.items()
     ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -73,8 +73,9 @@ def clients_of(config: RunConfig) -> int:
 
 
 def missing_files(runs: Sequence[PlannedRun]) -> list[str]:
-    """A line for each missing file or folder."""
-    found = {key: _path(run, key) for run in runs for key, what in run.files.items() if what == MISSING}
+    """A line for each missing file or folder. Of a method's code, `unfit` speaks."""
+    each = [(run, key) for run in runs for key, what in run.files.items() if what == MISSING]
+    found = {key: _path(run, key) for run, key in each if key in own_paths(run.config)}
     return [
         f"{key}: {path} does not exist, and runs are known by its content. Relative paths start at the folder of the "
         f"experiment's file."

@@ -6,13 +6,13 @@ For a private run, above all: anything that would release more than the noised s
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client
 from fedlora.core.method import Roles
-from fedlora.errors import ConfigError, FedLoRAError, counted
+from fedlora.errors import ConfigError, counted, said_by
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
 from fedlora.runs.defence import check_rule
@@ -31,28 +31,13 @@ from fedlora.training.programs import check_program
 log = logging.getLogger("fedlora.runs")
 
 
-def refuse(found: Iterable[str]) -> None:
-    """Raise `ConfigError` with all of these sentences, if there is one."""
-    if lines := list(found):
-        raise ConfigError(" ".join(lines))
-
-
-def said_by(*checks: Callable[[], object]) -> Iterator[str]:
-    """What each of these refuses."""
-    for check in checks:
-        try:
-            check()
-        except FedLoRAError as error:
-            yield str(error)
-
-
 def of_machine(config: RunConfig) -> Iterator[str]:
     """What this machine lacks for the run: a GPU, a library, the clients' program."""
     device, program = config.model.chosen_device(), config.train.program()
     yield from said_by(
         lambda: check_device(device, config.model.four_bit),
         lambda: check_trackers(config.run.track),
-        lambda: program and check_program(program),
+        *([] if program is None else [lambda: check_program(program)]),
     )
     if config.model.tf32 and device == "cpu":
         yield "model.tf32 = true has no effect: it is for a GPU, and this machine has none. Leave it out."

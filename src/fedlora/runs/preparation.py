@@ -17,6 +17,7 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.core.trainer import OneByOne, Workers
 from fedlora.data import TextData
+from fedlora.errors import refuse, said_by
 from fedlora.runs.attack_section import attack_facts
 from fedlora.runs.base_names import base_name
 from fedlora.runs.checks import (
@@ -27,8 +28,6 @@ from fedlora.runs.checks import (
     of_measuring,
     of_processes,
     planned_privacy,
-    refuse,
-    said_by,
 )
 from fedlora.runs.client_data import Dealt, Keep, training_rows
 from fedlora.runs.config import RunConfig
@@ -135,7 +134,8 @@ def prepare(
     clients, seed_adapter, spec = _start(config, model, list(parts), labels)
     if config.privacy is not None:
         server = replace(server, privacy=planned_privacy(config, clients, seed_adapter))
-    target, misfits = target_of(config, server, seed_adapter, clients, {name: len(part) for name, part in parts.items()})
+    sizes = {name: len(part) for name, part in parts.items()}
+    target, misfits = target_of(config, server, seed_adapter, clients, sizes)
     refuse(misfits)
     measuring = _Measuring.of(config, data, model, clients, target)
     trainer = _trainer(config, model, parts, spec, measuring.template, programs)

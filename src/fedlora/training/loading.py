@@ -247,4 +247,6 @@ def longest_of_files(model: Path) -> int | None:
         return longest_input(AutoModel.from_config(config), positions_of(config))
 
 
-__all__ = ["check_device", "dequantised", "load_base", "longest_input", "longest_of_files", "positions_of", "set_dropout"]
+__all__ = [
+    "check_device", "dequantised", "load_base", "longest_input", "longest_of_files", "positions_of", "set_dropout",
+]  # fmt: skip

@@ -229,7 +229,8 @@ class ProgramTrainer:
 def check_program(program: Program) -> None:
     """Raises `ConfigError` if the command's program, or the script that it gives to Python, does not exist."""
     name, *rest = program.command
-    if "{" not in name and (os.sep in name and not os.path.isabs(name) or shutil.which(name, path=search_path()) is None):
+    in_its_folder = os.sep in name and not os.path.isabs(name)  # the client's, which is empty
+    if "{" not in name and (in_its_folder or shutil.which(name, path=search_path()) is None):
         raise ConfigError(f"train.command: {name!r} is no program here. Check it, or give its whole path.")
     script = rest[0] if rest and os.path.basename(name).startswith("python") else ""
     if script and script[0] not in "-{" and not os.path.isfile(script):
