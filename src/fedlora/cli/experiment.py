@@ -141,7 +141,8 @@ def table(
     format: FormatOption = Format.table,
     json: JsonAlias = False,
     out: Annotated[
-        Path | None, typer.Option(help="write this file instead; of csv and long, a Parquet file if it ends in .parquet")
+        Path | None,
+        typer.Option(help="write this file instead; of csv and long, a Parquet file if it ends in .parquet"),
     ] = None,
 ) -> None:
     """The paper's table with our numbers, means and spreads over seeds, paired differences with 95 % intervals."""
