@@ -142,7 +142,7 @@ def table(
     json: JsonAlias = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="write this file instead; of csv and long, a Parquet file if it ends in .parquet"),
+        typer.Option(help="write this file instead; csv and long also as Parquet: FILE.parquet"),
     ] = None,
 ) -> None:
     """The paper's table with our numbers, means and spreads over seeds, paired differences with 95 % intervals."""

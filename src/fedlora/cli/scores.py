@@ -46,7 +46,8 @@ def show_scores(
     value = {
         "metric": which, "score": " and ".join(metrics_of(cells)) or None,
         "smaller_is_better": less.pop() if len(less) == 1 else None,
-        "reference": reference, "cells": [cell_value(cell) | reached.get(tuple(cell.cell.values()), {}) for cell in cells],
+        "reference": reference,
+        "cells": [cell_value(cell) | reached.get(tuple(cell.cell.values()), {}) for cell in cells],
         "differences": [_difference(d) for d in differences], "attacks": attacks, "not_for_use": " ".join(loud),
         "missing": missing, "failed": [vars(one) for one in lost_of(grid) if one.why],
         **(more or {}),
