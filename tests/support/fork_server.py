@@ -28,7 +28,8 @@ PRELOADED = [f"support.{name}" for name in ("projects", "processes", "coarse_los
 
 
 def fork_server() -> Any:
-    """multiprocessing's context. What is not imported yet, its server imports once. All tests share it: none ends it."""
+    """multiprocessing's context. What is not imported yet, its server imports once. All tests share it, so none ends
+    it."""
     pool.end_server = lambda: None
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

@@ -64,7 +64,8 @@ def compared(grid: Grid, target: float) -> list[tuple[Reaching, float | None]]:
     """`reaching`, each with its p against the reference at the same place; None if there is no other to compare."""
     found = reaching(grid, target)
     by_cell = {tuple(one.cell.items()): one for one in found}
-    theirs = [by_cell.get(tuple({**one.cell, grid.rows: grid.experiment.reference}.items())) for one in found]
+    reference = grid.experiment.reference or ""
+    theirs = [by_cell.get(tuple({**one.cell, grid.rows: reference}.items())) for one in found]
     return [
         (one, None if other is None or other is one else one.against(other))
         for one, other in zip(found, theirs, strict=True)

@@ -80,7 +80,7 @@ class Executor:
 def end_server() -> None:
     """End the process that others fork from, and what it has begun to fork, at once: it may be importing still, and
     would go on, print errors of its forks, and hold this process's output open."""
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     pid = server._forkserver_pid
     if pid is None:
         return
