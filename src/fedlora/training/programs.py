@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from fedlora.adapters.base_names import Base, is_same_base
+from fedlora.adapters.base_names import Base
 from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.reader import scaled
 from fedlora.core.lora import Adapter
@@ -31,8 +31,8 @@ from fedlora.core.trainer import Trained
 from fedlora.data.rows import Rows
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
-from fedlora.training.content import base_digest
 from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, RoundFolder, check_left, trained_parts
+from fedlora.training.same_base import is_this_base
 from fedlora.training.settings import LoRASettings
 
 _LOG, _ROUND, _KEPT = "program.log", "round", "keep"
@@ -209,21 +209,13 @@ class ProgramTrainer:
 
     def _check_base(self, named: str | None, place: Path) -> None:
         """Raise `ProgramFailed` if a result names another base model than the federation's. place: where paths start"""
-        if not named or not self._bases or any(is_same_base(Base(named), Base(mine)) for mine in self._bases):
+        here = next((Path(mine) for mine in self._bases if Path(mine).exists()), None)
+        if not named or not self._bases or is_this_base(Base(named), map(Base, self._bases), here, start=place):
             return
-        there = (place / named).resolve()
-        here = next((Path(mine).resolve() for mine in self._bases if Path(mine).exists()), None)
-        try:
-            same = here is not None and there.exists() and (there == here or base_digest(there) == base_digest(here))
-        except ConfigError:
-            same = False
-        if same:
-            self._bases.append(named)  # its weights are not read again
-        else:
-            raise ProgramFailed(
-                f"its result names the base model {named!r}, and this federation's is {self._bases[0]!r}: adapters of "
-                f"one model mean nothing on another. Load the same model in the program, or name it alike in both."
-            )
+        raise ProgramFailed(
+            f"its result names the base model {named!r}, and this federation's is {self._bases[0]!r}: adapters of one "
+            f"model mean nothing on another. Load the same model in the program, or name it alike in both."
+        )
 
 
 def check_program(program: Program) -> None:
