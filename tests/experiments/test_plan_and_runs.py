@@ -165,7 +165,7 @@ WRONG = {  # cell -> its changes, and a word of what is wrong
     "everybody": ({"run.participation": 0.9}, "run.participation = 0.9 has no effect"),
     "private": (
         {"privacy.clip": 1.0, "privacy.epsilon": 5.0, "privacy.delta": 0.01, "data.labels": CLASSIFIED.label_names},
-        "which say something about every client",
+        "[privacy]",
     ),
 }
 

@@ -116,7 +116,7 @@ def test_a_base_that_lies_elsewhere_is_known_by_its_weights(world: Path, tmp_pat
     weights = load_file(copy / "model.safetensors")
     save_file({name: tensor + 1 for name, tensor in weights.items()}, copy / "model.safetensors", {"format": "pt"})
     for adapter in ("first/adapter", str(gone / "adapter")):
-        with pytest.raises(FedLoRAError, match="belongs to the base model"):
+        with pytest.raises(FedLoRAError, match="base_model_name_or_path"):
             prepared(world, adapter, f"model.path={copy}")
 
 

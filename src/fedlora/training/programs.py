@@ -210,12 +210,14 @@ class ProgramTrainer:
     def _check_base(self, named: str | None, place: Path) -> None:
         """Raise `ProgramFailed` if a result names another base model than the federation's. place: where paths start"""
         here = next((Path(mine) for mine in self._bases if Path(mine).exists()), None)
-        if not named or not self._bases or is_this_base(Base(named), map(Base, self._bases), here, start=place):
+        if not named or not self._bases or named in self._bases:
             return
-        raise ProgramFailed(
-            f"its result names the base model {named!r}, and this federation's is {self._bases[0]!r}: adapters of one "
-            f"model mean nothing on another. Load the same model in the program, or name it alike in both."
-        )
+        if not is_this_base(Base(named), map(Base, self._bases), here, start=place):
+            raise ProgramFailed(
+                f"its result names the base model {named!r}, and this federation's is {self._bases[0]!r}: adapters of "
+                f"one model mean nothing on another. Load the same model in the program, or name it alike in both."
+            )
+        self._bases.append(named)  # its weights are not read again
 
 
 def check_program(program: Program) -> None:
