@@ -20,19 +20,12 @@ from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
 from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection
+from fedlora.runs.data_sections import ClientsSection, DataSection
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.idle_keys import check_used
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
 from fedlora.runs.reading import checked, set_in, tables_in
-from fedlora.runs.sections import (
-    ClientsSection,
-    DataSection,
-    EvaluateSection,
-    MethodSection,
-    ModelSection,
-    RunSection,
-    ServerSection,
-)
+from fedlora.runs.sections import EvaluateSection, MethodSection, ModelSection, RunSection, ServerSection
 from fedlora.runs.train_section import TrainTable
 from fedlora.server.terms import weighs_by
 from fedlora.training.prompting import RAW

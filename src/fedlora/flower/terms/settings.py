@@ -28,16 +28,11 @@ from fedlora.flower.terms.privacy import FederationPrivacy, refusals, with_priva
 from fedlora.flower.terms.site_file import Site
 from fedlora.given_files import read_toml
 from fedlora.runs.config import RunConfig
+from fedlora.runs.data_sections import check_classes
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.idle_keys import check_used, unused
 from fedlora.runs.reading import checked
-from fedlora.runs.sections import (
-    EvaluateSection,
-    MethodSection,
-    RunSection,
-    ServerSection,
-    check_classes,
-)
+from fedlora.runs.sections import EvaluateSection, MethodSection, RunSection, ServerSection
 from fedlora.training.prompting import check_template
 from fedlora.training.settings import LoRASettings, LossOn, Positive, Section, Task, TrainSection
 
