@@ -49,7 +49,7 @@ def run_missing(
         loaded[k], faults = without_faults(experiment, profile)
         wrong += [*faults, *said_by(partial(check_number, loaded[k], profile, experiment.compared(profile)))]
         todo += missing(loaded[k], profile, places, given_up)
-    later = [run for one in loaded for run in waiting(one, profile, done, given_up)]
+    later = [run for one in loaded for run in waiting(one, profile, done, given_up) if run.digest not in done]
     at_once = worker_count(workers, todo)
     here = at_once if cluster is None else None
     wrong += problems([run for run in [*todo, *later] if mine(run)], places, here, count)
