@@ -120,7 +120,7 @@ def prepare(
         ['site-1', 'site-2', 'site-3']
     """
     server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
-    refuse([*said_by(lambda: check_private(config, server)), *of_machine(config)])
+    check_private(config, server)
     if threads := config.run.torch_threads():
         torch.set_num_threads(threads)
     config.model.check_targets(config.lora.targets)
@@ -128,7 +128,7 @@ def prepare(
     parts = data.parts
     a_round = len(sample_clients(list(parts), config.run.participation, seed=0, round=0))
     processes = config.run.processes(config.model.chosen_device(), a_round)
-    refuse([*of_measuring(config, data), *of_processes(config, processes)])
+    refuse([*of_machine(config), *of_measuring(config, data), *of_processes(config, processes)])
     labels, device = next(iter(parts.values())).label_names, "cpu" if processes > 1 else None  # processes move copies
     model = config.model.load(config.lora, labels, config.run.seed, device=device)
     clients, seed_adapter, spec = _start(config, model, list(parts), labels)
