@@ -19,7 +19,7 @@ from torch import nn
 
 from fedlora.core.folders import replacing_folder
 from fedlora.doing import doing
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted
 from fedlora.seeds import derive_seed
 from fedlora.training.content import file_digest
 from fedlora.training.hub_models import source
@@ -164,7 +164,8 @@ def _other_head(
 
 
 def check_device(device: str, four_bit: bool) -> None:
-    """Raises `ConfigError` if this machine cannot hold a model there, or not in 4 bits."""
+    """Raises `ConfigError` if this machine cannot hold a model there, or not in 4 bits. Leaves GPUs alone: their workers
+    begin to use them."""
     if device == SPREAD and not torch.cuda.is_available():
         raise ConfigError(f"model.device = {SPREAD!r} spreads the model over GPUs, but torch sees none.")
     if four_bit and (device.partition(":")[0] not in (SPREAD, "cuda") or find_spec("bitsandbytes") is None):
@@ -172,9 +173,14 @@ def check_device(device: str, four_bit: bool) -> None:
             f"model.four_bit needs a GPU and the library bitsandbytes (pip install bitsandbytes); the device is "
             f"{device!r}."
         )
+    if device == SPREAD:
+        return
     try:
-        if device != SPREAD:
-            torch.zeros((), device=device).item()  # fails on "meta" too, which holds no numbers
+        place = torch.device(device)
+        if place.type != "cuda":
+            torch.zeros((), device=place).item()  # fails on "meta" too, which holds no numbers
+        elif (place.index or 0) >= torch.cuda.device_count():
+            raise RuntimeError(f"torch sees {counted(torch.cuda.device_count(), 'GPU')}.")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
