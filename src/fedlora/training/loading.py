@@ -164,7 +164,7 @@ def _other_head(
 
 
 def check_device(device: str, four_bit: bool) -> None:
-    """Raises `ConfigError` if this machine cannot hold a model there, or not in 4 bits. Leaves GPUs alone: their workers
+    """Raises `ConfigError` if this machine cannot hold a model there, or not in 4 bits. Leaves GPUs alone: workers
     begin to use them."""
     if device == SPREAD and not torch.cuda.is_available():
         raise ConfigError(f"model.device = {SPREAD!r} spreads the model over GPUs, but torch sees none.")
