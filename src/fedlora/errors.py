@@ -7,7 +7,7 @@ A message says what happened, with numbers; the likely cause; and what to do.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 
 class FedLoRAError(Exception):
@@ -56,6 +56,32 @@ def repeated(names: Iterable[str]) -> list[str]:
         ['berlin']
     """
     return sorted(name for name, count in Counter(names).items() if count > 1)
+
+
+def said_by(*checks: Callable[[], object]) -> Iterator[str]:
+    """What each of these refuses, so that all is told at once.
+
+    Example:
+        >>> from fedlora.errors import said_by
+        >>> list(said_by(lambda: build("gloras"), lambda: build("glora")))[0].partition(";")[0]
+        "no method is called 'gloras'"
+    """
+    for check in checks:
+        try:
+            check()
+        except FedLoRAError as error:
+            yield str(error)
+
+
+def refuse(found: Iterable[str], where: str = "") -> None:
+    """Raise `ConfigError` with all of these sentences, if there is one. where: before them.
+
+    Example:
+        >>> from fedlora.errors import refuse
+        >>> refuse([])
+    """
+    if lines := list(dict.fromkeys(found)):
+        raise ConfigError(where + " ".join(lines))
 
 
 def _code(letter: str) -> str:

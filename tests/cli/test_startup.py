@@ -179,6 +179,22 @@ def test_an_interrupt_promises_what_the_command_can_do(
     assert said.startswith("interrupted; ") and said.endswith(goes_on) if goes_on else said == "interrupted"
 
 
+def test_an_interrupted_process_runs_its_exit_functions_and_takes_nothing_apart() -> None:
+    """What lives until Python's end, as torch does, has its own end skipped: `__del__` would say so."""
+    code = """
+import atexit, fedlora.cli, sys
+class Library:
+    def __del__(self): print("taken apart")
+sys.modules["library"] = Library()
+atexit.register(print, "put away")
+sys.argv = ["fedlora", "experiment", "run", "x"]
+fedlora.cli.app = lambda **how: 130
+fedlora.cli.main()
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (130, "put away\n")
+
+
 def test_an_interrupt_of_the_imports_has_the_same_code(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,9 @@ hand, structural."""
 
 from __future__ import annotations
 
+import csv
+import io
+import json
 import math
 import sys
 from collections.abc import Iterator
@@ -10,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from fedlora.cli.formats import Format
+from fedlora.cli.scores import show_scores
 from fedlora.experiments.censored import Reaching, reaching
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import table_of, tables_of
@@ -120,6 +125,19 @@ def test_the_table_counts_a_censored_run_as_more_than_its_last_round(rounds: Gri
     assert [row[:3] for row in table.rows] == [["1", "2 of 3", "4"], ["0.5", "1 of 3", "> 5"]]
     assert table.rows[0][3] == "" and 0 < float(table.rows[1][3]) < 1, "the reference is not tested against itself"
     assert "validation accuracy reaches 0.7" in table.caption
+
+
+def test_programs_get_what_the_table_says(rounds: Grid, capsys: pytest.CaptureFixture[str]) -> None:
+    """Medians and censored rounds of `test_kaplan_and_meier_by_hand`; p as the table rounds it."""
+    show_scores(rounds, "", tables_of(rounds), Format.json)
+    one, half = json.loads(capsys.readouterr().out)["cells"]
+    assert (one["median"], one["log_rank_p"], one["censored"]) == (4, None, {"2": 3})
+    assert (half["median"], half["censored"]) == (None, {"1": 5, "2": 5})
+    assert f"{half['log_rank_p']:.2g}" == tables_of(rounds)[0].rows[1][3]
+    show_scores(rounds, "", tables_of(rounds), Format.csv)
+    told = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [(line["median"], line["censored"]) for line in told] == [("4", "2:3"), ("", "1:5 2:5")]
+    assert float(told[1]["log_rank_p"]) == half["log_rank_p"] and told[0]["log_rank_p"] == ""
 
 
 def test_categories_and_clients_stand_by_set_up(tmp_path: Path) -> None:

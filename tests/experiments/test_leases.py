@@ -114,9 +114,10 @@ def test_a_run_that_another_process_has_comes_last_and_is_not_run_twice(
                 made.extend(["a"] * finished)
                 other.leave("a")
 
-        outcomes = [outcome.run.digest for outcome in run_all([*map(planned, "abc")], places, waits=waits)]
-    assert outcomes == ["b", "c", "a"] and said == [["b", "c"]] * 3
+        outcomes = [*run_all([*map(planned, "abc")], places, waits=waits)]
+    assert [outcome.run.digest for outcome in outcomes] == ["b", "c", "a"] and said == [["b", "c"]] * 3
     assert made == ["b", "c", "a"], "one of the two ran it, once"
+    assert (outcomes[-1].seconds is None) == finished and outcomes[0].seconds is not None
 
 
 def test_an_interrupt_leaves_every_run(tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

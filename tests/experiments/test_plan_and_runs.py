@@ -7,11 +7,13 @@ reaches the network and every parcel of the engine.
 from __future__ import annotations
 
 import json
+import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from fedlora.experiments.checks import problems
 from fedlora.experiments.costs import Workloads
@@ -148,26 +150,45 @@ def test_a_pace_is_measured_and_nothing_is_written(tmp_path: Path) -> None:
     )
 
 
-def test_all_that_is_wrong_is_one_list_and_nothing_starts(tmp_path: Path, main: Any) -> None:
-    """A target that the model lacks, a metric of another task, uploads that a method cannot send: three lines."""
+CLASSIFIED = classification(60, 0)
+WRONG = {  # cell -> its changes, and a word of what is wrong
+    "typo": ({"train.lrr": 1}, "did you mean 'lr'"),
+    "idle": ({"model.tf32": True, "model.device": "cpu"}, "model.tf32 = true has no effect"),
+    "four bits": ({"model.four_bit": True, "model.device": "cpu"}, "four_bit needs a GPU"),
+    "program": ({"train.command": ["no-such-program"]}, "'no-such-program' is no program"),
+    "script": ({"train.command": ["python", "nowhere.py"]}, "'nowhere.py' is no file"),
+    "targets": ({"lora.targets": ["nowhere"]}, "'nowhere'"),
+    "metric": ({"evaluate.metric": "rouge-l"}, "'rouge-l' is for generated text"),
+    "uploads": ({"method.name": "ffa-lora", "server.upload": "subspace"}, "needs both factors shared"),
+    "liars": ({"attack.kind": "sign-flip", "attack.clients": ["nobody"]}, "'nobody'"),
+    "file": ({"data.validation": "gone.jsonl"}, "gone.jsonl does not exist"),
+    "everybody": ({"run.participation": 0.9}, "run.participation = 0.9 has no effect"),
+    "private": (
+        {"privacy.clip": 1.0, "privacy.epsilon": 5.0, "privacy.delta": 0.01, "data.labels": CLASSIFIED.label_names},
+        "[privacy]",
+    ),
+}
+
+
+def test_all_that_is_wrong_is_one_list_the_same_of_plan_and_run(tmp_path: Path, main: Any) -> None:
+    """One thing is wrong in each of these cells, on different levels; the plan counts the cell that is sound."""
     save_encoder(tmp_path / "model")
-    (tmp_path / "train.jsonl").write_text(rows(classification(60, 0)))
-    text = CLASSES.replace(
-        'FFA = { "method.name" = "ffa-lora" }',
-        """FFA = { "method.name" = "ffa-lora", "server.upload" = "subspace" }
-targets = { "lora.targets" = ["nowhere"] }
-metric = { "evaluate.metric" = "rouge-l" }""",
-    )
-    (tmp_path / "mine.toml").write_text(text)
-    where = ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
-    said = main("experiment", "run", str(tmp_path / "mine.toml"), *where)
-    told = " ".join((said.out + said.err).split())
-    assert said.code == 2 and "3 things are wrong" in told and not (tmp_path / "work").exists()
-    for what in ("'nowhere'", "subspace", "rouge-l"):
-        assert what in told
+    (tmp_path / "train.jsonl").write_text(rows(CLASSIFIED))
+    cells = {"sound": ({}, ""), **WRONG}
+    fixed = {key: value for key, value in tomllib.loads(CLASSES).items() if key not in ("axes", "profiles")}
+    fixed["run"] = {**{name: fixed["run"][name] for name in ("model", "data")}, "clients": {"count": 4, "ranks": [2]}}
+    what = {label: changes for label, (changes, _) in cells.items()}
+    whole = {**fixed, "rows": ["what"], "axes": {"what": what}, "profiles": {"mini": {"seeds": [0, 1]}}}
+    (tmp_path / "mine.toml").write_text(tomli_w.dumps(whole))
+    where = [str(tmp_path / "mine.toml"), "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
+    run, plan = main("experiment", "run", *where), main("experiment", "run", *where, "--plan")
+    assert (run.code, plan.code) == (2, 1) and not (tmp_path / "work").exists()
+    lines, planned = run.err.splitlines(), plan.err.splitlines()
+    assert lines[:-1] == planned[:-1] and len(lines) == len(WRONG) + 1 and f"{len(WRONG)} things are wrong" in lines[-1]
+    for label, (_, words) in WRONG.items():
+        assert [line for line in lines if words in line and (line.startswith(label) or label == "file")]
+    assert "of 22 runs)" in next(line for line in plan.out.splitlines() if "│ mine" in line)  # 2 of 13 cells are none
     (tmp_path / "model" / "model.safetensors").unlink()
-    said = main("experiment", "run", str(tmp_path / "mine.toml"), *where)
     (tmp_path / "model" / "config.json").unlink()  # which is told once, and not for each method
-    bare = main("experiment", "run", str(tmp_path / "mine.toml"), *where)
-    assert "2 things are wrong" in " ".join((bare.out + bare.err).split())
-    assert "has no weights" in " ".join((said.out + said.err).split()) and json.dumps(said.code) == "2"
+    bare = main("experiment", "run", *where, "--only", "what=sound")
+    assert "2 things are wrong" in bare.err and "has no weights" in bare.err

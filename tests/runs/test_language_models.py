@@ -194,7 +194,9 @@ class TestSamples:
         assert "the model of site-1 (" in (folder.path / "samples.md").read_text()
 
     def test_none_are_kept_where_none_are_asked_for(self, place: Path, tmp_path: Path) -> None:
-        folder = ran(config_of(place, "run.rounds=1", "evaluate.samples=0"), tmp_path / "run")
+        folder = ran(
+            config_of(place, "run.rounds=1", "evaluate.samples=0", "evaluate.max_new_tokens=64"), tmp_path / "run"
+        )
         assert not (folder.path / "samples.jsonl").exists() and folder.finished()
 
 

@@ -23,7 +23,8 @@ from fedlora.errors import HyperparameterError
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.methods.registry import METHODS, build
 from fedlora.runs.config import RunConfig
-from fedlora.runs.sections import ClientsSection, RunSection
+from fedlora.runs.data_sections import ClientsSection
+from fedlora.runs.sections import RunSection
 from fedlora.training.settings import Section, TrainSection
 
 PLAIN = (True, False, 0, 1, 3, 0.5, math.inf, -math.inf, math.nan, "yes", "true", "0", "1", "3", "0.5", "inf")

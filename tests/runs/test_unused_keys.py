@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from fedlora.errors import ConfigError
-from fedlora.runs.config import RunConfig, parse_config
+from fedlora.runs.config import RunConfig, load_config, parse_config
+from fedlora.runs.preparation import prepare
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES
 
@@ -40,6 +41,8 @@ def changed(base: dict[str, Any], **keys: Any) -> dict[str, Any]:
 MEDIAN = changed(FILE, defence__rule="geometric-median")
 PROGRAM = changed(FILE, train__command=["python", "mine.py"])
 UNTESTED = changed(FILE, data__validation=0, data__test=0)
+ASKED = changed(TEXT, evaluate__samples=0)
+HERE = {"model": {"path": "/of/this/machine"}, "data": {"train": "t.csv"}}
 
 OF_OWN_LOOP: dict[str, Any] = {
     "train.lr": 1e-4, "train.optimizer": "sgd", "train.weight_decay": 0.1, "train.steps": 3, "train.batch_size": 4,
@@ -50,6 +53,9 @@ OF_OWN_LOOP: dict[str, Any] = {
 # key -> (value, where it works, where it would do nothing)
 SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "clients.count": (3, [FILE, DEMO, GLUE, TEXT], [OWN, NI]),
+    "model.revision": ("v1", [FILE, OWN, TEXT], [DEMO, HERE]),
+    "model.tf32": (True, [FILE, changed(FILE, model__device="cuda")], [changed(FILE, model__device="cpu")]),
+    "clients.profile": ("normal", [FILE, changed(FILE, clients__ranks=[2, 4])], [changed(FILE, clients__ranks=8)]),
     "clients.partition": ("iid", [FILE, DEMO, GLUE, TEXT], [OWN, NI]),
     "clients.alpha": (0.5, [FILE, DEMO, GLUE], [OWN, NI, changed(FILE, clients__partition="iid")]),
     "clients.min_size": (2, [FILE, DEMO, GLUE], [OWN, NI, TEXT, changed(FILE, clients__partition="iid")]),
@@ -59,7 +65,10 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "data.labels": (["no", "yes"], [FILE, OWN, changed(DEMO, data__test="t.csv")], [DEMO, GLUE, NI, TEXT]),
     "data.prompt": ("question", [TEXT], [FILE, OWN, DEMO, GLUE, NI]),
     "data.response": ("answer", [TEXT], [FILE, OWN, DEMO, GLUE, NI]),
-    "data.loss_on": ("all", [TEXT, NI], [FILE, OWN, DEMO, GLUE]),
+    "data.messages": ("talk", [TEXT], [FILE, OWN, DEMO, GLUE, NI]),
+    "data.template": ("none", [TEXT, NI], [FILE, OWN, DEMO, GLUE]),
+    "data.max_test": (9, [FILE, GLUE, NI, changed(NI, data__validation=0, data__test=0)], [UNTESTED]),
+    "data.loss_on": ("all", [TEXT, NI], [FILE, OWN, DEMO, GLUE, changed(TEXT, train__command=["python", "mine.py"])]),
     "data.long_responses": ("cut", [TEXT, NI], [FILE, OWN, DEMO, GLUE]),
     "data.revision": ("abc", [GLUE], [FILE, OWN, DEMO, NI, TEXT]),
     "data.tasks": (3, [NI], [FILE, OWN, DEMO, GLUE, TEXT]),
@@ -75,7 +84,9 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "train.epochs": (3.0, [changed(FILE, train__steps=0)], [FILE, changed(FILE, train__steps=5), PROGRAM]),
     "train.time_limit": (60.0, [PROGRAM], [FILE]),
     **{key: (value, [FILE], [PROGRAM]) for key, value in OF_OWN_LOOP.items()},
-    "evaluate.max_new_tokens": (8, [TEXT, NI], [FILE, OWN, DEMO, GLUE]),
+    "evaluate.max_new_tokens": (8, [TEXT, NI, changed(ASKED, evaluate__metric="rouge-l")], [FILE, OWN, DEMO, ASKED]),
+    "evaluate.samples": (8, [TEXT, NI], [FILE, OWN, DEMO, GLUE, changed(TEXT, data__validation=0, data__test=0)]),
+    "evaluate.target": ("clients", [FILE, NI], [UNTESTED]),
     "evaluate.clients_at_end": (True, [FILE, NI], [changed(FILE, data__test=0), changed(NI, data__test=0)]),
     "evaluate.every": (2, [FILE, NI], [UNTESTED, changed(FILE, data__validation=0)]),
     "evaluate.metric": ("rouge-l", [FILE, NI, changed(NI, data__validation=0, data__test=0)], [UNTESTED]),
@@ -87,26 +98,30 @@ SOMETIMES: dict[str, tuple[Any, list[dict[str, Any]], list[dict[str, Any]]]] = {
     "attack.noise": (True, [changed(FILE, attack__kind="free-rider", attack__share=0.2)], [FILE]),
 }
 ALWAYS = {  # what they cannot do with others is an error of its own, at the latest before the first round
-    "run": "*", "model": "*", "lora": "*", "method": "*",
+    "run": "rounds participation seed threads workers checkpoint_every keep_checkpoints readouts keep_uploads track",
+    "model": "path task device adapter dtype bf16 four_bit checkpointing dropout remember_prefix",
+    "lora": "targets scaling alpha rslora dropout saved",
+    "method": "*",
     "server": "weighting heads quorum missing memory workers upload gauge_stress",
-    "clients": "ranks profile own_test",
+    "clients": "ranks own_test",
     "defence": "rule",
-    "data": "train clients task max_train max_test validation test max_length messages template",
+    "data": "train clients task max_train validation test max_length",
     "train": "command",
-    "evaluate": "target patience min_delta samples test_along",
+    "evaluate": "patience min_delta test_along",
     "privacy": "*",
     "attack": "kind",
 }  # fmt: skip
 
 
 def test_of_every_key_it_is_known_whether_it_can_be_without_effect() -> None:
-    """A new key is put into one of the two tables above, and into `config.unused` where it belongs there."""
+    """A new key is put into one of the two tables above, and into `idle_keys` where it belongs there."""
     for table, field in RunConfig.model_fields.items():
         if ALWAYS[table] == "*":
             continue
         keys = set(field.annotation.model_fields)  # type: ignore[union-attr]
         sometimes = {key.split(".")[1] for key in SOMETIMES if key.startswith(f"{table}.")}
-        assert set(ALWAYS[table].split()) == keys - sometimes
+        loop = {key.split(".")[1] for key in OF_OWN_LOOP if key.startswith(f"{table}.")} if table != "train" else set()
+        assert set(ALWAYS[table].split()) - loop == keys - sometimes
 
 
 @pytest.mark.parametrize("key", SOMETIMES)
@@ -136,6 +151,22 @@ def test_epochs_beside_steps_are_refused_even_at_their_default() -> None:
     with pytest.raises(ConfigError, match=r"train\.epochs = 1\.0 .*train\.steps = 20 "):
         parse_config(changed(FILE, train__epochs=1.0, train__steps=20))
     assert parse_config(changed(FILE, train__epochs=1.0, train__steps=0)).train.epochs == 1.0
+
+
+def test_a_revision_of_what_proves_to_be_a_folder_is_refused(tmp_path: Path) -> None:
+    """A relative path is a folder, or a hub id: only the place of the config file tells."""
+    (tmp_path / "m").mkdir()
+    (tmp_path / "c.toml").write_text('[model]\npath = "m"\nrevision = "v1"\n[data]\ntrain = "t.csv"\n')
+    with pytest.raises(ConfigError, match=r"model\.revision = 'v1' has no effect"):
+        load_config(tmp_path / "c.toml")
+
+
+@pytest.mark.parametrize(("key", "value"), [("server.missing", "zero"), ("run.participation", 0.9)])
+def test_what_only_the_clients_show_is_refused_before_the_first_round(project: Path, key: str, value: object) -> None:
+    """All clients have all modules; 0.9 of three clients are three."""
+    config = load_config(project / "config.toml", [f"{key}={value}"])
+    with pytest.raises(ConfigError, match=rf"{key} = .* has no effect"):
+        prepare(config)
 
 
 def test_set_on_the_command_line_is_held_to_the_same(project: Path, main: Callable[..., Said]) -> None:

@@ -43,6 +43,8 @@ for _module in DRAWING:  # pictures cost more than most runs of tiny models: the
 # After each run of a comparison Python looks for the models of the one before among all that the tests have imported.
 fedlora.experiments.runner.gc = SimpleNamespace(collect=lambda: 0)  # type: ignore[attr-defined,assignment]
 
+fedlora.cli._leave = sys.exit  # the process of the tests goes on
+
 # Each run asks git; while tests run, a commit has no meaning (tests of it say one).
 fedlora.runs.manifest.commit_of_code = functools.cache(fedlora.runs.manifest.commit_of_code)
 

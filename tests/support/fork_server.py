@@ -21,12 +21,16 @@ from typing import Any
 import pytest
 from jaxtyping import config
 
+from fedlora.experiments import pool
+
 TESTS = Path(__file__).parent.parent
 PRELOADED = [f"support.{name}" for name in ("projects", "processes", "coarse_losses")] + ["fedlora.runs.plots"]
 
 
 def fork_server() -> Any:
-    """multiprocessing's context. What is not imported yet, its server imports once."""
+    """multiprocessing's context. What is not imported yet, its server imports once. All tests share it, so none ends
+    it."""
+    pool.end_server = lambda: None
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     resource_tracker.ensure_running()

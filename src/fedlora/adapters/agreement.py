@@ -19,7 +19,7 @@ from fedlora.core.echo import quoted
 from fedlora.core.messages import Client, Upload, checked_examples
 from fedlora.errors import AdapterFormatError, repeated
 
-_WEIGHTS = (".safetensors", ".gguf", ".bin")
+WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 
 def check_uploads(
@@ -55,7 +55,7 @@ def check_uploads(
 def base_weights(file: AdapterFile) -> dict[str, str]:
     """File of the base weights -> its SHA-256, from the adapter's upload.json; empty if there is none."""
     base = read_facts(file.directory, file.limits).base or {}
-    return {name: digest for name, digest in base.items() if name.endswith(_WEIGHTS)}
+    return {name: digest for name, digest in base.items() if name.endswith(WEIGHTS)}
 
 
 def same_weights(files: Sequence[AdapterFile]) -> bool:
@@ -132,7 +132,7 @@ def _of_bases(said: Sequence[Facts], same_base: bool) -> list[str]:
     for one in known[1:]:
         first, mine = known[0].base or {}, one.base or {}
         differ = sorted(name for name in first.keys() & mine.keys() if first[name] != mine[name])
-        weights = [name for name in differ if name.endswith(_WEIGHTS)]
+        weights = [name for name in differ if name.endswith(WEIGHTS)]
         both = f"{known[0].directory} and {one.directory}"
         if weights and not same_base:
             name = weights[0]
@@ -141,7 +141,7 @@ def _of_bases(said: Sequence[Facts], same_base: bool) -> list[str]:
                 f"{quoted(first[name][:12])}... in one {FILE} and {quoted(mine[name][:12])}... in the other, so their "
                 f"updates do not add up. If the weights are the same nevertheless, --same-base merges them."
             )
-        if weights or not any(name.endswith(_WEIGHTS) for name in first.keys() & mine.keys()):
+        if weights or not any(name.endswith(WEIGHTS) for name in first.keys() & mine.keys()):
             why = "digests differ" if weights else "weights are in files of other names"
             notes.append(f"the base models of {both} are assumed to be the same: their {why}")
         elif differ:

@@ -5,10 +5,12 @@ options.py   options that several commands share           screen.py, formats.py
 
 from __future__ import annotations
 
+import atexit
 import errno
+import os
 import signal
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import click
 import typer
@@ -104,7 +106,14 @@ def main() -> None:
         first, second = [*(word for word in sys.argv[1:] if not word.startswith("-")), "", ""][:2]
         how = AFTER_INTERRUPT.get(first) or AFTER_INTERRUPT.get(f"{first} {second}")
         notes.print(f"interrupted; {how}" if how else "interrupted")
-        sys.exit(_INTERRUPTED)
+        _leave(_INTERRUPTED)
+
+
+def _leave(code: int) -> NoReturn:
+    """End this process after its exit functions: Python would then take torch and transformers apart, for seconds."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _complain(message: str) -> int:

@@ -68,13 +68,19 @@ def run_batch(
             for outcome in outcomes:
                 finished += 1
                 if not notes.is_terminal:
-                    end = "done" if outcome.error is None else f"failed: {outcome.error.rstrip('.')}"
-                    say(f"{title}: {finished} of {len(todo)}: {outcome.run.label} {end}, {outcome.seconds:.0f} s")
+                    say(f"{title}: {finished} of {len(todo)}: {_end(outcome)}")
                 if outcome.run.digest in rows:
                     progress.remove_task(rows.pop(outcome.run.digest))
                 progress.update(whole, completed=finished)
                 step.done = finished
                 heard(outcome)
+
+
+def _end(outcome: Outcome) -> str:
+    if outcome.seconds is None:
+        return f"{outcome.run.label} done by another process"
+    end = "done" if outcome.error is None else f"failed: {outcome.error.rstrip('.')}"
+    return f"{outcome.run.label} {end}, {outcome.seconds:.0f} s"
 
 
 def _processes(workers: int, todo: Sequence[PlannedRun]) -> Sequence[Slot]:

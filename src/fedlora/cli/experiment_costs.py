@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from fedlora.cli.screen import Table, console, notes
+import typer
+
+from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes
 from fedlora.errors import counted
-from fedlora.experiments.checks import problems
 from fedlora.experiments.costs import Workload, Workloads, trained_on
 from fedlora.experiments.measured import Paces
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import PlannedRun, mains, searches, waiting
+from fedlora.experiments.plan import PlannedRun, mains, searches, told_once, waiting
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import Experiment
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import named
-from fedlora.runs.quiet import quiet_libraries
 
 _Counted = tuple[PlannedRun, Workload]
 _NUMBERS = ("search runs", "runs", "finished", "examples to train", "tokens to train", "texts to score",
@@ -23,17 +23,16 @@ _NUMBERS = ("search runs", "runs", "finished", "examples to train", "tokens to t
 
 
 def show_plan(
-    chosen: Sequence[Experiment], profile: str, places: Places, *, workers: int, measure: bool, price: float | None
-) -> None:
-    """Show a row for each experiment, and what is wrong with it.
+    chosen: Sequence[Experiment], profile: str, places: Places, count: Workloads, wrong: Sequence[str], *,
+    measure: bool, price: float | None,
+) -> None:  # fmt: skip
+    """Show a row for each experiment, what it does not count, and what is wrong with it: `wrong`.
 
     measure: take the pace from a few steps here, instead of from finished runs. price: of an hour of one process.
     """
-    quiet_libraries()
-    done, given_up, count = places.finished(unclean=True), places.given_up(), Workloads(places.data_root)
+    done, given_up = places.finished(unclean=True), places.given_up()
     table = Table("experiment", *_NUMBERS, *([] if price is None else ["price"]))
-    lacking: dict[str, str] = {}
-    wrong: dict[str, None] = {}
+    lacking: dict[str, list[str]] = {}
     unread = False
     finished_pace = _paces(done)
     measured = Paces(places.data_root) if measure else None
@@ -45,18 +44,15 @@ def show_plan(
         todo += [run for digest, run in runs.items() if digest not in done]
         work = [(run, count.of(run.config)) for run in todo]
         unread = unread or any(each.scored is None for _, each in work)
-        lacking |= {why: experiment.name for _, each in work for why in each.whys}
-        wrong |= dict.fromkeys(problems(todo, places, workers, count))
-        hours = _hours(work, measured.seconds if measured else finished_pace)
-        cost = [] if price is None else [hours if isinstance(hours, str) else f"{hours * price:,.2f}"]
+        for run, each in work:
+            for why in (why for why in each.whys if not any(why in line for line in wrong)):
+                lacking.setdefault(why, []).append(run.label)
         finished = sum(digest in done for digest in runs)
-        table.add_row(
-            experiment.name, str(len(search)), str(len(runs)), str(finished), *_work(work),
-            hours if isinstance(hours, str) else f"{hours:.2f}", *cost,
-        )  # fmt: skip
+        hours = _hours(work, measured.seconds if measured else finished_pace, price)
+        table.add_row(experiment.name, str(len(search)), str(len(runs)), str(finished), *_work(work), *hours)
     console.print(table)
-    for why, name in lacking.items():
-        console.print(f"{name}: not all is counted: {why}")
+    for line in told_once({f"not all is counted: {why}": labels for why, labels in lacking.items()}):
+        console.print(line)
     if unread:
         console.print("at most: without data, each client counts with whole batches")
     said = "the time of finished runs of the same model and max_length, all included, on any machine"
@@ -65,7 +61,10 @@ def show_plan(
         f"hours of one process by {by}. GB of the process's device at the peak, estimated within a factor of 2, in the "
         f"largest run."
     )
-    notes.warn(*(one for one in wrong if one not in lacking))
+    notes.warn(*wrong)
+    if wrong:
+        complain(f"{counted(len(wrong), 'thing')} wrong, each in a line above: without --plan, no run would start.")
+        raise typer.Exit(NOT_WHOLE)
 
 
 def _work(work: Sequence[_Counted]) -> list[str]:
@@ -73,40 +72,50 @@ def _work(work: Sequence[_Counted]) -> list[str]:
     each = [workload for _, workload in work]
     most = "at most " if any(one.most for one in each) else ""
     sizes = [one.bytes for one in each]
-    travel = _sum([None if size is None else size.total for size in sizes])
     bounded = "at most " if most or any(size is not None and size.most for size in sizes) else ""
     evaluated = (run.config.run.rounds > run.config.evaluate.every for run, _ in work)
     texts = "at most " if most or any(evaluated) else ""  # the best state may be the last, which is scored once
-    memory = [one.memory.total if one.memory is not None else None for one in each]
-    largest = None if None in memory else max((n for n in memory if n is not None), default=0)
+    answers = [one.answers for one in each]
+    memory = [None if one.memory is None else one.memory.total / 1e9 for one in each]
     return [
-        _shown(_sum([one.trained for one in each]), most),
-        _shown(_sum([one.tokens for one in each]), most),
-        _shown(_sum([one.scored for one in each]), texts),
-        _shown(answers := _sum([one.answers for one in each]), texts if answers else ""),
-        _shown(None if travel is None else travel / 1e6, bounded, ".1f"),
-        _shown(None if largest is None else largest / 1e9, "", ".2f"),
+        _shown([one.trained for one in each], most),
+        _shown([one.tokens for one in each], most),
+        _shown([one.scored for one in each], texts),
+        _shown(answers, texts if any(answers) else ""),
+        _shown([None if size is None else size.total / 1e6 for size in sizes], bounded, ".1f"),
+        _shown(memory, "", ".2f", lambda known: max(known, default=0)),
     ]
 
 
-def _shown(number: float | None, most: str = "", form: str = "") -> str:
-    return "not counted" if number is None else f"{most}{number:,{form}}"
-
-
-def _sum(each: Sequence[int | None]) -> int | None:
-    """The sum; None if one term is unknown."""
-    return None if None in each else sum(n for n in each if n is not None)
-
-
-def _hours(work: Sequence[_Counted], pace: Callable[[RunConfig, Workload], float | None]) -> float | str:
-    """The hours from each run's own seconds; words if one run's are unknown."""
-    each = [pace(run.config, workload) for run, workload in work]
-    strange = sum(seconds is None for seconds in each)
-    if any(workload.trained is None for _, workload in work):
+def _shown(
+    each: Sequence[float | None], most: str = "", form: str = "", of: Callable[[Sequence[float]], float] = sum
+) -> str:
+    """The sum, or another function, over the runs that are counted, and how many these are if not all."""
+    known = [number for number in each if number is not None]
+    if each and not known:
         return "not counted"
-    if strange:
-        return f"unknown: no run like {counted(strange, 'run')} is finished (--measure)"
-    return sum(seconds for seconds in each if seconds is not None) / 3600
+    return f"{most}{of(known):,{form}}" + _of_all(known, each)
+
+
+def _of_all(known: Sequence[float], each: Sequence[float | None]) -> str:
+    return "" if len(known) == len(each) else f" ({len(known)} of {counted(len(each), 'run')})"
+
+
+def _hours(
+    work: Sequence[_Counted], pace: Callable[[RunConfig, Workload], float | None], price: float | None
+) -> list[str]:
+    """The hours from each run's own seconds, and their price, over the runs that are counted; words if there is no
+    pace for one of these."""
+    there = [(run.config, workload) for run, workload in work if workload.trained is not None]
+    if work and not there:
+        return ["not counted"] * (1 if price is None else 2)
+    each = [pace(config, workload) for config, workload in there]
+    known = [seconds for seconds in each if seconds is not None]
+    if len(known) < len(each):
+        words = f"unknown: no run like {counted(len(each) - len(known), 'run')} is finished (--measure)"
+        return [words] * (1 if price is None else 2)
+    hours, part = sum(known) / 3600, _of_all(known, [None] * len(work))
+    return [f"{hours:.2f}{part}", *([] if price is None else [f"{hours * price:,.2f}{part}"])]
 
 
 def _kind(config: RunConfig) -> tuple[str, int]:

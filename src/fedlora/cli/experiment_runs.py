@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ from fedlora.cli.experiment_project import Project
 from fedlora.cli.grid_parts import parse_only, parse_shard
 from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, print_json
 from fedlora.cli.seeds import parse_seeds
-from fedlora.errors import ConfigError, counted
+from fedlora.errors import ConfigError, counted, said_by
 from fedlora.experiments.checks import problems
 from fedlora.experiments.costs import Workloads
 from fedlora.experiments.lost import dead_ends, lost_lines, lost_of
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import PlannedRun, mains, searches, waiting
-from fedlora.experiments.runnable import check_number, other_files, unfit_runs
+from fedlora.experiments.plan import PlannedRun, mains, searches, waiting, without_faults
+from fedlora.experiments.runnable import check_number, other_files
 from fedlora.experiments.runner import missing
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import forget_failed
@@ -39,20 +40,24 @@ def run_missing(
         raise ConfigError("--measure and --price are for --plan, which runs nothing: give it too, or leave them out.")
     if plan and shard is not None:
         raise ConfigError("--plan counts the runs of all shards; leave --shard out.")
-    todo: list[PlannedRun] = []
-    for experiment in loaded:
-        check_number(experiment, profile, experiment.compared(profile))
-        todo += missing(experiment, profile, places, places.given_up())
-    _tell_wrong(unfit_runs(todo))
-    at_once = worker_count(workers, todo)
-    if plan:
-        show_plan(loaded, profile, places, workers=at_once, measure=measure, price=price)
-        return
     quiet_libraries()
     mine = (lambda run: True) if shard is None else parse_shard(shard)
+    done, given_up, count = places.finished(unclean=True), places.given_up(), Workloads(places.data_root)
+    wrong: list[str] = []
+    todo: list[PlannedRun] = []
+    for k, experiment in enumerate(loaded):
+        loaded[k], faults = without_faults(experiment, profile)
+        wrong += [*faults, *said_by(partial(check_number, loaded[k], profile, experiment.compared(profile)))]
+        todo += missing(loaded[k], profile, places, given_up)
+    later = [run for one in loaded for run in waiting(one, profile, done, given_up) if run.digest not in done]
+    at_once = worker_count(workers, todo)
     here = at_once if cluster is None else None
-    _tell_wrong(problems([run for run in todo if mine(run)], places, here, Workloads(places.data_root)))
-    notes.warn(*other_files(todo, places.finished(unclean=True)))
+    wrong += problems([run for run in [*todo, *later] if mine(run)], places, here, count)
+    if plan:
+        show_plan(loaded, profile, places, count, wrong, measure=measure, price=price)
+        return
+    _tell_wrong(wrong)
+    notes.warn(*other_files(todo, done))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's end is like Ctrl-C
     try:
         for experiment in loaded:

@@ -63,8 +63,8 @@ def chosen(format: Format, json: bool) -> Format:
 
 
 def show(printed: Printed, format: Format, out: Path | None = None) -> None:
-    """Print the result to stdout. out: write it to this file instead; lines of numbers also as NAME.parquet. Raises
-    `ConfigError` for a format that no file has."""
+    """Print the result to stdout. out: write it to this file instead; csv and long as Parquet if it ends in .parquet.
+    Raises `ConfigError` for a format that no file has."""
     lined = format in (Format.csv, Format.long)
     if out is not None and (format is Format.table or (out.suffix == ".parquet" and not lined)):
         kinds = "csv or long" if out.suffix == ".parquet" else "markdown, latex, html, csv, long or json"

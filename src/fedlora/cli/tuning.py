@@ -8,7 +8,8 @@ from fedlora.cli.options import numbers
 from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import AXIS, SEARCH_SEED
-from fedlora.experiments.spec import NOT_TO_SEARCH, Tune
+from fedlora.experiments.spec import Tune
+from fedlora.experiments.spec_checks import NOT_TO_SEARCH
 
 
 def parse_search(tune: str | None, seeds: str | None) -> Tune | None:

@@ -10,6 +10,7 @@ leases.py           which process of which machine has a run
 store.py            results on disk: a file an experiment, a line a run
 merger_settings.py  the settings behind the labels of an axis `merged`
 spec.py             what an experiment is: its file
+spec_checks.py      what is wrong with the file itself
 plan.py             which runs that makes; what a search chose
 runnable.py         what is known of runs before they start
 traffic.py          bytes, from ranks and shapes

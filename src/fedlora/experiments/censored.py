@@ -60,6 +60,18 @@ class Reaching:
         return stats.CensoredData([*self.reached.values()], right=[*self.censored.values()])
 
 
+def compared(grid: Grid, target: float) -> list[tuple[Reaching, float | None]]:
+    """`reaching`, each with its p against the reference at the same place; None if there is no other to compare."""
+    found = reaching(grid, target)
+    by_cell = {tuple(one.cell.items()): one for one in found}
+    reference = grid.experiment.reference or ""
+    theirs = [by_cell.get(tuple({**one.cell, grid.rows: reference}.items())) for one in found]
+    return [
+        (one, None if other is None or other is one else one.against(other))
+        for one, other in zip(found, theirs, strict=True)
+    ]
+
+
 def reaching(grid: Grid, target: float) -> list[Reaching]:
     """Every cell with a finished or failed run, in the file's order. target: of `evaluate.metric` on validation."""
     found: dict[tuple[str, ...], Reaching] = {}

@@ -1,4 +1,4 @@
-"""What is wrong with runs, in one list, before the first is started: settings, files, model, data, memory, disk."""
+"""What is wrong with runs, in one list, before the first is started: settings, files, machine, model, data, disk."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ import torch
 
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
-from fedlora.data.demo import model_location
-from fedlora.errors import ConfigError, FedLoRAError, counted
-from fedlora.experiments.costs import Workloads, memory_of
-from fedlora.experiments.gpus import visible
+from fedlora.errors import ConfigError, FedLoRAError, counted, said_by
+from fedlora.experiments.costs import Read, Workloads, memory_of
+from fedlora.experiments.gpus import dealt, visible
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import PlannedRun
-from fedlora.experiments.runnable import missing_files, unfit_runs
+from fedlora.experiments.plan import PlannedRun, told_once
+from fedlora.experiments.runnable import check_private_data, missing_files, unfit
 from fedlora.given_files import half_the_memory
-from fedlora.runs.checks import check_measuring, check_processes, check_task
+from fedlora.runs.checks import check_delta, check_private, of_machine, of_measuring, of_processes
 from fedlora.runs.config import RunConfig
-from fedlora.runs.preparation import checked_target
+from fedlora.runs.inputs import MISSING, with_liars
+from fedlora.runs.preparation import target_of
 from fedlora.runs.rank_profiles import is_attention
 from fedlora.runs.warm_start import warm_start
-from fedlora.training.content import check_weights
+from fedlora.server.sampling import sample_clients
+from fedlora.server.server import Server
+from fedlora.training.class_weights import weigh_classes
 from fedlora.training.loading import SPREAD
 from fedlora.training.skeleton import Skeleton
 
@@ -32,63 +34,81 @@ _GB = 1e9
 
 
 def problems(runs: Sequence[PlannedRun], places: Places, workers: int | None, count: Workloads) -> list[str]:
-    """A line for each thing that stands in the way of these runs; each is looked at once, on its first seed.
+    """A line for each thing that stands in the way of these runs, with the first run that it stops.
 
-    workers: processes, each with one run; None: on other machines, whose GPUs and memory are not known here. count: has
-    read the data and the models that it has counted.
+    workers: processes, each with one run; None: on other machines, whose GPUs, memory and programs are not known here.
+    count: has read the data and the models that it has counted.
     """
-    found = [*unfit_runs(runs), *missing_files(runs)]
-    if found:
-        return found
-    found = [*_of_models(runs, workers), *_of_runs(runs, count, workers)]
-    return list(dict.fromkeys([*found, *_of_disk(runs, places, count)]))
-
-
-def _of_models(runs: Sequence[PlannedRun], workers: int | None) -> Iterator[str]:
-    """Weights that are not here, and devices that this machine lacks."""
-    for path, revision in sorted({(run.config.model.path, run.config.model.revision or "") for run in runs}):
-        try:
-            check_weights(model_location(path), revision or None)
-        except FedLoRAError as error:
-            yield f"model.path = {path!r}: {error}"
-    for device in {run.config.model.chosen_device() for run in runs} if workers else ():
-        try:
-            torch.zeros((), device="cuda" if device == SPREAD else device).item()
-        except (RuntimeError, AssertionError, NotImplementedError) as error:
-            yield f"model.device = {device!r} cannot be used here: {str(error).splitlines()[0]}"
-
-
-def _of_runs(runs: Sequence[PlannedRun], count: Workloads, workers: int | None) -> Iterator[str]:
-    """Data that cannot be read, models that LoRA does not fit, settings that do not fit these, too little memory."""
     looked: set[str] = set()
+    stopped: dict[str, list[str]] = {}  # the reason -> runs
     for run in runs:
         key = run.config.model_dump_json(exclude={"run": {"seed"}, "train": {"lr"}})
-        if key in looked:
-            continue
-        looked.add(key)
-        read, bare = count.data(run.config), count.model(run.config)
-        yield from (why for why in (read, bare) if isinstance(why, str))  # of all runs that share them
-        if isinstance(read, str) or isinstance(bare, str):
-            continue
+        if key not in looked:
+            looked.add(key)
+            for why in _of_run(run, count, workers):
+                stopped.setdefault(why.strip().splitlines()[0], []).append(run.label)
+    shared = [] if workers in (None, 1) else said_by(lambda: dealt(workers or 1, runs))
+    return [*missing_files(runs), *told_once(stopped), *shared, *_of_disk(runs, places, count)]
+
+
+def _of_run(run: PlannedRun, count: Workloads, workers: int | None) -> Iterator[str]:
+    """Whatever can be said of settings, files, machine, data and model, each without what it needs of the others."""
+    config = run.config
+    missing = tuple(key for key, what in run.files.items() if what == MISSING)  # `missing_files` names them
+    read = "" if any(key.startswith("data.") for key in missing) else count.data(config)
+    bare = "" if "model.path" in missing else count.model(config)
+    hub = config.data.task not in (None, "superni") and count.root is None  # its data are not looked for
+    yield from (why for why in ("" if hub and isinstance(read, str) else read, bare) if isinstance(why, str) and why)
+    if (misfit := unfit(config)) is not None:
+        yield misfit
+    yield from said_by(lambda: check_private_data(run))
+    if misfit is None:
+        yield from said_by(lambda: check_private(config, _server(config)))
+    if "model.path" not in missing:
+        yield from count.no_weights(config)
+    if workers is not None:
+        yield from of_machine(config)
+    if not isinstance(read, str):
+        yield from _of_data(run, read, bare, count, workers, fits=misfit is None and "model.adapter" not in missing)
+
+
+def _of_data(
+    run: PlannedRun, read: Read, bare: Skeleton | str, count: Workloads, workers: int | None, *, fits: bool
+) -> Iterator[str]:
+    """fits: whether the settings alone fit."""
+    config = run.config
+    yield from of_measuring(config, read.dealt)
+    a_round = len(sample_clients(list(read.sizes), config.run.participation, seed=0, round=0))
+    yield from of_processes(config, config.run.processes(config.model.chosen_device(), a_round))
+    classes = () if config.train.command is not None else tuple(read.dealt.parts.values())
+    yield from said_by(
+        lambda: check_delta(config, len(read.sizes)),
+        lambda: with_liars(config, read.dealt),
+        lambda: [weigh_classes(part, config.train.class_weights) for part in classes],
+    )
+    if isinstance(bare, str):
+        return
+    yield from said_by(lambda: count.check_texts(config, read, bare))
+    if fits:
         try:
-            check_task(run.config)
-            check_measuring(run.config, read.dealt)
-            check_processes(run.config, run.config.run.processes(run.config.model.chosen_device(), len(read.sizes)))
-            _check_fit(run.config, bare, read.sizes, read.classes)
+            yield from _misfits(config, bare, read.sizes, read.classes)
         except FedLoRAError as error:
-            yield f"{run.label}: {error}"
-            continue
-        if workers is not None:
-            with suppress(ConfigError):  # of a model that cannot tell
-                yield from _of_memory(run, bare, list(read.sizes), workers)
+            yield str(error)
+    if workers is not None:
+        with suppress(FedLoRAError):  # of a model that cannot tell, or ranks for another number of clients
+            yield from _of_memory(run, bare, list(read.sizes), workers)
+
+
+def _server(config: RunConfig) -> Server:
+    return config.server.build(config.method.build(), config.run.seed, config.defence.build())
 
 
 def _fresh(shapes: Mapping[str, tuple[int, int]], rank: int) -> dict[str, LoRA]:
     return {name: LoRA(torch.zeros(d_out, rank), torch.ones(rank, d_in)) for name, (d_out, d_in) in shapes.items()}
 
 
-def _check_fit(config: RunConfig, bare: Skeleton, sizes: Mapping[str, int], classes: Sequence[str]) -> None:
-    """Raises what `prepare` would, on one module of each shape and kind."""
+def _misfits(config: RunConfig, bare: Skeleton, sizes: Mapping[str, int], classes: Sequence[str]) -> list[str]:
+    """What `prepare` would say, on one module of each shape and kind."""
     each = {(is_attention(name), shape): name for name, shape in bare.shapes.modules.items()}
     types = config.clients.assigned(list(sizes), config.run.seed)
     largest = max(max(kind.attention, kind.feed_forward) for kind in types.values())
@@ -98,8 +118,7 @@ def _check_fit(config: RunConfig, bare: Skeleton, sizes: Mapping[str, int], clas
         begun = warm_start(config, replace(adapter, modules=_fresh(bare.shapes.modules, largest)), classes)
         adapter = replace(adapter, modules={name: begun.modules[name] for name in pairs})
     clients = [Client(name, kind.ranks(pairs)) for name, kind in types.items()]
-    server = config.server.build(config.method.build(), config.run.seed, config.defence.build())
-    checked_target(config, server, adapter, clients, sizes)
+    return target_of(config, _server(config), adapter, clients, sizes)[1]
 
 
 def _of_memory(run: PlannedRun, bare: Skeleton, names: Sequence[str], workers: int) -> Iterator[str]:
@@ -107,13 +126,13 @@ def _of_memory(run: PlannedRun, bare: Skeleton, names: Sequence[str], workers: i
     memory = memory_of(config, bare, names)
     there: float = 2 * half_the_memory()
     if device != "cpu" and not visible():
-        return  # `_of_models` says that the device is not there
+        return  # `of_machine` says that the device is not there
     if device == SPREAD or device.startswith("cuda"):
         each = [torch.cuda.mem_get_info(number)[1] for number in range(len(visible()))]
         there = sum(each) if device == SPREAD or workers > 1 else torch.cuda.mem_get_info(device)[1]
     if memory.total * workers > there:
         yield (
-            f"{run.label}: training takes about {memory.total / _GB:.1f} GB (weights {memory.weights / _GB:.1f}, "
+            f"training takes about {memory.total / _GB:.1f} GB (weights {memory.weights / _GB:.1f}, "
             f"adapters with optimiser {memory.adapters / _GB:.1f}, activations {memory.activations / _GB:.1f}) in "
             f"each of {counted(workers, 'process', 'processes')}, and {device} has {there / _GB:.1f} GB. Take fewer "
             f"--workers, a larger train.accumulation, model.checkpointing, or model.dtype = 'bfloat16'."
@@ -126,8 +145,11 @@ def _of_disk(runs: Sequence[PlannedRun], places: Places, count: Workloads) -> It
     for run in runs:
         read, bare = count.data(run.config), count.model(run.config)
         if isinstance(read, str) or isinstance(bare, str):
-            return
-        kinds = run.config.clients.assigned(list(read.sizes), run.config.run.seed).values()
+            continue
+        try:
+            kinds = run.config.clients.assigned(list(read.sizes), run.config.run.seed).values()
+        except ConfigError:  # of another number of clients
+            continue
         rank = max(max(kind.attention, kind.feed_forward) for kind in kinds)
         one = 4 * (rank * sum(map(sum, bare.shapes.modules.values())) + bare.shapes.head_numbers)
         kept = run.config.run

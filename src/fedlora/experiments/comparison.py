@@ -24,7 +24,8 @@ from fedlora.experiments.places import Places, failure_report
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import check_number
-from fedlora.experiments.spec import Experiment, Profile, Tune, check_set_once
+from fedlora.experiments.spec import Experiment, Profile, Tune
+from fedlora.experiments.spec_checks import check_set_once
 from fedlora.experiments.store import gather, rewrite, summarise
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder

@@ -11,14 +11,15 @@ from pathlib import Path
 
 from fedlora.data import TextData
 from fedlora.data.demo import model_location
-from fedlora.errors import ConfigError, DataError
+from fedlora.errors import ConfigError, DataError, FedLoRAError
 from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import clients_of
 from fedlora.experiments.scores import of_clients
 from fedlora.experiments.traffic import Bytes, bytes_of, turns_of
 from fedlora.runs.client_data import Dealt, deal
 from fedlora.runs.config import RunConfig
-from fedlora.training.encoding import encode
+from fedlora.training.content import check_weights
+from fedlora.training.encoding import check_tokens, encode
 from fedlora.training.local import epoch_order
 from fedlora.training.metrics import generates
 from fedlora.training.settings import TrainSection
@@ -62,17 +63,21 @@ class Workloads:
     without it these are not searched for (the hub is not asked)."""
 
     def __init__(self, data_root: Path | None) -> None:
-        self._root = data_root
-        self._dealt: dict[str, _Read | str] = {}
+        self.root = data_root
+        self._dealt: dict[str, Read | str] = {}
         self._models: dict[str, Skeleton | str] = {}
         self._counted: dict[str, Workload] = {}
+        self._weightless: dict[tuple[str, str | None], list[str]] = {}
         self._lengths: dict[tuple[object, ...], int] = {}  # of a text, by model and settings
 
     def of(self, config: RunConfig) -> Workload:
         """All that can be counted of the run; its learning rate changes nothing."""
         key = config.model_dump_json(exclude={"train": {"lr"}})
         if key not in self._counted:
-            self._counted[key] = self._of(config)
+            try:
+                self._counted[key] = self._of(config)
+            except FedLoRAError as error:  # it cannot be run at all
+                self._counted[key] = Workload(None, None, False, None, None, None, None, (_line(error),))
         return self._counted[key]
 
     def _of(self, config: RunConfig) -> Workload:
@@ -100,7 +105,7 @@ class Workloads:
         size = None if config.privacy is not None or moved else bytes_of(config, bare.shapes, list(read.sizes))
         return Workload(trained, tokens, early, scored, answers, size, memory, whys)
 
-    def data(self, config: RunConfig) -> _Read | str:
+    def data(self, config: RunConfig) -> Read | str:
         """Who trains on what; the problem in one line, if that cannot be read."""
         c = config.clients
         count = c.count or (len(c.ranks or ()) if not c.profile else 0)
@@ -126,17 +131,28 @@ class Workloads:
                 self._models[key] = f"model.path = {m.path!r}: {_line(error)}"
         return self._models[key]
 
-    def _deal(self, config: RunConfig) -> _Read | str:
-        if config.data.task is not None and self._root is None:
+    def no_weights(self, config: RunConfig) -> list[str]:
+        """The problem in one line, if the model has no weights here or on the hub."""
+        m = config.model
+        if (m.path, m.revision) not in self._weightless:
+            try:
+                check_weights(model_location(m.path), m.revision)
+                self._weightless[m.path, m.revision] = []
+            except FedLoRAError as error:
+                self._weightless[m.path, m.revision] = [f"model.path = {m.path!r}: {_line(error)}"]
+        return self._weightless[m.path, m.revision]
+
+    def _deal(self, config: RunConfig) -> Read | str:
+        if config.data.task is not None and self.root is None:
             return f"data.task = {config.data.task!r} without --data-root"
         try:
-            dealt = deal(config, self._root)
+            dealt = deal(config, self.root)
         except (ConfigError, DataError) as error:
             return _line(error)
         labels = next(iter(dealt.parts.values())).label_names
-        return _Read(dealt, Held.of(dealt), labels)
+        return Read(dealt, Held.of(dealt), labels)
 
-    def _tokens(self, config: RunConfig, read: _Read, bare: Skeleton) -> int:
+    def _tokens(self, config: RunConfig, read: Read, bare: Skeleton) -> int:
         """The tokens of the examples that `examples_of` counts, each client's in the order of its epochs."""
         train, run, found = config.train, config.run, 0.0
         turns = _turns(config, tuple(read.sizes))
@@ -150,6 +166,13 @@ class Workloads:
             else:
                 found += rest * sum(lengths) / len(part)
         return round(found)
+
+    def check_texts(self, config: RunConfig, read: Read, bare: Skeleton) -> None:
+        """Raises `DataError` or `ConfigError` for training texts that cannot be encoded, or that are too long."""
+        for part in read.dealt.parts.values():
+            if config.model.task == "classification" and config.data.max_length <= (bare.longest or math.inf):
+                part = part.select([0])  # all are cut: only the room for special tokens can lack
+            check_tokens(max(self._lengths_of(config, part, bare), default=0), bare.longest)
 
     def _lengths_of(self, config: RunConfig, part: TextData, bare: Skeleton) -> list[int]:
         d, template = config.data, config.data.prompting() if config.model.task == "causal-lm" else None
@@ -167,7 +190,7 @@ class Workloads:
 
 
 @dataclass(frozen=True, eq=False)
-class _Read:
+class Read:
     """classes: empty for a language model."""
 
     dealt: Dealt

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.censored import Reaching, reaching
+from fedlora.experiments.censored import Reaching, compared
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
@@ -89,14 +89,12 @@ def rounds(source: Source) -> Table:
     number = parse_number(which)
     if number.where != "rounds":
         raise ConfigError(f"'rounds' tells how soon runs reach a target, such as 'rounds to 0.92'; got {which!r}.")
-    found, reference = reaching(grid, number.amount), grid.experiment.reference
-    rows = []
-    for one in found:
-        other = {**one.cell, grid.rows: reference}
-        theirs = next((r for r in found if r.cell == other), None)
-        p = None if theirs is None or theirs is one else one.against(theirs)
-        rows.append([*grid.place(one.cell), f"{len(one.reached)} of {one.runs}", _median(one),
-                     *(["" if p is None else f"{p:.2g}"] if reference else [])])  # fmt: skip
+    reference = grid.experiment.reference
+    rows = [
+        [*grid.place(one.cell), f"{len(one.reached)} of {one.runs}", _median(one),
+         *(["" if p is None else f"{p:.2g}"] if reference else [])]
+        for one, p in compared(grid, number.amount)
+    ]  # fmt: skip
     metric = next(iter(metrics_of(score_cells(grid, which))), None)
     against = f" *p*: of the log-rank test against {reference}, of one comparison each." if reference else ""
     caption = (

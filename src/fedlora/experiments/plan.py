@@ -206,6 +206,34 @@ def _searched(experiment: Experiment, profile: str) -> list[Cell]:
     return found
 
 
+def without_faults(experiment: Experiment, profile: str) -> tuple[Experiment, list[str]]:
+    """The experiment without the cells whose configuration is none, or whose search's is; and a line for each fault,
+    with the cell."""
+    tune, values, seeds = experiment.tune, _values(experiment, profile), experiment.profile(profile).seeds
+    found: dict[str, list[str]] = {}
+    wrong: list[Cell] = []
+    known: Known = {}
+    at = tune.at if tune is not None and len(values) > 1 else {}
+    for cell in experiment.cells(profile):
+        for each in (cell, {**cell, **at}):
+            for value in values or (None,):
+                try:
+                    _planned(experiment, profile, each, seeds[0], value, searching=False, known=known)
+                except ConfigError as error:
+                    why = str(error).removeprefix(f"{_where(experiment, each)}: ")
+                    found.setdefault(why, []).append(", ".join(each.values()))
+                    wrong.append(cell)
+    return experiment.without(wrong), told_once(found)
+
+
+def told_once(whys: Mapping[str, Sequence[str]]) -> list[str]:
+    """A line for each reason, with the first of the labels that it holds for."""
+    each = {why: list(dict.fromkeys(labels)) for why, labels in whys.items()}
+    return [
+        f"{labels[0]}{f' and {len(labels) - 1} more' if len(labels) > 1 else ''}: {why}" for why, labels in each.items()
+    ]
+
+
 def first_run(experiment: Experiment, profile: str, cell: Cell) -> PlannedRun:
     """The cell's run on the profile's first seed, at the smallest searched value."""
     value = _values(experiment, profile)[0] if experiment.tune else None
@@ -223,7 +251,7 @@ def _planned(
     known: Known | None = None,
 ) -> PlannedRun:  # fmt: skip
     """known: configurations of runs planned before, by everything that determines them; mergers share them."""
-    where = f"experiment {experiment.name}, {dict(cell)}"
+    where = _where(experiment, cell)
     key = (tuple(pair for pair in cell.items() if pair[0] != experiment.merged), seed, value)
     known = {} if known is None else known
     if key not in known:
@@ -234,6 +262,10 @@ def _planned(
         label = cell[experiment.merged]
         mergers[label] = resolved(experiment.axes[experiment.merged], [label])[label]
     return PlannedRun(cell, seed, value, searching, config, digest, files, mergers, experiment.name)
+
+
+def _where(experiment: Experiment, cell: Cell) -> str:
+    return f"experiment {experiment.name}, {dict(cell)}"
 
 
 def _configured(

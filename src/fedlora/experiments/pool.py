@@ -15,7 +15,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Protocol, TypeVar
 
-from fedlora.workers.lifeline import Executor
+from fedlora.workers.lifeline import Executor, end_server
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -85,6 +85,10 @@ def run_in_slots(
                         again.append((number, task))
                         continue
                 yield task, error if error is not None else future.result()
+    except BaseException:  # an interrupt, here or where the results go
+        _end(slots)
+        end_server()
+        raise
     finally:
         _end(slots)
 

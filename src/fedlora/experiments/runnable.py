@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -33,21 +33,6 @@ def check_number(experiment: Experiment, profile: str, which: str) -> None:
         whys.append(why)
     if whys:
         raise ConfigError(f"no run can have the number {which!r}: {whys[0]}.")
-
-
-def unfit_runs(runs: Iterable[PlannedRun]) -> list[str]:
-    """A line for each method or rule that does not exist or refuses its settings, and for ranks that do not fit the
-    number of clients, with the first such run. What only data or model show is in `checks`."""
-    known: set[str] = set()
-    found = []
-    for run in runs:
-        check_private_data(run)
-        config = run.config
-        told = config.model_dump_json(include={"method", "server", "defence", "clients", "data"})
-        if told not in known and (why := unfit(config)) is not None:
-            found.append(f"{run.label} cannot be run: {why}")
-        known.add(told)
-    return found
 
 
 def check_private_data(run: PlannedRun) -> None:
@@ -88,8 +73,9 @@ def clients_of(config: RunConfig) -> int:
 
 
 def missing_files(runs: Sequence[PlannedRun]) -> list[str]:
-    """A line for each missing file or folder."""
-    found = {key: _path(run, key) for run in runs for key, what in run.files.items() if what == MISSING}
+    """A line for each missing file or folder. Of a method's code, `unfit` speaks."""
+    each = [(run, key) for run in runs for key, what in run.files.items() if what == MISSING]
+    found = {key: _path(run, key) for run, key in each if key in own_paths(run.config)}
     return [
         f"{key}: {path} does not exist, and runs are known by its content. Relative paths start at the folder of the "
         f"experiment's file."

@@ -44,10 +44,11 @@ Tick = Callable[[PlannedRun, int], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one run. error: one line, or None. by_machine: not the configuration failed, but the machine."""
+    """The outcome of one run. seconds: None if another process has done it. error: one line, or None. by_machine: not
+    the configuration failed, but the machine."""
 
     run: PlannedRun
-    seconds: float
+    seconds: float | None
     error: str | None
     by_machine: bool = False
 
@@ -219,7 +220,7 @@ def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:
 def _one(places: Places, run: PlannedRun, tick: Tick = lambda run, round: None) -> Outcome:
     """Run one in this process, unless another process has finished it meanwhile."""
     try:
-        return Outcome(run, 0.0, None) if places.done(run) else _run(places, run, tick)
+        return Outcome(run, None, None) if places.done(run) else _run(places, run, tick)
     finally:
         gc.collect()  # models have reference cycles, and a process makes many runs
 

@@ -18,15 +18,10 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.merger_settings import resolved
-from fedlora.experiments.scores import parse_number
+from fedlora.experiments.spec_checks import WHY, check_names
 from fedlora.given_files import read_toml
-from fedlora.runs.reading import flat, set_in
 
-# Keys that change no score, and keys that a search would be judged by.
-NOT_TO_SEARCH = ("run.seed", "run.threads", "run.workers", "data.validation", "data.test", "data.max_test")
 NO_EXPERIMENTS = ("paper_numbers", "claims")  # our own files that may lie beside experiments
-WHY = "why"  # in `skip`, beside labels of axes
 Changes = dict[str, Any]
 Cell = Mapping[str, str]  # axis -> label
 
@@ -155,9 +150,11 @@ class Experiment(Part):
     def with_seeds(self, profile: str, seeds: Sequence[int]) -> Experiment:
         """The experiment with these seeds instead of the profile's."""
         changed = self.profile(profile).model_copy(update={"seeds": list(seeds)})
-        made = self.model_copy(update={"profiles": {**self.profiles, profile: changed}})
-        made._folder, made._only = self.folder, self._only  # a copy of the fields lacks private attributes
-        return made
+        return self._with({"profiles": {**self.profiles, profile: changed}}, self._only)
+
+    def without(self, cells: Sequence[Cell]) -> Experiment:
+        """The experiment without these cells."""
+        return self._with({"skip": [*self.skip, *map(dict, cells)]}, self._only)
 
     def narrowed(self, profile: str, only: Mapping[str, Sequence[str]]) -> Experiment:
         """The experiment with only the cells of these labels of some axes, each run as in the whole experiment.
@@ -174,10 +171,14 @@ class Experiment(Part):
                     f"{axis} of experiment {self.name}, profile {profile}, has no {unknown[0]!r}; it has "
                     f"{', '.join(map(repr, known))}."
                 )
-        made = self.model_copy()
-        made._folder, made._only = self.folder, dict(only)
+        made = self._with({}, dict(only))
         if not any(made.cells(profile)):
             raise ConfigError(f"experiment {self.name}, profile {profile}, skips all cells of {dict(only)}.")
+        return made
+
+    def _with(self, fields: Mapping[str, Any], only: Mapping[str, Sequence[str]]) -> Experiment:
+        made = self.model_copy(update=fields)
+        made._folder, made._only = self.folder, only  # a copy of the fields lacks private attributes
         return made
 
     def cells(self, profile: str) -> Iterator[Cell]:
@@ -224,7 +225,7 @@ def load_experiment(path: Path) -> Experiment:
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
         raise ConfigError(f"{path} is not an experiment: {wrong}.") from error
-    _check_labels(experiment, path)
+    check_names(experiment, f"{path}: ")
     experiment._folder = path.parent
     return experiment
 
@@ -237,133 +238,3 @@ def load_all(folder: Path) -> list[Experiment]:
 def names_in(folder: Path) -> list[str]:
     """The names of the experiments there."""
     return sorted(path.stem for path in folder.glob("*.toml") if path.stem not in NO_EXPERIMENTS)
-
-
-def _check_labels(experiment: Experiment, path: Path) -> None:
-    """Raises `ConfigError` if the file names something that it does not have: nothing in it may be without effect."""
-    axes, tune = experiment.axes, experiment.tune
-
-    def refuse(what: str) -> None:
-        raise ConfigError(f"{path}: {what}")
-
-    def look(whose: str, axis: str, label: str) -> None:
-        if label not in axes.get(axis, {}):
-            refuse(f"{whose} names {axis} = {label!r}, which no axis has.")
-
-    def once(whose: str, values: Sequence[object]) -> None:
-        if doubled := [value for value in values if values.count(value) > 1]:
-            refuse(f"{whose} names {doubled[0]!r} twice; leave it out once.")
-
-    once("rows and columns", [*experiment.rows, *experiment.columns])
-    for key in ("values", "over", "seeds") if tune else ():
-        once(f"[tune] {key}", getattr(tune, key))
-    for metric in [experiment.metric, *(profile.metric for profile in experiment.profiles.values())]:
-        if metric is not None:
-            parse_number(metric)
-    if not experiment.rows:
-        refuse("rows = [] names no axis; a table has at least one.")
-    for axis in [*experiment.rows, *experiment.columns, *(tune.over if tune else [])]:
-        if axis not in axes:
-            refuse(f"{axis!r} is not an axis; there are {', '.join(axes)}.")
-    if experiment.reference is not None:
-        look("reference", experiment.rows[0], experiment.reference)
-    if experiment.merged is not None:
-        if experiment.merged not in axes:
-            refuse(f"merged = {experiment.merged!r} is not an axis; there are {', '.join(axes)}.")
-        resolved(axes[experiment.merged])
-    if experiment.peace is not None:
-        look("peace", experiment.peace.axis, experiment.peace.label)
-        if experiment.reference is None or experiment.peace.axis == experiment.rows[0]:
-            refuse("peace asks what each row costs beside a reference: name one, and another axis than the first row.")
-    if experiment.budgets is not None:
-        budgets = experiment.budgets
-        look("budgets", budgets.axis, budgets.none)
-        if budgets.lines not in axes or {budgets.axis, budgets.lines} != {*axes}:
-            refuse(f"budgets needs exactly two axes, `axis` and `lines`; there are {', '.join(axes)}.")
-    for name, profile in experiment.profiles.items():
-        if {} in profile.set.values():
-            refuse(f"profile {name} sets a table to {{}}; only a label takes tables away, those of an earlier axis.")
-        once(f"profile {name}, seeds,", profile.seeds)
-        once(f"profile {name}, tune,", profile.tune)
-        for axis, labels in profile.axes.items():
-            once(f"profile {name}, {axis},", labels)
-            for label in labels:
-                look(f"profile {name}", axis, label)
-        shared = sorted({*profile.seeds} & {*tune.seeds}) if tune and len(profile.tune or tune.values) > 1 else []
-        if shared:
-            refuse(f"seed {shared[0]} is both searched on and of profile {name}; keep the two apart.")
-    for skipped in experiment.skip:
-        if {*skipped} <= {WHY}:
-            refuse("skip names no label: it would leave out every cell.")
-        for axis, label in skipped.items():
-            if axis != WHY:
-                look("skip", axis, label)
-    for axis, label in (tune.at if tune else {}).items():
-        look("tune.at", axis, label)
-    if tune is not None and tune.key in NOT_TO_SEARCH:
-        refuse(f"tune.key = {tune.key!r} cannot be searched.")
-    if "run.seed" in flat(experiment.run):
-        refuse("[run.run] sets seed, but runs take the seeds of their profile: write [profiles.NAME] seeds instead.")
-    if tune is not None and tune.key in flat(experiment.run):
-        refuse(
-            f"[run] sets {tune.key}, but the search does: write its values in [tune] values, and leave it out there."
-        )
-    check_set_once(experiment, f"{path}: ")
-    _check_apart(experiment, path)
-
-
-def check_set_once(experiment: Experiment, where: str = "") -> None:
-    """Raises `ConfigError` for a label or profile that sets what the search or the seeds set: its runs would differ
-    from their name."""
-    changes = {
-        f"{axis} = {label!r}": of
-        for axis, labels in experiment.axes.items() if axis != experiment.merged
-        for label, of in labels.items()
-    } | {f"profile {name}": profile.set for name, profile in experiment.profiles.items()}  # fmt: skip
-    tune = experiment.tune
-    for key, whose in {"run.seed": "the seeds of the profile", **({tune.key: "the search"} if tune else {})}.items():
-        for name, of in changes.items():
-            if key in flat(of):
-                raise ConfigError(
-                    f"{where}{name} sets {key}, and so do {whose}: which of the two counts? Leave one of them out."
-                )
-
-
-def _check_apart(experiment: Experiment, path: Path) -> None:
-    """Raises `ConfigError` for labels of two axes that set one key, or a table and a key of it, differently in one
-    cell: one of them would be lost, under the name of both. A later axis may take a table away."""
-    axes = [(axis, labels) for axis, labels in experiment.axes.items() if axis != experiment.merged]
-    for (one, ours), (other, theirs) in itertools.combinations(axes, 2):
-        for label, beside in itertools.product(ours, theirs):
-            for (key, value), (later, its) in itertools.product(ours[label].items(), theirs[beside].items()):
-                fine = not _meet(key, later) or its == {} or _nested(key, value) == _nested(later, its)
-                if not fine and not experiment.skips({one: label, other: beside}):
-                    raise ConfigError(
-                        f"{path}: {one} = {label!r} sets {key} = {value!r}, and {other} = {beside!r} sets {later} = "
-                        f"{its!r}: which of the two counts? Leave it out of one axis"
-                        + (", or set a table's keys by their dotted keys." if dict in (type(value), type(its)) else ".")
-                    )
-    common = [*flat(experiment.run), *(key for profile in experiment.profiles.values() for key in profile.set)]
-    before: list[str] = []
-    for axis, labels in axes:
-        for label, key in [(name, key) for name, of in labels.items() for key in of if of[key] == {}]:
-            others = [of for of in common if _meet(key, of)]
-            if others or not any(_meet(key, of) for of in before):
-                raise ConfigError(
-                    f"{path}: {axis} = {label!r} has {key} = {{}}, which takes away a table that an earlier axis made; "
-                    + (f"but [run] or a profile sets {others[0]}." if others else "but no earlier axis sets any of it.")
-                    + " Leave it out, or let an axis before it, alone, set that table."
-                )
-        before += [key for changes in labels.values() for key, value in changes.items() if value != {}]
-
-
-def _meet(one: str, other: str) -> bool:
-    """Whether two dotted keys are one, or one is of a table within the other's."""
-    return f"{one}.".startswith(f"{other}.") or f"{other}.".startswith(f"{one}.")
-
-
-def _nested(key: str, value: Any) -> dict[str, Any]:
-    """The tables that a dotted key alone makes."""
-    raw: dict[str, Any] = {}
-    set_in(raw, key, value)
-    return raw

@@ -109,12 +109,4 @@ def attack_note(adversary: Adversary | None, client: str) -> dict[str, object] |
     return None if adversary is None else {"attack": adversary.attack.words, "lies": client in adversary.clients}
 
 
-def attack_reasons(section: AttackSection) -> list[tuple[str, str]]:
-    """Keys that have no effect beside the others, and why; for `unused`."""
-    if not section.on:
-        keys = ("share", "clients", "strength", "space", "noise")
-        return [(f"attack.{key}", "attack.kind = 'none' attacks nothing") for key in keys]
-    return []
-
-
-__all__ = ["AttackSection", "attack_facts", "attack_note", "attack_reasons", "with_flipped_labels"]
+__all__ = ["AttackSection", "attack_facts", "attack_note", "with_flipped_labels"]

@@ -1,4 +1,4 @@
-"""Settings that are valid alone but not together, checked before the first round, each with the reason.
+"""Settings that are valid alone but not together or not here, before the first round, each with the reason.
 
 For a private run, above all: anything that would release more than the noised sums.
 """
@@ -12,146 +12,154 @@ from dataclasses import replace
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client
 from fedlora.core.method import Roles
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted, said_by
 from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
 from fedlora.runs.defence import check_rule
 from fedlora.runs.private_releases import Planned
+from fedlora.runs.tracking import check_trackers
 from fedlora.server.closing import largest_shares
 from fedlora.server.private_options import Privacy
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
 from fedlora.training.evaluation import Target
-from fedlora.training.loading import SPREAD
+from fedlora.training.loading import SPREAD, check_device
 from fedlora.training.metrics import METRICS, generates
+from fedlora.training.programs import check_program
 
 log = logging.getLogger("fedlora.runs")
 
 
-def check_processes(config: RunConfig, processes: int) -> None:
-    """Raise `ConfigError` for settings that do not work with several processes, or with a model on several GPUs."""
+def of_machine(config: RunConfig) -> Iterator[str]:
+    """What this machine lacks for the run: a GPU, a library, the clients' program."""
+    device, program = config.model.chosen_device(), config.train.program()
+    yield from said_by(
+        lambda: check_device(device, config.model.four_bit),
+        lambda: check_trackers(config.run.track),
+        *([] if program is None else [lambda: check_program(program)]),
+    )
+    if config.model.tf32 and device == "cpu":
+        yield "model.tf32 = true has no effect: it is for a GPU, and this machine has none. Leave it out."
+
+
+def of_processes(config: RunConfig, processes: int) -> Iterator[str]:
+    """Settings that do not work with several processes, or with a model on several GPUs."""
     spread, remember = config.model.device == SPREAD, config.model.remember_prefix
     if spread and (processes > 1 or remember):
         other = "model.remember_prefix" if remember else f"run.workers = {config.run.workers!r}"
-        raise ConfigError(f"model.device = {SPREAD!r} spreads one model over all GPUs, so leave {other} out.")
+        yield f"model.device = {SPREAD!r} spreads one model over all GPUs, so leave {other} out."
     if processes > 1 and config.model.four_bit:
-        raise ConfigError(f"run.workers = {config.run.workers!r} cannot share model.four_bit; leave one of them out.")
-    if processes > 1 and config.model.remember_prefix:
-        raise ConfigError(
+        yield f"run.workers = {config.run.workers!r} cannot share model.four_bit; leave one of them out."
+    if processes > 1 and remember and not spread:
+        yield (
             f"model.remember_prefix works within one process, but run.workers = {config.run.workers!r} trains in "
             f"{processes}: leave one of them out."
         )
 
 
-def check_task(config: RunConfig) -> None:
-    """Raise `ConfigError` if a setting for language models is used with another task."""
-    if config.model.task == "causal-lm":
-        return
-    for section, key in (("data", "template"), ("data", "messages"), ("evaluate", "samples")):
-        table = getattr(config, section)
-        if getattr(table, key) != type(table).model_fields[key].default:
-            raise ConfigError(
-                f"{section}.{key} = {getattr(table, key)!r} is for language models, but model.task is "
-                f"{config.model.task!r}: leave one of them out."
-            )
-
-
-def check_measuring(config: RunConfig, data: Dealt) -> None:
-    """Raise `ConfigError` if evaluation settings need data that are missing, or would measure nothing."""
+def of_measuring(config: RunConfig, data: Dealt) -> Iterator[str]:
+    """Evaluation settings that need data that are missing, or would measure nothing."""
     e = config.evaluate
     if e.patience is not None and not any(len(part) for part in data.validation.values()):
-        raise ConfigError(
+        yield (
             f"evaluate.patience = {e.patience} needs the validation metric, but there are no validation data: "
             f"data.validation = {config.data.validation!r}. Give it a share or a file, or leave patience out."
         )
     if e.test_along and not (any(map(len, data.validation.values())) and any(map(len, data.test.values()))):
-        raise ConfigError(
+        yield (
             f"evaluate.test_along = true scores the test set beside the validation data, and one of them is missing: "
             f"data.validation = {config.data.validation!r}, data.test = {config.data.test!r}. Give both, or leave "
             f"test_along out."
         )
     if e.clients_at_end == "both" and not (data.own_test and any(len(part) for part in data.test.values())):
         there = "a common one only" if not data.own_test else "each client's own only"
-        raise ConfigError(
+        yield (
             f"evaluate.clients_at_end = 'both' needs the clients' own test sets and the common one; there is {there}. "
             f"Give clients.own_test and data.test, or set it to true."
         )
 
 
-def check_fit(
+def of_fit(
     config: RunConfig, server: Server, initial: ServerState, target: Target, clients: Sequence[Client]
-) -> None:
-    """Raise `ConfigError` for options that can never work with this method or these clients."""
-    _check_metric(config)
-    _check_roles(config, server.method.name, server.roles(initial))
+) -> Iterator[str]:
+    """Options that can never work with this method or these clients, or do nothing."""
+    yield from _of_metric(config)
+    yield from _of_roles(config, server.method.name, server.roles(initial))
     beside = config.clients.own_test is not None and config.data.test != 0  # otherwise they form the common test set
     if beside and target == "server" and not config.evaluate.clients_at_end:
-        raise ConfigError(
+        yield (
             f"clients.own_test = {config.clients.own_test:g} holds out data that nothing would use: set "
             f"evaluate.clients_at_end = true (or 'both', for the common test set too), or leave own_test out."
         )
     if config.server.heads is not None and not initial.heads:
-        raise ConfigError(
+        yield (
             f"server.heads = {config.server.heads!r} has no effect: the model has no fully trained head. Leave it out, "
             f"or name modules to train in full in lora.saved."
         )
+    if config.server.missing == "zero" and config.privacy is None:
+        yield "server.missing = 'zero' has no effect: all clients of a run adapt the same modules. Leave it out."
     if target == "server" and not server.has_global_model(initial):
-        raise ConfigError(
+        yield (
             f"{server.method.name} keeps no global model to evaluate; set evaluate.target = 'clients' (or leave it "
             f"out)."
         )
     if config.run.keep_uploads != "none" and server.memory is not None:
-        raise ConfigError("run.keep_uploads stores uploads, but server.memory keeps none: leave one of them out.")
-    server.open(initial)  # raises if its memory is too small
-    names = [client.id for client in clients]
-    a_round = len(sample_clients(names, config.run.participation, seed=0, round=0))
+        yield "run.keep_uploads stores uploads, but server.memory keeps none: leave one of them out."
+    yield from said_by(lambda: server.open(initial))  # its memory may be too small
+    names, part = [client.id for client in clients], config.run.participation
+    a_round = len(sample_clients(names, part, seed=0, round=0))
+    if part < 1 and a_round == len(names) and config.privacy is None:
+        yield (
+            f"run.participation = {part:g} has no effect: of {counted(len(names), 'client')}, that is "
+            f"{a_round}. Leave it out."
+        )
     if server.quorum is not None and server.quorum > a_round:
-        raise ConfigError(
+        yield (
             f"server.quorum = {server.quorum} can never be met: {a_round} of {len(names)} clients take part in a round."
         )
 
 
-def _check_metric(config: RunConfig) -> None:
+def _of_metric(config: RunConfig) -> Iterator[str]:
     if config.model.task not in METRICS[config.evaluate.metric].tasks:
         wanted = "classes" if config.model.task == "causal-lm" else "generated text"
         there = ", ".join(name for name, metric in METRICS.items() if config.model.task in metric.tasks)
-        raise ConfigError(
+        yield (
             f"evaluate.metric = {config.evaluate.metric!r} is for {wanted}, but model.task is {config.model.task!r}; "
             f"choose from {there}."
         )
-    if generates(config.evaluate.metric) and config.evaluate.max_new_tokens >= config.data.max_length:
-        raise ConfigError(
+    elif generates(config.evaluate.metric) and config.evaluate.max_new_tokens >= config.data.max_length:
+        yield (
             f"evaluate.max_new_tokens = {config.evaluate.max_new_tokens} leaves no room for a prompt within "
             f"data.max_length = {config.data.max_length}."
         )
 
 
-def _check_roles(config: RunConfig, name: str, roles: Roles) -> None:
+def _of_roles(config: RunConfig, name: str, roles: Roles) -> Iterator[str]:
     """name, roles: the method's."""
     if config.model.adapter is not None and config.clients.starts == "own":
-        raise ConfigError(
+        yield (
             "clients.starts = 'own' lets each client draw its own fresh A, but model.adapter starts all of them from "
             "one trained adapter: leave one of them out."
         )
     if config.clients.starts == "own" and not roles.both_shared:
-        raise ConfigError(
+        yield (
             f"clients.starts = 'own' redraws each client's A, but {name} shares {roles}: there a factor belongs to "
             f"the server or stays with the client. Leave it out, or use a method that shares both."
         )
     if config.server.gauge_stress is not None and not roles.both_shared:
-        raise ConfigError(f"server.gauge_stress needs both factors shared, but {name} shares {roles}.")
+        yield f"server.gauge_stress needs both factors shared, but {name} shares {roles}."
     if config.attack.needs_pairs and not roles.both_shared:
-        raise ConfigError(f"attack.kind = {config.attack.kind!r} needs both factors shared, but {name} shares {roles}.")
+        yield f"attack.kind = {config.attack.kind!r} needs both factors shared, but {name} shares {roles}."
     if config.attack.space == "factors" and config.server.upload == "subspace":
-        raise ConfigError(
+        yield (
             "attack.space = 'factors' needs uploads in the readouts' coordinates, but server.upload = 'subspace' uses "
             "its own: leave one of them out."
         )
     if config.server.upload == "subspace" and not roles.both_shared:
-        raise ConfigError(f"server.upload = 'subspace' needs both factors shared, but {name} shares {roles}.")
+        yield f"server.upload = 'subspace' needs both factors shared, but {name} shares {roles}."
     if config.run.keep_uploads != "none" and "local" in (roles.B, roles.A):
-        raise ConfigError(f"run.keep_uploads cannot store what never leaves a client, but {name} shares {roles}.")
+        yield f"run.keep_uploads cannot store what never leaves a client, but {name} shares {roles}."
 
 
 def check_liars(
@@ -195,17 +203,22 @@ def planned_privacy(config: RunConfig, clients: Sequence[Client], start: Adapter
     section = config.privacy
     if section is None:
         raise ConfigError("this configuration has no table [privacy].")
-    count, run = len(clients), config.run
-    if section.delta >= 1 / count:
-        raise ConfigError(
-            f"privacy.delta = {section.delta:g} with {count} clients: publishing one random client's data has delta "
-            f"= 1 / n = {1 / count:.2g}, so this promises nothing. Choose a delta far below it."
-        )
+    check_delta(config, len(clients))
+    run = config.run
     largest = max(max(client.ranks(start.modules).values(), default=1) for client in clients)
     return section.build(
         Planned(), clients=[client.id for client in clients], largest=largest, rounds=run.rounds,
         participation=run.participation, seed=run.seed,
     )  # fmt: skip
+
+
+def check_delta(config: RunConfig, clients: int) -> None:
+    """Raise `ConfigError` if one client's data could be published outright. clients: their number."""
+    if config.privacy is not None and config.privacy.delta >= 1 / clients:
+        raise ConfigError(
+            f"privacy.delta = {config.privacy.delta:g} with {clients} clients: publishing one random client's data has "
+            f"delta = 1 / n = {1 / clients:.2g}, so this promises nothing. Choose a delta far below it."
+        )
 
 
 def _refusals(config: RunConfig) -> Iterator[str]:

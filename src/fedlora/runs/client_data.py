@@ -28,7 +28,7 @@ from fedlora.data.rows import Rows
 from fedlora.data.splits import Parts, follow, inputs
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.config import RunConfig
-from fedlora.runs.sections import DataSection
+from fedlora.runs.data_sections import DataSection
 from fedlora.seeds import derive_seed
 
 _DEFAULT_TEST = DataSection.model_fields["test"].default

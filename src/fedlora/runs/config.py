@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,17 @@ from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
 from fedlora.given_files import parse_toml, read_toml
-from fedlora.runs.attack_section import AttackSection, attack_reasons
+from fedlora.runs.attack_section import AttackSection
+from fedlora.runs.data_sections import ClientsSection, DataSection
 from fedlora.runs.defence import DefenceSection
+from fedlora.runs.idle_keys import check_used
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
 from fedlora.runs.reading import checked, set_in, tables_in
-from fedlora.runs.sections import (
-    ClientsSection,
-    DataSection,
-    EvaluateSection,
-    MethodSection,
-    ModelSection,
-    RunSection,
-    ServerSection,
-)
+from fedlora.runs.sections import EvaluateSection, MethodSection, ModelSection, RunSection, ServerSection
 from fedlora.runs.train_section import TrainTable
 from fedlora.server.terms import weighs_by
 from fedlora.training.prompting import RAW
-from fedlora.training.settings import Key, LoRASettings, Section, TrainSection
+from fedlora.training.settings import Key, LoRASettings, Section
 
 
 class RunConfig(Section):
@@ -137,9 +131,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def parse_config(raw: dict[str, Any]) -> RunConfig:
     """A configuration from nested tables. Raises `ConfigError` with one line per mistake."""
     config = checked(RunConfig, raw)
-    idle = unused(config)
-    if idle:
-        raise ConfigError("; ".join(dict.fromkeys(idle)) + ". Leave it out.")
+    check_used(config)
     return config
 
 
@@ -175,7 +167,7 @@ def typed(text: str, where: str) -> Any:
 
 def located(config: RunConfig, folder: Path) -> RunConfig:
     """Make the paths of local files absolute, so that a run can be resumed from anywhere. Relative paths start at
-    `folder`, the config file's."""
+    `folder`, the config file's. Raises `ConfigError`."""
 
     def absolute(path: str) -> str:
         return str((folder / path).resolve())
@@ -200,7 +192,7 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
     private = config.privacy
     if private is not None:
         private = private.model_copy(update={"ledger": absolute(private.ledger)})
-    return config.model_copy(
+    found = config.model_copy(
         update={
             "privacy": private,
             "train": train,
@@ -213,6 +205,8 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
             ),
         }
     )
+    check_used(found)  # again: a revision, of what is a folder
+    return found
 
 
 def located_command(command: Sequence[str], folder: Path) -> list[str]:
@@ -223,106 +217,3 @@ def located_command(command: Sequence[str], folder: Path) -> list[str]:
         return (folder / word).is_file() or ("/" in word and (folder / word).exists())
 
     return [os.path.abspath(folder / word) if there(word) else word for word in command]
-
-
-# ---- keys that are set without effect: each is an error, none is ignored ---------------------------------------------
-#
-# A key counts as set if it differs from its default: a resolved configuration (config.json, run.toml) names every key,
-# and must read back as the same run.
-
-_OF_OWN_LOOP = ("lora.dropout", "model.dropout", "model.checkpointing", "clients.starts")
-_DEALING = ("count", "partition", "alpha", "min_size")  # how one file becomes clients
-_COLUMNS = {"classification": ("text", "pair", "label", "labels"), "causal-lm": ("prompt", "response")}
-
-
-def unused(config: RunConfig) -> list[str]:
-    """A line for each key that is set without effect: its value, the reason, the way out."""
-    return [f"{key} = {_shown(_value(config, key))} has no effect: {why}" for key, why in _found(config)]
-
-
-def has_no_effect(config: RunConfig, key: str) -> bool:
-    """Whether `unused` reports that key ("clients.count")."""
-    return any(key == name for name, _ in _found(config))
-
-
-def _found(config: RunConfig) -> Iterator[tuple[str, str]]:
-    for key, why in _reasons(config):
-        table, name = key.split(".")
-        section: BaseModel = getattr(config, table)
-        if getattr(section, name) != type(section).model_fields[name].default:
-            yield key, why
-    said = config.train.model_fields_set
-    if (
-        config.train.command is None
-        and config.train.steps
-        and "epochs" in said
-        and len(said) < len(type(config.train).model_fields)
-    ):
-        yield "train.epochs", f"train.steps = {config.train.steps} takes precedence. Set train.steps = 0 for epochs"
-
-
-def _reasons(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Every key that has no effect beside the others, set or not, and why."""
-    d, c = config.data, config.clients
-    # data
-    files = d.task is None and (d.train != "demo" or isinstance(d.validation, str) or isinstance(d.test, str))
-    for task, columns in _COLUMNS.items():
-        for column in columns:
-            if task != config.model.task:
-                what = "the classes" if column == "labels" else "a column"
-                yield f"data.{column}", f"it is {what} of {task} files, and model.task = {config.model.task!r}"
-            elif not files:
-                source = f"data.task = {d.task!r}" if d.task else "data.train = 'demo'"
-                what = "classes" if column == "labels" else "columns"
-                yield f"data.{column}", f"{source} has its own {what}"
-    if config.model.task == "classification":
-        yield "data.loss_on", "it is for instructions, and model.task = 'classification'"
-        yield "data.long_responses", "it is for instructions, and model.task = 'classification'"
-    if d.task is None or d.task == "superni":
-        yield "data.revision", "it is for GLUE from the hub (data.task); other data say it in their hf:// address"
-    if config.model.path in PACKAGED or Path(config.model.path).is_absolute():
-        yield "model.revision", f"it is for a hub id, and model.path = {config.model.path!r} is on this machine"
-    if d.task != "superni":
-        for name in ("tasks", "unseen", "task_lists"):
-            yield f"data.{name}", "it is for data.task = 'superni'"
-    # clients
-    own = "each file of data.clients is a client" if d.clients else "each task of superni is a client"
-    if d.clients or d.task == "superni":
-        for name in _DEALING:
-            yield f"clients.{name}", f"{own}, so nothing is dealt out"
-    elif c.partition == "iid":
-        for name in ("alpha", "min_size"):
-            yield f"clients.{name}", "it is for clients.partition = 'dirichlet'"
-    elif config.model.task == "causal-lm":
-        yield "clients.min_size", "it is for a partition by label, but instructions have none"
-    yield from attack_reasons(config.attack)
-    # server, training, evaluation
-    yield from config.defence.idle()
-    if config.train.command is not None:
-        for key in (*(f"train.{name}" for name in TrainSection.model_fields), *_OF_OWN_LOOP):
-            yield key, "the program of train.command trains, and sets this itself"
-    else:
-        yield "train.time_limit", "it is for train.command, which is not set"
-        if config.train.steps:
-            why = f"train.steps = {config.train.steps} takes precedence. Set train.steps = 0 for epochs"
-            yield "train.epochs", why
-    if config.model.task == "classification":
-        yield "evaluate.max_new_tokens", "it is for generated text, and model.task = 'classification'"
-    if d.test == 0 and c.own_test is None:
-        yield "evaluate.clients_at_end", "clients are measured on the test set, but data.test = 0 leaves none"
-    if (
-        d.test == 0 and c.own_test is None and d.validation == 0 and d.task != "superni"
-    ):  # superni's unseen tasks are measured in any case
-        for name in ("metric", "batch_size"):
-            yield f"evaluate.{name}", "data.validation = 0 and data.test = 0 leave nothing to measure on"
-    if d.validation == 0:
-        yield "evaluate.every", "data.validation = 0 leaves nothing to measure on between rounds"
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    table, name = key.split(".")
-    return getattr(getattr(config, table), name)
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if isinstance(value, str) else str(value).lower() if isinstance(value, bool) else str(value)

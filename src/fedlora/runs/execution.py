@@ -18,7 +18,7 @@ from fedlora.runs.observers import Checkpoints, Log, Observer, Trackers, Uploads
 from fedlora.runs.opening import opened
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_run import PrivateRun, check_affordable, opened_private
-from fedlora.runs.tracking import Called, check_trackers
+from fedlora.runs.tracking import Called
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.simulation import ClientDone, RoundRecord, play
@@ -65,7 +65,6 @@ def _executed(
     prepared: Prepared, folder: RunFolder, resume: bool, called: Called | None
 ) -> Iterator[ClientDone | RoundRecord]:
     config, resumed = prepared.config, folder.exists()
-    check_trackers(config.run.track)
     state, of = opened(prepared, folder, resume)
     private = opened_private(prepared, folder, state.server)
     if private is not None:

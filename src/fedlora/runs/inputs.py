@@ -26,7 +26,8 @@ from fedlora.methods.plugins import code_of
 from fedlora.methods.registry import find
 from fedlora.runs.attack_section import with_flipped_labels
 from fedlora.runs.client_data import Dealt, Keep, deal
-from fedlora.runs.config import KEYS, RunConfig, has_no_effect
+from fedlora.runs.config import KEYS, RunConfig
+from fedlora.runs.idle_keys import has_no_effect
 from fedlora.training.content import file_digest, model_commit, model_content
 
 MODEL, CODE, DATA = "the model", "the code of the method", "the data"
@@ -84,13 +85,16 @@ def dealt_out(
     config: RunConfig, data_root: Path | None, label_names: Sequence[str] = (), keep: Keep | None = None
 ) -> tuple[Dealt, Adversary | None]:
     """The data as clients train on them, labels flipped where one lies so; and who lies. Raises as `deal`."""
-    data = deal(config, data_root, label_names, keep)
+    return with_liars(config, deal(config, data_root, label_names, keep))
+
+
+def with_liars(config: RunConfig, data: Dealt) -> tuple[Dealt, Adversary | None]:
+    """`dealt_out` of data that are dealt. Raises `ConfigError` if nobody or everybody would lie, or cannot."""
     adversary = None
     if config.attack.on:
         factors = multiplied_how(config.method.build()) == "factors" and config.server.upload == "factors"
         adversary = config.attack.adversary(list(data.parts), config.run.seed, factors=factors)
-    parts = with_flipped_labels(data.parts, adversary)
-    return replace(data, parts=parts), adversary
+    return replace(data, parts=with_flipped_labels(data.parts, adversary)), adversary
 
 
 def differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -17,15 +17,16 @@ from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.core.trainer import OneByOne, Workers
 from fedlora.data import TextData
+from fedlora.errors import refuse, said_by
 from fedlora.runs.attack_section import attack_facts
 from fedlora.runs.base_names import base_name
 from fedlora.runs.checks import (
-    check_fit,
     check_liars,
-    check_measuring,
     check_private,
-    check_processes,
-    check_task,
+    of_fit,
+    of_machine,
+    of_measuring,
+    of_processes,
     planned_privacy,
 )
 from fedlora.runs.client_data import Dealt, Keep, training_rows
@@ -34,7 +35,6 @@ from fedlora.runs.exported import named
 from fedlora.runs.inputs import dealt_out
 from fedlora.runs.manifest import manifest, straddling
 from fedlora.runs.private_outputs import public_manifest
-from fedlora.runs.tracking import check_trackers
 from fedlora.runs.warm_start import warm_start
 from fedlora.seeds import derive_seed
 from fedlora.server.sampling import sample_clients
@@ -123,19 +123,20 @@ def prepare(
     check_private(config, server)
     if threads := config.run.torch_threads():
         torch.set_num_threads(threads)
-    check_trackers(config.run.track)
     config.model.check_targets(config.lora.targets)
     data, adversary = _data(config, data_root, label_names, keep)
     parts = data.parts
     a_round = len(sample_clients(list(parts), config.run.participation, seed=0, round=0))
     processes = config.run.processes(config.model.chosen_device(), a_round)
-    check_processes(config, processes)
+    refuse([*of_machine(config), *of_measuring(config, data), *of_processes(config, processes)])
     labels, device = next(iter(parts.values())).label_names, "cpu" if processes > 1 else None  # processes move copies
     model = config.model.load(config.lora, labels, config.run.seed, device=device)
     clients, seed_adapter, spec = _start(config, model, list(parts), labels)
     if config.privacy is not None:
         server = replace(server, privacy=planned_privacy(config, clients, seed_adapter))
-    target = checked_target(config, server, seed_adapter, clients, {name: len(part) for name, part in parts.items()})
+    sizes = {name: len(part) for name, part in parts.items()}
+    target, misfits = target_of(config, server, seed_adapter, clients, sizes)
+    refuse(misfits)
     measuring = _Measuring.of(config, data, model, clients, target)
     trainer = _trainer(config, model, parts, spec, measuring.template, programs)
     facts = _facts(config, data, clients, model, server, target, adversary, trainer, measuring)
@@ -166,7 +167,6 @@ def prepare(
 def _data(
     config: RunConfig, data_root: Path | None, label_names: Sequence[str], keep: Keep | None
 ) -> tuple[Dealt, Adversary | None]:
-    check_task(config)
     data, adversary = dealt_out(config, data_root, label_names, keep)
     if config.data.task == "mnli" and not data.probes:
         log.warning(
@@ -179,7 +179,6 @@ def _data(
             f"data.revision = {config.data.revision!r} names the hub's files, and --data-root has others: the "
             f"manifest has their digests."
         )
-    check_measuring(config, data)
     return data, adversary
 
 
@@ -195,20 +194,20 @@ def _start(
     return clients, begun if config.model.adapter is None else warm_start(config, begun, labels), spec
 
 
-def checked_target(
+def target_of(
     config: RunConfig, server: Server, seed_adapter: Adapter, clients: Sequence[Client], sizes: Mapping[str, int]
-) -> Target:
-    """The evaluation target, with "auto" resolved, after checking that the server can serve these clients, which have
-    `sizes` examples each."""
+) -> tuple[Target, list[str]]:
+    """The evaluation target, with "auto" resolved; and why the server cannot serve these clients, which have `sizes`
+    examples each, a line for each reason."""
     initial = server.init(seed_adapter)
     for client in clients:  # a method that cannot serve these ranks raises now, not after the first round
         server.download(initial, client)
     target = config.evaluate.target
     if target == "auto":
         target = "server" if server.has_global_model(initial) else "clients"
-    check_fit(config, server, initial, target, clients)
-    check_liars(config, server, initial, clients, {name: float(size) for name, size in sizes.items()})
-    return target
+    examples = {name: float(size) for name, size in sizes.items()}
+    liars = said_by(lambda: check_liars(config, server, initial, clients, examples))
+    return target, [*of_fit(config, server, initial, target, clients), *liars]
 
 
 def _trainer(

@@ -15,8 +15,9 @@ from pydantic import ValidationError
 from fedlora.core import checkpoint
 from fedlora.doing import doing
 from fedlora.errors import CheckpointError, counted
-from fedlora.runs.config import KEYS, RunConfig, has_no_effect
+from fedlora.runs.config import KEYS, RunConfig
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.idle_keys import has_no_effect
 from fedlora.runs.inputs import DATA, differing, is_lasting, placeless, there_now
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_releases import keep_config, read_private

@@ -1,27 +1,24 @@
-"""The tables of a run's configuration: each explains its keys, and builds its own part of the run.
+"""Tables of a run's configuration: each explains its keys, and builds its own part of the run.
 
 Each key is a field below, with its default. `config` reads them from TOML.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from fedlora.analysis.audit import MOST, GaugeStress
 from fedlora.core.messages import Client, Form, Missing
 from fedlora.core.method import Method
 from fedlora.data import TextData
 from fedlora.data.demo import model_location
-from fedlora.errors import ConfigError
 from fedlora.methods import build
-from fedlora.runs.rank_profiles import PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
 from fedlora.runs.stopping import Patience
 from fedlora.runs.tracking import TrackerName
 from fedlora.server.robust_rules import Rule
@@ -32,20 +29,12 @@ from fedlora.training.content import model_place
 from fedlora.training.evaluation import ModelEvaluator, Target
 from fedlora.training.metrics import MetricName, score_name
 from fedlora.training.models import AdaptedModel
-from fedlora.training.prompting import CHAT, RAW, check_template
-from fedlora.training.settings import DType, Key, LongResponses, LoRASettings, LossOn, Positive, Section, Targets, Task
+from fedlora.training.settings import DType, Key, LongResponses, LoRASettings, Positive, Section, Targets, Task
 from fedlora.training.targets import check_targets
 from fedlora.workers.processes import available
 
 Share = Annotated[float, Field(gt=0, le=1)]
-_EACH_ITS_OWN = "each site names its own in its site.toml (fedlora flower site)"
-_BENCHMARK = Key("it is for benchmarks, which only fedlora run has")
 _RUNS = Key("it is for fedlora run")
-_NOT_DEALT = Key("nothing is dealt out: each site has its own file")
-_IN_POLICY = Key("policy.toml says who takes part, with which rank (fedlora flower init --sites)")
-
-
-DataTask = Literal["sst2", "qqp", "qnli", "mnli", "superni"]
 
 
 class RunSection(Section):
@@ -223,172 +212,6 @@ class ServerSection(Section):
     def hooks(self, seed: int) -> list[UploadHook]:
         """Hooks applied to uploads on their way."""
         return [] if self.gauge_stress is None else [GaugeStress(self.gauge_stress, seed)]
-
-
-class RankEntry(Section):
-    """Ranks by kind of module: attention, and all others."""
-
-    attention: Positive
-    feed_forward: Positive
-
-
-class ClientsSection(Section):
-    """Who takes part, with which rank, and how one data file is distributed to them.
-
-    count: the number of clients, named site-1, site-2, ...; with one file per client the files name them. ranks: one
-    for each client in that order; with `profile`, the values that the profile distributes; a single value (`ranks = 8`
-    or `[8]`) applies to everybody. An entry is a rank or {attention = r, feed_forward = r}. profile: see `fedlora
-    ranks`; flexlora-* have their own ranks. Without ranks, all have 8, or a profile distributes 4, 8, 16, 32 and 64.
-    partition: "dirichlet" label skew with `alpha`, or "iid". alpha: of the label skew, default 1; smaller means more
-    skewed. min_size: fewest examples per client. own_test: a share of each client's data that it never trains on and is
-    measured on (evaluate.clients_at_end), besides the common test set; with data.test = 0 all own sets together form
-    the common one. starts: where a client's first adapter begins: the "common" one that the server sends, or its "own",
-    with an A that it draws itself, like adapters trained separately.
-    """
-
-    count: Annotated[Positive | None, _IN_POLICY] = None
-    ranks: Annotated[list[Positive | RankEntry] | None, _IN_POLICY] = None
-    profile: Annotated[RankProfile | None, _IN_POLICY] = None
-    partition: Annotated[Literal["dirichlet", "iid"], _NOT_DEALT] = "dirichlet"
-    alpha: Annotated[Annotated[float, Field(gt=0)] | None, _NOT_DEALT] = None
-    min_size: Annotated[Positive, _NOT_DEALT] = 8
-    own_test: Annotated[Annotated[float, Field(gt=0, lt=1)] | None, Key("each site holds out data.test")] = None
-    starts: Annotated[
-        Literal["common", "own"], Key("every site starts from what the server sends; own starts are for fedlora run")
-    ] = "common"
-
-    @field_validator("ranks", mode="before")
-    @classmethod
-    def _one_for_all(cls, ranks: object) -> object:
-        """4 and {attention = 4, feed_forward = 8} mean [4] and a list of that table: the same configuration."""
-        return [ranks] if isinstance(ranks, dict) or (isinstance(ranks, int) and not isinstance(ranks, bool)) else ranks
-
-    def types(self) -> list[RankType]:
-        """`ranks` as client types; without them rank 8 for all, or the paper's five for a profile."""
-        if self.ranks is None:
-            return [RankType(8, 8)] if self.profile is None else list(PAPER_TYPES)
-        return [RankType(r, r) if isinstance(r, int) else RankType(r.attention, r.feed_forward) for r in self.ranks]
-
-    def assigned(self, names: Sequence[str], seed: int) -> dict[str, RankType]:
-        """Client -> its ranks, in the order of the names. Raises `ConfigError` if the numbers do not match."""
-        types = self.types()
-        if self.profile is not None:
-            assigned = assign_types(names, types, self.profile, seed=seed)
-            return {name: assigned[name] for name in names}
-        if len(types) == 1:
-            return dict.fromkeys(names, types[0])
-        if len(types) == len(names):
-            return dict(zip(names, types, strict=True))
-        raise ConfigError(
-            f"clients.ranks has {len(types)} entries for {len(names)} clients. Give one for each, or a single one, "
-            f"or name a clients.profile that distributes them."
-        )
-
-    @model_validator(mode="after")
-    def _types_once(self) -> ClientsSection:
-        if self.profile is not None and brings_types(self.profile) and self.ranks is not None:
-            raise ValueError(f"the profile {self.profile} brings its own ranks; leave clients.ranks out")
-        return self
-
-
-def check_classes(labels: Sequence[str] | None) -> None:
-    """Raise `ValueError` for class names that could not be told apart in a file."""
-    if labels is None:
-        return
-    if len(labels) < 2:
-        raise ValueError("give at least two classes: with one there is nothing to learn")
-    twice = [name for k, name in enumerate(labels) if name.strip() in [other.strip() for other in labels[:k]]]
-    if twice:
-        raise ValueError(f"the class {twice[0]!r} is named twice")
-    if not all(name.strip() and name.isprintable() for name in labels):
-        raise ValueError("the name of a class must be printable text, and not blank")
-
-
-class DataSection(Section):
-    """Where the text is. Paths are relative to the config file.
-
-    Give one of three sources; each may also be a Parquet file or "hf://owner/name?config=...&split=...&revision=..."
-    through the library datasets. train: one file distributed to the clients ("demo" is built in); clients: id -> that
-    client's own file; task: a benchmark below --data-root: "sst2", "qqp", "qnli", "mnli" (GLUE; from the hub without a
-    root), or "superni", where each task is a client. revision: the commit of the hub's GLUE; not set: the newest. text:
-    the column of the text. pair: the column of a second text. label: the column of the class. labels: the agreed class
-    names in the order of their numbers: a file may lack one, but a row with another class is an error; default: all
-    classes that occur in the files. prompt: the column of an instruction. response: the column of its answer.
-    validation: a share of each file to hold out, or a separate file; only this chooses the best state. test: a share of
-    each file to hold out, or a separate file; for GLUE the official validation files. max_train: the most training
-    examples (for superni, per client), drawn by the seed. max_test: the most test examples (for superni, per task),
-    drawn by the seed. tasks: for superni, how many tasks are clients. unseen: for superni, how many tasks nobody trains
-    on. task_lists: two files that name these tasks, beside the config or below the root, instead of a draw by the seed.
-    long_responses: "refuse" a response that fills max_length, or "cut" it to half of that, without an end token; the
-    manifest counts both kinds of cuts. loss_on: an instruction's "response", or "all" of it. messages: the column of
-    conversations, instead of prompt and response; default: "messages", if the rows have it and not the others.
-    template: what surrounds prompts: "chat", the model's own chat template (the default, except for superni, which has
-    its own prompts); "none"; a text with {prompt} in it, followed by the response; or a Jinja chat template.
-    max_length: tokens per example; longer ones are cut.
-    """
-
-    train: Annotated[str | None, Key(f"{_EACH_ITS_OWN}. To deal one file out, for a trial, leave --sites out")] = None
-    clients: Annotated[dict[str, str], Key(_EACH_ITS_OWN)] = {}  # noqa: RUF012 - pydantic copies it
-    task: Annotated[DataTask | None, Key(f"{_EACH_ITS_OWN}; a benchmark is for fedlora run")] = None
-    revision: Annotated[str | None, _BENCHMARK] = None
-    tasks: Annotated[Positive, _BENCHMARK] = 50
-    unseen: Annotated[int, Field(ge=0), _BENCHMARK] = 20
-    task_lists: Annotated[list[str], _BENCHMARK] = []  # noqa: RUF012 - pydantic copies it
-    max_train: Positive | None = None
-    max_test: Annotated[
-        Positive | None,
-        Key("each site holds out its shares data.validation and data.test; the server's file can be shortened"),
-    ] = None
-    long_responses: Annotated[LongResponses, _RUNS] = "refuse"
-    loss_on: LossOn = "response"
-    text: str = "text"
-    pair: str | None = None
-    label: str = "label"
-    labels: list[Annotated[str, Field(min_length=1)]] | None = None
-    prompt: str = "prompt"
-    response: str = "response"
-    messages: str | None = None
-    template: Annotated[str | None, Key(lasting="never")] = None  # the manifest records it, and it is compared
-    validation: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
-    test: str | Annotated[float, Field(ge=0, lt=1)] = 0.1
-    max_length: Positive = 128
-
-    def prompting(self) -> str:
-        """The effective `template` for a language model: by default "chat", for superni "none"."""
-        return self.template or (RAW if self.task == "superni" else CHAT)
-
-    @model_validator(mode="after")
-    def _one_kind_of_rows(self) -> DataSection:
-        given = [name for name in ("prompt", "response") if getattr(self, name) != name]
-        if self.messages is not None and given:
-            raise ValueError(
-                f"data.messages = {self.messages!r} reads conversations, but data.{given[0]} is for prompts: leave "
-                f"one of them out"
-            )
-        check_template(self.template)
-        return self
-
-    @field_validator("labels")
-    @classmethod
-    def _classes(cls, labels: list[str] | None) -> list[str] | None:
-        check_classes(labels)
-        return labels
-
-    @model_validator(mode="after")
-    def _one_source(self) -> DataSection:
-        sources = [self.train is not None, bool(self.clients), self.task is not None]
-        if sum(sources) != 1:
-            raise ValueError(
-                "give one of data.train (one file), data.clients (a file for each client) or data.task (a benchmark)"
-            )
-        if self.task_lists and len(self.task_lists) != 2:
-            raise ValueError("data.task_lists names two files: the clients' tasks and the unseen ones")
-        for client in self.clients:
-            if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
-                raise ValueError(
-                    f"a client id may have letters, digits, '_', '-' and '.', as a folder's name; got {client!r}"
-                )
-        return self
 
 
 class EvaluateSection(Section):

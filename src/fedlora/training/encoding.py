@@ -96,7 +96,11 @@ def cut_of(examples: Iterable[Example]) -> Cut:
 
 def check_length(examples: Iterable[Example], longest: int | None) -> None:
     """Raise `ConfigError` if an example has more tokens than the model can read (None: no limit)."""
-    most = max((len(example["input_ids"]) for example in examples), default=0)
+    check_tokens(max((len(example["input_ids"]) for example in examples), default=0), longest)
+
+
+def check_tokens(most: int, longest: int | None) -> None:
+    """The same, given the most tokens of any example."""
     if longest is not None and most > longest:
         raise ConfigError(
             f"an example has {most} tokens, but the model has only {longest} positions: set data.max_length (of "

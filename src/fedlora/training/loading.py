@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -18,7 +19,7 @@ from torch import nn
 
 from fedlora.core.folders import replacing_folder
 from fedlora.doing import doing
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted
 from fedlora.seeds import derive_seed
 from fedlora.training.content import file_digest
 from fedlora.training.hub_models import source
@@ -64,13 +65,12 @@ def load_base(
         tokenizer.pad_token = tokenizer.eos_token
     if network.config.get_text_config().pad_token_id is None:
         network.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    try:
-        if not four_bit and device != SPREAD:  # transformers has already placed it
+    if not four_bit and device != SPREAD:  # transformers has already placed it
+        try:
             network.to(device)
-        next(network.parameters()).sum().item()  # fails on "meta", which accepts weights but holds no numbers
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
+        except RuntimeError as error:  # too little memory
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
     return network, tokenizer
 
 
@@ -124,10 +124,12 @@ def _read(
 
 
 def set_dropout(config: Any, dropout: float | None) -> None:
-    """Replace every dropout rate in a model's configuration; None leaves them."""
-    for name in config.to_dict() if dropout is not None else ():
-        if "dropout" in name or name.endswith("pdrop"):
-            setattr(config, name, dropout)
+    """Replace every dropout rate in a model's configuration; None leaves them. Raises `ValueError` if it has none."""
+    rates = [name for name in config.to_dict() if "dropout" in name or name.endswith("pdrop")]
+    if dropout and not rates:
+        raise ValueError(f"model.dropout = {dropout:g} has no effect: its config.json has no dropout. Leave it out.")
+    for name in rates if dropout is not None else ():
+        setattr(config, name, dropout)
 
 
 def _other_head(
@@ -161,23 +163,37 @@ def _other_head(
     )
 
 
-def _placed(four_bit: bool, device: str) -> dict[str, Any]:
-    """Arguments for `from_pretrained` to load a base in 4 bits, or over all GPUs. Raises `ConfigError` for what this
-    machine lacks."""
+def check_device(device: str, four_bit: bool) -> None:
+    """Raises `ConfigError` if this machine cannot hold a model there, or not in 4 bits. Leaves GPUs alone: workers
+    begin to use them."""
     if device == SPREAD and not torch.cuda.is_available():
         raise ConfigError(f"model.device = {SPREAD!r} spreads the model over GPUs, but torch sees none.")
-    spread = {"device_map": SPREAD} if device == SPREAD else {}
-    if not four_bit:
-        return spread
-    from importlib.util import find_spec
-
-    from transformers import BitsAndBytesConfig
-
-    if not (spread or device.startswith("cuda")) or find_spec("bitsandbytes") is None:
+    if four_bit and (device.partition(":")[0] not in (SPREAD, "cuda") or find_spec("bitsandbytes") is None):
         raise ConfigError(
             f"model.four_bit needs a GPU and the library bitsandbytes (pip install bitsandbytes); the device is "
             f"{device!r}."
         )
+    if device == SPREAD:
+        return
+    try:
+        place = torch.device(device)
+        if place.type != "cuda":
+            torch.zeros((), device=place).item()  # fails on "meta" too, which holds no numbers
+        elif (place.index or 0) >= torch.cuda.device_count():
+            raise RuntimeError(f"torch sees {counted(torch.cuda.device_count(), 'GPU')}.")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"the model cannot be put on device {device!r}: {reason}") from error
+
+
+def _placed(four_bit: bool, device: str) -> dict[str, Any]:
+    """Arguments for `from_pretrained` to load a base in 4 bits, or over all GPUs. Raises as `check_device`."""
+    check_device(device, four_bit)
+    spread = {"device_map": SPREAD} if device == SPREAD else {}
+    if not four_bit:
+        return spread
+    from transformers import BitsAndBytesConfig
+
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     return {"quantization_config": nf4, "device_map": {"": device}, **spread}
 
@@ -237,4 +253,6 @@ def longest_of_files(model: Path) -> int | None:
         return longest_input(AutoModel.from_config(config), positions_of(config))
 
 
-__all__ = ["dequantised", "load_base", "longest_input", "longest_of_files", "positions_of", "set_dropout"]
+__all__ = [
+    "check_device", "dequantised", "load_base", "longest_input", "longest_of_files", "positions_of", "set_dropout",
+]  # fmt: skip

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
-from fedlora.adapters.base_names import Base, is_same_base
+from fedlora.adapters.base_names import Base
 from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.reader import scaled
 from fedlora.core.lora import Adapter
@@ -31,8 +31,8 @@ from fedlora.core.trainer import Trained
 from fedlora.data.rows import Rows
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
-from fedlora.training.content import base_digest
 from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, RoundFolder, check_left, trained_parts
+from fedlora.training.same_base import is_this_base
 from fedlora.training.settings import LoRASettings
 
 _LOG, _ROUND, _KEPT = "program.log", "round", "keep"
@@ -209,21 +209,26 @@ class ProgramTrainer:
 
     def _check_base(self, named: str | None, place: Path) -> None:
         """Raise `ProgramFailed` if a result names another base model than the federation's. place: where paths start"""
-        if not named or not self._bases or any(is_same_base(Base(named), Base(mine)) for mine in self._bases):
+        here = next((Path(mine) for mine in self._bases if Path(mine).exists()), None)
+        if not named or not self._bases or named in self._bases:
             return
-        there = (place / named).resolve()
-        here = next((Path(mine).resolve() for mine in self._bases if Path(mine).exists()), None)
-        try:
-            same = here is not None and there.exists() and (there == here or base_digest(there) == base_digest(here))
-        except ConfigError:
-            same = False
-        if same:
-            self._bases.append(named)  # its weights are not read again
-        else:
+        if not is_this_base(Base(named), map(Base, self._bases), here, start=place):
             raise ProgramFailed(
                 f"its result names the base model {named!r}, and this federation's is {self._bases[0]!r}: adapters of "
                 f"one model mean nothing on another. Load the same model in the program, or name it alike in both."
             )
+        self._bases.append(named)  # its weights are not read again
+
+
+def check_program(program: Program) -> None:
+    """Raises `ConfigError` if the command's program, or the script that it gives to Python, does not exist."""
+    name, *rest = program.command
+    in_its_folder = os.sep in name and not os.path.isabs(name)  # the client's, which is empty
+    if "{" not in name and (in_its_folder or shutil.which(name, path=search_path()) is None):
+        raise ConfigError(f"train.command: {name!r} is no program here. Check it, or give its whole path.")
+    script = rest[0] if rest and os.path.basename(name).startswith("python") else ""
+    if script and script[0] not in "-{" and not os.path.isfile(script):
+        raise ConfigError(f"train.command: {script!r} is no file. Relative paths start at the folder of the config.")
 
 
 def search_path() -> str:
@@ -253,4 +258,4 @@ def _last_line(log: BinaryIO) -> str:
     return f"Its last line: {lines[-1]!r}." if lines else "It said nothing."
 
 
-__all__ = ["Program", "ProgramTrainer", "search_path"]
+__all__ = ["Program", "ProgramTrainer", "check_program", "search_path"]

@@ -87,7 +87,7 @@ class Skeleton:
                 self._base: nn.Module = kind.from_config(config, dtype=torch.float32)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
             raise ConfigError(f"the model {os.fspath(path)!r} cannot be built: {str(error).splitlines()[0]}") from error
-        self._longest = longest_input(self._base, positions_of(config))
+        self.longest = longest_input(self._base, positions_of(config))
         self._kept: dict[tuple[int, int], tuple[int, int]] = {}  # (examples, tokens) -> what `activations` found
         self.parameters = sum(parameter.numel() for parameter in self._base.parameters())
         head: Any = self._base.get_output_embeddings() if task == "causal-lm" else None
@@ -112,7 +112,7 @@ class Skeleton:
             ranks: each distinct client's, by module. scored: texts in a batch of the evaluation.
         """
         batch = micro_batch(train.batch_size, train.accumulation, torch.device(device.partition(":")[0]))
-        tokens = min(tokens, self._longest or tokens)
+        tokens = min(tokens, self.longest or tokens)
         kept, largest = self.activations(batch, tokens)
         by_hand = device == "cpu" and not has_instructions()
         if bf16 and not by_hand:  # norms and losses stay float32

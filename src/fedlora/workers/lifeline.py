@@ -21,6 +21,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -74,6 +75,21 @@ class Executor:
             process.kill()  # also one that is stopped (SIGSTOP), which no other signal ends
         self._inner.shutdown(wait=True, cancel_futures=True)
         self._lifeline.close()
+
+
+def end_server() -> None:
+    """End the process that others fork from, and what it has begun to fork, at once: it may be importing still, and
+    would go on, print errors of its forks, and hold this process's output open."""
+    server: Any = forkserver._forkserver
+    pid = server._forkserver_pid
+    if pid is None:
+        return
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGSTOP)  # so that it forks no more
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split():
+            os.kill(int(child), signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)
+    server._stop()
 
 
 @contextmanager

@@ -15,8 +15,8 @@ from fedlora.flower.terms.settings import FederationSettings, NetworkSection
 from fedlora.flower.terms.settings_from_run import from_run
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import RunConfig
+from fedlora.runs.data_sections import DataSection
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.sections import DataSection
 
 HELD = ("validation", "test")
 _COLUMNS = ("text", "pair", "label", "prompt", "response", "messages")

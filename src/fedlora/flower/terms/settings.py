@@ -27,16 +27,12 @@ from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, keys_elsewher
 from fedlora.flower.terms.privacy import FederationPrivacy, refusals, with_private_defaults
 from fedlora.flower.terms.site_file import Site
 from fedlora.given_files import read_toml
-from fedlora.runs.config import RunConfig, unused
+from fedlora.runs.config import RunConfig
+from fedlora.runs.data_sections import check_classes
 from fedlora.runs.defence import DefenceSection
+from fedlora.runs.idle_keys import check_used, unused
 from fedlora.runs.reading import checked
-from fedlora.runs.sections import (
-    EvaluateSection,
-    MethodSection,
-    RunSection,
-    ServerSection,
-    check_classes,
-)
+from fedlora.runs.sections import EvaluateSection, MethodSection, RunSection, ServerSection
 from fedlora.training.prompting import check_template
 from fedlora.training.settings import LoRASettings, LossOn, Positive, Section, Task, TrainSection
 
@@ -197,9 +193,7 @@ class FederationSettings(Section):
             wrong = list(refusals(self.run, self.server, self.defence, self.evaluate, held_out))
             if wrong:
                 raise ConfigError("; ".join(wrong))
-        idle = unused(self._everything())
-        if idle:
-            raise ConfigError(f"{'; '.join(dict.fromkeys(idle))}. Leave it out")
+        check_used(self._everything())
         return self
 
     # ------------------------------------------------------------------------------------------------- there and back
