@@ -257,9 +257,8 @@ def _base_files(base: str) -> BaseFiles:
 def _base_place(base: str) -> Path:
     """The directory or file of a base model. Raises `ConfigError` if there is none; `DataError`: as in `_base_files`"""
     from fedlora.data.demo import model_location
-    from fedlora.data.hub_folders import MODEL_FILES, local_folder
 
-    place = local_folder(model_location(base), MODEL_FILES)
+    place = Path(model_location(base))
     if not place.exists():
         raise ConfigError(
             f"there is no directory {quoted(base)}: --base names the base model's directory, demo, or a repository of "
