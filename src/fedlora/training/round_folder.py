@@ -30,6 +30,7 @@ from fedlora.core.method import Roles
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from fedlora.given_files import kind_of, read_given
+from fedlora.training.targets import in_words
 
 VARIABLE = "FEDLORA_ROUND"  # names the folder in the program's environment
 Part = Literal["B", "A", "heads"]
@@ -237,7 +238,8 @@ def _check_shapes(begun: Adapter, made: Adapter) -> None:
     """Raise `ProgramFailed` if the result has other modules, ranks, heads or shapes than the start."""
     if (odd := sorted(set(begun.modules) ^ set(made.modules))) or (odd := sorted(set(begun.heads) ^ set(made.heads))):
         raise ProgramFailed(
-            f"its result and the start differ in {odd[0]!r} ({len(odd)} such): train the adapter in start/, with the "
+            f"its result and the start differ in {odd[0]!r} ({len(odd)} such). The result adapts "
+            f"{in_words(made.modules)}, the start {in_words(begun.modules)}: train the adapter in start/, with the "
             f"same target_modules and modules_to_save (lora.targets and lora.saved of the federation)."
         )
     for name, was in begun.modules.items():
