@@ -31,7 +31,7 @@ from typing import Any
 
 from fedlora.core import beside, files
 from fedlora.core.echo import quoted, shown
-from fedlora.core.folders import check_target
+from fedlora.core.folders import check_target, place
 from fedlora.errors import CheckpointError, ConfigError, counted
 from fedlora.runs.sums import SUMS, compared, write_sums
 
@@ -70,17 +70,7 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def best_checkpoint(self) -> Path:
-        return self.path / "checkpoints" / "best"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
+    checkpoints, best_checkpoint, plots = place("checkpoints"), place("checkpoints/best"), place("plots")
 
     def uploads(self, round: int) -> Path:
         """Where a round's uploads are, if they were kept."""

@@ -25,6 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedlora.adapters.io import AdapterSpec, read_adapter, write_adapter
 from fedlora.adapters.reader import WEIGHTS_FILE
 from fedlora.core import files
+from fedlora.core.folders import place
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import Roles
 from fedlora.core.read_only import ReadOnly
@@ -85,29 +86,8 @@ class RoundFolder:
         found = os.environ.get(VARIABLE)
         return cls(Path(found)) if found else None
 
-    @property
-    def start(self) -> Path:
-        return self.path / "start"
-
-    @property
-    def base(self) -> Path:
-        return self.path / "base"
-
-    @property
-    def keep(self) -> Path:
-        return self.path / "keep"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result"
-
-    @property
-    def facts(self) -> Path:
-        return self.path / "round.json"
-
-    @property
-    def told(self) -> Path:
-        return self.path / "result.json"
+    start, base, keep, result = place("start"), place("base"), place("keep"), place("result")
+    facts, told = place("round.json"), place("result.json")
 
     # ------------------------------------------------------------------------------------------- the federation's side
 
