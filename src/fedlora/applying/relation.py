@@ -11,6 +11,7 @@ from fedlora.adapters.base_names import KNOWN_WEIGHTS, is_path, is_quantised
 from fedlora.adapters.reader import AdapterFile
 from fedlora.applying.base_folder import BaseFiles
 from fedlora.core.echo import quoted
+from fedlora.data.hub_folders import repository_of
 
 
 def relation(file: AdapterFile, base: BaseFiles) -> Iterator[str]:
@@ -52,7 +53,7 @@ def _nothing_to_compare(file: AdapterFile, base: BaseFiles) -> bool:
 def name_of(base: BaseFiles) -> str:
     """What a base model calls itself; else the name of its folder."""
     own = base.config.get("_name_or_path")
-    return own if isinstance(own, str) and own else base.repository or base.home.name
+    return own if isinstance(own, str) and own else repository_of(base.home) or base.home.name
 
 
 def _surely_one(file: AdapterFile, base: BaseFiles, trained_on: str) -> bool:

@@ -221,8 +221,8 @@ class RunFolder:
             self.plots.rmdir()
         text = _text(summary)
         own = [self.path / name for name in ("config.json", "manifest.json", "metrics.jsonl")]
-        for place in ("checkpoints", "uploads", "private/journal"):
-            own += [path for path in (self.path / place).rglob("*") if path.is_file()]
+        for part in ("checkpoints", "uploads", "private/journal"):
+            own += [path for path in (self.path / part).rglob("*") if path.is_file()]
         own += [self.path / "private" / name for name in _BEGUN if (self.path / "private" / name).is_file()]
         write_sums(self.path, self.sums, [*own, *made], {"summary.json": hashlib.sha256(text.encode()).hexdigest()})
         files.write(self.path / "summary.json", text)
