@@ -12,6 +12,8 @@ from fedlora.cli.options import (
     Adapters,
     AllowUnknown,
     AsJson,
+    BaseModel,
+    DType,
     Force,
     Limit,
     MaxBytes,
@@ -35,12 +37,7 @@ _NOTICEABLE = 0.01
 
 def validate(
     adapters: Adapters,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            help="the base model (its directory, demo, or owner/name@revision): check modules and shapes against it"
-        ),
-    ] = None,
+    base: BaseModel = None,
     allow_unknown: AllowUnknown = None,
     max_bytes: MaxBytes = None,
     max_tensors: MaxTensors = None,
@@ -102,21 +99,8 @@ def export(
             show_default=False,
         ),
     ],
-    base: Annotated[
-        str | None,
-        typer.Option(
-            help="the base model, for merged and gguf: its directory, demo, or owner/name@revision; for gguf also its "
-            "GGUF file"
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="type of the result: float16, bfloat16, float32, float64 (default: the base model's for merged, "
-            "otherwise the adapter's)",
-            show_default=False,
-        ),
-    ] = None,
+    base: BaseModel = None,
+    dtype: DType = None,
     drop: Annotated[
         bool,
         typer.Option("--drop", help="vllm and gguf: leave out trained heads, biases and tokens that it does not take"),
