@@ -564,20 +564,26 @@ def test_what_vllm_does_not_take_is_refused_by_name(kind: str, tmp_path: Path) -
 
 
 def test_what_vllm_takes_goes_along(tmp_path: Path) -> None:
-    """A saved score, LoRA of embed_tokens and the copy of its base weight beside it; one rank of its list."""
+    """A saved score and LoRA of embed_tokens; one rank of its list. The copy of its base weight, which peft stores and
+    vLLM ignores, needs a word of the user first: in a base of another vocabulary it is not equal."""
     beside = {
         "score.weight": torch.ones(3, 12),
         "model.embed_tokens.lora_embedding_A": torch.ones(3, 7),
         "model.embed_tokens.lora_embedding_B": torch.ones(12, 3),
-        "model.embed_tokens.base_layer.weight": torch.ones(7, 12),
     }
-    a = bare(tmp_path / "a", {Q: 3, V: 2}, beside=beside, modules_to_save=["score"],
-             target_modules=[Q, V, "embed_tokens"])  # fmt: skip
+    copy = {"model.embed_tokens.base_layer.weight": torch.ones(7, 12)}
+    fields: dict[str, Any] = {"modules_to_save": ["score"], "target_modules": [Q, V, "embed_tokens"]}
+    a = bare(tmp_path / "a", {Q: 3, V: 2}, beside=beside, **fields)
     report = for_vllm(a, tmp_path / "m")
-    assert report.rank == 8 and report.one_rank and not report.dropped and len(report.warnings) == 3
+    assert report.rank == 8 and report.one_rank and not report.dropped and len(report.warnings) == 2
     config = config_of(tmp_path / "m")
     assert (config["r"], config["lora_alpha"]) == (8, 8) and not config.get("rank_pattern")
     assert len(load_file(tmp_path / "m" / "adapter_model.safetensors")) == 4 + len(beside)
+    b = bare(tmp_path / "b", {Q: 3, V: 2}, beside=beside | copy, **fields)
+    with pytest.raises(ConfigError, match=r"base weights, such as 'model.embed_tokens.weight'.*--drop.*same weights"):
+        for_vllm(b, tmp_path / "n")
+    assert not (tmp_path / "n").exists()
+    assert set(for_vllm(b, tmp_path / "n", drop=True).dropped) == {"base", "heads"}
     with pytest.raises(ConfigError, match=r"up to 512.*resize --rank 512"):
         vllm_rank(513)
 

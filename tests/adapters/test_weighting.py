@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedlora.adapters.weighting import used_weights
+from fedlora.adapters.collection import used_weights
 from fedlora.errors import ConfigError
 
 

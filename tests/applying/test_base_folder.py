@@ -245,6 +245,9 @@ def test_a_base_of_no_name_is_told_by_its_folder(tmp_path: Path, main: Callable[
     done = main("export", "--for", "merged", adapter, "-o", tmp_path / "full", "--base", base)
     assert done.code == 0 and re.search("^warning: .*'tied'", done.err, re.M) and "calls itself 'base'" in done.err
     assert "tied" not in (tmp_path / "full" / "README.md").read_text()
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"base_model_name_or_path": "meta/one"}))
+    done = main("validate", adapter, "--base", base)  # any repository of the hub may be in a folder of any name
+    assert done.code == 0 and "'meta/one'" in done.err and "compared" in done.err
 
 
 WATCHED: list[Path] = []

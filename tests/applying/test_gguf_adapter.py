@@ -120,14 +120,22 @@ def test_narrow_types_are_written_and_their_rounding_is_told(tmp_path: Path, mai
         assert 0 < off < 2 * most and json.loads(done.out)["rounding"] == pytest.approx(off, rel=0.01)
 
 
+def qwen() -> Any:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=False))
+
+
+def tied() -> Any:
+    model = CASES["linear"].build()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model.float()
+
+
 def test_rows_of_other_architectures_stay(tmp_path: Path, main: Main) -> None:
     """Qwen 2: the same names, no order of q and k of its own."""
-
-    def qwen() -> Any:
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": VOCABULARY}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-        return Qwen2ForCausalLM(Qwen2Config(**sizes, **heads, tie_word_embeddings=False))
 
     adapter, base = small(tmp_path, build=qwen, target_modules=["q_proj", "k_proj", "down_proj"])
     done = main("export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g")
@@ -184,24 +192,22 @@ def test_what_llama_cpp_would_leave_out_is_named_before(tmp_path: Path, main: Ma
 
 
 @pytest.mark.parametrize(
-    ("fields", "tied", "why"),
+    ("fields", "build", "why"),
     [
-        ({"target_modules": ["lm_head"]}, True, "one tensor"),
-        ({"target_modules": ["embed_tokens"]}, True, "one tensor"),
-        ({"lora_bias": True}, False, "lora_bias"),
+        ({"target_modules": ["lm_head"]}, tied, "one tensor"),
+        ({"target_modules": ["embed_tokens"]}, tied, "one tensor"),
+        ({"target_modules": ["lm_head"], "modules_to_save": ["embed_tokens"]}, tied, "one tensor"),
+        ({"target_modules": ["q_proj"], "lora_bias": True}, qwen, "lora_bias"),
     ],
 )
-def test_pairs_that_it_cannot_add(fields: dict[str, Any], tied: bool, why: str, tmp_path: Path, main: Main) -> None:
-    def build() -> Any:
-        model = CASES["linear"].build()
-        if tied:
-            model.config.tie_word_embeddings = True
-            model.tie_weights()
-        return model.float()
-
+def test_pairs_that_it_cannot_add(
+    fields: dict[str, Any], build: Callable[[], Any], why: str, tmp_path: Path, main: Main
+) -> None:
+    """No message offers --drop, which helps none of them."""
     adapter, base = small(tmp_path, build=build, **fields)
-    said = main("export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g", "--drop").error()
-    assert why in said and "--for merged" in said and not (tmp_path / "g").exists()
+    for more in ([], ["--drop"]):
+        said = main("export", adapter, "--for", "gguf", "--base", base, "-o", tmp_path / "g", *more).error()
+        assert why in said and "--for merged" in said and "--drop" not in said and not (tmp_path / "g").exists()
 
 
 def test_other_models_and_idle_options_are_refused(tmp_path: Path, main: Main) -> None:

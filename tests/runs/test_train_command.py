@@ -72,16 +72,21 @@ def test_a_run_trains_by_programs_on_the_rows_that_are_not_held_out(tmp_path: Pa
 def test_a_failed_program_ends_the_run_with_one_line_and_the_run_goes_on(
     tmp_path: Path, main: Callable[..., Said]
 ) -> None:
-    """Round 2 fails at one client; once the program is mended, the run goes on with that round."""
+    """Round 2 fails at one client; once the program is mended, the run goes on with that round. At the end the table
+    of clients has what the programs said: 30 examples of 18 rows, and none in a round that a client sat out."""
     file, out = project(tmp_path), tmp_path / "out"
     whole = (tmp_path / "program.py").read_text()
     (tmp_path / "program.py").write_text(whole + "\nif said['round'] == 2: raise SystemExit('the disk is away')")
     said = main("run", file, "--out", out).err.splitlines()[-1]
     assert "'acme' failed in round 2: ProgramFailed: " in said and "with code 1" in said
     assert "'the disk is away'" in said and "programs/acme/program.log" in said
-    (tmp_path / "program.py").write_text(whole)
+    sits_out = '{"examples": 0 if (said["client"], said["round"]) == ("berlin", 2) else 30,'
+    (tmp_path / "program.py").write_text(whole.replace('{"examples": 30,', sits_out))
     again = main("run", file, "--out", out, "--resume")
     assert again.code == 0, again.err
+    cells = [[cell.strip() for cell in line.split("│")] for line in again.out.splitlines()]
+    of = {row[1]: row[3] for row in cells if len(row) > 5 and row[1] in ("acme", "berlin")}
+    assert of == {"acme": "18; it said 30", "berlin": "18; it said 30; abstained in 1 round"}
     assert (out / "programs" / "acme" / "keep" / "rounds").read_text() == "12"
 
 

@@ -91,7 +91,10 @@ def test_the_run_begins_where_the_other_one_ended(world: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (["lora.targets=['query']"], r"lora.targets differ in 1 module, such as .*value"),
+        (
+            ["lora.targets=['query']"],
+            r"in 1 module, .*value.* query, value \(2 modules\), the run query \(1 module\)",
+        ),
         (["data.labels=['red', 'green', 'blue']"], "trained for the classes"),
         (["clients.starts=own"], "clients.starts = 'own'"),
         (["method.name=fedit", "clients.ranks=[1]"], "FedIT .* rank"),

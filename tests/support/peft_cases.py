@@ -258,8 +258,9 @@ CASES = {
         LLAMA, CAUSAL | {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {r"layers\.1\..*": 3, "v_proj": 7}},
         {"rank_pattern": {r"^model\.layers\.1.*": 6}, "alpha_pattern": {}}, changed=QV),
     "rsLoRA": lora(LLAMA, CAUSAL | {"use_rslora": True}, changed=QV),
-    "rsLoRA with patterns": lora(LLAMA, CAUSAL | {"use_rslora": True, "rank_pattern": {"q_proj": 6}},
-                                 {"use_rslora": False}, changed=QV),
+    "rsLoRA with patterns": lora(
+        LLAMA, CAUSAL | {"use_rslora": True, "rank_pattern": {"q_proj": 6}, "alpha_pattern": {r"layers\.1\..*": 7}},
+        {"use_rslora": False}, changed=QV),
     "float32": half(lora(LLAMA, CAUSAL, changed=QV), torch.float32),
     "bfloat16": half(lora(LLAMA, CAUSAL | {"alpha_pattern": {"v_proj": 7}}, changed=QV), torch.bfloat16),
     "float16": half(lora(BERT, SEQ, changed=("query", "value", "classifier")), torch.float16),

@@ -122,7 +122,7 @@ FAULTS = {
     ),
     "module": (
         DOUBLING + "\nshutil.rmtree(here / 'result'); shutil.copytree(FEW, here / 'result')",
-        r"differ in 'v' \(1 such\): train the adapter in start/, with the same target_modules",
+        r"differ in 'v' \(1 such\)\. The result adapts q \(1 module\), the start q, v \(2 modules\): .* target_modules",
     ),
 }  # fmt: skip
 
@@ -222,6 +222,17 @@ if said["round"] == 1:
     read = "\nassert (here / 'keep/last/w').read_text() == (here / 'keep/whole/w').read_text() == 'kept'"
     played(trainer_of(tmp_path, DOUBLING + read))
     assert os.readlink(tmp_path / "work/acme/keep/last") == "old"
+
+
+def test_a_long_log_keeps_its_end_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By hand: of 300 lines of 10 bytes and the last one, the last 500 bytes stay under a limit of 1000."""
+    monkeypatch.setattr("fedlora.training.programs._LOG_BYTES", 1000)
+    monkeypatch.setattr("fedlora.training.programs._LOOK", 0.05)
+    talks = "import time; print(*(f'line {k:04}' for k in range(300)), sep='\\n', flush=True); time.sleep(0.5)\n"
+    played(trainer_of(tmp_path, talks + DOUBLING))
+    first, _, rest = (tmp_path / "work" / "acme" / "program.log").read_text().partition("\n")
+    assert "longer than 1000 bytes" in first and len(rest) == 500 + len("done acme\n")
+    assert rest.endswith("line 0299\ndone acme\n")
 
 
 def test_what_a_stopped_round_left_does_not_count(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from fedlora.adapters.io import AdapterSpec, spec_of
 from fedlora.adapters.layouts import Layout, stored_path
 from fedlora.adapters.reader import AdapterFile
 from fedlora.adapters.truncation import Combined, ModuleReport, RankRule, combine
-from fedlora.adapters.weighting import used_weights
 from fedlora.core.echo import quoted
 from fedlora.core.lora import LoRA
 from fedlora.core.messages import Missing
@@ -31,6 +30,7 @@ from fedlora.errors import AdapterFormatError, ConfigError
 _AGREED = ("layer_replication", "target_parameters", "fan_in_fan_out", "trainable_token_indices")
 TIED = ("base", "tokens")  # kinds of tensors that peft stores once per tied name
 _NOTHING: tuple[Any, ...] = (None, False, "", "none", [], {}, ())
+_LARGEST, _SMALLEST = 1e12, 1e-12  # bounds on a weight, and relative to the largest: beyond these it is a typo
 
 
 @dataclass(frozen=True, eq=False)
@@ -208,3 +208,50 @@ def _some(names: Sequence[str]) -> str:
 def _in_order(module: str) -> tuple[str, int]:
     path = stored_path(module)
     return path, int(module[len(path) + 1 : -1]) if module != path else 0
+
+
+def used_weights(count: int, weights: Sequence[float] | None = None, *, sum: bool = False) -> tuple[float, ...]:
+    """The weights of `count` adapters as used: divided by their sum for a mean, unchanged for a sum.
+
+    Args:
+        weights: one each; None: all equal. sum: weights may be negative.
+
+    Raises:
+        ConfigError: wrong number of weights; a weight is not a number, or absurdly small beside the others; in a mean,
+            a weight is negative.
+
+    Example:
+        >>> used_weights(2, [1, 3]), used_weights(2, [1, -1], sum=True)
+        ((0.25, 0.75), (1.0, -1.0))
+    """
+    given = (1.0,) * count if weights is None else _numbers(weights)
+    if len(given) != count:
+        raise ConfigError(f"there are {len(given)} weights for {count} adapters.")
+    if not all(math.isfinite(w) for w in given):
+        raise ConfigError(f"weights must be finite numbers; got {list(given)}.")
+    if not sum and any(w < 0 for w in given):
+        raise ConfigError(
+            f"weights of a mean cannot be negative; got {list(given)}. --sum (sum=True) uses them as they are."
+        )
+    sizes = [abs(w) for w in given if w]
+    if not sizes:
+        raise ConfigError(f"not all weights may be zero; got {list(given)}.")
+    if max(sizes) > _LARGEST or min(sizes) < _SMALLEST:
+        raise ConfigError(f"weights must be from {_SMALLEST:g} to {_LARGEST:g} in size, or 0; got {list(given)}.")
+    if min(sizes) < _SMALLEST * max(sizes):
+        raise ConfigError(
+            f"the weights are too far apart: {min(sizes):g} beside {max(sizes):g} would count for nothing. Leave "
+            f"that adapter out, or give it weight 0."
+        )
+    total = 1.0 if sum else math.fsum(given)
+    return tuple(w / total for w in given)
+
+
+def _numbers(values: Sequence[float]) -> tuple[float, ...]:
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ConfigError(f"weights must be numbers; got {str(value)[:80]!r}.")
+    try:
+        return tuple(map(float, values))
+    except OverflowError as error:  # an integer too large for a float
+        raise ConfigError(f"weights must be from {_SMALLEST:g} to {_LARGEST:g} in size, or 0.") from error

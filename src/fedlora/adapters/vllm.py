@@ -1,8 +1,8 @@
 """What vLLM accepts in an adapter, by its source in September 2026 (vllm/lora: peft_helper.py, lora_model.py).
 
 It reads r, lora_alpha and use_rslora, one scale for all modules, and no patterns; LoRA on linear layers, lm_head and
-embed_tokens; a saved `score` or `classifier` (since August 2026; before, modules_to_save had to be empty). It raises on
-any other tensor.
+embed_tokens; a saved `score` or `classifier` (since August 2026; before, modules_to_save had to be empty). It ignores
+copies of base weights beside an embedding or lm_head, and raises on any other tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ _TENSORS = {
 }  # fmt: skip
 _LAYERS = {"embedding": "LoRA of embeddings", "conv": "LoRA of convolutions", "parameter": "LoRA of bare parameters"}
 _SERVED_HEAD = re.compile(r"(.+\.)?(score|classifier)\.(weight|bias)")
-_SERVED_BASE = re.compile(r"(.+\.)?(embed_tokens|lm_head)\.(weight|bias)")
 
 
 def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str]:
@@ -36,8 +35,7 @@ def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str
     beside = list(beside)
     refused: dict[str, str] = {}
     for name, kind in beside:
-        served = _SERVED_HEAD if kind == "head" else _SERVED_BASE if kind == "base" else None
-        if served is None or not served.fullmatch(name):
+        if kind != "head" or not _SERVED_HEAD.fullmatch(name):
             refused.setdefault(_TENSORS[kind], name)
     whole = bool(refused) and _TENSORS["added"] not in refused
     for path, layout in given.layouts.items():
@@ -46,17 +44,12 @@ def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str
             whole = False
     if refused:
         what = "; ".join(f"{what}, such as {quoted(name)}" for what, name in refused.items())
-        less = " --drop leaves that out, but the result is then another model." if whole else ""
+        other = ", unless vLLM's base has the same weights" if set(refused) == {_TENSORS["base"]} else ""
+        less = f" --drop leaves out all but the pairs; the result is then another model{other}." if whole else ""
         raise ConfigError(f"vLLM does not take {what}.{less} To serve the whole: {way}")
-    notes = []
     if any(kind == "head" for _, kind in beside):
-        notes.append("vLLM before August 2026 refuses saved score and classifier modules: --drop leaves them out")
-    if any(kind == "base" for _, kind in beside):
-        notes.append(
-            "vLLM ignores the copies of base weights beside an embedding or lm_head: this is right only if they are "
-            "equal"
-        )
-    return notes
+        return ["vLLM before August 2026 refuses saved score and classifier modules: --drop leaves them out"]
+    return []
 
 
 def vllm_rank(largest: int) -> int:

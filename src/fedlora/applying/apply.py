@@ -31,8 +31,7 @@ from fedlora.applying.card import CARD, card_of, full_card
 from fedlora.applying.judge import Change, Judged, judged, ties_of, untied
 from fedlora.applying.model import WAY_OUT, config_of, load, quiet, stored_type, widest
 from fedlora.applying.relation import named, relation
-from fedlora.applying.sums import BLOCK, Rounding, changed, converted
-from fedlora.applying.updates import filled, update
+from fedlora.applying.sums import BLOCK, Rounding, changed, converted, filled, update
 from fedlora.core import files
 from fedlora.core.folders import FolderKind, check_target, replacing_folder
 from fedlora.errors import AdapterFormatError, ConfigError

@@ -23,6 +23,7 @@ from fedlora.adapters.limits import Limits
 from fedlora.adapters.reader import CONFIG_FILE as ADAPTER_CONFIG
 from fedlora.adapters.untrusted_files import FLOATS, Stored, StrangersFile, header_of, read_json, tensor_of
 from fedlora.core.echo import quoted, shown
+from fedlora.data.hub_folders import repository_of
 from fedlora.errors import AdapterFormatError, ConfigError
 
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -122,13 +123,6 @@ class BaseFiles:
                 f"weights, from which those that an adapter was trained beside may differ by rounding."
             )
 
-    @property
-    def repository(self) -> str | None:
-        """The hub's name for a model in the hub's cache, models--ORGANISATION--NAME/snapshots/REVISION."""
-        folder = self.home.parent.parent.name
-        told = self.home.parent.name == "snapshots" and folder.startswith("models--")
-        return folder.removeprefix("models--").replace("--", "/") if told else None
-
     def digests(self) -> dict[str, str]:
         """Weights file -> SHA-256. Reads all of them."""
         return {shard: file.sha256() for shard, file in self._files.items()}
@@ -182,7 +176,7 @@ class BaseFiles:
             target = path.resolve(strict=True)
         except (OSError, RuntimeError):
             return None
-        cache = self.home.parent.parent / "blobs" if self.repository else None
+        cache = self.home.parent.parent / "blobs" if repository_of(self.home) else None
         if self.home in target.parents or (cache is not None and target.parent == cache):
             return target
         raise ConfigError(f"{shown(str(path))} is a link to another place; a model's files lie in its directory.")

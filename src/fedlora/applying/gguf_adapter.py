@@ -77,9 +77,9 @@ def write_gguf(
     place: dict[str, Any] = {"force": force, "kind": _KIND, "inputs": [file.directory, base]}
     check_target(out, **place)
     try:
-        dropped = _checked_extras(file, BaseFiles(base) if base.is_dir() else None, drop=drop)
-        file, served, notes = _fitted(file, base)
-        names = check_fits(file, served)
+        given, (file, served, notes) = file, _fitted(file, base)
+        names = check_fits(file, served)  # first: to leave something out helps no pair that llama.cpp cannot add
+        dropped = _checked_extras(given, BaseFiles(base) if base.is_dir() else None, drop=drop)
         allocation.check(3 * allocation.bytes_to_read(file.stored.values()), "writing GGUF", file.limits)
         alpha, folded = _alpha(file)
         wide = common_type(each.dtype for path in names for each in file.pair(path))[0]

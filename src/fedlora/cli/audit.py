@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from fedlora.adapters.limits import Limits
-from fedlora.cli.options import AsJson, Limit, limits_of, numbers
+from fedlora.cli.options import AsJson, Limit, fetched, limits_of, numbers
 from fedlora.cli.run_words import tell_attack
 from fedlora.cli.screen import Table, cell, console, import_plots, notes, plotted, print_json, red, tracked
 from fedlora.errors import ConfigError
@@ -27,8 +27,14 @@ CONDITIONS = "1,10,100,1000"
 
 
 def audit(
-    adapters: Annotated[list[Path] | None, typer.Argument(help="PEFT adapter directories of one base model")] = None,
-    more: Annotated[list[Path] | None, typer.Option("--adapters", help="one more directory; may be repeated")] = None,
+    adapters: Annotated[
+        list[Path] | None,
+        typer.Argument(help="PEFT adapter directories of one base model, or owner/name@revision", callback=fetched),
+    ] = None,
+    more: Annotated[
+        list[Path] | None,
+        typer.Option("--adapters", help="one more directory; may be repeated", callback=fetched),
+    ] = None,
     from_run: Annotated[Path | None, typer.Option(help="a run with run.keep_uploads: its newest uploads")] = None,
     methods: Annotated[str, typer.Option(help="names, separated by commas, as 'fedit, glora gamma=1'")] = "all",
     weights: Annotated[str | None, typer.Option(help="one weight for each adapter, separated by commas")] = None,

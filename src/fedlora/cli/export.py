@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,8 @@ from fedlora.cli.options import (
     Adapters,
     AllowUnknown,
     AsJson,
+    BaseModel,
+    DType,
     Force,
     Limit,
     MaxBytes,
@@ -25,7 +27,6 @@ from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.runs.folder import plain
 
 if TYPE_CHECKING:
-    from fedlora.adapters.limits import Limits
     from fedlora.adapters.reader import AdapterFile
     from fedlora.applying.apply import Applied, Cost
     from fedlora.applying.base_folder import BaseFiles
@@ -36,12 +37,7 @@ _NOTICEABLE = 0.01
 
 def validate(
     adapters: Adapters,
-    base: Annotated[
-        str | None,
-        typer.Option(
-            help="the base model (its directory, demo, or owner/name@revision): check modules and shapes against it"
-        ),
-    ] = None,
+    base: BaseModel = None,
     allow_unknown: AllowUnknown = None,
     max_bytes: MaxBytes = None,
     max_tensors: MaxTensors = None,
@@ -103,21 +99,8 @@ def export(
             show_default=False,
         ),
     ],
-    base: Annotated[
-        str | None,
-        typer.Option(
-            help="the base model, for merged and gguf: its directory, demo, or owner/name@revision; for gguf also its "
-            "GGUF file"
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            help="type of the result: float16, bfloat16, float32, float64 (default: the base model's for merged, "
-            "otherwise the adapter's)",
-            show_default=False,
-        ),
-    ] = None,
+    base: BaseModel = None,
+    dtype: DType = None,
     drop: Annotated[
         bool,
         typer.Option("--drop", help="vllm and gguf: leave out trained heads, biases and tokens that it does not take"),
@@ -130,74 +113,62 @@ def export(
     """Write what a program serves: the merged model, an adapter for vLLM, or one for llama.cpp (GGUF).
 
     What the program would refuse or leave out is named before anything is written."""
-    if serve not in _WRITERS:
-        raise ConfigError(f"--for must be one of {', '.join(_WRITERS)}; got {serve[:40]!r}.")
+    if serve not in _BASE_USE:
+        raise ConfigError(f"--for must be one of {', '.join(_BASE_USE)}; got {serve[:40]!r}.")
     if (base is None) != (serve == "vllm"):
         raise ConfigError(f"--for {serve} {'takes no' if base else 'needs the'} base model: {_BASE_USE[serve]}.")
     if drop and serve == "merged":
         raise ConfigError("--for merged leaves nothing out, so --drop has no meaning. Leave it out.")
     limits, allowed = limits_of(limit), tuple(allow_unknown or ())
-    _WRITERS[serve](_Asked(adapter, out, base, dtype, drop, force, allowed, limits, json))
+    if serve == "vllm":
+        from fedlora.adapters.merging import for_vllm
+        from fedlora.cli.merge import show_report
+
+        report = for_vllm(
+            adapter, out, dtype=dtype, drop=drop, force=force, allow_unknown=allowed, limits=limits, progress=tracked
+        )
+        show_report(report, json, None)
+        return
+    from fedlora.adapters.merging import open_adapters
+
+    (file,), said = open_adapters([adapter], allowed, limits, with_base=True, dora=serve == "merged")
+    tell_remarks(said)
+    if serve == "merged":
+        _merged(file, str(base), out, dtype, force=force, json=json)
+    else:
+        _gguf(file, str(base), out, dtype, drop=drop, force=force, json=json)
 
 
 # ------------------------------------------------------------------------------------------------------------ writers
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What the command line asks of `export`; fields as its options."""
-
-    adapter: Path
-    out: Path
-    base: str | None
-    dtype: str | None
-    drop: bool
-    force: bool
-    allow_unknown: tuple[str, ...]
-    limits: Limits
-    json: bool
-
-    def opened(self, *, dora: bool = False) -> AdapterFile:
-        """The adapter; its notes go to stderr. dora: as in `AdapterFile`."""
-        from fedlora.adapters.merging import open_adapters
-
-        (file,), said = open_adapters([self.adapter], self.allow_unknown, self.limits, with_base=True, dora=dora)
-        tell_remarks(said)
-        return file
-
-
-def _merged(asked: _Asked) -> None:
+def _merged(file: AdapterFile, base: str, out: Path, dtype: str | None, *, force: bool, json: bool) -> None:
     from fedlora.applying.apply import DTYPES, apply_adapter
 
-    if asked.dtype is not None and asked.dtype not in DTYPES:
-        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {asked.dtype[:40]!r}.")
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"--dtype must be one of {', '.join(DTYPES)}; got {dtype[:40]!r}.")
     done = apply_adapter(
-        asked.opened(dora=True),
-        _base_files(str(asked.base)),
-        asked.out,
-        DTYPES[asked.dtype] if asked.dtype else None,
-        progress=lambda steps: tracked(steps, "writing"),
-        force=asked.force,
-    )
-    if asked.json:
-        print_json({"out": str(asked.out)} | _as_json(done))
+        file, _base_files(base), out, DTYPES[dtype] if dtype else None,
+        progress=lambda steps: tracked(steps, "writing"), force=force,
+    )  # fmt: skip
+    if json:
+        print_json({"out": str(out)} | _as_json(done))
         return
     _tell(done)
     loss = done.cost.loss if done.cost is not None else 0.0
     console.print(
-        f"{asked.out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {loss:.1e} of the "
-        f"update"
+        f"{out}: {len(done.changed)} tensors changed, {len(done.added)} added; rounding loses {loss:.1e} of the update"
     )
 
 
-def _gguf(asked: _Asked) -> None:
+def _gguf(
+    file: AdapterFile, base: str, out: Path, dtype: str | None, *, drop: bool, force: bool, json: bool
+) -> None:  # fmt: skip
     from fedlora.applying.gguf_adapter import NAME, write_gguf
 
-    done = write_gguf(
-        asked.opened(), _base_place(str(asked.base)), asked.out, asked.dtype, drop=asked.drop, force=asked.force
-    )
-    if asked.json:
-        print_json(plain({"out": str(asked.out)} | asdict(done)))
+    done = write_gguf(file, _base_place(base), out, dtype, drop=drop, force=force)
+    if json:
+        print_json(plain({"out": str(out)} | asdict(done)))
         return
     tell_remarks(done.notes)
     if done.folded:
@@ -208,23 +179,11 @@ def _gguf(asked: _Asked) -> None:
     if done.dropped:
         console.print(f"left out: {len(done.dropped)}, such as {shown(done.dropped[0])}")
     console.print(
-        f"{asked.out / NAME}: {len(done.names)} modules for architecture {done.arch}, alpha {done.alpha:g}, "
-        f"{done.dtype}; rounding changes the updates by {done.rounding:.1e}"
+        f"{out / NAME}: {len(done.names)} modules for architecture {done.arch}, alpha {done.alpha:g}, {done.dtype}; "
+        f"rounding changes the updates by {done.rounding:.1e}"
     )
 
 
-def _vllm(asked: _Asked) -> None:
-    from fedlora.adapters.merging import for_vllm
-    from fedlora.cli.merge import show_report
-
-    report = for_vllm(
-        asked.adapter, asked.out, dtype=asked.dtype, drop=asked.drop, force=asked.force,
-        allow_unknown=asked.allow_unknown, limits=asked.limits, progress=tracked,
-    )  # fmt: skip
-    show_report(report, asked.json, None)
-
-
-_WRITERS = {"merged": _merged, "vllm": _vllm, "gguf": _gguf}
 _BASE_USE = {
     "merged": "--base names the directory of the model that the adapter is merged into",
     "vllm": "vLLM loads its base itself",
@@ -257,9 +216,8 @@ def _base_files(base: str) -> BaseFiles:
 def _base_place(base: str) -> Path:
     """The directory or file of a base model. Raises `ConfigError` if there is none; `DataError`: as in `_base_files`"""
     from fedlora.data.demo import model_location
-    from fedlora.data.hub_folders import MODEL_FILES, local_folder
 
-    place = local_folder(model_location(base), MODEL_FILES)
+    place = Path(model_location(base))
     if not place.exists():
         raise ConfigError(
             f"there is no directory {quoted(base)}: --base names the base model's directory, demo, or a repository of "

@@ -15,6 +15,7 @@ from fedlora.cli.options import (
     Adapters,
     AllowUnknown,
     AsJson,
+    DType,
     Force,
     Limit,
     MaxBytes,
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 Out = Annotated[
     Path | None, typer.Option("-o", "--out", help="directory to write; needed without --dry-run", show_default=False)
 ]
-DType = Annotated[str | None, typer.Option(help="float16, bfloat16, float32, float64 (default: the adapters' own)")]
 MaxError = Annotated[float | None, typer.Option(help="refuse to write beyond this relative error")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="compute and report everything, write nothing")]
 _LISTED = 8  # the most names with other weights in the output

@@ -53,6 +53,19 @@ OneAdapter = Annotated[
 AllowUnknown = Annotated[
     list[str] | None, typer.Option(help="a config field to treat as harmless (repeatable)", show_default=False)
 ]
+DType = Annotated[
+    str | None,
+    typer.Option(
+        help="float16, bfloat16, float32, float64 (default: the adapters' own; of export --for merged: the base's)",
+        show_default=False,
+    ),
+]
+BaseModel = Annotated[
+    str | None,
+    typer.Option(
+        help="the base model: its directory, demo, or owner/name@revision; for export --for gguf also its GGUF file"
+    ),
+]
 Force = Annotated[
     bool,
     typer.Option("--force", help="replace an earlier result of this command; anything else there is refused"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from json import loads as json_of
 from typing import Any
 
@@ -84,7 +84,7 @@ def show_run(folder: RunFolder) -> None:
     s, manifest = folder.read_json("summary.json"), folder.read_json("manifest.json")
     tell_attack(manifest)
     if len(manifest["clients"]) <= 12 and not s.get("privacy"):  # a private run shows no single client
-        console.print(_clients(s, manifest, folder.metrics()[-1]))
+        console.print(_clients(s, manifest, folder.metrics()))
     title = f"{s['method']}, {counted(s['rounds'], 'round')}, {counted(s['clients'], 'client')}"
     table = Table("", "", title=title, show_header=False)
     for rows in (_scores(s), _costs(s), _gauge(s), _rules(s)):
@@ -164,7 +164,7 @@ def _rules(s: Mapping[str, Any]) -> Rows:
         yield "robust rule", s["defence"]["rule"]
 
 
-def _clients(s: dict[str, Any], manifest: dict[str, Any], last: dict[str, Any]) -> Table:
+def _clients(s: dict[str, Any], manifest: dict[str, Any], lines: Sequence[dict[str, Any]]) -> Table:
     """A row for each client."""
     metric, names = s["metric"], manifest["data"]["labels"]
     common, own_test = s.get("clients_at_end_common") or {}, manifest["data"].get("own_test") or {}
@@ -173,19 +173,28 @@ def _clients(s: dict[str, Any], manifest: dict[str, Any], last: dict[str, Any]) 
     labelled = [label_title(names)] if names else []
     clients = Table("client", "rank", "examples", *labelled, "last loss", *readouts, title="Clients")
     counts = manifest["data"]["label_counts"] or {}
+    said = [line.get("examples", {}) for line in lines]  # older runs have none
     for client, rank in manifest["clients"].items():
         at_end = s["clients_at_end"].get(client)
-        loss = last["losses"].get(client)
+        loss = lines[-1]["losses"].get(client)
         clients.add_row(
             client,
             str(rank),
-            str(manifest["data"]["train"][client]["examples"]),
+            _examples(manifest["data"]["train"][client]["examples"], [e[client] for e in said if client in e]),
             *([label_cell(counts.get(client, []), names)] if names else []),
             "" if loss is None else f"{loss:.3f}",
             *([f"{number(at_end[metric])}{_of(own_test.get(client))}" if at_end else ""] if readouts else []),
             *([number(common[client][metric])] if common else []),
         )
     return clients
+
+
+def _examples(rows: int, said: Sequence[float]) -> str:
+    """A client's rows; and what its own program said instead, as far as it differs."""
+    told = sorted({round(count) for count in said} - {0, rows})
+    many = f"; it said {told[0]:,}{f' to {told[-1]:,}' if told[1:] else ''}" if told else ""
+    idle = sum(not count for count in said)
+    return f"{rows}{many}" + (f"; abstained in {counted(idle, 'round')}" if idle else "")
 
 
 def _weighed(clients: dict[str, dict[str, Any]], most: int = 12) -> Table:

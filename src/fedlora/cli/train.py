@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedlora.cli.options import Force, Limit, limits_of, refuse_idle, split_names
+from fedlora.cli.options import Force, Limit, fetched, limits_of, refuse_idle, split_names
 from fedlora.cli.run_words import tell_cut
 from fedlora.cli.screen import console
 from fedlora.core.folders import check_target
@@ -26,11 +26,19 @@ _OF_CLASSES = ("label", "labels", "text", "pair", "class_weights")
 
 def train(
     context: typer.Context,
-    base: Annotated[str, typer.Option(help="the base model: a directory, a hub id, demo, smollm2", show_default=False)],
+    base: Annotated[
+        str,
+        typer.Option(
+            help="the base model: a directory, a hub id (also owner/name@revision), demo, smollm2", show_default=False
+        ),
+    ],
     data: Annotated[Path, typer.Option(help="your examples: .jsonl, .csv, .tsv or .parquet", show_default=False)],
     out: Annotated[Path, typer.Option("-o", "--out", help="directory to write", show_default=False)],
     client: Annotated[str, typer.Option(help="this site's name, the same every round", show_default=False)],
-    adapter: Annotated[Path | None, typer.Option(help="the received adapter (default: a fresh one)")] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(help="the received adapter, or owner/name@revision (default: a fresh one)", callback=fetched),
+    ] = None,
     rank: Annotated[int, typer.Option(min=1, help="rank of a fresh adapter")] = 8,
     targets: Annotated[str, typer.Option(help="modules of a fresh adapter, or all-linear")] = "all-linear",
     start_seed: Annotated[int, typer.Option(help="seed of a fresh adapter or classifier, one for all sites")] = 0,

@@ -30,6 +30,11 @@ _FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC
 _HERE, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 
 
+def place(name: str, what: str | None = None) -> Path:
+    """A property of a class with a `path`: the path `name` below it. what: its content."""
+    return property(lambda folder: folder.path / name, doc=what)  # type: ignore[return-value]
+
+
 @dataclass(frozen=True)
 class FolderKind:
     """Describes one kind of folder, so that a folder of any other kind is never deleted by mistake.

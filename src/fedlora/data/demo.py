@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 from pathlib import Path
 
+from fedlora.data.hub_folders import MODEL_FILES, local_folder, repository_and_revision
 from fedlora.data.text import TextData
 from fedlora.errors import DataError
 
@@ -64,11 +65,13 @@ HUB_NAMES = {"demo": "sentence-transformers/all-MiniLM-L6-v2", "smollm2": "Huggi
 
 def model_location(model: str) -> Path | str:
     """The location of a model named in a command or configuration: files of an installed package for a packaged model;
-    a directory or a hub id stays as it is.
+    the hub's snapshot for owner/name@revision; a directory or a hub id stays as it is.
 
     Raises:
-        DataError: the model's package is absent, or has another version.
+        DataError: the model's package is absent, or has another version. ConfigError: as `local_folder`.
     """
+    if repository_and_revision(model) is not None:
+        return local_folder(model, MODEL_FILES)
     return PACKAGED[model]() if model in PACKAGED else model
 
 

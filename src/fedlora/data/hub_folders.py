@@ -19,6 +19,7 @@ MODEL_FILES = (
 )  # fmt: skip
 _OTHER_COPIES = ("consolidated*", "original/*", "onnx/*", "openvino/*")  # the same weights for other programs
 _NAMED = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)@(\w[\w.-]*(?:/\w[\w.-]*)*)", re.ASCII)
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/[^/]+/?")
 
 
 def repository_and_revision(text: str) -> tuple[str, str] | None:
@@ -30,6 +31,12 @@ def repository_and_revision(text: str) -> tuple[str, str] | None:
     """
     found = _NAMED.fullmatch(text)
     return (found[1], found[2]) if found else None
+
+
+def repository_of(folder: str | os.PathLike[str]) -> str | None:
+    """owner/name for a folder in the hub's cache, models--OWNER--NAME/snapshots/REVISION; None for any other."""
+    found = _SNAPSHOT.fullmatch(os.fspath(folder))
+    return found[1].replace("--", "/", 1) if found else None
 
 
 def local_folder(given: str | os.PathLike[str], files: Sequence[str]) -> Path:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-
-def _place(name: str, what: str) -> Path:
-    """A property: the path `name` below the folder. what: its content."""
-    return property(lambda folder: folder.path / name, doc=what)  # type: ignore[return-value]
+from fedlora.core.folders import place
 
 
 @dataclass(frozen=True)
@@ -22,32 +19,32 @@ class FederationFolder:
 
     path: Path
 
-    settings = _place("federation.toml", "What is agreed on; and, for the server alone, its network and data.")
-    policy = _place("policy.toml", "Who may take part, at which rank and with which weight.")
-    agreement = _place("agreement.json", "What is known of the base model that all have.")
-    start = _place("start", "The common start, a PEFT directory.")
-    flower_home = _place("state/flwr", "$FLWR_HOME of the processes that are started here.")
-    certificates = _place("certs", "Of the SuperLink, on loopback: ca.crt, server.crt, server.key.")
-    public = _place("public", "Of the proxy, by the server's name: ca.crt, server.crt, server.key.")
-    proxy = _place("proxy/nginx.conf", "The proxy's whole configuration.")
-    proxy_state = _place("proxy/state", "All that the proxy may write: logs, its process id, temporary files.")
-    state = _place("state", "What the server's processes write beside `server`: database, logs, locks.")
+    settings = place("federation.toml", "What is agreed on; and, for the server alone, its network and data.")
+    policy = place("policy.toml", "Who may take part, at which rank and with which weight.")
+    agreement = place("agreement.json", "What is known of the base model that all have.")
+    start = place("start", "The common start, a PEFT directory.")
+    flower_home = place("state/flwr", "$FLWR_HOME of the processes that are started here.")
+    certificates = place("certs", "Of the SuperLink, on loopback: ca.crt, server.crt, server.key.")
+    public = place("public", "Of the proxy, by the server's name: ca.crt, server.crt, server.key.")
+    proxy = place("proxy/nginx.conf", "The proxy's whole configuration.")
+    proxy_state = place("proxy/state", "All that the proxy may write: logs, its process id, temporary files.")
+    state = place("state", "What the server's processes write beside `server`: database, logs, locks.")
 
     @property
     def written(self) -> tuple[Path, ...]:
         """All that the server's processes may write here. Nothing below is executed or trusted."""
         return self.server, self.state
 
-    base_cache = _place("state/base.json", "The digest of the server's own base model's weights, which are read once.")
-    database = _place("state/superlink.db", "The SuperLink's.")
-    logs = _place("state/logs", "Of the processes that are started here.")
-    lock = _place("state/serve.lock", "Held by who serves it: two cannot.")
-    server = _place("server", "What comes of it.")
-    checkpoints = _place("server/checkpoints", "The server's state, a round each.")
-    events = _place("server/events.jsonl", "What happens, as it happens, a line each.")
-    rounds = _place("server/rounds.jsonl", "A line for each finished round.")
-    adapter = _place("server/adapter", "The server's adapter, a PEFT directory.")
-    summary = _place("server/summary.json", "What came of it all, once it is over.")
+    base_cache = place("state/base.json", "The digest of the server's own base model's weights, which are read once.")
+    database = place("state/superlink.db", "The SuperLink's.")
+    logs = place("state/logs", "Of the processes that are started here.")
+    lock = place("state/serve.lock", "Held by who serves it: two cannot.")
+    server = place("server", "What comes of it.")
+    checkpoints = place("server/checkpoints", "The server's state, a round each.")
+    events = place("server/events.jsonl", "What happens, as it happens, a line each.")
+    rounds = place("server/rounds.jsonl", "A line for each finished round.")
+    adapter = place("server/adapter", "The server's adapter, a PEFT directory.")
+    summary = place("server/summary.json", "What came of it all, once it is over.")
 
     def key(self, name: str) -> Path:
         """The public key of an admitted site."""
@@ -72,15 +69,15 @@ class SiteFolder:
 
     path: Path
 
-    site = _place("site.toml", "Its name, and where its data and its base model are.")
-    join = _place("join.toml", "The server's file, as it came.")
-    key = _place("key", "Its private key. It never leaves.")
-    public_key = _place("key.pub", "The other half.")
-    ca = _place("ca.crt", "Who may vouch for the server.")
-    request = _place("request.toml", "What goes to the server, to be admitted.")
-    state = _place("state", "All that its processes may write: what stays here between rounds, logs, sockets.")
-    base_cache = _place("state/base.json", "The digest of its base model's weights, which are read once.")
-    logs = _place("state/logs", "Of its processes.")
+    site = place("site.toml", "Its name, and where its data and its base model are.")
+    join = place("join.toml", "The server's file, as it came.")
+    key = place("key", "Its private key. It never leaves.")
+    public_key = place("key.pub", "The other half.")
+    ca = place("ca.crt", "Who may vouch for the server.")
+    request = place("request.toml", "What goes to the server, to be admitted.")
+    state = place("state", "All that its processes may write: what stays here between rounds, logs, sockets.")
+    base_cache = place("state/base.json", "The digest of its base model's weights, which are read once.")
+    logs = place("state/logs", "Of its processes.")
 
 
 __all__ = ["FederationFolder", "SiteFolder"]

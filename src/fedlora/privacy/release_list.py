@@ -40,7 +40,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("metrics.jsonl", "released", LEDGER, "privacy"),
     *_items("metrics.jsonl", "if-public", TESTED, "metrics"),
     *_items("metrics.jsonl", "dropped", LOSS, "loss", "losses"),
-    *_items("metrics.jsonl", "dropped", WHO, "weights", "refused"),
+    *_items("metrics.jsonl", "dropped", WHO, "examples", "weights", "refused"),
     *_items("metrics.jsonl", "dropped", TRAFFIC, "seconds", "bytes"),
     *_items("metrics.jsonl", "dropped", UPLOADS, "padded_error", "gauge_drift", "gauge_drift_as_sent"),
     *_items("metrics.jsonl", "dropped", REFUSED, "attack", "defence"),
@@ -193,7 +193,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("screen", "released", LEDGER, "privacy"),
     *_items("screen", "if-public", TESTED, "metrics"),
     *_items("screen", "dropped", LOSS, "loss", "losses"),
-    *_items("screen", "dropped", WHO, "client", "refused", "weights", "abstained"),
+    *_items("screen", "dropped", WHO, "client", "refused", "examples", "weights", "abstained"),
     *_items("screen", "dropped", TRAFFIC, "seconds", "bytes"),
     *_items("screen", "dropped", REFUSED, "attacked"),
     # TensorBoard, trackio, wandb: `runs.tracking.numbers`

@@ -17,6 +17,7 @@ from pydantic import BaseModel, model_validator
 
 from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import is_hub
+from fedlora.data.hub_folders import ADAPTER_FILES, local_folder, repository_and_revision
 from fedlora.errors import ConfigError
 from fedlora.given_files import parse_toml, read_toml
 from fedlora.runs.attack_section import AttackSection
@@ -186,6 +187,10 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
             f"model.path = {model.path!r} is relative to {folder.resolve()}, the folder of its file, but there is no "
             f"such model there; the working directory has one. If you mean that one, give its full path."
         )
+    adapter = model.adapter
+    if adapter:
+        there = (folder / adapter).exists() or repository_and_revision(adapter) is None
+        adapter = absolute(adapter) if there else str(local_folder(adapter, ADAPTER_FILES))
     train = config.train
     if train.command is not None:
         train = train.model_copy(update={"command": located_command(train.command, folder)})
@@ -200,7 +205,7 @@ def located(config: RunConfig, folder: Path) -> RunConfig:
             "model": model.model_copy(
                 update={
                     "path": absolute(model.path) if local else model.path,
-                    "adapter": absolute(model.adapter) if model.adapter else None,
+                    "adapter": adapter,
                 }
             ),
         }

@@ -20,15 +20,15 @@ from fedlora.adapters.mark import only_by, written_by
 from fedlora.adapters.reader import CONFIG_FILE, WEIGHTS_FILE
 from fedlora.adapters.uploads import FILE
 from fedlora.adapters.writer import RUN
-from fedlora.client import receive
 from fedlora.core import files
 from fedlora.core.folders import ANY_FOLDER, FolderKind, check_target, replacing_folder
 from fedlora.core.lora import Adapter
-from fedlora.core.messages import Client, ClientMemory, as_pruned
+from fedlora.core.messages import Client, ClientMemory
 from fedlora.core.read_only import ReadOnly
 from fedlora.runs.folder import RunFolder
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
+from fedlora.training.looks import client_model
 
 UPLOADS_BY = "fedlora"  # the mark in a run's uploads: `write_upload`
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # transformers' name for it
@@ -102,8 +102,7 @@ def global_adapter(server: Server, state: RunState) -> Adapter:
 
 def client_adapter(server: Server, state: RunState, client: Client) -> Adapter:
     """The client's readout from the state, as one adapter on the pre-trained base."""
-    memory = state.clients.get(client.id, ClientMemory())
-    return receive(server.download(state.server, as_pruned(client, memory)), memory.kept).folded()
+    return client_model(server, state.server, client, state.clients.get(client.id, ClientMemory())).folded()
 
 
 def check_replaceable(folder: RunFolder, tokenizer: Any, clients: Collection[str], rounds: Iterable[int]) -> None:

@@ -31,7 +31,7 @@ from typing import Any
 
 from fedlora.core import beside, files
 from fedlora.core.echo import quoted, shown
-from fedlora.core.folders import check_target
+from fedlora.core.folders import check_target, place
 from fedlora.errors import CheckpointError, ConfigError, counted
 from fedlora.runs.sums import SUMS, compared, write_sums
 
@@ -70,17 +70,7 @@ class RunFolder:
 
     path: Path
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def best_checkpoint(self) -> Path:
-        return self.path / "checkpoints" / "best"
-
-    @property
-    def plots(self) -> Path:
-        return self.path / "plots"
+    checkpoints, best_checkpoint, plots = place("checkpoints"), place("checkpoints/best"), place("plots")
 
     def uploads(self, round: int) -> Path:
         """Where a round's uploads are, if they were kept."""
@@ -231,8 +221,8 @@ class RunFolder:
             self.plots.rmdir()
         text = _text(summary)
         own = [self.path / name for name in ("config.json", "manifest.json", "metrics.jsonl")]
-        for place in ("checkpoints", "uploads", "private/journal"):
-            own += [path for path in (self.path / place).rglob("*") if path.is_file()]
+        for part in ("checkpoints", "uploads", "private/journal"):
+            own += [path for path in (self.path / part).rglob("*") if path.is_file()]
         own += [self.path / "private" / name for name in _BEGUN if (self.path / "private" / name).is_file()]
         write_sums(self.path, self.sums, [*own, *made], {"summary.json": hashlib.sha256(text.encode()).hexdigest()})
         files.write(self.path / "summary.json", text)

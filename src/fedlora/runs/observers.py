@@ -81,6 +81,7 @@ def describe(
         "round": record.round,
         "loss": record.loss,
         "losses": dict(record.losses),
+        "examples": dict(record.examples),
         "weights": dict(record.weights),
         "refused": dict(record.refused),
         "metrics": dict(record.metrics),

@@ -5,6 +5,7 @@ Each key is a field below, with its default. `config` reads them from TOML.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from fedlora.core.messages import Client, Form, Missing
 from fedlora.core.method import Method
 from fedlora.data import TextData
 from fedlora.data.demo import model_location
+from fedlora.data.hub_folders import repository_and_revision
 from fedlora.methods import build
 from fedlora.runs.stopping import Patience
 from fedlora.runs.tracking import TrackerName
@@ -94,18 +96,18 @@ class RunSection(Section):
 class ModelSection(Section):
     """The base model, which nobody changes.
 
-    path: a local directory or GGUF file, a hub id, or a packaged model, "demo" (MiniLM) or "smollm2". task:
-    "classification", or "causal-lm" for a language model. device: "cpu", "cuda" or another torch device; "auto" is a
-    GPU if there is one, and "balanced" spreads the layers over all GPUs (transformers' device_map). adapter: a PEFT
-    folder to start from, also another run's, instead of a fresh adapter. revision: the commit, tag or branch of a hub
-    id; not set: the newest. dtype: of the base weights in memory, "float32" or "bfloat16", which halves them and needs
-    bf16; adapters and heads stay float32. bf16: compute in bfloat16; on a CPU without instructions for it, that takes
-    as long as float32. tf32: let a GPU multiply float32 matrices in TF32, with ten bits of mantissa. checkpointing:
-    recompute activations in the backward pass, which saves memory and costs time. dropout: overrides the model's own
-    dropout if given. four_bit: load the base in 4 bits (QLoRA; needs a GPU and the library bitsandbytes), on which
-    fedex-lora and flora cannot run. remember_prefix: compute the layers before the first one with LoRA only once per
-    text, and remember the output (encoders without dropout): faster, and the same result up to rounding in padded
-    batches.
+    path: a local directory or GGUF file, a hub id, which may be "owner/name@revision", or a packaged model, "demo"
+    (MiniLM) or "smollm2". task: "classification", or "causal-lm" for a language model. device: "cpu", "cuda" or another
+    torch device; "auto" is a GPU if there is one, and "balanced" spreads the layers over all GPUs (transformers'
+    device_map). adapter: a PEFT folder to start from, also another run's or "owner/name@revision" on the hub, instead
+    of a fresh adapter. revision: the commit, tag or branch of a hub id; not set: the newest. dtype: of the base weights
+    in memory, "float32" or "bfloat16", which halves them and needs bf16; adapters and heads stay float32. bf16: compute
+    in bfloat16; on a CPU without instructions for it, that takes as long as float32. tf32: let a GPU multiply float32
+    matrices in TF32, with ten bits of mantissa. checkpointing: recompute activations in the backward pass, which saves
+    memory and costs time. dropout: overrides the model's own dropout if given. four_bit: load the base in 4 bits
+    (QLoRA; needs a GPU and the library bitsandbytes), on which fedex-lora and flora cannot run. remember_prefix:
+    compute the layers before the first one with LoRA only once per text, and remember the output (encoders without
+    dropout): faster, and the same result up to rounding in padded batches.
     """
 
     path: Annotated[str, Key("each site names its own copy in its site.toml, and the server its own in [at_server]")]
@@ -124,6 +126,18 @@ class ModelSection(Section):
     remember_prefix: Annotated[
         bool, Key("it is for many runs on one machine, with fedlora run", counts=False)  # the same up to rounding
     ] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_on_the_hub(cls, given: Any) -> Any:
+        """owner/name@revision as its two parts."""
+        path = given.get("path") if isinstance(given, dict) else None
+        named = repository_and_revision(path) if isinstance(path, str) and not os.path.lexists(path) else None
+        if named is None:
+            return given
+        if given.get("revision") is not None:
+            raise ValueError(f"model.path = {path!r} names a revision, so leave out model.revision")
+        return given | {"path": named[0], "revision": named[1]}
 
     @model_validator(mode="after")
     def _bfloat16_computes(self) -> ModelSection:

@@ -19,6 +19,7 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.training.hub_models import hub_name
 from fedlora.training.same_base import is_this_base
+from fedlora.training.targets import in_words
 
 
 def warm_start(config: RunConfig, fresh: Adapter, labels: Sequence[str]) -> Adapter:
@@ -76,8 +77,8 @@ def _check_modules(fresh: Adapter, given: Adapter, where: str) -> None:
     if odd:
         whose = "the run does not adapt" if odd[0] in given.modules else "it does not adapt"
         raise ConfigError(
-            f"{where} and lora.targets differ in {counted(len(odd), 'module')}, such as {odd[0]!r}, which {whose}. "
-            f"Name its modules in lora.targets."
+            f"{where} and lora.targets differ in {counted(len(odd), 'module')}, such as {odd[0]!r}, which {whose}. It "
+            f"adapts {in_words(given.modules)}, the run {in_words(fresh.modules)}: name its modules in lora.targets."
         )
     for name, lora in given.modules.items():
         (B, A), (ours, mine) = lora.factors, fresh.modules[name].factors

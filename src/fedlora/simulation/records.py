@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from fedlora.core.messages import Upload
@@ -56,7 +56,8 @@ class RoundRecord:
     that counted, as the server got them; () if it discards them. A private round's record has only state, metrics,
     seconds and server_rank; its `state.clients` is secret, as it shows who took part. attacked: what an adversary did,
     None without one. loss: the mean of `losses` over the clients that count, weighted by their examples
-    (`core.trainer.round_loss`); None if none counts.
+    (`core.trainer.round_loss`); None if none counts. examples: client -> how many it says it trained on, for accepted
+    uploads; 0: it abstained.
 
     Example:
         >>> record = next(simulate(server, clients, trainer, start(server, seed_adapter), rounds=1))
@@ -76,3 +77,4 @@ class RoundRecord:
     uploads: tuple[Upload, ...]
     attacked: Attacked | None = None
     loss: float | None = None
+    examples: Mapping[str, float] = field(default_factory=dict)

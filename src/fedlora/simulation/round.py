@@ -102,6 +102,7 @@ class Round:
             uploads=tuple(self._uploads.values()),
             attacked=self._attacked,
             loss=round_loss(self._losses, examples),
+            examples=examples,
         )
 
     def _drained(self) -> list[ClientDone]:

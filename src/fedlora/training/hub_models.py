@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fedlora.data.demo import HUB_NAMES
+from fedlora.data.hub_folders import repository_and_revision, repository_of
 from fedlora.errors import ConfigError
 
 SECONDS = 5.0  # for the one request; transformers alone would try each file for half a minute
@@ -18,13 +18,10 @@ _OUT = (
 )
 
 
-_SNAPSHOT = re.compile(r".*/models--([^/]+?)--([^/]+)/snapshots/[0-9a-f]{40}/?")  # in the hub's cache
-
-
 def hub_name(model: str) -> str | None:
-    """The hub's name for a packaged model or one in the hub's cache; None for any other."""
-    found = _SNAPSHOT.fullmatch(model)
-    return HUB_NAMES.get(model) or (f"{found[1]}/{found[2]}" if found else None)
+    """The hub's name for a packaged model, owner/name@revision or a folder in the hub's cache; None for any other."""
+    named = repository_and_revision(model)
+    return HUB_NAMES.get(model) or (named[0] if named else repository_of(model))
 
 
 def source(path: str | os.PathLike[str], revision: str | None = None) -> dict[str, Any]:

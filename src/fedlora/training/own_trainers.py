@@ -13,9 +13,10 @@ import torch
 
 from fedlora.adapters.io import load_into_model, read_model
 from fedlora.core.lora import Adapter
-from fedlora.errors import ConfigError, counted
+from fedlora.errors import ConfigError
 from fedlora.training.models import rank_fields, trainable
 from fedlora.training.round_folder import Part
+from fedlora.training.targets import in_words
 
 Between = Literal["reset", "keep"]
 _MEANWHILE = "fedlora"  # an adapter's name, while the script's own one is replaced
@@ -113,10 +114,9 @@ def install(model: Any, adapter: Adapter, scaling: float, trains: list[Part]) ->
     if set(now.modules) != set(adapter.modules) or set(now.heads) != set(adapter.heads):
         odd = sorted({*now.modules, *now.heads} ^ {*adapter.modules, *adapter.heads})
         raise ConfigError(
-            f"the script's model and the federation's adapter differ in {odd[0]!r} ({len(odd)} such). The script has "
-            f"{counted(len(now.modules), 'module')} with LoRA and the federation {len(adapter.modules)}: give "
-            f"target_modules and modules_to_save of LoraConfig the same names as lora.targets and lora.saved of the "
-            f"federation."
+            f"the script's model and the federation's adapter differ in {odd[0]!r} ({len(odd)} such). The script "
+            f"adapts {in_words(now.modules)}, the federation {in_words(adapter.modules)}: give target_modules and "
+            f"modules_to_save of LoraConfig the same names as lora.targets and lora.saved of the federation."
         )
     if rebuilt:
         _rebuild(model, name, adapter, scaling)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import filecmp
+import math
 import os
 import shutil
 import subprocess
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO
 
 from fedlora.adapters.base_names import Base
 from fedlora.adapters.io import AdapterSpec
@@ -36,6 +37,8 @@ from fedlora.training.same_base import is_this_base
 from fedlora.training.settings import LoRASettings
 
 _LOG, _ROUND, _KEPT = "program.log", "round", "keep"
+_LOG_BYTES = 2**24  # a longer log loses its first part
+_LOOK = 1.0  # seconds between two looks at its size
 
 
 @dataclass(frozen=True)
@@ -180,7 +183,7 @@ class ProgramTrainer:
         env["PATH"] = search_path()
         what, began, limit = f"the program of {client!r}", time.monotonic(), self._program.time_limit
         _remove(log)  # the last round's program may have put something else there
-        with log.open("w+b") as file, doing(what):
+        with log.open("a+b", buffering=0) as file, doing(what):
             try:
                 process = subprocess.Popen(
                     command, env=env, cwd=place, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
@@ -192,7 +195,7 @@ class ProgramTrainer:
                     f"whole path."
                 ) from error
             try:
-                code = process.wait(limit)
+                code = _waited(process, limit, file)
             except subprocess.TimeoutExpired:
                 raise ProgramFailed(
                     f"{what} ran longer than its limit of {limit:g} s and was ended. Raise time_limit, or let it train "
@@ -252,7 +255,29 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _last_line(log: BinaryIO) -> str:
+def _waited(process: subprocess.Popen[bytes], limit: float | None, log: IO[bytes]) -> int:
+    """The code with which it ends, its log kept short meanwhile. Raises `TimeoutExpired` after `limit` seconds."""
+    until = time.monotonic() + (math.inf if limit is None else limit)
+    while True:
+        try:
+            return process.wait(min(_LOOK, max(0.0, until - time.monotonic())))
+        except subprocess.TimeoutExpired:
+            if time.monotonic() >= until:
+                raise
+        finally:
+            _shorten(log)
+
+
+def _shorten(log: IO[bytes]) -> None:
+    """Keep the last half of what a log may have, if it has more. It is open for appending, here and in the program."""
+    size = os.fstat(log.fileno()).st_size
+    if size > _LOG_BYTES:
+        last = os.pread(log.fileno(), _LOG_BYTES // 2, size - _LOG_BYTES // 2)
+        os.ftruncate(log.fileno(), 0)
+        log.write(f"(fedlora removed what was here: the log was longer than {_LOG_BYTES} bytes)\n".encode() + last)
+
+
+def _last_line(log: IO[bytes]) -> str:
     log.seek(max(0, os.fstat(log.fileno()).st_size - 4096))
     lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
     return f"Its last line: {lines[-1]!r}." if lines else "It said nothing."

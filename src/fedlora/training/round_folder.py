@@ -25,11 +25,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedlora.adapters.io import AdapterSpec, read_adapter, write_adapter
 from fedlora.adapters.reader import WEIGHTS_FILE
 from fedlora.core import files
+from fedlora.core.folders import place
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.method import Roles
 from fedlora.core.read_only import ReadOnly
 from fedlora.errors import AdapterFormatError, FedLoRAError
 from fedlora.given_files import kind_of, read_given
+from fedlora.training.targets import in_words
 
 VARIABLE = "FEDLORA_ROUND"  # names the folder in the program's environment
 Part = Literal["B", "A", "heads"]
@@ -84,29 +86,8 @@ class RoundFolder:
         found = os.environ.get(VARIABLE)
         return cls(Path(found)) if found else None
 
-    @property
-    def start(self) -> Path:
-        return self.path / "start"
-
-    @property
-    def base(self) -> Path:
-        return self.path / "base"
-
-    @property
-    def keep(self) -> Path:
-        return self.path / "keep"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result"
-
-    @property
-    def facts(self) -> Path:
-        return self.path / "round.json"
-
-    @property
-    def told(self) -> Path:
-        return self.path / "result.json"
+    start, base, keep, result = place("start"), place("base"), place("keep"), place("result")
+    facts, told = place("round.json"), place("result.json")
 
     # ------------------------------------------------------------------------------------------- the federation's side
 
@@ -237,7 +218,8 @@ def _check_shapes(begun: Adapter, made: Adapter) -> None:
     """Raise `ProgramFailed` if the result has other modules, ranks, heads or shapes than the start."""
     if (odd := sorted(set(begun.modules) ^ set(made.modules))) or (odd := sorted(set(begun.heads) ^ set(made.heads))):
         raise ProgramFailed(
-            f"its result and the start differ in {odd[0]!r} ({len(odd)} such): train the adapter in start/, with the "
+            f"its result and the start differ in {odd[0]!r} ({len(odd)} such). The result adapts "
+            f"{in_words(made.modules)}, the start {in_words(begun.modules)}: train the adapter in start/, with the "
             f"same target_modules and modules_to_save (lora.targets and lora.saved of the federation)."
         )
     for name, was in begun.modules.items():

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
 
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, counted
 from fedlora.training.hub_models import source
 from fedlora.training.settings import Targets
 
@@ -85,7 +86,12 @@ def check_targets(path: str | os.PathLike[str], task: str, targets: Targets) -> 
     adapted(skeleton, targets)
 
 
-def _ends(paths: list[str]) -> list[str]:
+def in_words(modules: Collection[str]) -> str:
+    """The ends of modules' paths, and how many modules they are: "query, value (12 modules)"."""
+    return f"{', '.join(sorted(_ends(modules)))} ({counted(len(modules), 'module')})"
+
+
+def _ends(paths: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(path.rpartition(".")[2] for path in paths))
 
 
@@ -100,4 +106,4 @@ def _hint(targets: Targets, target: str, modules: dict[str, nn.Module], linear: 
     return (f"The nearest are {', '.join(near)}; its" if near else "Its") + f" linear layers end in {', '.join(ends)}."
 
 
-__all__ = ["adapted", "check_targets", "is_all_linear", "linear_layers"]
+__all__ = ["adapted", "check_targets", "in_words", "is_all_linear", "linear_layers"]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fedlora.cli.flower.common import needed, typed
-from fedlora.cli.options import refuse_idle
+from fedlora.cli.options import fetched, refuse_idle
 from fedlora.cli.screen import console, notes
 from fedlora.core.folders import check_target
 from fedlora.errors import ConfigError, counted
@@ -36,7 +36,12 @@ def init(
         str | None, typer.Option(metavar="NAME,...", help="the classes, in the order of their numbers, such as no,yes")
     ] = None,
     start: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="a PEFT directory to start from; then no base model is loaded")
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="a PEFT directory, or owner/name@revision, to start from; then no base model is loaded",
+            callback=fetched,
+        ),
     ] = None,
     set: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="override a key")] = None,
     port: Annotated[int, typer.Option(min=1, max=65535, help="port of the proxy, where sites connect")] = 443,

@@ -19,7 +19,9 @@ def site(
     folder: Annotated[Path, typer.Argument(help="the folder to make", show_default=False)],
     join: Annotated[Path | None, typer.Option(help="the server's join.toml for this site")] = None,
     data: Annotated[str | None, typer.Option(help="this site's examples: .jsonl, .csv, .tsv or .parquet")] = None,
-    model: Annotated[str | None, typer.Option(help="the base model: a directory, a .gguf file or a hub id")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="the base model: a directory, a .gguf file or a hub id, also owner/name@revision")
+    ] = None,
     text: Annotated[
         str | None, typer.Option(help="column of the sentence, if its name differs from the server's")
     ] = None,
