@@ -250,7 +250,7 @@ CANNOT: dict[str, tuple[dict[str, Any], str]] = {
     "server without files": ({"evaluate": {"target": "server"}}, r"target = 'server'.*\[at_server\] names none"),
     "clients without shares": (
         {"evaluate": {"target": "clients"}, "data": {"validation": 0.0, "test": 0.0}},
-        "target = 'clients'.*hold nothing out",
+        "target = 'clients' has no effect: .*nothing to measure on",
     ),
     "both at the end": ({"evaluate": {"clients_at_end": "both"}}, "'both' needs a common"),
     "patience without a score": (

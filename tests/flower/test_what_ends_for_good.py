@@ -33,7 +33,7 @@ from support.deployed_folders import federation_folder, site_folder
 NOTHING = {"validation": 0.0, "test": 0.0}
 FAULTS: dict[str, dict[str, Any]] = {
     "evaluate.target = 'server' measures": {"evaluate": {"target": "server"}},
-    "evaluate.target = 'clients' measures": {
+    "evaluate.target = 'clients' has no effect": {
         "data": {"validation": 0.0, "test": 0.0},
         "evaluate": {"target": "clients"},
     },
