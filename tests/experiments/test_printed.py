@@ -13,6 +13,7 @@ import pytest
 import tomli_w
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.filled_pages import Stored, filled
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import first_run, mains
 from fedlora.experiments.printed import printed_tables, read_paper
@@ -82,6 +83,23 @@ def test_what_the_paper_prints_fits_our_experiments_and_adds_up() -> None:
                 rows += 1
     assert off == [("table1", "Dir(0.1)", "FedEx-LoRA")]
     assert rows == 10 + 9 + 3 + 8 + 3 + 5, "the rows of tables 1 to 6, without N/A"
+
+
+def test_a_page_has_the_paper_s_table(tmp_path: Path) -> None:
+    """The same table as `experiment table`, between the markers; another number by its name; without `paper`
+    in the file there is none."""
+    experiment = of_all_cells("table3", tmp_path)
+    results = made(experiment)
+    page = filled("<!-- filled: table3 mini paper -->\n<!-- end -->\n", Stored(tmp_path, results))
+    table = printed_tables(Grid(experiment, "mini", results), PAPER["table3"])[0]
+    assert f"{table.caption}\n\n{markdown(table, aligned=False)}" in page
+    assert "| GLoRA | ours | " in page and "| paper | **52.26 ± 0.36** | " in page
+    best = filled("<!-- filled: table3 mini paper test, best -->\n<!-- end -->\n", Stored(tmp_path, results))
+    assert "best on validation" in best and "best on validation" not in page
+    text = (tmp_path / "table3.toml").read_text().replace('paper = "table3"', "")
+    (tmp_path / "table3.toml").write_text(text)
+    with pytest.raises(ConfigError, match="table3 repeats no table"):
+        filled("<!-- filled: table3 mini paper -->\n<!-- end -->\n", Stored(tmp_path, results))
 
 
 def test_table_1_has_the_printed_layout_our_numbers_and_the_difference(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from fedlora.experiments.table_source import Table
 from fedlora.experiments.tables import CellScore, score_cells
 from fedlora.given_files import read_toml
 
+PAPER_NUMBERS = "paper_numbers.toml"  # beside the experiments
 OURS, PAPER, GAP = "ours", "paper", "ours - paper"
 _SHOWN = ("test, last", "test, best", "clients, last")  # a table of each that was measured
 _WHEN = {
