@@ -85,6 +85,14 @@ def test_what_the_paper_prints_fits_our_experiments_and_adds_up() -> None:
     assert rows == 10 + 9 + 3 + 8 + 3 + 5, "the rows of tables 1 to 6, without N/A"
 
 
+def test_a_column_of_equal_numbers_has_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All methods at 0.5, as where nobody has left chance: only the printed numbers have marks."""
+    monkeypatch.setitem(globals(), "value", lambda *_: 0.5)
+    experiment = of_all_cells("table1", tmp_path)
+    table = printed_tables(Grid(experiment, "mini", made(experiment)), PAPER["table1"])[0]
+    assert {table.rows[row][2] for row, _ in table.marks} == {"paper"}
+
+
 def test_a_page_has_the_paper_s_table(tmp_path: Path) -> None:
     """The same table as `experiment table`, between the markers; another number by its name; without `paper`
     in the file there is none."""
@@ -92,7 +100,7 @@ def test_a_page_has_the_paper_s_table(tmp_path: Path) -> None:
     results = made(experiment)
     page = filled("<!-- filled: table3 mini paper -->\n<!-- end -->\n", Stored(tmp_path, results))
     table = printed_tables(Grid(experiment, "mini", results), PAPER["table3"])[0]
-    assert f"{table.caption}\n\n{markdown(table, aligned=False)}" in page
+    assert f"{table.caption}\n\n{markdown(table, aligned=False)}" in page and "of one seed" in table.caption
     assert "| GLoRA | ours | " in page and "| paper | **52.26 ± 0.36** | " in page
     best = filled("<!-- filled: table3 mini paper test, best -->\n<!-- end -->\n", Stored(tmp_path, results))
     assert "best on validation" in best and "best on validation" not in page
@@ -124,6 +132,7 @@ def test_table_1_has_the_printed_layout_our_numbers_and_the_difference(tmp_path:
     assert last.marks[ours[-1], 3] == "best" and last.marks[ours[-2], 3] == "second", "of ours the last is best"
     printed = next(k for k, row in enumerate(last.rows) if row[1:3] == ["FedEx-LoRA", "paper"])
     assert last.marks[printed, 3] == "second" and last.marks[printed, 5] == "best", "as printed"
+    assert "mean ± standard deviation over 2 seeds" in last.caption
     alone = next(row for row in clients.rows if row[1:3] == ["GLoRA", "ours"])
     glora = value(experiment, {"method": "GLoRA", "task": "SST-2"}, 0)
     assert alone[5] == f"{100 * (glora + 0.0005 - 0.01):.2f} ± 0.07", "the mean of its clients' own readouts"
