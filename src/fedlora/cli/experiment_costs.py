@@ -52,7 +52,7 @@ def show_plan(
         finished = sum(digest in done for digest in runs)
         table.add_row(
             experiment.name, str(len(search)), str(len(runs)), str(finished), *_work(work),
-            hours if isinstance(hours, str) else f"{hours:.2f}", *cost,
+            hours if isinstance(hours, str) else f"{hours:.{2 if hours >= 1 else 3}f}", *cost,
         )  # fmt: skip
     console.print(table)
     for why, name in lacking.items():
