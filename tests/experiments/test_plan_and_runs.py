@@ -7,6 +7,7 @@ reaches the network and every parcel of the engine.
 from __future__ import annotations
 
 import json
+import time
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -17,11 +18,12 @@ import tomli_w
 
 from fedlora.experiments.checks import problems
 from fedlora.experiments.costs import Workloads
-from fedlora.experiments.measured import Paces
+from fedlora.experiments.measured import Paces, measured
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun, mains
 from fedlora.experiments.runner import run_all
 from fedlora.experiments.spec import load_experiment
+from fedlora.runs.observers import diagnosed
 from support.known_warnings import FUTURE_NAMES
 from support.tiny_models import llama
 from support.training_data import classification, instructions, rows, save_encoder, save_model
@@ -148,6 +150,22 @@ def test_a_pace_is_measured_and_nothing_is_written(tmp_path: Path) -> None:
     assert (
         0 < (seconds[0] or 0) < (seconds[1] or 0) < 600 and len(paces._known) == 1 and {*tmp_path.iterdir()} == before
     )
+
+
+def test_the_check_after_the_last_round_is_part_of_what_a_run_does_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a second here. Table 2's toy runs took a third longer than planned, because nobody had timed it."""
+
+    def slow(*given: Any, last: bool, **more: Any) -> Any:
+        time.sleep(1.0 if last else 0.0)
+        return diagnosed(*given, last=last, **more)
+
+    monkeypatch.setattr("fedlora.experiments.measured.diagnosed", slow)
+    save_encoder(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text(rows(classification(60, 0)))
+    runs, _ = grid(tmp_path, CLASSES)
+    assert measured(runs[0].config, None).once > 1.0
 
 
 CLASSIFIED = classification(60, 0)

@@ -13,6 +13,7 @@ import pytest
 import tomli_w
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.filled_pages import Stored, filled
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import first_run, mains
 from fedlora.experiments.printed import printed_tables, read_paper
@@ -84,6 +85,31 @@ def test_what_the_paper_prints_fits_our_experiments_and_adds_up() -> None:
     assert rows == 10 + 9 + 3 + 8 + 3 + 5, "the rows of tables 1 to 6, without N/A"
 
 
+def test_a_column_of_equal_numbers_has_no_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All methods at 0.5, as where nobody has left chance: only the printed numbers have marks."""
+    monkeypatch.setitem(globals(), "value", lambda *_: 0.5)
+    experiment = of_all_cells("table1", tmp_path)
+    table = printed_tables(Grid(experiment, "mini", made(experiment)), PAPER["table1"])[0]
+    assert {table.rows[row][2] for row, _ in table.marks} == {"paper"}
+
+
+def test_a_page_has_the_paper_s_table(tmp_path: Path) -> None:
+    """The same table as `experiment table`, between the markers; another number by its name; without `paper`
+    in the file there is none."""
+    experiment = of_all_cells("table3", tmp_path)
+    results = made(experiment)
+    page = filled("<!-- filled: table3 mini paper -->\n<!-- end -->\n", Stored(tmp_path, results))
+    table = printed_tables(Grid(experiment, "mini", results), PAPER["table3"])[0]
+    assert f"{table.caption}\n\n{markdown(table, aligned=False)}" in page and "of one seed" in table.caption
+    assert "| GLoRA | ours | " in page and "| paper | **52.26 ± 0.36** | " in page
+    best = filled("<!-- filled: table3 mini paper test, best -->\n<!-- end -->\n", Stored(tmp_path, results))
+    assert "best on validation" in best and "best on validation" not in page
+    text = (tmp_path / "table3.toml").read_text().replace('paper = "table3"', "")
+    (tmp_path / "table3.toml").write_text(text)
+    with pytest.raises(ConfigError, match="table3 repeats no table"):
+        filled("<!-- filled: table3 mini paper -->\n<!-- end -->\n", Stored(tmp_path, results))
+
+
 def test_table_1_has_the_printed_layout_our_numbers_and_the_difference(tmp_path: Path) -> None:
     """By hand: seeds 0 and 1 of FedIT on SST-2 are 50.00 and 50.10: 50.05 ± 0.07. MNLI-mm is 10 below MNLI-m (50.35).
     The average of 50.35, 40.35, 50.05, 50.25, 50.15 is 48.23; the paper's 81.00: 32.77 below."""
@@ -106,6 +132,7 @@ def test_table_1_has_the_printed_layout_our_numbers_and_the_difference(tmp_path:
     assert last.marks[ours[-1], 3] == "best" and last.marks[ours[-2], 3] == "second", "of ours the last is best"
     printed = next(k for k, row in enumerate(last.rows) if row[1:3] == ["FedEx-LoRA", "paper"])
     assert last.marks[printed, 3] == "second" and last.marks[printed, 5] == "best", "as printed"
+    assert "2 seeds" in last.caption
     alone = next(row for row in clients.rows if row[1:3] == ["GLoRA", "ours"])
     glora = value(experiment, {"method": "GLoRA", "task": "SST-2"}, 0)
     assert alone[5] == f"{100 * (glora + 0.0005 - 0.01):.2f} ± 0.07", "the mean of its clients' own readouts"
@@ -182,6 +209,7 @@ def test_the_command_writes_a_page_and_a_tabular(tmp_path: Path) -> None:
     assert page.startswith("<!doctype html>") and "<script" not in page and "http" not in page
     assert page.count("<table") >= 3 and 'rowspan="3">FlexLoRA' in page and "LoRA-FAIR is left out" in page
     tex = invoke("experiment", "table", "table2", "--format", "latex", *where, code=1).stdout
+    assert tex.count("\\end{tabular}\n\n%") == tex.count(r"\end{tabular}") - 1, "tables stand below each other"
     assert tex.count(r"\begin{tabular}") == tex.count(r"\end{tabular}") >= 3 and "% LoRA-FAIR is left out" in tex
 
 

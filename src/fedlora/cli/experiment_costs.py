@@ -115,7 +115,7 @@ def _hours(
         words = f"unknown: no run like {counted(len(each) - len(known), 'run')} is finished (--measure)"
         return [words] * (1 if price is None else 2)
     hours, part = sum(known) / 3600, _of_all(known, [None] * len(work))
-    return [f"{hours:.2f}{part}", *([] if price is None else [f"{hours * price:,.2f}{part}"])]
+    return [f"{hours:.{2 if hours >= 1 else 3}f}{part}", *([] if price is None else [f"{hours * price:,.2f}{part}"])]
 
 
 def _kind(config: RunConfig) -> tuple[str, int]:

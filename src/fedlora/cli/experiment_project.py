@@ -13,13 +13,11 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, load_claims
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
-from fedlora.experiments.printed import PaperTable, read_paper
+from fedlora.experiments.printed import PAPER_NUMBERS, PaperTable, read_paper
 from fedlora.experiments.runnable import left_out
 from fedlora.experiments.seed_plan import plan_there
 from fedlora.experiments.spec import Experiment, load_all, load_experiment, names_in
 from fedlora.experiments.store import read_results
-
-PAPER_NUMBERS = "paper_numbers.toml"  # beside the experiments
 
 
 @dataclass(frozen=True)

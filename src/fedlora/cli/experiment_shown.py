@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from fedlora.cli.experiment_decide import answers_of
-from fedlora.cli.experiment_project import PAPER_NUMBERS, Project
+from fedlora.cli.experiment_project import Project
 from fedlora.cli.formats import Format
 from fedlora.cli.scores import show_scores
 from fedlora.cli.screen import NOT_WHOLE, notes, plotted
@@ -21,6 +21,7 @@ from fedlora.experiments.filled_pages import Stored, asked_of, filled, read_page
 from fedlora.experiments.lost import is_whole
 from fedlora.experiments.page_tables import tables_of
 from fedlora.experiments.prices import prices
+from fedlora.experiments.printed import PAPER_NUMBERS
 from fedlora.experiments.report import Decided, write_report
 from fedlora.experiments.runnable import other_files
 from fedlora.experiments.runner import missing

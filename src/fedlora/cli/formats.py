@@ -96,7 +96,8 @@ def _text(printed: Printed, format: Format) -> str:
     if format is Format.html:
         return page(printed.title, printed.tables, printed.remarks)
     if format is Format.latex:
-        return "\n".join([*map(latex, printed.tables), *(f"% {remark}" for remark in printed.remarks)]) + "\n"
+        apart = "\n\n".join(map(latex, printed.tables))  # tabulars of one paragraph would stand side by side
+        return "\n".join([apart, *(f"% {remark}" for remark in printed.remarks)]) + "\n"
     parts = [f"{plain_caption(table)}\n\n{markdown(table)}".rstrip() for table in printed.tables]
     return "\n\n".join([*parts, *printed.remarks]) + "\n"
 

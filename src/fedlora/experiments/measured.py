@@ -17,10 +17,11 @@ from fedlora.experiments.costs import Workload
 from fedlora.experiments.runnable import clients_of
 from fedlora.experiments.traffic import Nudged
 from fedlora.runs.config import RunConfig
+from fedlora.runs.observers import diagnosed
 from fedlora.runs.preparation import Prepared, prepare
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
-from fedlora.simulation import simulate
+from fedlora.simulation import RoundRecord, simulate
 from fedlora.training.local import LocalTrainer
 
 _STEPS = 3
@@ -32,10 +33,11 @@ _NO_COST = {  # what does not change how long a step, a text or a round takes
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds: to begin a run, for each example trained, each text scored (with its answer, if one is generated), and
-    for each client's messages in a round, with their share of the server's work."""
+    """Seconds: for what a run does once (begin, and check its last uploads), for each example trained, each text scored
+    (with its answer, if one is generated), and for each client's messages in a round, with their share of the server's
+    work and of the diagnosis."""
 
-    begin: float
+    once: float
     example: float
     text: float
     messages: float
@@ -61,7 +63,7 @@ class Paces:
             return None
         a_round = max(1, math.floor(config.run.participation * clients_of(config) + 0.5))
         return (
-            pace.begin + work.trained * pace.example + scored * pace.text + config.run.rounds * a_round * pace.messages
+            pace.once + work.trained * pace.example + scored * pace.text + config.run.rounds * a_round * pace.messages
         )
 
 
@@ -78,7 +80,8 @@ def measured(config: RunConfig, data_root: Path | None) -> Pace:
     job = begin_round(prepared.server.download(state.server, clients[len(clients) // 2]), ClientMemory())
     examples = prepared.trainer.examples_a_round(job.download.client.id)
     training = _second(lambda: prepared.trainer.train(job.download, job.adapter, 0))
-    return Pace(begin, training / examples, _text(prepared), _messages(prepared))
+    messages, check = _messages(prepared)
+    return Pace(begin + check, training / examples, _text(prepared), messages)
 
 
 def _text(prepared: Prepared) -> float:
@@ -89,17 +92,21 @@ def _text(prepared: Prepared) -> float:
     return _second(lambda: evaluator.measure_adapter(adapter)) / evaluator.count()
 
 
-def _messages(prepared: Prepared) -> float:
-    """Of one client in a round, without training."""
+def _messages(prepared: Prepared) -> tuple[float, float]:
+    """Of one client in a round, without training; and of the check after the last round."""
     run, state = prepared.config.run, start(prepared.server, prepared.seed_adapter)
     names = sample_clients([client.id for client in prepared.clients], run.participation, seed=run.seed, round=0)
     asked = [client for client in prepared.clients if client.id in names]
     form = prepared.config.server.upload
+    played: list[RoundRecord] = []
 
     def one() -> None:
-        next(simulate(prepared.server, asked, Nudged(), state, rounds=1, form=form))
+        played.append(next(simulate(prepared.server, asked, Nudged(), state, rounds=1, form=form)))
 
-    return _second(one) / len(asked)
+    seconds, began = _second(one), time.perf_counter()
+    seen = diagnosed(prepared, state, played[-1], last=True, private=None)
+    diagnosis = seen.record.seconds.get("diagnose", 0.0)
+    return (seconds + diagnosis) / len(asked), time.perf_counter() - began - diagnosis
 
 
 def _second(work: Callable[[], object]) -> float:

@@ -16,7 +16,7 @@ from fedlora.experiments.digits import difference_in_words, shown
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.prices import price_rows, prices
-from fedlora.experiments.printed import PaperTable, printed_tables
+from fedlora.experiments.printed import PAPER_NUMBERS, PaperTable, printed_tables, read_paper
 from fedlora.experiments.result import SCORES, Result
 from fedlora.experiments.scores import capital, parse_number, scale
 from fedlora.experiments.table_source import Source, Table
@@ -49,6 +49,17 @@ def tables_of(grid: Grid, number: str = "", paper: PaperTable | None = None) -> 
     asked += [("clients", "")]
     made = [table_of(kind, Source(grid, words)) for kind, words in asked]
     return [*printed, made[0], *(table for table in made[1:] if table.rows)]
+
+
+def _paper(source: Source) -> Table:
+    """The paper's table with our numbers; it lies beside the experiment. words: a number's name, or ""."""
+    experiment = source.grid.experiment
+    known = {} if experiment.folder is None else read_paper(experiment.folder / PAPER_NUMBERS)
+    if experiment.paper not in known:
+        raise ConfigError(
+            f"{experiment.name} repeats no table of {PAPER_NUMBERS}: its `paper` is {experiment.paper!r}."
+        )
+    return printed_tables(source.grid, known[experiment.paper], source.words)[0]
 
 
 def _budgets(source: Source) -> Table:
@@ -234,6 +245,7 @@ def _fact(value: float) -> str:
 
 
 KINDS: Mapping[str, Callable[[Source], Table]] = {
+    "paper": _paper,
     "budgets": _budgets,
     "prices": _prices,
     "scores": _scores,

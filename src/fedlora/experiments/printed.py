@@ -24,6 +24,7 @@ from fedlora.experiments.table_source import Table
 from fedlora.experiments.tables import CellScore, score_cells
 from fedlora.given_files import read_toml
 
+PAPER_NUMBERS = "paper_numbers.toml"  # beside the experiments
 OURS, PAPER, GAP = "ours", "paper", "ours - paper"
 _SHOWN = ("test, last", "test, best", "clients, last")  # a table of each that was measured
 _WHEN = {
@@ -210,10 +211,10 @@ class _Filled:
         times = f", times {self.paper.times:g}" if self.paper.times != 1 else ""
         when = _WHEN.get(self.number, self.number)
         seeds = len(self.grid.experiment.profile(self.grid.profile).seeds)
+        of = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "of one seed"
         return (
-            f"{self.paper.caption} *{OURS}*: profile {self.grid.profile}, {when}, mean ± standard deviation over "
-            f"{seeds} seed{'s' * (seeds > 1)}{times}; *{PAPER}*: as printed; the best of each kind is bold, the second "
-            f"underlined."
+            f"{self.paper.caption} *{OURS}*: profile {self.grid.profile}, {when}, {of}{times}; *{PAPER}*: as printed; "
+            f"the best of each kind is bold, the second underlined."
         )
 
     def _below(self) -> list[str]:
@@ -244,11 +245,11 @@ def _average(columns: Sequence[CellScore], wanted: int) -> CellScore | None:
 
 
 def _marked(lines: Sequence[tuple[int, list[float | None]]], less: bool) -> dict[tuple[int, int], str]:
-    """(row, column) -> "best" or "second", column by column."""
+    """(row, column) -> "best" or "second", column by column; none in a column of equal numbers."""
     found = {}
     for k in range(max((len(numbers) for _, numbers in lines), default=0)):
         there = [(row, x) for row, numbers in lines if k < len(numbers) and (x := numbers[k]) is not None]
-        if len(there) > 1:
+        if len({x for _, x in there}) > 1:
             order = places([x for _, x in there], smaller_is_better=less)
             for (row, _), place in zip(there, order, strict=True):
                 if place < 2:
