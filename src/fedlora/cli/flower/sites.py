@@ -73,8 +73,10 @@ def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", 
     needed()
     from fedlora.flower.setup import members
 
-    told = members.remove(folder, name)
+    told, notes = members.remove(folder, name)
     later = f"`fedlora flower serve {typed(folder)}` will no longer let it in."
+    for line in notes:
+        _say(f"note: {line}")
     _say(f"{name}: removed. {'The running server knows it.' if told else later}")
 
 

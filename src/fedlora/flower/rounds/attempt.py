@@ -23,7 +23,7 @@ from fedlora.core.lora import LoRA, change_of
 from fedlora.core.messages import ClientMemory, Download, Upload
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import round_loss
-from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
+from fedlora.errors import QuorumNotMet, UploadRefused
 from fedlora.flower.messages.codecs import Reply
 from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import RecordError
@@ -31,7 +31,7 @@ from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.events import AttemptFailed, Began, Event, Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.membership import Drawn
-from fedlora.flower.rounds.questions import MessageMaker, Question, reply_limit
+from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question, reply_limit
 from fedlora.flower.terms.policy import shares_lost
 from fedlora.server.intake import Intake
 from fedlora.server.state import RunState, ServerState, Tally
@@ -96,8 +96,8 @@ class Attempt:
                 download = self._maker.download(name)
                 limit = reply_limit(download.client, self.flower_state.state.server, self.policy)
                 question = self._maker.question(download, group, self.deadline, limit)
-            except (RankMismatch, HyperparameterError) as error:
-                self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
+            except NotServed as error:
+                self._settle(name, "refused", str(error))
                 continue
             self._served.append(name)
             del download

@@ -77,17 +77,10 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
     if threads := settings.run.torch_threads():  # as at the sites: bit-for-bit results need one number of threads
         torch.set_num_threads(threads)
     policy = Policy.read(home.policy)
-    server = settings.server.build(settings.method.build(), settings.run.seed, settings.defence.build())
     seed_adapter, spec = read_adapter(home.start, scaling=settings.lora.unit)
-    plan: PrivacyPlan | None = None
-    if settings.privacy is not None:
-        check_policy(policy, settings.privacy)
-        server, plan = planned(settings, server, seed_adapter)
-        if not has_released(home):
-            check_affordable(settings, server, plan)
-    state = start(server, seed_adapter)
-    check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
-    _check_readouts(settings, server, state)
+    server, plan, state = playable(settings, policy, seed_adapter)
+    if plan is not None and not has_released(home):
+        check_affordable(settings, server, plan)
     agreement = Agreement.read(home.agreement)
     config = settings.for_server()
     at_server = AtServer()
@@ -127,6 +120,26 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
     history = history.with_(settings, rounds, held_out)
     return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, agreement, at_server, choosing,
                  rounds, history, found)  # fmt: skip
+
+
+def playable(
+    settings: FederationSettings, policy: Policy, seed_adapter: Adapter
+) -> tuple[Server, PrivacyPlan | None, RunState]:
+    """The server of these settings, its plan if it is private, and its state before the first round. `init`, `admit`,
+    `remove`, `doctor`, `serve` and the rounds call it, so that none accepts what another refuses. It writes nothing.
+
+    Raises:
+        FedLoRAError: settings that contradict each other, or a policy that cannot be played with them.
+    """
+    server = settings.server.build(settings.method.build(), settings.run.seed, settings.defence.build())
+    plan: PrivacyPlan | None = None
+    if settings.privacy is not None:
+        check_policy(policy, settings.privacy)
+        server, plan = planned(settings, server, seed_adapter)
+    state = start(server, seed_adapter)
+    check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
+    _check_readouts(settings, server, state)
+    return server, plan, state
 
 
 def _check_readouts(settings: FederationSettings, server: Server, state: RunState) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, HyperparameterError, RankMismatch
 from fedlora.flower.messages.codecs import Codec
 from fedlora.flower.rounds.events import Fate
 from fedlora.flower.terms.policy import Policy
@@ -67,8 +69,9 @@ def quarantine(policy: Policy, refusals: Mapping[str, int], name: str) -> str:
 
 
 def check_playable(policy: Policy, server: Server, state: ServerState, codec: Codec, participation: float) -> None:
-    """Raises `FedLoRAError` for a policy that a federation cannot play."""
-    ranks = [ranks_of(policy.client(name), state) for name in policy.clients]
+    """Raises `FedLoRAError` for a policy under which no round could be played: its ranks, its number of sites or its
+    limits do not fit the method, the quorum or the rule."""
+    ranks = _served_ranks(policy, server, state)
     codec.require(server, state, policy)
     with_largest_share(server, policy)
     drawn = check_quorum(server.quorum, len(policy.clients), participation)
@@ -76,6 +79,29 @@ def check_playable(policy: Policy, server: Server, state: ServerState, codec: Co
         shares = policy.largest_shares(server.weighs_by, drawn)
         if near := check_rule(server.rule, server.method, ranks, shares):
             log.warning("%s", near)
+
+
+def _served_ranks(policy: Policy, server: Server, state: ServerState) -> list[dict[str, int]]:
+    """Module -> r, for each client. Asks the method for one readout of each rank, and drops it.
+
+    Raises:
+        ConfigError: the method cannot serve a rank, or a rank names no module.
+    """
+    served: list[Any] = []
+    for name, rank in policy.clients.items():
+        if rank in served:
+            continue
+        try:
+            server.download(state, policy.client(name))
+        except (RankMismatch, HyperparameterError) as error:
+            said = ", ".join(f"{client} {'by module' if isinstance(r, Mapping) else r}" for client, r in
+                             islice(policy.clients.items(), 8))  # fmt: skip
+            more = ", ..." if len(policy.clients) > 8 else ""
+            raise ConfigError(
+                f"{server.method.name} cannot serve the ranks of the policy ({said}{more}): {error}"
+            ) from error
+        served.append(rank)
+    return [ranks_of(policy.client(name), state) for name in policy.clients]
 
 
 def check_quorum(quorum: int | None, sites: int, participation: float) -> int:

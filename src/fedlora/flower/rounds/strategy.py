@@ -279,7 +279,8 @@ class FedLoRA:
         if self._policy_file is not None:
             try:
                 found = Policy.read(self._policy_file)
-                self._check(found)
+                if found != self.policy:
+                    self._check(found)
                 self.policy = found
             except FedLoRAError as refused:
                 error = f"{refused} The policy before it stays."

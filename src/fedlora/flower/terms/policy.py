@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from fedlora.core.echo import quoted
 from fedlora.core.messages import Client
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site, checked_rank
-from fedlora.given_files import read_toml
+from fedlora.given_files import parse_toml, read_toml
 from fedlora.server.terms import Weighting
 
 
@@ -93,7 +94,16 @@ class Policy:
     @classmethod
     def read(cls, path: Path) -> Policy:
         """From policy.toml: [clients] name = rank, and the fields above. Raises `ConfigError`."""
-        raw, known = read_toml(path, "the policy"), [field.name for field in fields(cls)]
+        return cls._of(read_toml(path, "the policy"), path)
+
+    @classmethod
+    def of(cls, text: str, path: Path) -> Policy:
+        """From the text that policy.toml is about to have. path: its place. Raises `ConfigError`."""
+        return cls._of(parse_toml(text), path)
+
+    @classmethod
+    def _of(cls, raw: dict[str, Any], path: Path) -> Policy:
+        known = [field.name for field in fields(cls)]
         unknown = sorted(set(raw) - set(known))
         if unknown:
             raise ConfigError(f"the policy {path} has an unknown field {unknown[0]!r}; it knows {', '.join(known)}.")
