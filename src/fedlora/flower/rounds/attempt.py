@@ -47,8 +47,8 @@ class Effect(NamedTuple):
 
     counted: its work is in the model, its examples count, and the server knows what it holds; its receipt names the
     round. Otherwise its site goes back to the last work that counted, and is sent everything, because what it holds is
-    uncertain. moves_on: it trains on its next data, as in the engine; otherwise on the same again. refused: its refused
-    uploads in a row are one more, of which the policy allows some before quarantine.
+    uncertain. moves_on: it trains on its next data, as in the engine; otherwise on the same again. refused: its rounds
+    in a row with refused uploads are one more, of which the policy allows some before quarantine.
     """
 
     counted: bool
@@ -72,15 +72,18 @@ class Attempt:
 
     maker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
     attempts. deadline: seconds for an answer, and the life of a message. report: called with its beginning, and with
-    each fate once it is known; a later fate of the same client replaces the one before.
+    each fate once it is known; a later fate of the same client replaces the one before. refusals: as in the state, but
+    before the round's first attempt: all attempts together count once.
     """
 
     def __init__(
-        self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float, report: Report
-    ) -> None:
+        self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float, report: Report,
+        refusals: Mapping[str, int],
+    ) -> None:  # fmt: skip
         self.server, self.policy, self.flower_state = maker.server, maker.policy, maker.flower_state
         self.round, self.nth, self.deadline = self.flower_state.next_round, nth, deadline
         self._maker, self._drawn, self._intake, self._report = maker, drawn, intake, report
+        self._refusals = refusals
         self._served: list[str] = []  # for whom a message was made
         self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
         others = drawn.not_asked.items()
@@ -190,7 +193,7 @@ class Attempt:
         examples, refusals = dict(known.examples), dict(known.refusals)
         for name in self._served:
             effect, receipt = EFFECTS[self._fates[name].fate], receipts.get(name, Receipt())
-            if effect.refused:
+            if effect.refused and refusals.get(name, 0) <= self._refusals.get(name, 0):
                 refusals[name] = refusals.get(name, 0) + 1
             if counted and effect.counted:
                 clients[name], examples[name] = self._taken[name][1], self._fates[name].examples or 0.0

@@ -6,7 +6,7 @@ The server needs no base model for any of it; if [at_server] names one, the serv
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from fedlora.errors import ConfigError, counted
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
-from fedlora.flower.rounds.flower_state import FlowerState, newest
-from fedlora.flower.rounds.membership import check_playable
+from fedlora.flower.rounds.flower_state import FlowerState, keys_now, newest
+from fedlora.flower.rounds.membership import check_enough, check_playable
 from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.round_lines import rounds_done
@@ -60,6 +60,12 @@ class Begun:
     rounds: int
     history: History
     newest: FlowerState | None = None
+
+    def refusals(self) -> Mapping[str, int]:
+        """Client -> the number of rounds in a row in which its uploads were refused, under the policy as it is now."""
+        if self.newest is None:
+            return {}
+        return self.newest.under(self.policy.clients, keys=keys_now(self.home))[0].refusals
 
 
 def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
@@ -118,8 +124,11 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
     examples = at_server.examples if choosing.by == "server" else None
     held_out = f"server:{examples[:16]}" if examples is not None else "sites"
     history = history.with_(settings, rounds, held_out)
-    return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, agreement, at_server, choosing,
-                 rounds, history, found)  # fmt: skip
+    begun = Begun(home, settings, policy, server, plan, seed_adapter, spec, state, agreement, at_server, choosing,
+                  rounds, history, found)  # fmt: skip
+    if rounds < settings.run.rounds:
+        check_enough(policy, server, begun.refusals(), settings.run.participation)
+    return begun
 
 
 def playable(

@@ -25,7 +25,7 @@ from fedlora.privacy.released import filtered
 class SiteStatus:
     """One site, as `status --json` tells it. node: "online", "offline", "registered" (admitted, never seen), "no key"
     (not admitted), "unknown" (no SuperLink answers). last_seen: the last contact with its node. fate, loss, norm: of
-    the last round. rounds: the number in which it trained."""
+    the last round; "quarantined" as soon as it is no longer asked. rounds: the number in which it trained."""
 
     rank: Any
     node: str
@@ -135,7 +135,8 @@ def status_of(folder: FederationFolder) -> Status:
     nodes, answers = _nodes(folder)
     keys = keys_of(folder)
     line = progress.lines.get(progress.round, {})
-    fates = line.get("fates") or {name: {"fate": fate} for name, fate in fates_of(line).items()}
+    fates = dict(line.get("fates") or {name: {"fate": fate} for name, fate in fates_of(line).items()})
+    fates |= {name: {"fate": "quarantined", "why": why} for name, why in progress.barred.items()}
     sites = {}
     for name, rank in now.ranks.items():
         node, last = nodes.get(name), fates.get(name, {})
