@@ -21,7 +21,8 @@ class Progress:
     round: the number of finished ones. lines: round -> its line of rounds.jsonl, for the last hundred. playing: the
     current attempt, with `fates` of those who have answered. barred: client -> why it is in quarantine. ended: why no
     more rounds are played, otherwise "". fate_counts: (client, fate) -> how often, repeated attempts included, except
-    for "trained". uploaded: client -> bytes. began, heard: when the first and the last event were written.
+    for "trained". uploaded: client -> bytes. began, heard: when the first and the last event were written, "" if
+    that is withheld.
     """
 
     round: int = 0
@@ -38,7 +39,7 @@ class Progress:
 
 def after(progress: Progress, event: Event) -> Progress:
     """The progress after one more event. A round that is played again after a crash counts once."""
-    progress = replace(progress, began=progress.began or event.at, heard=event.at)
+    progress = replace(progress, began=progress.began or event.at or "", heard=event.at or "")
     if isinstance(event, Began):
         barred = {name: str(one.get("why")) for name, one in event.not_asked.items() if one["fate"] == "quarantined"}
         back = min(progress.round, event.round - 1)

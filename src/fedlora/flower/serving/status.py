@@ -121,7 +121,8 @@ class Status:
             waiting = [name for name in progress.playing.asked if name not in progress.fates]
             state = f"round {progress.playing.round} of {now.rounds} goes on"
             if not self.private:
-                state += f", since {since(progress.playing.at)}; no answer yet: {', '.join(waiting)}" if waiting else ""
+                began = since(progress.playing.at or "")
+                state += f", since {began}; no answer yet: {', '.join(waiting)}" if waiting else ""
         else:
             state = f"{now.done} of {counted(now.rounds, 'round')} done"
         began = f"; the federation began {progress.began[:16].replace('T', ' ')} UTC" if progress.began else ""
