@@ -119,10 +119,10 @@ def test_what_belongs_to_one_machine_is_refused_by_name(tmp_path: Path, key: str
     text = (
         RUN.replace(f"[{table}]", f"[{table}]\n{name} = 3") if f"[{table}]" in RUN else RUN + f"[{table}]\n{name} = 3"
     )
-    with pytest.raises(ConfigError, match=rf"{table}.{name} = 3 belongs to one machine.*Leave it out"):
+    with pytest.raises(ConfigError, match=rf"{table}.{name} = 3 is no setting of a federation: .*Leave it out"):
         settings(tmp_path, text)
     (tmp_path / "federation.toml").write_text('id = "f"\n' + text.replace('path = "base"', ""))
-    with pytest.raises(ConfigError, match=f"{table}.{name} = 3 belongs to one machine"):
+    with pytest.raises(ConfigError, match=f"{table}.{name} = 3 is no setting of a federation"):
         FederationSettings.load(tmp_path / "federation.toml")
 
 
