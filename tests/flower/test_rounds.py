@@ -287,7 +287,7 @@ def test_a_client_that_the_method_cannot_serve_costs_itself_the_round(tmp_path: 
     """FedIT needs one rank. A policy with another one is refused; if a site has one all the same, the run goes on
     without it, and says why."""
     ranks = {"one": 4, "two": 4, "three": 2}
-    with pytest.raises(ConfigError, match=r"fedit cannot serve the ranks of the policy \(one 4, two 4, three 2\)"):
+    with pytest.raises(ConfigError, match=r"fedit cannot serve.*\(one 4, two 4, three 2\)"):
         federation(tmp_path, Server(build("fedit"), quorum=1), ranks)
     one_rank = dict.fromkeys(ranks, 4)
     strategy, grid = federation(tmp_path, Server(build("fedit"), quorum=1), one_rank, record=tmp_path / "o")

@@ -84,10 +84,10 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         agreement, learned, told = admitted(
             settings, Agreement.read(there.agreement), name, Facts.requested(asked.facts)
         )
-        policy_now, told = there.policy.read_text(encoding="utf-8"), list(told)
+        policy_now, notes = there.policy.read_text(encoding="utf-8"), list[str]()
         if now != before:
             policy_now = with_client(policy_now, name, now)
-            told += _check_playable(there, settings, policy, policy_now)
+            notes = _check_playable(there, settings, policy, policy_now)
         known = there.key(name).is_file() and old is None and now == before and not learned
         if old is not None:
             _retire(there, name, "rotated", [there.key(name)], copy=True)
@@ -98,7 +98,7 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         if now != before:
             files.write(there.policy, policy_now)
         online = _tell(there, name)
-    return Admitted(name, asked.fingerprint, now, before, old, known, learned, tuple(told), online)
+    return Admitted(name, asked.fingerprint, now, before, old, known, learned, (*told, *notes), online)
 
 
 def _check_member(settings: FederationSettings, name: str) -> None:
