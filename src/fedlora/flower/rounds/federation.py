@@ -146,8 +146,8 @@ def playable(
         check_policy(policy, settings.privacy)
         server, plan = planned(settings, server, seed_adapter)
     state = start(server, seed_adapter)
-    check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
     _check_readouts(settings, server, state)
+    check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
     return server, plan, state
 
 
