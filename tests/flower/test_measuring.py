@@ -266,3 +266,17 @@ def test_whose_uploads_are_refused_is_not_measured(times: int, why: str) -> None
     said = {"acme": (0.25, 4), "berlin": (0.5, 8), "cork": (1.0, 8)}
     found = measured_by(said, Policy(dict.fromkeys(said, 4)), dict.fromkeys(said, 50.0), cork=times)
     assert list(found.measured) == ["acme", "berlin"] and why in found.unmeasured["cork"]
+
+
+def test_whom_the_method_cannot_serve_is_not_measured_and_the_others_are() -> None:
+    """As in training. Before, the error of one client's rank ended the measuring of all."""
+    state, ranks = start(Server(build("fedsa-lora")), seed_adapter(4)), {"one": 4, "two": 8}
+    maker = MessageMaker(
+        Server(build("fedsa-lora")), Policy(ranks), OwnClients(), FlowerState(RUN, state), {"one": 1, "two": 2}
+    )
+    asked = SiteEvaluation(maker, "validation")
+    assert [question.client for question in asked.questions(60.0)] == ["one"]
+    found = asked.read([Answer("one", 60.0, None, "late", "no answer")], "accuracy")
+    assert found.unmeasured["one"] == "no answer" and re.match(
+        "fedsa-lora cannot serve it: .*8", found.unmeasured["two"]
+    )

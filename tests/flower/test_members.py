@@ -4,6 +4,7 @@ made by the command line from a tiny model, each fault made on purpose."""
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -34,6 +35,7 @@ from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.defence import DefenceSection
+from fedlora.runs.sections import MethodSection
 from support.command_line import Said, invoke
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
 from support.tiny_models import bert
@@ -505,3 +507,54 @@ def test_the_doctor_knows_what_a_rule_needs(fed: FederationFolder, table: str, s
     settings.model_copy(update={"defence": rule, "server": server}).write(fed.settings)
     found = rows(fed)["serve"]
     assert said in found[0] and found[1] is sound
+
+
+@pytest.fixture
+def of_one_rank(fed: FederationFolder) -> FederationFolder:
+    """A method that serves one rank only, and three sites of it."""
+    settings = FederationSettings.load(fed.settings)
+    settings.model_copy(update={"method": MethodSection(name="fedsa-lora")}).write(fed.settings)
+    fed.policy.write_text(re.sub(r"(acme|berlin|cork) = \d", r"\1 = 8", fed.policy.read_text()))
+    begun(fed.path)
+    return fed
+
+
+def test_a_rank_that_the_method_cannot_serve_is_refused_by_every_command(
+    of_one_rank: FederationFolder, made: Path, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """Oracle: `begun`, with which the rounds start. Before, `admit` said that it takes effect from the next round on;
+    then no round could be measured, after any restart."""
+    fed, words = of_one_rank, "fedsa-lora cannot serve"
+    admitted = asked(fed, "acme", tmp_path)
+    members.admit(fed.path, admitted)
+    before = snapshot(fed)
+    for call in (["admit", fed.path, admitted, "--rank", 4], ["admit", fed.path, "--new", "dublin=4"]):
+        error = main("flower", *call).error()
+        assert words in error and "acme" in error and " 8" in error and "client" in error, error
+        assert snapshot(fed) == before
+    fed.policy.write_text(fed.policy.read_text().replace("cork = 8", "cork = 4"))
+    with pytest.raises(ConfigError, match=f"{words}.*cork 4.*'cork' has 4"):
+        begun(fed.path)
+    renew(fed.path)  # it was copied to another place
+    assert words in rows(fed)["serve"][0] and rows(fed)["serve"][1] is False
+    said = main("flower", "admit", fed.path, admitted, "--rank", 4)  # no worse than before: maybe a step of a repair
+    assert said.code == 0 and f"yet: {words}" in said.out
+    init = (
+        "flower", "init", tmp_path / "f", "--server-name", "fl.example.org", "--sites", "a=8,b=4", "--config",
+        made / "run.toml", "--labels", "no,yes,maybe", "--start", made / "fed" / "start", "--set",
+        "method.name=fedsa-lora",
+    )  # fmt: skip
+    assert words in main(*init).error() and not (tmp_path / "f").exists()
+
+
+def test_no_removal_leaves_rounds_that_cannot_be_played(fed: FederationFolder) -> None:
+    """Multi-krum with one liar needs 2 x 1 + 3 clients. Before, only the quorum was looked at."""
+    fed.policy.write_text(fed.policy.read_text() + "dublin = 4\nessen = 4\nfaro = 4\n")
+    rule = DefenceSection(rule="multi-krum", liars=1)
+    FederationSettings.load(fed.settings).model_copy(update={"defence": rule}).write(fed.settings)
+    members.remove(fed.path, "faro")
+    before = snapshot(fed)
+    with pytest.raises(ConfigError, match=r"without 'essen': .* among 4 clients needs 5.* Nothing was changed"):
+        members.remove(fed.path, "essen")
+    assert snapshot(fed) == before
+    begun(fed.path)

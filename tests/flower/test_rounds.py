@@ -6,6 +6,7 @@ order in which replies come).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -34,9 +35,11 @@ from fedlora.flower.rounds.attempt import far_ones, update_norm
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.events import AttemptFailed, Began, Done, Ended, Fated, PolicyChanged, read_events
 from fedlora.flower.rounds.playing import played_by_one
+from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.rounds.questions import reply_limit
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.terms.policy import Policy
+from fedlora.server.robust_rules import Krum
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import start
 from fedlora.server.terms import Terms
@@ -280,9 +283,14 @@ def test_a_round_is_tried_again_and_every_attempt_is_written_down(tmp_path: Path
 
 
 def test_a_client_that_the_method_cannot_serve_costs_itself_the_round(tmp_path: Path) -> None:
-    """FedIT needs one rank; a site was added with another one. The run goes on without it, and says why."""
+    """FedIT needs one rank. A policy with another one is refused; if a site has one all the same, the run goes on
+    without it, and says why."""
     ranks = {"one": 4, "two": 4, "three": 2}
-    strategy, grid = federation(tmp_path, Server(build("fedit"), quorum=1), ranks, record=tmp_path / "o")
+    with pytest.raises(ConfigError, match=r"fedit cannot serve.*\(one 4, two 4, three 2\)"):
+        federation(tmp_path, Server(build("fedit"), quorum=1), ranks)
+    one_rank = dict.fromkeys(ranks, 4)
+    strategy, grid = federation(tmp_path, Server(build("fedit"), quorum=1), one_rank, record=tmp_path / "o")
+    strategy.policy = Policy(ranks)
     try:
         strategy.start(grid, num_rounds=1)
     except QuorumNotMet as error:
@@ -491,6 +499,57 @@ def test_who_was_removed_and_comes_back_is_out_of_quarantine(tmp_path: Path) -> 
     strategy.start(grid, num_rounds=4)
     fates = [line["fates"].get("three", {}).get("fate") for line in lines_of(tmp_path / "o")]
     assert fates == ["refused", "quarantined", None, "trained"]
+
+
+def test_refusals_count_once_a_round_and_a_new_key_begins_without(tmp_path: Path) -> None:
+    """Two attempts of round 1 are refused: one refusal. Before, they were two, and quarantine = 2 barred the site after
+    one bad round. A site that comes back with a new key while no server runs begins as the runbook says: like a new
+    one."""
+
+    def played(upto: int, key: str, meddle: Any) -> Any:
+        strategy, grid = federation(
+            tmp_path, Server(build("glora"), quorum=2), policy=Policy(RANKS, quarantine=2, retries=1),
+            record=tmp_path / "o", resume=True, keys=lambda: {"three": key},
+        )  # fmt: skip
+        grid.meddle = {"three": nan} | meddle
+        with contextlib.suppress(QuorumNotMet):
+            strategy.start(grid, num_rounds=upto)
+        return strategy
+
+    assert played(1, "old", {"two": nan}).flower_state.refusals == {"two": 1, "three": 1}
+    assert played(1, "old", {}).flower_state.refusals == {"three": 2}
+    assert fate_of(played(2, "old", {}), "three") == "quarantined"
+    barred = progress_of(read_events(tmp_path / "o" / "events.jsonl")).barred
+    assert "2 rounds in a row" in barred["three"] and "set quarantine = 3 in policy.toml" in barred["three"]
+    assert fate_of(played(3, "new", {"three": lambda asked, reply: reply}), "three") == "trained"
+
+
+@pytest.mark.parametrize("needs", ["quorum", "rule"])
+def test_nobody_trains_if_quarantine_leaves_too_few(tmp_path: Path, needs: str) -> None:
+    """Oracle: 3 of 5 are left, for a quorum of 4, and for Krum with one liar, of whom two more were refused (2 f + 3).
+    Before, the three trained in vain at every start. The words name a way back, and it is one."""
+    ranks = dict.fromkeys("abcde", 4)
+    server = Server(build("glora"), quorum=4) if needs == "quorum" else Server(build("glora"), rule=Krum(liars=1))
+
+    def played(upto: int, meddle: Any, quarantine: int = 1) -> Any:
+        strategy, grid = federation(
+            tmp_path, server, ranks, policy=Policy(ranks, quarantine=quarantine, retries=0), resume=True
+        )
+        grid.meddle = meddle
+        try:
+            strategy.start(grid, num_rounds=upto)
+        except (QuorumNotMet, ConfigError) as error:
+            return error, grid
+        return strategy, grid
+
+    assert isinstance(played(1, {"a": nan, "b": nan})[0], QuorumNotMet)
+    error, grid = played(1, {})
+    assert isinstance(error, ConfigError) and not grid.sent
+    assert re.search(
+        f"(?s){'server.quorum = 4' if needs == 'quorum' else 'needs 5'}.*a: .*set quarantine = 2", str(error)
+    )
+    strategy, _ = played(1, {}, quarantine=2)
+    assert strategy.round == 1 and not strategy.flower_state.refusals
 
 
 def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_round(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,18 @@ def test_a_flowertune_server_adopts_it_in_two_lines(tmp_path: Path) -> None:
         stock_strategy(state, r=8, alpha=16, clients=["x"])
     with pytest.raises(ConfigError, match="folder=PATH"):  # nothing to resume from, and it would begin again
         stock_strategy(state, r=4, alpha=16, clients=["x"], resume=True)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"names": "bogus"}, "'registered' or 'order'; got 'bogus'"),
+        ({"alpha": 0}, "above 0; got 0"),
+        ({"alpha": float("nan")}, "above 0; got nan"),
+        ({"clients": "c0"}, "list of different names.*got 'c0'"),
+        ({"clients": ["x", "x"]}, "list of different names"),
+        ({"resume": True, "folder": tmp_path / "typo"}, "typo does not exist"),
+        ({"peft_state": {k: t for k, t in state.items() if "lora_A" in k}}, "has no lora_B"),
+    ]
+    for said, words in wrong:
+        with pytest.raises(ConfigError, match=words):
+            stock_strategy(**({"peft_state": state, "r": 4, "alpha": 16, "clients": ["x"]} | said))
     weighed = stock_strategy(state, r=4, alpha=16, clients=list(RANKS), names="order", rule=GeometricMedian())
     weighed.start(grid=grid, initial_arrays=ArrayRecord(state), num_rounds=1)
     tally = weighed.flower_state.state.server.tally

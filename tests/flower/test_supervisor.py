@@ -278,14 +278,36 @@ def test_who_comes_and_goes_is_told_once(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is started while there is no room, and it is said once. A run that fails for want of it ends `serve`, and
-    the next one waits so."""
+    """Nothing is started while there is no room, and it is said once."""
     home = federation_folder(tmp_path / "f")
     free = [0] * 5
     monkeypatch.setattr(supervisor, "room_of", lambda folder: free.pop() if free else 10**12)
     now, link, said = served(home, [rounds(1, 2, 3), completes(3)])
     assert now.done == 3 and not free and link.done[0] == "start"
     assert sum("is full: 0 B free, 16 MB needed" in line for line in said) == 1
+
+
+def test_a_disk_that_fills_up_during_a_round_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FED/server is a mount of its own, as full as the run finds it. Before, `serve` ended with code 1, and did not see
+    that mount in its next start either."""
+    home = federation_folder(tmp_path / "f")
+    (home / "server").mkdir()
+    left = [10**9]
+
+    def fills(link: FakeLink) -> RunFacts:
+        left[0] = 0
+        return fails("[Errno 28] No space left on device")(link)
+
+    def usage(place: Path) -> SimpleNamespace:
+        if place != home / "server":
+            return SimpleNamespace(free=10**12)
+        now, left[0] = left[0], left[0] + 4_000_000  # somebody makes room
+        return SimpleNamespace(free=now)
+
+    monkeypatch.setattr("fedlora.flower.serving.standing.shutil.disk_usage", usage)
+    now, link, said = served(home, [rounds(1), fills], [rounds(2, 3), completes(3)])
+    assert now.done == 3 and link.done.count("start") == 1 and link.done.count("run") == 2
+    assert any("No space left" in line for line in said) and sum("is full: " in line for line in said) == 1
 
 
 def test_a_run_that_never_begins_is_explained(tmp_path: Path) -> None:

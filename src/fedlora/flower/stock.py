@@ -3,6 +3,7 @@ clients."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -106,15 +107,22 @@ def stock_strategy(
 
     Args:
         peft_state: the initial state dict of linear LoRA layers. r, alpha: those of all clients.
-        clients: their registered names; with names="order" (for simulations, whose nodes have none) the online nodes
-            get these names in the order of their ids. method, hparams: as in `fedlora.build`. rule: a robust rule, such
-            as `fedlora.server.robust_rules.MultiKrum(liars=1)`, instead of Flower's own strategies of that name, which
+        clients: their registered names. names: "order" is for simulations, whose nodes have no names: the online nodes
+            get these names in the order of their ids. If one is away, all after it get the name of another, and the
+            memory of other clients with it (GLoRA's, refusals): only where all nodes stay, and never in a deployment.
+            method, hparams: as in `fedlora.build`. folder: for checkpoints. resume: continue from its newest one; with
+            an empty folder it begins at round 1. rule: a robust rule, such as
+            `fedlora.server.robust_rules.MultiKrum(liars=1)`, instead of Flower's own strategies of that name, which
             compare factors and would not understand adapters.
 
     Raises:
-        ConfigError: other tensors than LoRA factors of rank r, a method that such clients cannot run, or a rule that
-            needs more clients in a round.
+        ConfigError: other tensors than LoRA factors of rank r in pairs, an argument that is not as above, a folder to
+            resume from that does not exist, a method that such clients cannot run, or a rule that needs more clients
+            in a round.
     """
+    _check_arguments(alpha, clients, names, folder if resume else None)
+    if resume and folder is None:
+        raise ConfigError("resume=True needs the folder of the run's checkpoints: give folder=PATH too.")
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in peft_state.items():
         found = stock_key(key)
@@ -123,11 +131,13 @@ def stock_strategy(
                 f"{key!r} of shape {tuple(tensor.shape)} is not a LoRA factor of rank {r} of a linear layer."
             )
         pairs.setdefault(found[0], {})[found[1]] = tensor.detach().cpu().float()
+    for module, pair in pairs.items():
+        if len(pair) < 2:
+            lacks = "B" if "A" in pair else "A"
+            raise ConfigError(f"{module!r} has no lora_{lacks}: give get_peft_model_state_dict as a whole.")
     factor = alpha / r
     adapter = Adapter({m: LoRA(pair["B"] * factor, pair["A"]) for m, pair in sorted(pairs.items())})
     server = Server(build(method, **hparams), heads="frozen", quorum=quorum, seed=seed, rule=rule)
-    if resume and folder is None:
-        raise ConfigError("resume=True needs the folder of the run's checkpoints: give folder=PATH too.")
     state = start(server, adapter)
     return StockFedLoRA(
         server,
@@ -141,6 +151,21 @@ def stock_strategy(
         identify=registered_names if names == "registered" else _in_order(clients),
         codec=StockClients(r, alpha),
     )
+
+
+def _check_arguments(alpha: float, clients: Sequence[str], names: str, resumed: Path | None) -> None:
+    """Raises `ConfigError`. resumed: the folder to resume from, if there is one."""
+    if names not in ("registered", "order"):
+        raise ConfigError(f"names is 'registered' or 'order'; got {names!r}.")
+    if isinstance(clients, str) or len(set(clients)) != len(clients):
+        raise ConfigError(f"clients is a list of different names, such as ['site-1', 'site-2']; got {clients!r}.")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
+        raise ConfigError(f"alpha is the clients' lora_alpha, a number above 0; got {alpha!r}.")
+    if resumed is not None and not resumed.is_dir():
+        raise ConfigError(
+            f"resume=True, but the folder {resumed} does not exist, so the run would begin again at round 1. Correct "
+            f"the path; for a new run, leave resume out, or make the folder."
+        )
 
 
 def _in_order(clients: Sequence[str]) -> Identify:

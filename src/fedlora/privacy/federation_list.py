@@ -45,19 +45,19 @@ FEDERATION: tuple[Item, ...] = (
     *as_items("rounds.jsonl", "dropped", TRAFFIC, "seconds", "measure_seconds", "bytes"),
     *as_items("rounds.jsonl", "dropped", REFUSED, "defence"),
     # FED/server/events.jsonl: KIND.FIELD. `asked` names all members, online or not; `done` holds a line of
-    # rounds.jsonl, which has its own list
-    *as_items(
-        "events.jsonl", "released", PUBLIC, *(f"began.{n}" for n in ("round", "attempt", "asked", "deadline", "at"))
-    ),
+    # rounds.jsonl, which has its own list. Two times would show that the server waited for an absent member in between:
+    # `public_event` takes them away, also that of `done`
+    *as_items("events.jsonl", "released", PUBLIC, *(f"began.{n}" for n in ("round", "attempt", "asked", "deadline"))),
+    *as_items("events.jsonl", "dropped", TRAFFIC, *(f"{kind}.at" for kind in ("began", "policy", "ended"))),
     *as_items("events.jsonl", "dropped", WHO, "began.not_asked"),
     *as_items("events.jsonl", "released", PUBLIC, "done"),
     *as_items(
         "events.jsonl",
         "released",
         PUBLIC,
-        *(f"policy.{n}" for n in ("round", "added", "removed", "changed", "why", "at")),
+        *(f"policy.{n}" for n in ("round", "added", "removed", "changed", "why")),
     ),
-    *as_items("events.jsonl", "released", PUBLIC, *(f"ended.{n}" for n in ("round", "why", "at"))),
+    *as_items("events.jsonl", "released", PUBLIC, *(f"ended.{n}" for n in ("round", "why"))),
     *as_items("events.jsonl", "dropped", WHO, "fate", "awaited", "again"),
     # FED/server/summary.json: `flower.rounds.finishing`
     *as_items(
@@ -99,12 +99,10 @@ FEDERATION: tuple[Item, ...] = (
         "finished",
         "served_by",
         "superlink",
-        "began",
         "ended",
         "last_rounds",
         "playing.round",
         "playing.asked",
-        "playing.since",
         "sites.*.rank",
     ),
     *as_items("status", "released", LEDGER, "privacy"),
@@ -122,7 +120,8 @@ FEDERATION: tuple[Item, ...] = (
         "sites.*.fates",
     ),
     *as_items("status", "dropped", LOSS, "sites.*.loss", "sites.*.norm"),
-    *as_items("status", "dropped", TRAFFIC, "last_event", "database_bytes", "disk_free_bytes", "sites.*.upload_bytes"),
+    *as_items("status", "dropped", TRAFFIC, "began", "last_event", "playing.since"),
+    *as_items("status", "dropped", TRAFFIC, "database_bytes", "disk_free_bytes", "sites.*.upload_bytes"),
     *as_items("status round", "released", PUBLIC, "round"),
     *as_items("status round", "released", LEDGER, "privacy"),
     *as_items("status round", "if-public", TESTED, "metrics"),

@@ -117,7 +117,10 @@ class ModelSection(Section):
     revision: Annotated[
         str | None, Key("each site names its own copy in its site.toml, and the weights' digests are compared")
     ] = None
-    dtype: Annotated[DType, _RUNS] = "float32"
+    dtype: Annotated[
+        DType, Key("its sites hold the base in float32, or in 4 bits with model.four_bit, and no key of a site.toml "
+                   "changes that")
+    ] = "float32"  # fmt: skip
     bf16: bool = False
     tf32: Annotated[bool, _RUNS] = False
     four_bit: bool = False

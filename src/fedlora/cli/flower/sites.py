@@ -61,6 +61,8 @@ def admit(
             _say(f"{done.site}: rank {_rank(done.before)} before, {_rank(done.rank)} from the next round on.")
     if done.learned:
         _say(f"The server took {', '.join(done.learned)} of the base model from it: all other sites must match.")
+    for line in done.notes:
+        _say(f"note: {line}")
     _say("A running server lets it in within seconds.")
 
 
@@ -71,7 +73,8 @@ def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", 
     needed()
     from fedlora.flower.setup import members
 
-    members.remove(folder, name)
+    for line in members.remove(folder, name):
+        _say(f"note: {line}")
     _say(f"{name}: removed. A running server puts it out within seconds.")
 
 

@@ -23,7 +23,7 @@ from fedlora.core.lora import LoRA, change_of
 from fedlora.core.messages import ClientMemory, Download, Upload
 from fedlora.core.read_only import ReadOnly
 from fedlora.core.trainer import round_loss
-from fedlora.errors import HyperparameterError, QuorumNotMet, RankMismatch, UploadRefused
+from fedlora.errors import QuorumNotMet, UploadRefused
 from fedlora.flower.messages.codecs import Reply
 from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import RecordError
@@ -31,7 +31,7 @@ from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.events import AttemptFailed, Began, Event, Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.membership import Drawn
-from fedlora.flower.rounds.questions import MessageMaker, Question, reply_limit
+from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question, reply_limit
 from fedlora.flower.terms.policy import shares_lost
 from fedlora.server.intake import Intake
 from fedlora.server.state import RunState, ServerState, Tally
@@ -49,7 +49,7 @@ class Effect(NamedTuple):
                 server knows what it holds. False: its site goes back to its last work that counted, and is sent
                 everything, because what it holds is uncertain.
     moves_on    Whether it trains on its next data, as in the engine, or on the same again.
-    refused     Whether its refused uploads in a row are one more. The policy allows some before quarantine.
+    refused     Whether its rounds in a row with refused uploads are one more. The policy allows some before quarantine.
 
     After an attempt that does not count, only `refused` holds: a client holds what it held, and trains on the same data
     again. Nothing happens to a client for whom no message was made.
@@ -74,15 +74,18 @@ class Attempt:
 
     maker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
     attempts. deadline: seconds for an answer, and the life of a message. report: called with its beginning, and with
-    each fate once it is known; a later fate of the same client replaces the one before.
+    each fate once it is known; a later fate of the same client replaces the one before. refusals: as in the state, but
+    before the round's first attempt: all attempts together count once.
     """
 
     def __init__(
-        self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float, report: Report
-    ) -> None:
+        self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float, report: Report,
+        refusals: Mapping[str, int],
+    ) -> None:  # fmt: skip
         self.server, self.policy, self.flower_state = maker.server, maker.policy, maker.flower_state
         self.round, self.nth, self.deadline = self.flower_state.next_round, nth, deadline
         self._maker, self._drawn, self._intake, self._report = maker, drawn, intake, report
+        self._refusals = refusals
         self._served: list[str] = []  # for whom a message was made
         self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
         others = drawn.not_asked.items()
@@ -98,8 +101,8 @@ class Attempt:
                 download = self._maker.download(name)
                 limit = reply_limit(download.client, self.flower_state.state.server, self.policy)
                 question = self._maker.question(download, group, self.deadline, limit)
-            except (RankMismatch, HyperparameterError) as error:
-                self._settle(name, "refused", f"{self.server.method.name} cannot serve it: {error}")
+            except NotServed as error:
+                self._settle(name, "refused", str(error))
                 continue
             self._served.append(name)
             del download
@@ -192,7 +195,7 @@ class Attempt:
         examples, refusals = dict(known.examples), dict(known.refusals)
         for name in self._served:
             effect, receipt = EFFECTS[self._fates[name].fate], receipts.get(name, Receipt())
-            if effect.refused:
+            if effect.refused and refusals.get(name, 0) <= self._refusals.get(name, 0):
                 refusals[name] = refusals.get(name, 0) + 1
             if counted and effect.counted:
                 clients[name], examples[name] = self._taken[name][1], self._fates[name].examples or 0.0

@@ -53,11 +53,12 @@ Table = Annotated[Mapping[str, Any], PlainValidator(_table)]
 
 @dataclass(frozen=True)
 class _Event:
-    """round: that it tells of. at: when it was written. NAME: `event` in the file."""
+    """round: that it tells of. at: when it was written; None in a private federation, where the time would show that
+    the server waited for somebody. NAME: `event` in the file."""
 
     NAME: ClassVar[str]
     round: int
-    at: str = field(default="", kw_only=True)
+    at: str | None = field(default="", kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,8 @@ def read_events(path: Path) -> list[Event]:
 
 
 def as_line(event: Event) -> str:
-    """The event as its line, with the current time unless it has one."""
-    at = event.at or datetime.now(UTC).isoformat(timespec="milliseconds")
+    """The event as its line, with the current time if its own is empty."""
+    at = datetime.now(UTC).isoformat(timespec="milliseconds") if event.at == "" else event.at
     if isinstance(event, Done):
         said = {**event.line, "round": event.round}
     else:

@@ -6,7 +6,7 @@ The server needs no base model for any of it; if [at_server] names one, the serv
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,8 +18,8 @@ from fedlora.errors import ConfigError, counted
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
-from fedlora.flower.rounds.flower_state import FlowerState, newest
-from fedlora.flower.rounds.membership import check_playable
+from fedlora.flower.rounds.flower_state import FlowerState, keys_now, newest
+from fedlora.flower.rounds.membership import check_enough, check_playable
 from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.round_lines import rounds_done
@@ -62,6 +62,12 @@ class Begun:
     history: History
     newest: FlowerState | None = None
 
+    def refusals(self) -> Mapping[str, int]:
+        """Client -> the number of rounds in a row in which its uploads were refused, under the policy as it is now."""
+        if self.newest is None:
+            return {}
+        return self.newest.under(self.policy.clients, keys=keys_now(self.home))[0].refusals
+
 
 def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
     """Make all checks of a ServerApp before it asks a site; `fedlora doctor` calls it too. It writes nothing.
@@ -78,17 +84,10 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
     if threads := settings.run.torch_threads():  # as at the sites: bit-for-bit results need one number of threads
         torch.set_num_threads(threads)
     policy = Policy.read(home.policy)
-    server = settings.server.build(settings.method.build(), settings.run.seed, settings.defence.build())
     seed_adapter, spec = read_adapter(home.start, scaling=settings.lora.unit)
-    plan: PrivacyPlan | None = None
-    if settings.privacy is not None:
-        check_policy(policy, settings.privacy)
-        server, plan = planned(settings, server, seed_adapter)
-        if not has_released(home):
-            check_affordable(settings, server, plan)
-    state = start(server, seed_adapter)
-    check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
-    _check_readouts(settings, server, state)
+    server, plan, state = playable(settings, policy, seed_adapter)
+    if plan is not None and not has_released(home):
+        check_affordable(settings, server, plan)
     known = agreed(home.agreement)
     config = settings.for_server()
     at_server = AtServer()
@@ -126,8 +125,31 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
     examples = at_server.examples if choosing.by == "server" else None
     held_out = f"server:{examples[:16]}" if examples is not None else "sites"
     history = history.with_(settings, rounds, held_out)
-    return Begun(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
-                 rounds, history, found)  # fmt: skip
+    begun = Begun(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
+                  rounds, history, found)  # fmt: skip
+    if rounds < settings.run.rounds:
+        check_enough(policy, server, begun.refusals(), settings.run.participation)
+    return begun
+
+
+def playable(
+    settings: FederationSettings, policy: Policy, seed_adapter: Adapter
+) -> tuple[Server, PrivacyPlan | None, RunState]:
+    """The server of these settings, its plan if it is private, and its state before the first round. `init`, `admit`,
+    `remove`, `doctor`, `serve` and the rounds call it, so that none accepts what another refuses. It writes nothing.
+
+    Raises:
+        FedLoRAError: settings that contradict each other, or a policy that cannot be played with them.
+    """
+    server = settings.server.build(settings.method.build(), settings.run.seed, settings.defence.build())
+    plan: PrivacyPlan | None = None
+    if settings.privacy is not None:
+        check_policy(policy, settings.privacy)
+        server, plan = planned(settings, server, seed_adapter)
+    state = start(server, seed_adapter)
+    _check_readouts(settings, server, state)
+    check_playable(policy, server, state.server, OwnClients(), settings.run.participation)
+    return server, plan, state
 
 
 def _check_readouts(settings: FederationSettings, server: Server, state: RunState) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -14,6 +15,7 @@ from fedlora.core import checkpoint
 from fedlora.core.lora import named_tensors
 from fedlora.core.read_only import ReadOnly
 from fedlora.flower.messages.envelope import Receipt
+from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import PolicyChanged
 from fedlora.server.server import Server
 from fedlora.server.state import RunState, ServerState
@@ -25,9 +27,9 @@ Members = Mapping[str, int | Mapping[str, int]]
 
 @dataclass(frozen=True, eq=False)
 class FlowerState:
-    """A run's state; the number of each client's refused uploads since the last accepted one; the number of training
-    examples that each reported with its last accepted upload; the receipts for their work (absent: never asked); and
-    the clients of the policy as it was last read, with their ranks."""
+    """A run's state; for each client the number of rounds since its last accepted upload in which one was refused; the
+    number of training examples that each reported with its last accepted upload; the receipts for their work (absent:
+    never asked); the clients of the policy as it was last read, with their ranks; and their keys at that time."""
 
     TAG: ClassVar[str] = "flower/2"
 
@@ -37,18 +39,22 @@ class FlowerState:
     examples: Mapping[str, float] = field(default_factory=dict)
     receipts: Mapping[str, Receipt] = field(default_factory=dict)
     members: Members = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def next_round(self) -> int:
         """The round that is played from this state."""
         return self.state.round + 1
 
-    def under(self, clients: Members, why: str = "") -> tuple[FlowerState, PolicyChanged | None]:
+    def under(
+        self, clients: Members, why: str = "", keys: Mapping[str, str] = ReadOnly()
+    ) -> tuple[FlowerState, PolicyChanged | None]:
         """The state under a policy with these clients, and what is new in it since the checkpoint; None: nothing.
 
         The server forgets a client that was removed, except for the receipt, by which its site finds its own work
         again. If its rank changed, the server forgets only the ranks that pruning had left. A client that was removed
-        and came back between two readings of the policy was never removed. why: as in `PolicyChanged`.
+        and came back between two readings of the policy was never removed; but if it has another key, its refused
+        uploads are forgotten, because they were not its own. why: as in `PolicyChanged`. keys: client -> its key now.
         """
         old = self.members
         added = {name: rank for name, rank in clients.items() if name not in old}
@@ -60,11 +66,23 @@ class FlowerState:
 
         known = {name: replace(m, ranks=None) if name in other else m for name, m in self.state.clients.items()}
         state = replace(self.state, clients=left(known))
+        renewed = [name for name, key in keys.items() if self.keys.get(name, key) != key]
+        refusals = {name: count for name, count in left(self.refusals).items() if name not in renewed}
         after = replace(
-            self, state=state, refusals=left(self.refusals), examples=left(self.examples), members=ReadOnly(clients)
-        )
+            self, state=state, refusals=ReadOnly(refusals), examples=left(self.examples), members=ReadOnly(clients),
+            keys=ReadOnly({**left(self.keys), **keys}),
+        )  # fmt: skip
         changed = added or gone or other or why
         return after, PolicyChanged(self.next_round, added, gone, other, why) if changed else None
+
+
+def keys_now(home: FederationFolder) -> dict[str, str]:
+    """Each admitted client -> the text of its public key."""
+    found = {}
+    for path in sorted(home.key("any").parent.glob("*.pub")):
+        with suppress(FileNotFoundError):  # it was removed meanwhile
+            found[path.stem] = path.read_text(encoding="utf-8", errors="replace").strip()
+    return found
 
 
 def newest(

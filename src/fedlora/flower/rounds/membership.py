@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, HyperparameterError, RankMismatch, counted
 from fedlora.flower.messages.codecs import Codec
 from fedlora.flower.rounds.events import Fate
 from fedlora.flower.terms.policy import Policy
@@ -44,7 +46,7 @@ def draw(
     finished rounds, by which `sample_clients` draws. chosen: the clients to ask, if the round itself decides
     (`Intake.asked`). Pure.
     """
-    barred = {name: why for name in policy.clients if (why := quarantine(policy, refusals, name))}
+    barred = in_quarantine(policy, refusals)
     free = [name for name in policy.clients if name not in barred]
     if chosen is None:
         share = min(1.0, participation * len(policy.clients) / len(free)) if barred and free else participation
@@ -61,14 +63,50 @@ def draw(
 
 
 def quarantine(policy: Policy, refusals: Mapping[str, int], name: str) -> str:
-    """Why a client is no longer asked; "" if it is. refusals: client -> the number of refused uploads in a row."""
+    """Why a client is no longer asked, and the way back; "" if it is asked. refusals: client -> the number of rounds in
+    a row in which its uploads were refused."""
     count = refusals.get(name, 0)
-    return f"it is in quarantine after {count} refused uploads" if 0 < policy.quarantine <= count else ""
+    if not 0 < policy.quarantine <= count:
+        return ""
+    return (
+        f"it is in quarantine after {counted(count, 'round')} in a row with refused uploads; to ask it again, set "
+        f"quarantine = {count + 1} in policy.toml"
+    )
+
+
+def in_quarantine(policy: Policy, refusals: Mapping[str, int]) -> dict[str, str]:
+    """The policy's clients that are no longer asked -> why, as in `quarantine`."""
+    return {name: why for name in policy.clients if (why := quarantine(policy, refusals, name))}
+
+
+def check_enough(policy: Policy, server: Server, refusals: Mapping[str, int], participation: float) -> None:
+    """Raises `ConfigError` if quarantine leaves fewer clients than a round needs, so that nobody trains in vain.
+
+    It counts clients: if they suffice, their weights may still make the round fail.
+    """
+    if not (barred := in_quarantine(policy, refusals)):
+        return
+    free = len(policy.clients) - len(barred)
+    drawn = min(free, check_quorum(server.quorum, len(policy.clients), participation))
+    few: str | None = f"nobody is left of {len(policy.clients)}" if not free else None
+    if drawn < (server.quorum or 1):
+        few = few or f"{drawn} of {len(policy.clients)} are left for a round, and server.quorum = {server.quorum}"
+    elif server.rule is not None:
+        alike = [1 / drawn] * drawn
+        refused = len(barred) if drawn == free else 0  # `Attempt.close` counts them as liars, if none replaces them
+        few = server.rule.without(refused, alike).overcome(alike)
+    if few:
+        said = "; ".join(f"{name}: {why}" for name, why in barred.items())
+        raise ConfigError(
+            f"too few sites are left, because some are in quarantine: {few}. {said}. First let the site repair what "
+            f"was refused; or remove the site, or ask for fewer in federation.toml. Nobody was asked to train."
+        )
 
 
 def check_playable(policy: Policy, server: Server, state: ServerState, codec: Codec, participation: float) -> None:
-    """Raises `FedLoRAError` for a policy that a federation cannot play."""
-    ranks = [ranks_of(policy.client(name), state) for name in policy.clients]
+    """Raises `FedLoRAError` for a policy under which no round could be played: its ranks, its number of sites or its
+    limits do not fit the method, the quorum or the rule."""
+    ranks = _served_ranks(policy, server, state)
     codec.require(server, state, policy)
     with_largest_share(server, policy)
     drawn = check_quorum(server.quorum, len(policy.clients), participation)
@@ -76,6 +114,29 @@ def check_playable(policy: Policy, server: Server, state: ServerState, codec: Co
         shares = policy.largest_shares(server.weighs_by, drawn)
         if near := check_rule(server.rule, server.method, ranks, shares):
             log.warning("%s", near)
+
+
+def _served_ranks(policy: Policy, server: Server, state: ServerState) -> list[dict[str, int]]:
+    """Module -> r, for each client. Asks the method for one readout of each rank, and drops it.
+
+    Raises:
+        ConfigError: the method cannot serve a rank, or a rank names no module.
+    """
+    served: list[Any] = []
+    for name, rank in policy.clients.items():
+        if rank in served:
+            continue
+        try:
+            server.download(state, policy.client(name))
+        except (RankMismatch, HyperparameterError) as error:
+            said = ", ".join(f"{client} {'by module' if isinstance(r, Mapping) else r}" for client, r in
+                             islice(policy.clients.items(), 8))  # fmt: skip
+            more = ", ..." if len(policy.clients) > 8 else ""
+            raise ConfigError(
+                f"{server.method.name} cannot serve the ranks of the policy ({said}{more}): {error}"
+            ) from error
+        served.append(rank)
+    return [ranks_of(policy.client(name), state) for name in policy.clients]
 
 
 def check_quorum(quorum: int | None, sites: int, participation: float) -> int:

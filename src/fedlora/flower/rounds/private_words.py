@@ -28,8 +28,9 @@ def public_line(line: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str
 
 
 def public_event(event: Event, members: Sequence[str]) -> Event | None:
-    """The event for events.jsonl; None for one about single sites. All members are asked, so `asked` names all of them,
-    online or not. The line of a `Done` is already public."""
+    """The event for events.jsonl, without its time; None for one about single sites. All members are asked, so `asked`
+    names all of them, online or not. The line of a `Done` is already public."""
+    event = replace(event, at=None)
     if fate_of("events.jsonl", event.NAME) == "released":
         return event
     if isinstance(event, Began):

@@ -19,15 +19,17 @@ class Progress:
     """The rounds until now.
 
     round: the number of finished ones. lines: round -> its line of rounds.jsonl, for the last hundred. playing: the
-    current attempt, with `fates` of those who have answered. ended: why no more rounds are played, otherwise "".
-    fate_counts: (client, fate) -> how often, repeated attempts included, except for "trained". uploaded: client ->
-    bytes. began, heard: when the first and the last event were written.
+    current attempt, with `fates` of those who have answered. barred: client -> why it is in quarantine. ended: why no
+    more rounds are played, otherwise "". fate_counts: (client, fate) -> how often, repeated attempts included, except
+    for "trained". uploaded: client -> bytes. began, heard: when the first and the last event were written, "" if
+    that is withheld.
     """
 
     round: int = 0
     lines: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     playing: Began | None = None
     fates: Mapping[str, Fated] = field(default_factory=dict)
+    barred: Mapping[str, str] = field(default_factory=dict)
     ended: str = ""
     fate_counts: Mapping[tuple[str, str], int] = field(default_factory=dict)
     uploaded: Mapping[str, int] = field(default_factory=dict)
@@ -37,9 +39,11 @@ class Progress:
 
 def after(progress: Progress, event: Event) -> Progress:
     """The progress after one more event. A round that is played again after a crash counts once."""
-    progress = replace(progress, began=progress.began or event.at, heard=event.at)
+    progress = replace(progress, began=progress.began or event.at or "", heard=event.at or "")
     if isinstance(event, Began):
-        return replace(progress, playing=event, fates={}, ended="", round=min(progress.round, event.round - 1))
+        barred = {name: str(one.get("why")) for name, one in event.not_asked.items() if one["fate"] == "quarantined"}
+        back = min(progress.round, event.round - 1)
+        return replace(progress, playing=event, fates={}, barred=barred, ended="", round=back)
     if isinstance(event, Fated):
         uploaded = dict(progress.uploaded)
         uploaded[event.client] = uploaded.get(event.client, 0) + (event.bytes or 0)

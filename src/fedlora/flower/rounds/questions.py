@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flwr.app import Message, MessageType
 
 from fedlora.core.messages import Client, ClientMemory, Download, as_pruned
+from fedlora.errors import FedLoRAError, HyperparameterError, RankMismatch
 from fedlora.flower.messages.codecs import Codec
 from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.measuring import HeldOut, as_question
@@ -19,6 +20,10 @@ from fedlora.server.state import ServerState
 from fedlora.server.terms import ranks_of
 
 _MB = 2**20
+
+
+class NotServed(FedLoRAError):
+    """The method has no readout for a client's ranks, so that client gets no message. The others do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +55,12 @@ class MessageMaker:
         return self.flower_state.state.clients.get(name, ClientMemory())
 
     def download(self, name: str) -> Download:
-        """What a client begins with, whole. Raises `RankMismatch` or `HyperparameterError` for one that the method
-        cannot serve."""
+        """What a client begins with, whole. Raises `NotServed`."""
         client = as_pruned(self.policy.client(name), self.known(name))
-        return self.server.download(self.flower_state.state.server, client)
+        try:
+            return self.server.download(self.flower_state.state.server, client)
+        except (RankMismatch, HyperparameterError) as error:
+            raise NotServed(f"{self.server.method.name} cannot serve it: {error}") from error
 
     def question(
         self, download: Download, group: str, ttl: float, limit: Limit, measure: HeldOut | None = None,

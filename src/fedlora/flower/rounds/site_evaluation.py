@@ -16,7 +16,7 @@ from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.arrivals import Limit
 from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.membership import quarantine
-from fedlora.flower.rounds.questions import MessageMaker, Question
+from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question
 from fedlora.flower.terms.policy import shares_lost
 from fedlora.server.closing import held_to_share
 
@@ -71,7 +71,7 @@ class SiteRound:
 
 class SiteEvaluation:
     """One measurement of a state at all sites: it asks every client of the policy, drawn or not, except those that are
-    not online and those whose uploads are refused. Mutable: it notes what each message carried.
+    not online, that the method cannot serve, or whose uploads are refused. Mutable: it notes what each message carried.
 
     A site's scores count for no more examples than it trained on.
     """
@@ -95,7 +95,11 @@ class SiteEvaluation:
         group = f"{self._flower_state.run}-{self._flower_state.state.round}-measure-{self._part}"
         for name in self._policy.clients:
             if name not in self._not_asked:
-                download = self._maker.download(name)
+                try:
+                    download = self._maker.download(name)
+                except NotServed as error:
+                    self._not_asked[name] = str(error)
+                    continue
                 self._carried[name] = held_after(download, download.start, untrained=True)
                 question = self._maker.question(download, group, ttl, _NUMBERS, self._part)
                 del download

@@ -54,7 +54,7 @@ from fedlora.flower.rounds.events import Awaited, Done, Ended, Event, EventWrite
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of, log_to_stdout
-from fedlora.flower.rounds.membership import check_playable, draw, with_largest_share
+from fedlora.flower.rounds.membership import check_enough, check_playable, draw, with_largest_share
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
 from fedlora.flower.rounds.questions import MessageMaker, Question
@@ -72,7 +72,8 @@ class FedLoRA:
 
     Args:
         server: with its method, quorum, weighting. policy: who may take part, and how. policy_file: read again before
-            each round; None: the policy stays. state: the start, from `server.start`.
+            each round; None: the policy stays. keys: the clients' current keys: a client with another one begins
+            without refusals. state: the start, from `server.start`.
         run: the federation's name, by which clients keep their state. folder: for checkpoints; None keeps none.
             record: for events.jsonl and rounds.jsonl; None: nowhere. resume: go on from this one instead of `state`;
             `flower_state.newest` reads it from `folder`. Weighting, quorum, rule and policy may differ from its own.
@@ -97,6 +98,7 @@ class FedLoRA:
         state: RunState,
         *,
         policy_file: Path | None = None,
+        keys: Callable[[], Mapping[str, str]] = dict,
         run: str = "federation",
         folder: Path | None = None,
         record: Path | None = None,
@@ -119,7 +121,7 @@ class FedLoRA:
         if resume is None:
             _require_new(folder, record)
         self._check(policy)
-        self._policy_file, self._policy_error = policy_file, ""
+        self._policy_file, self._policy_error, self._keys = policy_file, "", keys
         self._events = EventWriter(record / "events.jsonl" if record is not None else None)
         self.lines = RoundLines(record / "rounds.jsonl" if record is not None else None, upto=self.round)
         self.stopped: str | None = None  # why no further round is played
@@ -154,6 +156,7 @@ class FedLoRA:
 
         Raises:
             QuorumNotMet: a round had too few usable replies in each of its attempts; the state before it is stored.
+            ConfigError: quarantine leaves fewer clients than a round needs.
             BudgetSpent: the budget pays for no private round at all. Errors of the method's own are not caught.
         """
         log_to_stdout()
@@ -181,11 +184,11 @@ class FedLoRA:
 
     def _play_attempts(self, grid: Grid) -> tuple[FlowerState, Mapping[str, Any]]:
         """Make attempts until one counts, as many as the policy allows. The next state, and the round's line."""
-        nth = 0
+        nth, refusals = 0, self.flower_state.refusals
         while True:
             nth += 1
             began = self.clock.monotonic()
-            attempt = self._open_attempt(grid, nth)
+            attempt = self._open_attempt(grid, nth, refusals)
             self._collect_answers(grid, attempt)
             try:
                 flower_state, line = attempt.close()
@@ -203,8 +206,9 @@ class FedLoRA:
             while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < needed:
                 self.clock.sleep(1.0)
 
-    def _open_attempt(self, grid: Grid, nth: int) -> Attempt:
-        """Draw the clients, and open the intake for their uploads, both by the policy as it is now."""
+    def _open_attempt(self, grid: Grid, nth: int, refusals: Mapping[str, int]) -> Attempt:
+        """Draw the clients, and open the intake for their uploads, both by the policy as it is now. refusals: before
+        the round. Raises `ConfigError` if quarantine leaves too few clients."""
         self.read_policy()
         self._hooks.before_attempt(self, grid)
         maker = self._message_maker(grid)
@@ -213,7 +217,9 @@ class FedLoRA:
             self.policy, self.flower_state.refusals, maker.online, participation=self.participation, seed=self._seed,
             finished=self.round, chosen=intake.asked,  # a private round chooses by itself
         )  # fmt: skip
-        return Attempt(maker, drawn, intake, nth, self.deadline, self._report)
+        attempt = Attempt(maker, drawn, intake, nth, self.deadline, self._report, refusals)
+        check_enough(self.policy, self.server, self.flower_state.refusals, self.participation)  # it is reported by then
+        return attempt
 
     def _collect_answers(self, grid: Grid, attempt: Attempt) -> None:
         """Ask the drawn clients, and give each its fate, until all have answered or the deadline has come."""
@@ -279,12 +285,13 @@ class FedLoRA:
         if self._policy_file is not None:
             try:
                 found = Policy.read(self._policy_file)
-                self._check(found)
+                if found != self.policy:
+                    self._check(found)
                 self.policy = found
             except FedLoRAError as refused:
                 error = f"{refused} The policy before it stays."
         news, self._policy_error = "" if error == self._policy_error else error, error
-        self.flower_state, change = self.flower_state.under(self.policy.clients, news)
+        self.flower_state, change = self.flower_state.under(self.policy.clients, news, self._keys())
         if change is not None:
             self._report(change)
 

@@ -105,8 +105,10 @@ def keys_of(folder: FederationFolder) -> dict[str, Path]:
 
 
 def room_of(folder: FederationFolder) -> int:
-    """The free bytes where the folder is."""
-    return shutil.disk_usage(folder.path).free
+    """The free bytes where the folder is; where less is free, on another disk that is mounted below it for what the
+    server writes."""
+    places = [place for place in (folder.path, *folder.written) if place.is_dir()]
+    return min(shutil.disk_usage(place).free for place in places)
 
 
 def needed_room(folder: FederationFolder) -> int:

@@ -25,7 +25,8 @@ from fedlora.privacy.released import filtered
 class SiteStatus:
     """One site, as `status --json` tells it. node: "online", "offline", "registered" (admitted, never seen), "no key"
     (not admitted), "unknown" (no SuperLink answers). last_seen: the last contact with its node. fate, loss, norm: of
-    the last round. fates: how often it trained, was late, ..., repeated attempts included."""
+    the last round; "quarantined" as soon as it is no longer asked. fates: how often it trained, was late, ...,
+    repeated attempts included."""
 
     rank: Any
     node: str
@@ -121,7 +122,8 @@ class Status:
             waiting = [name for name in progress.playing.asked if name not in progress.fates]
             state = f"round {progress.playing.round} of {now.rounds} goes on"
             if not self.private:
-                state += f", since {since(progress.playing.at)}; no answer yet: {', '.join(waiting)}" if waiting else ""
+                began = since(progress.playing.at or "")
+                state += f", since {began}; no answer yet: {', '.join(waiting)}" if waiting else ""
         else:
             state = f"{now.done} of {counted(now.rounds, 'round')} done"
         began = f"; the federation began {progress.began[:16].replace('T', ' ')} UTC" if progress.began else ""
@@ -135,7 +137,8 @@ def status_of(folder: FederationFolder) -> Status:
     nodes, answers = _nodes(folder)
     keys = keys_of(folder)
     line = progress.lines.get(progress.round, {})
-    fates = line.get("fates") or {name: {"fate": fate} for name, fate in fates_of(line).items()}
+    fates = dict(line.get("fates") or {name: {"fate": fate} for name, fate in fates_of(line).items()})
+    fates |= {name: {"fate": "quarantined", "why": why} for name, why in progress.barred.items()}
     sites = {}
     for name, rank in now.ranks.items():
         node, last = nodes.get(name), fates.get(name, {})

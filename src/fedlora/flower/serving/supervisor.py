@@ -102,6 +102,7 @@ class Supervisor:
                     self._wait_for_room()
                     self._bring_up()
                     while not self.telling.standing().finished:
+                        self._wait_for_room()
                         self._wait_for_nodes()
                         done = self.telling.progress.round
                         self._after(self._play(), self.telling.progress.round > done)
@@ -131,13 +132,17 @@ class Supervisor:
             )
 
     def _wait_for_room(self) -> None:
-        while (room := room_of(self.folder)) < (needed := needed_room(self.folder)):
-            self.telling.again(
-                f"the disk of {self.folder.path} is full: {size_of(room)} free, {size_of(needed)} needed. Make room; "
-                f"the server then continues by itself",
-                key="full",
-            )
+        while words := self._full():
+            self.telling.again(words, key="full")
             self._sleep(self._pace.look)
+
+    def _full(self) -> str:
+        """That there is no room for a round; "" if there is."""
+        room, needed = room_of(self.folder), needed_room(self.folder)
+        return "" if room >= needed else (
+            f"the disk of {self.folder.path} is full: {size_of(room)} free, {size_of(needed)} needed. Make room; the "
+            f"server then continues by itself"
+        )  # fmt: skip
 
     def _bring_up(self) -> None:
         """Start the SuperLink, set its list of keys, and end runs of an earlier one."""
@@ -218,10 +223,11 @@ class Supervisor:
             self._sleep(self._pace.events, raising=False)
 
     def _after(self, facts: RunFacts, new: bool) -> None:
-        """Act on the end of a run. new: whether it has played a round.
+        """Act on the end of a run. new: whether it has played a round. If the disk is full, that is why it failed, and
+        the caller waits for room.
 
         Raises:
-            Lost: a failure. ConfigError: one that the app itself says would come again.
+            Lost: another failure. ConfigError: one that the app itself says would come again.
         """
         now = self.telling.standing()
         done = f"{now.done} of {counted(now.rounds, 'round')} done"
@@ -236,7 +242,10 @@ class Supervisor:
         elif facts.status == "finished:completed" and new:
             self._say(f"{done}: going on")
         elif facts.status == "finished:failed":
-            raise Lost(f"the run failed, {done}: {facts.details or 'logs/serverapp.log says why'}")
+            failed = f"the run failed, {done}: {facts.details or 'logs/serverapp.log says why'}"
+            if not self._full():
+                raise Lost(failed)
+            self._say(failed)
         else:
             raise Lost(f"the run is {facts.status}, and {done}")
 

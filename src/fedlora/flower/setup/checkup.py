@@ -18,6 +18,7 @@ from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import begun
 from fedlora.flower.rounds.log_lines import size_of
+from fedlora.flower.rounds.membership import in_quarantine
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving.connection import check_derived, connection
 from fedlora.flower.setup.policy_file import Rank
@@ -64,8 +65,9 @@ def _begins(there: FederationFolder) -> list[Row]:
     """The checks that `serve` and its ServerApp make when they start."""
     check_derived(there)
     damaged: list[str] = []
-    begun(there.path, damaged.append)
+    found = begun(there.path, damaged.append)
     rows: list[Row] = [("checkpoint", f"{line} Is the disk failing?", False) for line in damaged]
+    rows += [(f"site {name}", why, False) for name, why in in_quarantine(found.policy, found.refusals()).items()]
     return [("serve", "would begin: nothing in the settings is refused", True), *rows]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fedlora.core import files
@@ -11,8 +12,9 @@ from fedlora.data import TextData
 from fedlora.data.rows import Rows
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.federation import playable
 from fedlora.flower.rounds.membership import check_quorum
-from fedlora.flower.rounds.private_federation import check_affordable, planned
+from fedlora.flower.rounds.private_federation import check_affordable
 from fedlora.flower.setup.dealing import dealt_out
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.project import Federation, write_federation
@@ -20,6 +22,7 @@ from fedlora.flower.setup.start import Start, check_ranks, given_start, made_sta
 from fedlora.flower.site.site_folder import fill_site
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.facts import model_facts, of_model
+from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
 from fedlora.flower.terms.settings_from_run import read_run_file, refuse_undealt
 from fedlora.flower.terms.site_file import Site
@@ -49,11 +52,11 @@ def federation(
     else:
         begun = made_start(settings, settings.at_server.model, max(clients.values()))
     check_ranks(begun.shapes, clients)
-    check_server(settings, begun)
-    known = Facts()
+    made = Federation(settings, clients, begun)
+    check_rounds(made)
     if start is None and settings.at_server.model is not None:
-        known = of_model(model_facts(settings.at_server.model, settings))
-    return Federation(settings, clients, begun, known)
+        made = replace(made, known=of_model(model_facts(settings.at_server.model, settings)))
+    return made
 
 
 def with_quorum(settings: FederationSettings, sites: int) -> FederationSettings:
@@ -74,13 +77,14 @@ def with_members(settings: FederationSettings, clients: Mapping[str, Rank]) -> F
     return settings.model_copy(update={"privacy": settings.privacy.for_members(list(clients), largest).checked()})
 
 
-def check_server(settings: FederationSettings, start: Start) -> None:
-    """Raises `FedLoRAError`, before anything is written, if the rounds would refuse these settings: options of server
-    and method that contradict each other, or a [privacy] that cannot hold, would leave only noise, or exceeds its
-    population's budget."""
-    server = settings.server.build(settings.method.build(), settings.run.seed, settings.defence.build())
-    if settings.privacy is not None:
-        check_affordable(settings, *planned(settings, server, start.adapter))
+def check_rounds(made: Federation) -> None:
+    """Raises `FedLoRAError`, before anything is written, if the rounds would refuse this federation: settings or ranks
+    that contradict each other, or a [privacy] that cannot hold, would leave only noise, or exceeds its population's
+    budget."""
+    policy = Policy.of(made.policy, Path("policy.toml"))
+    server, plan, _ = playable(made.settings, policy, made.start.adapter)
+    if plan is not None:
+        check_affordable(made.settings, server, plan)
 
 
 def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
@@ -90,10 +94,10 @@ def trial(folder: Path, config: RunConfig, superlink_port: int) -> None:
     dealt = dealt_out(config, prepared, NetworkSection(port=superlink_port, superlink_port=superlink_port))
     clients: dict[str, Rank] = {c.id: c.rank if isinstance(c.rank, int) else dict(c.rank) for c in prepared.clients}
     settings = with_members(with_quorum(dealt.settings, len(clients)), clients)
-    start = Start(prepared.seed_adapter, prepared.spec)
-    check_server(settings, start)
+    made = Federation(settings, clients, Start(prepared.seed_adapter, prepared.spec))
+    check_rounds(made)
     facts = model_facts(config.model.path, settings)
-    made = Federation(settings, clients, start, of_model(facts))
+    made = replace(made, known=of_model(facts))
     with replacing_folder(folder) as building:
         write_federation(building, folder.resolve(), made)
         there = FederationFolder(building)
@@ -123,4 +127,4 @@ def write_site(there: FederationFolder, name: str, data: str | TextData, config:
     files.write(there.key(name), site.public_key.read_bytes())
 
 
-__all__ = ["check_server", "federation", "trial", "with_members", "with_quorum"]
+__all__ = ["check_rounds", "federation", "trial", "with_members", "with_quorum"]

@@ -20,13 +20,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedlora.adapters.io import read_adapter
 from fedlora.adapters.reader import AdapterFile
 from fedlora.core import files
 from fedlora.core.echo import quoted
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.ownership import check_owner
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.membership import check_quorum
+from fedlora.flower.rounds.federation import playable
 from fedlora.flower.setup.policy_file import Rank, with_client, without_client
 from fedlora.flower.setup.project import join_file
 from fedlora.flower.setup.start import check_ranks
@@ -43,7 +44,7 @@ from fedlora.flower.terms.settings import FederationSettings
 class Admitted:
     """The change. rank: the site's current one. before: its previous rank, None for a new site. old_key: the
     fingerprint of its previous key, if that changed. known: everything was there already. learned: facts that nobody
-    had known."""
+    had known. notes: what the change leaves wrong."""
 
     site: str
     fingerprint: str
@@ -52,6 +53,7 @@ class Admitted:
     old_key: str | None
     known: bool
     learned: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = False) -> Admitted:
@@ -62,8 +64,8 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         rotate: its key may differ from the previous one.
 
     Raises:
-        ConfigError: a request from another federation or from an uninvited site, another key. Disagreement: another
-            base model, other versions.
+        ConfigError: a request from another federation or from an uninvited site, another key, a rank with which the
+            rounds could not continue. Disagreement: another base model, other versions.
     """
     asked = Request.read(request)
     with changing(home) as (there, settings, policy):
@@ -78,6 +80,10 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         _check_ranks(there, {name: now})
         old = _old_key(there, asked, rotate)
         model, learned = admitted(settings, agreed(there.agreement), name, Facts.from_table(asked.facts))
+        policy_now, notes = there.policy.read_text(encoding="utf-8"), list[str]()
+        if now != before:
+            policy_now = with_client(policy_now, name, now)
+            notes = _check_playable(there, settings, policy, policy_now)
         known = there.key(name).is_file() and old is None and now == before and not learned
         if old is not None:
             _retire(there, name, "rotated", [there.key(name)], copy=True)
@@ -86,8 +92,8 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         if learned:
             write_agreed(there.agreement, model)
         if now != before:
-            files.write(there.policy, with_client(there.policy.read_text(encoding="utf-8"), name, now))
-    return Admitted(name, asked.fingerprint, now, before, old, known, learned)
+            files.write(there.policy, policy_now)
+    return Admitted(name, asked.fingerprint, now, before, old, known, learned, tuple(notes))
 
 
 def _check_member(settings: FederationSettings, name: str) -> None:
@@ -100,7 +106,8 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
     """Write the join file of a new site, or of one in the policy again. Returns its path.
 
     Raises:
-        ConfigError: an invalid name, a new site without a rank, a rank that contradicts the policy's.
+        ConfigError: an invalid name, a new site without a rank, a rank that contradicts the policy's, or with which
+            the rounds could not continue.
     """
     with changing(home) as (there, settings, policy):
         known = policy.clients.get(name)
@@ -111,6 +118,7 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
                 raise ConfigError(f"{quoted(name)} is a new site and has no rank yet; give one: --new {name}=8.")
             checked_rank(rank, name)
             _check_ranks(there, {name: rank})
+            _check_playable(there, settings, policy, with_client(there.policy.read_text(encoding="utf-8"), name, rank))
         elif rank is not None and rank != known:
             raise ConfigError(
                 f"{name!r} already takes part, with rank {known}: --new {name} writes its join file again. For "
@@ -122,8 +130,8 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
         return there.join(name)
 
 
-def remove(home: Path, name: str) -> None:
-    """Remove a site; its key, request and join file go to removed/.
+def remove(home: Path, name: str) -> list[str]:
+    """Remove a site; its key, request and join file go to removed/. Returns notes.
 
     Raises:
         ConfigError: no such site; the rounds could not continue without it.
@@ -133,16 +141,15 @@ def remove(home: Path, name: str) -> None:
         present = [p for p in (there.key(name), there.request(name), there.join(name)) if p.is_file()]
         if name not in policy.clients and not present:
             raise ConfigError(f"there is no site {quoted(name)}; there are {', '.join(map(quoted, policy.clients))}.")
+        notes: list[str] = []
         if name in policy.clients:
-            left = len(policy.clients) - 1
-            if not left:
+            if len(policy.clients) == 1:
                 raise ConfigError(f"{name!r} is the only site; no other would be left. Stop the server instead.")
-            try:
-                check_quorum(settings.server.quorum, left, settings.run.participation)
-            except ConfigError as error:
-                raise ConfigError(f"without {name!r}: {error} Lower it in {there.settings} first.") from error
-            files.write(there.policy, without_client(there.policy.read_text(encoding="utf-8"), name))
+            text = without_client(there.policy.read_text(encoding="utf-8"), name)
+            notes = _check_playable(there, settings, policy, text, f"without {name!r}: ")
+            files.write(there.policy, text)
         _retire(there, name, "removed", present, copy=False)
+        return notes
 
 
 # -------------------------------------------------------------------------------------------------------------- inside
@@ -181,6 +188,24 @@ def _rank(there: FederationFolder, name: str, before: Rank | None, given: int | 
 def _check_ranks(there: FederationFolder, clients: Mapping[str, Rank]) -> None:
     start = AdapterFile(there.start)
     check_ranks({module: start.update_shape(module) for module in start.modules}, clients)
+
+
+def _check_playable(
+    there: FederationFolder, settings: FederationSettings, before: Policy, text: str, said: str = ""
+) -> list[str]:
+    """Raises `ConfigError` if the rounds could be played under the policy before, but not under one of this text. If
+    they could be played under neither, the change may be a step of the repair: why not, as a note. said: begins an
+    error."""
+    adapter, _ = read_adapter(there.start, scaling=settings.lora.unit)
+    try:
+        playable(settings, Policy.of(text, there.policy), adapter)
+    except FedLoRAError as error:
+        try:
+            playable(settings, before, adapter)
+        except FedLoRAError:
+            return [f"the rounds cannot be played yet: {error}"]
+        raise ConfigError(f"{said}{error} Nothing was changed.") from error
+    return []
 
 
 def _old_key(there: FederationFolder, asked: Request, rotate: bool) -> str | None:

@@ -34,6 +34,12 @@ class Federation:
     start: Start
     known: Facts = field(default_factory=Facts)
 
+    @property
+    def policy(self) -> str:
+        """The text of its first policy.toml."""
+        private, shares = self.settings.privacy is not None, self.settings.server.memory is None
+        return policy_text(self.clients, private=private, shares=shares)
+
 
 def write_federation(building: Path, home: Path, made: Federation) -> None:
     """Write all files except a trial's sites, into the empty folder `building`, which will be moved to `home`.
@@ -44,8 +50,7 @@ def write_federation(building: Path, home: Path, made: Federation) -> None:
     building.chmod(0o700)
     there = FederationFolder(building)
     made.settings.write(there.settings)
-    private, shares = made.settings.privacy is not None, made.settings.server.memory is None
-    there.policy.write_text(policy_text(made.clients, private=private, shares=shares), encoding="utf-8")
+    there.policy.write_text(made.policy, encoding="utf-8")
     write_adapter(there.start, made.start.adapter, made.start.spec)
     for place in (there.path / "keys", there.path / "requests", *there.written):
         place.mkdir(mode=0o700)

@@ -31,7 +31,7 @@ def refuse_elsewhere(raw: Mapping[str, Any]) -> None:
 
 def elsewhere(key: str, value: Any) -> str:
     """The message about such a key."""
-    return f"{key} = {value!r} belongs to one machine, but this is a federation: {ELSEWHERE[key]}. Leave it out"
+    return f"{key} = {value!r} is no setting of a federation: {ELSEWHERE[key]}. Leave it out"
 
 
 def keys_elsewhere(table: str) -> list[str]:

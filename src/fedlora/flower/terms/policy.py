@@ -6,12 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from fedlora.core.echo import quoted
 from fedlora.core.messages import Client
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site, checked_rank
-from fedlora.given_files import read_toml
+from fedlora.given_files import parse_toml, read_toml
 from fedlora.server.terms import Weighting
 
 
@@ -31,9 +32,9 @@ class Policy:
     clients: name -> its rank, or its ranks by module: the allow-list, in the order in which rounds draw from it.
     max_weight_share: the largest p_i; a claim of more examples counts as the number with this share. None: one half,
     or 2 / clients if there are fewer than four. max_examples: the most that a claim counts for. max_upload_mb: for
-    one reply, in 2^20 bytes; None: twice this client's largest upload, and 1. quarantine: refused uploads after
-    which a client is no longer asked; 0 always asks. deadline: seconds for a reply, also the life of a message.
-    retries: of a round with too few replies.
+    one reply, in 2^20 bytes; None: twice this client's largest upload, and 1. quarantine: rounds in a row
+    with refused uploads after which a client is no longer asked; 0 always asks. deadline: seconds for a reply, also the
+    life of a message. retries: of a round with too few replies.
     """
 
     clients: Mapping[str, int | Mapping[str, int]]
@@ -93,7 +94,16 @@ class Policy:
     @classmethod
     def read(cls, path: Path) -> Policy:
         """From policy.toml: [clients] name = rank, and the fields above. Raises `ConfigError`."""
-        raw, known = read_toml(path, "the policy"), [field.name for field in fields(cls)]
+        return cls._of(read_toml(path, "the policy"), path)
+
+    @classmethod
+    def of(cls, text: str, path: Path) -> Policy:
+        """From the text that policy.toml is about to have. path: its place. Raises `ConfigError`."""
+        return cls._of(parse_toml(text), path)
+
+    @classmethod
+    def _of(cls, raw: dict[str, Any], path: Path) -> Policy:
+        known = [field.name for field in fields(cls)]
         unknown = sorted(set(raw) - set(known))
         if unknown:
             raise ConfigError(f"the policy {path} has an unknown field {unknown[0]!r}; it knows {', '.join(known)}.")
