@@ -191,11 +191,11 @@ def runs() -> Facts:
                     got |= {f"{client} {module} {len(got)} {name}": x for name, x in lora.tensors().items()}
                 got |= {f"{client} {head}": tensor for head, tensor in down.adapter.heads.items()}
             found[f"flower, {name}"] = bits(got)
-        project, steps = make_project(place / "project", layers=2), "train.steps=4"
+        project, steps = make_project(place / "project", layers=2), ("train.steps=4", "train.batch_size=8")
         for name, stop in (("a run", None), ("a resumed run", 1)):
-            folder = ran(configured(project, steps), place / name.replace(" ", "-"), stop)
+            folder = ran(configured(project, *steps), place / name.replace(" ", "-"), stop)
             if stop is not None:
-                ran(configured(project, steps), folder.path, resume=True)
+                ran(configured(project, *steps), folder.path, resume=True)
             adapters = {file: said for file, said in written(folder).items() if file.endswith(".safetensors")}
             losses = [line["losses"] for line in folder.metrics()]
             found[name] = digest(adapters, losses)
