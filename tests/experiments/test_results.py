@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ from fedlora.experiments.table_forms import latex
 from fedlora.experiments.table_source import Table
 from fedlora.runs.config import parse_config
 from fedlora.runs.folder import RunFolder
+from fedlora.runs.manifest import commit_of_code
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.made_results import bare, stored, whole
 from support.processes import Program
@@ -304,3 +306,18 @@ def test_a_latex_row_is_no_argument_of_the_line_break_before_it() -> None:
     """LaTeX reads a "[" or "*" behind \\\\ as its argument, despite blanks; an empty group parts them."""
     lines = latex(Table(["of", "mean"], [["a", "1"], ["[b]", "2"], ["* c", "3"]], "")).splitlines()
     assert [line for line in lines if line.endswith(r"\\")][1:] == [r"a & 1 \\", r"{}[b] & 2 \\", r"{}* c & 3 \\"]
+
+
+def test_results_that_a_checkout_stores_do_not_change_its_code(tmp_path: Path) -> None:
+    """Before, a grid's first result made all others unclean: results/ is committed, too."""
+    (tmp_path / "src").mkdir()
+    code, stored = tmp_path / "src" / "code.py", tmp_path / "stored.jsonl"
+    for file in (code, stored):
+        file.write_text("1\n")
+    for words in (("init", "-q"), ("add", "."), ("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a")):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    stored.write_text("2\n")
+    found = commit_of_code(code.parent)
+    assert found is not None and found["clean"] is True
+    code.write_text("2\n")
+    assert commit_of_code(code.parent) == {**found, "clean": False}

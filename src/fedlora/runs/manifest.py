@@ -88,17 +88,17 @@ def _ranges(parts: Mapping[str, TextData]) -> list[NDArray[np.int64]]:
     return [np.arange(end - len(p), end) for end, p in zip(ends, parts.values(), strict=True)]
 
 
-def commit_of_code() -> dict[str, Any] | None:
-    """The commit of the checkout this code runs from, and whether it is clean; None outside a checkout."""
-    here = Path(__file__).parent
+def commit_of_code(code: Path = Path(__file__).parents[1]) -> dict[str, Any] | None:
+    """The commit of the checkout with this code, and whether the code is as committed; None outside a checkout. Files
+    beside the code may change: an experiment in the checkout stores its own results there."""
 
     def git(*args: str) -> str:
         return subprocess.run(
-            ["git", "-C", str(here), *args], capture_output=True, text=True, check=True
+            ["git", "-C", str(code), *args], capture_output=True, text=True, check=True
         ).stdout.strip()
 
     try:
-        return {"id": git("rev-parse", "HEAD"), "clean": not git("status", "--porcelain", "--untracked-files=no")}
+        return {"id": git("rev-parse", "HEAD"), "clean": not git("status", "--porcelain", "--untracked-files=no", ".")}
     except (OSError, subprocess.CalledProcessError):
         return None
 
