@@ -139,6 +139,22 @@ def test_a_given_start_needs_no_model_and_must_fit(made: Path, tmp_path: Path, m
         assert not (tmp_path / "g").exists()
 
 
+def test_texts_longer_than_the_base_model_reads_are_refused_before_round_1(
+    made: Path, fed: FederationFolder, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    """The tiny model has 16 positions. Before, init and doctor were content, and every round failed."""
+    words = ("data.max_length = 17", "only 16 positions", "to 16 or less")
+    error = main(
+        "flower", "init", tmp_path / "f", "--server-name", "fl.example.org", "--sites", "a=8,b=4", "--config",
+        made / "run.toml", "--labels", "no,yes,maybe", "--set", "data.max_length=17",
+    ).error()  # fmt: skip
+    assert all(said in error for said in (*words, "run.toml")) and not (tmp_path / "f").exists(), error
+    assert "max_length" not in rows(fed)
+    fed.settings.write_text(fed.settings.read_text().replace("max_length = 16", "max_length = 17"))
+    found, sound = rows(fed)["max_length"]
+    assert all(said in found for said in (*words, "federation.toml")) and sound is False
+
+
 def test_a_federation_that_adds_uploads_up_has_a_policy_that_can_be_played(
     made: Path, tmp_path: Path, main: Callable[..., Said]
 ) -> None:

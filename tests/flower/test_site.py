@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fedlora.flower.terms.agreement import versions_here
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
+from fedlora.runs import client_data
 from fedlora.training.content import base_digest
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
@@ -131,6 +133,18 @@ def test_an_example_longer_than_the_model_reads_is_refused_before_anything_is_ma
     place.data.write_text(ROWS.replace("w4 w5", " ".join(["w4 w5"] * 20)))
     said = made()
     assert said.code == 2 and "reads at most 16" in said.err and not place.site.path.exists(), said.err
+    place.data.write_text(ROWS)
+    deal = client_data.deal
+
+    def dealt(*given: Any) -> Any:  # one long row, and it is held out
+        found = deal(*given)
+        [(name, part)] = found.own_test.items()
+        long = replace(part, text=(" ".join(["w4"] * 40), *part.text[1:]))
+        return replace(found, own_test={name: long})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_data, "deal", dealt)
+        assert "reads at most 16" in made().error() and not place.site.path.exists()
 
 
 def test_another_base_model_or_version_than_the_servers_is_refused_before_anything_is_made(
