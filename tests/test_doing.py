@@ -75,9 +75,7 @@ def test_a_log_that_gets_lines_gets_no_others(shortened: None) -> None:
     assert lines and lines[0].startswith("fedlora run: at work, ")
 
 
-def test_the_journal_gets_fewer_lines_while_nothing_changes(
-    shortened: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_journal_gets_fewer_lines_while_nothing_changes(shortened: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one thing after 0.1 s, then after 60 s; of another after 0.1 s again."""
     monkeypatch.setattr(doing, "PAUSES", (0.1, 60.0))
     monkeypatch.setenv("JOURNAL_STREAM", "8:1")
