@@ -121,7 +121,7 @@ def test_a_given_start_needs_no_model_and_must_fit(made: Path, tmp_path: Path, m
 
     said = init("--labels", "no,yes,maybe")
     assert said.code == 0, said.err
-    assert "port 443 is below 1024, so nginx by hand needs CAP_NET_BIND_SERVICE" in " ".join(said.out.split())
+    assert "CAP_NET_BIND_SERVICE" in said.out
     start, _ = read_adapter(tmp_path / "f" / "start", scaling=2.0)
     kept, _ = read_adapter(made / "fed" / "start", scaling=2.0)
     assert all((start.modules[m].factors[1] == kept.modules[m].factors[1]).all() for m in kept.modules)
@@ -282,7 +282,7 @@ def test_a_site_goes_and_comes_back(fed: FederationFolder, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"'\.\./\.\./etc'.* name of a site"):
         members.remove(fed.path, "../../etc")
     fresh, before = asked(fed, "acme", tmp_path, join=joined), snapshot(fed)
-    with pytest.raises(ConfigError, match=r"the site 'acme' was removed on \d{4}-\d\d-\d\d at .* give it a rank"):
+    with pytest.raises(ConfigError, match=r"'acme' was removed on \d{4}-\d\d-\d\d at .*--rank"):
         members.admit(fed.path, fresh)
     with pytest.raises(ConfigError, match=r"of 'acme' was removed on .*-removed\.pub.* --rotate"):
         members.admit(fed.path, request, rank=3)
