@@ -25,6 +25,7 @@ from fedlora.training.local import LocalTrainer
 
 @pytest.fixture
 def shortened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JOURNAL_STREAM", raising=False)
     monkeypatch.setattr(doing, "EVERY", 0.2)
     monkeypatch.setattr(doing, "_LOOK", 0.02)
 
@@ -72,6 +73,20 @@ def test_a_log_that_gets_lines_gets_no_others(shortened: None) -> None:
         assert lines == []
         time.sleep(0.5)
     assert lines and lines[0].startswith("fedlora run: at work, ")
+
+
+def test_the_journal_gets_fewer_lines_while_nothing_changes(shortened: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one thing after 0.1 s, then after 60 s; of another after 0.1 s again."""
+    monkeypatch.setattr(doing, "PAUSES", (0.1, 60.0))
+    monkeypatch.setenv("JOURNAL_STREAM", "8:1")
+    lines: list[str] = []
+    doing.heard()
+    with doing.beating(lines.append, "serve"), doing.doing("rounds", 9) as rounds:
+        doing.heard()
+        time.sleep(0.5)
+        rounds.done = 1
+        time.sleep(0.5)
+    assert [line.split(",")[0] for line in lines] == ["serve: rounds: 0 of 9 done", "serve: rounds: 1 of 9 done"]
 
 
 def test_the_first_word_comes_with_the_processor_time_of_the_imports(

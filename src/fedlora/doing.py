@@ -6,6 +6,7 @@ prints nothing. A program with a log runs `beating`, which writes a line wheneve
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -17,6 +18,9 @@ T = TypeVar("T")
 
 FIRST = 0.7  # processor seconds without a word until the first line: most of them import libraries
 EVERY = 25.0  # seconds of silence before each further line
+# The same in systemd's journal, which keeps all lines of a program that may wait for days: the first, second, ...
+# line about one thing. The last repeats.
+PAUSES = (EVERY, 60.0, 120.0, 300.0, 600.0)
 _LOOK = 0.1
 
 
@@ -77,17 +81,22 @@ def heard() -> None:
 @contextmanager
 def beating(say: Callable[[str], None], name: str) -> Iterator[None]:
     """While the block runs, `say` a line after FIRST processor seconds, and whenever the log was silent for EVERY
-    seconds: `name`, what is under way, and the seconds since the block began."""
-    over, began = threading.Event(), time.monotonic()
+    seconds (in systemd's journal PAUSES, while nothing changes): `name`, what is under way, and the seconds since the
+    block began."""
+    over, began, pauses = threading.Event(), time.monotonic(), PAUSES if "JOURNAL_STREAM" in os.environ else (EVERY,)
 
     def beat() -> None:
+        before, again = "", 0
         while not over.wait(_LOOK):
+            if (step := now()) != before:
+                before, again = step, 0
             silent = time.monotonic() - max(began, _heard_at)
             first = _heard_at < began
-            if silent >= EVERY or (first and time.process_time() >= FIRST):
-                what = now() or ("importing libraries" if first else "at work")
+            if silent >= pauses[min(again, len(pauses) - 1)] or (first and time.process_time() >= FIRST):
+                what = step or ("importing libraries" if first else "at work")
                 say(f"{name}: {what}, {time.monotonic() - began:.0f} s")
                 heard()
+                again += 1
 
     thread = threading.Thread(target=beat, daemon=True)
     thread.start()

@@ -57,7 +57,7 @@ def asked(tmp_path: Path) -> Callable[..., Found]:
     ("status", "body", "fate", "words"),
     [
         (400, b'{"code": 2003}', "admitted", "knows this site's key"),
-        (412, b'{"code": 2004}', "not admitted", "not registered there. Send request.toml"),
+        (412, b'{"code": 2004}', "not admitted", "was removed"),
         (401, b"{}", "refused", "this site's signature"),
         (502, b"<html>", "no federation", "no SuperLink stands behind it (502)"),
         (429, b"", "no federation", "for now (429)"),

@@ -6,6 +6,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fedlora.flower.terms.agreement import versions_here
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
+from fedlora.runs import client_data
 from fedlora.training.content import base_digest
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, LORA_BIAS
@@ -103,6 +105,13 @@ def test_a_site_is_made_from_the_join_file_and_says_what_comes_next(place: Place
     assert Request.read(here.request) == request
 
 
+def test_what_a_check_advises_is_shown_whole(place: Place, made: Callable[..., Said]) -> None:
+    """The last words of the longest of these lines, of a server without a SuperLink: before, "..." stood there."""
+    with answering(502, files=server_files(place.root / "server", place.ca, ["127.0.0.1"])) as place.port:
+        said = made()
+    assert said.code == 0 and "federation is over." in said.out, said.out
+
+
 @pytest.mark.parametrize(
     ("rows", "more", "words"),
     [
@@ -131,6 +140,18 @@ def test_an_example_longer_than_the_model_reads_is_refused_before_anything_is_ma
     place.data.write_text(ROWS.replace("w4 w5", " ".join(["w4 w5"] * 20)))
     said = made()
     assert said.code == 2 and "reads at most 16" in said.err and not place.site.path.exists(), said.err
+    place.data.write_text(ROWS)
+    deal = client_data.deal
+
+    def dealt(*given: Any) -> Any:  # one long row, and it is held out
+        found = deal(*given)
+        [(name, part)] = found.own_test.items()
+        long = replace(part, text=(" ".join(["w4"] * 40), *part.text[1:]))
+        return replace(found, own_test={name: long})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(client_data, "deal", dealt)
+        assert "reads at most 16" in made().error() and not place.site.path.exists()
 
 
 def test_another_base_model_or_version_than_the_servers_is_refused_before_anything_is_made(

@@ -289,6 +289,9 @@ def test_prometheus_scrapes_what_the_folder_says(tmp_path: Path, monkeypatch: py
     assert ("fedlora_client_loss", "acme") in later and ("fedlora_client_loss", "berlin") not in later
     told = set(re.findall(r"\bfedlora_[a-z_]+", metrics.__doc__ or ""))
     assert {name for name, *_ in later} <= told
+    helps = {one.name.removeprefix("fedlora_"): one.documentation for one in Exposed(folder).collect()}
+    assert helps["round"] == "finished rounds" and helps["client_fate"].startswith("how often a client trained")
+    assert not [name for name, said in helps.items() if name == said]
     for file in ("dashboard.json", "alerts.yml"):
         shown = (Path(__file__).parents[2] / "examples" / "monitoring" / file).read_text()
         assert set(re.findall(r"\bfedlora_[a-z_]+", shown)) <= told

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("flwr")
 
+from fedlora import doing
 from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
 from fedlora.flower import apps
 from fedlora.flower.ownership import holder, serving
@@ -134,7 +135,9 @@ def test_a_finished_federation_is_left_alone(tmp_path: Path) -> None:
     assert now.finished and link.done == []
     settings = home / "federation.toml"
     settings.write_text(settings.read_text().replace("rounds = 3", "rounds = 5"))
-    now, link, said = served(home, [rounds(4, 5), completes(5)])
+    told = list[str]()
+    now, link, said = served(home, [lambda link: told.append(doing.now()), rounds(4, 5), completes(5)])
+    assert told == ["rounds: 3 of 5 done"]  # before, "0 of 5" until the first new round
     assert now.done == 5 and "run" in link.done and said[0].startswith("fed-1: 3 sites, 5 rounds, 3 ")
 
 

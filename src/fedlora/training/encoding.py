@@ -103,8 +103,9 @@ def check_tokens(most: int, longest: int | None) -> None:
     """The same, given the most tokens of any example."""
     if longest is not None and most > longest:
         raise ConfigError(
-            f"an example has {most} tokens, but the model has only {longest} positions: set data.max_length (of "
-            f"TrainSettings and the evaluator, max_length) to {longest} or less; longer examples are then cut."
+            f"an example has {most} tokens, but the model has only {longest} positions: set data.max_length to "
+            f"{longest} or less (in Python: max_length of TrainSettings and the evaluator; on several machines: "
+            f"the server's setting); longer examples are then cut."
         )
 
 

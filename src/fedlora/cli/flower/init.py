@@ -92,7 +92,8 @@ def _next_steps(folder: Path, made: Federation) -> list[str]:
     lines = [
         f"{folder}: ready, for {counted(len(clients), 'site')} ({', '.join(clients)}). Next:",
         f"  1. fedlora flower install {fed}",
-        f"     (or, in two shells: fedlora flower serve {fed}, and nginx -c {typed(here / 'proxy' / 'nginx.conf')})",
+        f"     (or, in two shells: fedlora flower serve {fed}, and nginx -c {typed(here / 'proxy' / 'nginx.conf')}"
+        + _low_port(made.settings.network.port),
         f"  2. fedlora doctor {fed}",
         f"  3. hand each site its file, {here}/join/NAME.toml; it holds no secret",
         f"  4. admit each with the request that it sends back: fedlora flower admit {fed} request.toml",
@@ -109,6 +110,14 @@ def _next_steps(folder: Path, made: Federation) -> list[str]:
         f"round, and a missing site counts as zero. The first round begins once all are online. Members, rounds and "
         f"[privacy] cannot change later. To see what was spent: fedlora privacy {typed(made.settings.privacy.ledger)}",
     ]
+
+
+def _low_port(port: int) -> str:
+    """The end of the line about nginx by hand: what a port needs that Linux keeps for root."""
+    if port >= 1024:
+        return ")"
+    capability = "CAP_NET_BIND_SERVICE"
+    return f";\n     port {port} is below 1024, so nginx by hand needs {capability}; the unit of step 1 gives it)"
 
 
 def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: int) -> None:

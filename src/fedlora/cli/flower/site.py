@@ -8,10 +8,12 @@ from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from fedlora.cli.flower.common import needed, typed
-from fedlora.cli.screen import Table, cell, console, notes
+from fedlora.cli.screen import Table, console, notes
 from fedlora.core import files
+from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
 
 
@@ -133,7 +135,7 @@ def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
     server = [row for row in checked_server(said, here) if not row[2]]
     table = Table("", "found", "")
     for what, text, sound in [*rows, *server]:
-        table.add_row(what, cell(text), "ok" if sound else "not yet")
+        table.add_row(what, Text(shown(text, 2000)), "ok" if sound else "not yet")
     console.print(table)
     console.print(
         f"{folder}: ready, with the key {request.fingerprint}.\n1. send {here.request} to the server, where it is "

@@ -5,9 +5,9 @@
     fedlora_round_seconds                     duration of the last round
     fedlora_loss                              mean training loss of the last round, by examples
     fedlora_client_loss{client}               training loss of a client in the last round
-    fedlora_client_norm{client}               norm of its update in that round
-    fedlora_client_fate_total{client,fate}    how often it trained, was late, ..., also in repeated attempts
-    fedlora_upload_bytes_total{client}        bytes of its replies
+    fedlora_client_norm{client}               norm of a client's update in the last round
+    fedlora_client_fate_total{client,fate}    how often a client trained, was late, ..., also in repeated attempts
+    fedlora_upload_bytes_total{client}        bytes of a client's replies
     fedlora_metric{name}                      the server's scores in the last round that it measured
     fedlora_site_metric{name}                 the sites' mean scores in the last round that they measured
     fedlora_nodes_online                      online nodes
@@ -17,9 +17,9 @@
     fedlora_last_event_timestamp_seconds      time of the last event
     fedlora_ended                             1 once no more rounds will be played
     fedlora_privacy_epsilon                   in a private federation: epsilon of the finished rounds
-    fedlora_privacy_epsilon_planned           of all its rounds
-    fedlora_privacy_population_epsilon        of all runs on these clients, from their ledger
-    fedlora_privacy_delta                     the delta of all of these
+    fedlora_privacy_epsilon_planned           in a private federation: epsilon of all its rounds
+    fedlora_privacy_population_epsilon        epsilon of all runs on these clients, from their ledger
+    fedlora_privacy_delta                     in a private federation: delta of each epsilon
 
 A private federation shows only what its status shows: no loss, no fate, no name.
 
@@ -28,6 +28,7 @@ Clients are those that may take part now. After a restart all numbers continue. 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -41,6 +42,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.status import status_of
 
+_HELP = dict(re.findall(r"^    fedlora_(\w+?)(?:_total)?(?:\{\S+)? +(.*)$", __doc__ or "", re.MULTILINE))
 _ROUNDS = 100  # the last ones, among which the last scores are looked for
 
 
@@ -77,7 +79,7 @@ def numbers(status: Mapping[str, Any]) -> Iterator[Metric]:
         "privacy_delta": privacy.get("delta"),
     }.items():  # fmt: skip
         if isinstance(value, int | float):
-            yield GaugeMetricFamily(f"fedlora_{name}", name, value=float(value))
+            yield GaugeMetricFamily(f"fedlora_{name}", _HELP.get(name, name), value=float(value))
     for name, label, values in (
         ("client_loss", "client", {name: site.get("loss") for name, site in sites.items()}),
         ("client_norm", "client", {name: site.get("norm") for name, site in sites.items()}),
@@ -85,13 +87,15 @@ def numbers(status: Mapping[str, Any]) -> Iterator[Metric]:
         ("metric", "name", next((one["metrics"] for one in rounds[::-1] if one.get("metrics")), {})),
         ("site_metric", "name", next((one["site_mean"] for one in rounds[::-1] if one.get("site_mean")), {})),
     ):
-        family = GaugeMetricFamily(f"fedlora_{name}", name, labels=[label])
+        family = GaugeMetricFamily(f"fedlora_{name}", _HELP.get(name, name), labels=[label])
         for key, number in values.items():
             if isinstance(number, int | float):
                 family.add_metric([key], number)
         yield family
-    fates = CounterMetricFamily("fedlora_client_fate", "what became of its rounds", labels=["client", "fate"])
-    uploaded = CounterMetricFamily("fedlora_upload_bytes", "bytes of the client's replies", labels=["client"])
+    fates, uploaded = (
+        CounterMetricFamily(f"fedlora_{name}", _HELP.get(name, name), labels=labels)
+        for name, labels in (("client_fate", ["client", "fate"]), ("upload_bytes", ["client"]))
+    )
     for name, site in sites.items():
         for fate, count in site.get("fates", {}).items():
             fates.add_metric([name, fate], count)

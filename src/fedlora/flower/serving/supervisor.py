@@ -98,7 +98,9 @@ class Supervisor:
                 return standing(self.folder)
             self._greet()
             try:
-                with doing("rounds", standing(self.folder).rounds) as self.telling.step:
+                now = standing(self.folder)
+                with doing("rounds", now.rounds) as self.telling.step:
+                    self.telling.step.done = now.done
                     self._wait_for_room()
                     self._bring_up()
                     while not self.telling.standing().finished:

@@ -22,6 +22,7 @@ from fedlora.flower.rounds.membership import in_quarantine
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving.connection import check_derived, connection
 from fedlora.flower.setup.policy_file import Rank
+from fedlora.flower.setup.start import check_max_length
 from fedlora.flower.terms.certificates import verdict
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import promise
@@ -47,6 +48,7 @@ def checked_folder(folder: Path) -> list[Row]:
     parts: dict[str, Callable[[], list[Row]]] = {
         "serve": lambda: _begins(there),
         "start": lambda: _start(there, settings, policy.clients),
+        "max_length": lambda: _length(there, settings),
         "sites": lambda: _sites(there, settings, policy),
         "ledger": lambda: _ledger(settings),
         "certificate": lambda: _certificates(there, settings.network),
@@ -86,6 +88,12 @@ def _start(there: FederationFolder, settings: FederationSettings, clients: Mappi
     free = shutil.disk_usage(there.path).free
     rows.append(("disk", f"{size_of(free)} free, about {size_of(needed)} needed", free > needed))
     return rows
+
+
+def _length(there: FederationFolder, settings: FederationSettings) -> list[Row]:
+    if settings.at_server.model is not None:
+        check_max_length(settings, settings.at_server.model, str(there.settings))
+    return []
 
 
 def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy) -> list[Row]:

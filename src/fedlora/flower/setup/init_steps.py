@@ -18,7 +18,7 @@ from fedlora.flower.rounds.private_federation import check_affordable
 from fedlora.flower.setup.dealing import dealt_out
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.project import Federation, write_federation
-from fedlora.flower.setup.start import Start, check_ranks, given_start, made_start
+from fedlora.flower.setup.start import Start, check_max_length, check_ranks, given_start, made_start
 from fedlora.flower.site.site_folder import fill_site
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.facts import model_facts, of_model
@@ -50,6 +50,7 @@ def federation(
             f"start: --start DIR."
         )
     else:
+        check_max_length(settings, settings.at_server.model, str(config))
         begun = made_start(settings, settings.at_server.model, max(clients.values()))
     check_ranks(begun.shapes, clients)
     made = Federation(settings, clients, begun)

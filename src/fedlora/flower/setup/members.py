@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import datetime
 import fcntl
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.names import check_site, checked_rank
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
+
+_RETIRED = re.compile(r"(.+)-(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)\d\dZ(?:-request|-join)?-(rotated|removed)")
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
                 f"the request of {asked.site!r} is for the federation {quoted(asked.federation)}, but this one is "
                 f"{settings.id!r}: the site joined with another server's join.toml. Send it {there.join(asked.site)}."
             )
+        _refuse_retired(there, asked)
         name, before = asked.site, policy.clients.get(asked.site)
         _check_member(settings, name)
         now = _rank(there, name, before, rank, list(policy.clients))
@@ -178,8 +182,10 @@ def _rank(there: FederationFolder, name: str, before: Rank | None, given: int | 
     if given is not None:
         return given
     if not there.join(name).is_file():
+        left = [when for site, when, why, _ in _retired(there, "") if site == name and why == "removed"]
+        said = f"was removed{max(left)}" if left else "was not invited"
         raise ConfigError(
-            f"the site {name!r} was not invited: it is not in {there.policy}, and has no join file here. To admit it, "
+            f"the site {name!r} {said}: it is not in {there.policy}, and has no join file here. To admit it, "
             f"give it a rank: fedlora flower admit ... --rank 8."
         )
     return JoinFile.read(there.join(name)).rank
@@ -217,12 +223,6 @@ def _old_key(there: FederationFolder, asked: Request, rotate: bool) -> str | Non
                 f"the key {new} already belongs to {path.stem!r}, and each site needs its own: was a site's folder "
                 f"copied? Make a new key there: fedlora flower site FOLDER --rotate."
             )
-    for path in sorted((there.path / "removed").glob(f"{asked.site}-*-rotated.pub")):
-        if certificates.fingerprint(path.read_text()) == new:
-            raise ConfigError(
-                f"the key {new} is an old one of {asked.site!r}, rotated since ({path.name}), so this is an old "
-                f"request. Ask for the newest one."
-            )
     if not there.key(asked.site).is_file():
         return None
     old = certificates.fingerprint(there.key(asked.site).read_text())
@@ -234,6 +234,34 @@ def _old_key(there: FederationFolder, asked: Request, rotate: bool) -> str | Non
             f"confirms by telephone that it made a new key, call this again with --rotate."
         )
     return old
+
+
+def _refuse_retired(there: FederationFolder, asked: Request) -> None:
+    """Raises `ConfigError` for a key that was rotated or removed here: somebody else may have it."""
+    new = asked.fingerprint
+    for site, when, why, path in _retired(there, ".pub"):
+        if certificates.fingerprint(path.read_text()) != new:
+            continue
+        if why == "rotated" and site == asked.site:
+            raise ConfigError(
+                f"the key {new} is an old one of {site!r}, rotated since ({path.name}), so this is an old "
+                f"request. Ask for the newest one."
+            )
+        raise ConfigError(
+            f"the key {new} of {site!r} was {why}{when} ({path.name}), and is not accepted again. Let the site "
+            f"make a new key (fedlora flower site FOLDER --rotate) and send its new request.toml."
+        )
+
+
+def _retired(there: FederationFolder, suffix: str) -> Iterator[tuple[str, str, str, Path]]:
+    """(site, " on ..." with the time, "rotated" or "removed", file) of what lies in removed/, also under other names
+    than `_retire` gives."""
+    for path in sorted((there.path / "removed").glob(f"*{suffix}")):
+        if (found := _RETIRED.fullmatch(path.stem)) is None:
+            yield path.stem, "", "removed", path
+        else:
+            site, year, month, day, hour, minute, why = found.groups()
+            yield site, f" on {year}-{month}-{day} at {hour}:{minute} UTC", why, path
 
 
 def _retire(there: FederationFolder, name: str, why: str, paths: list[Path], *, copy: bool) -> None:

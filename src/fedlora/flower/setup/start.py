@@ -21,6 +21,7 @@ from fedlora.runs.base_names import base_name
 from fedlora.runs.exported import named
 from fedlora.runs.sections import ModelSection
 from fedlora.training.content import model_content
+from fedlora.training.loading import longest_of_files
 
 Rank = int | Mapping[str, int]
 
@@ -82,6 +83,18 @@ def check_ranks(shapes: Mapping[str, tuple[int, int]], clients: Mapping[str, Ran
             )
 
 
+def check_max_length(settings: FederationSettings, model: str, file: str) -> None:
+    """Raises `ConfigError` if sites may train on longer texts than the base model reads: every round would fail at a
+    site that has one. Says nothing of a model that is not on this machine. file: where the key is set."""
+    place, most = Path(ModelSection(path=model).location()), settings.data.max_length
+    if place.is_dir() and (longest := longest_of_files(place)) is not None and most > longest:
+        raise ConfigError(
+            f"data.max_length = {most}, but the base model {model} has only {longest} positions: at a site with a "
+            f"longer text every round would fail. Set data.max_length to {longest} or less in {file}; longer texts "
+            f"are then cut."
+        )
+
+
 def _check_targets(file: AdapterFile, settings: FederationSettings) -> None:
     targets = settings.lora.targets
     if targets == "all-linear":
@@ -112,4 +125,4 @@ def _check_head(file: AdapterFile, settings: FederationSettings) -> None:
     )
 
 
-__all__ = ["Start", "check_ranks", "given_start", "made_start"]
+__all__ = ["Start", "check_max_length", "check_ranks", "given_start", "made_start"]

@@ -166,7 +166,8 @@ def _said(server: Server, status: int, code: int, clock: str) -> Found:
         return Found(
             "not admitted",
             f"{where} answers, but this site's key is not registered there. Send request.toml to the server; the site "
-            f"continues by itself after `fedlora flower admit` there.",
+            f"continues by itself after `fedlora flower admit` there. If it took part before, ask whether it was "
+            f"removed.",
         )
     if status == 401:
         return Found(

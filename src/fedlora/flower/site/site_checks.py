@@ -109,7 +109,8 @@ def _data(settings: FederationSettings, join: JoinFile, site: Site) -> list[Row]
         train = dealt.parts[site.name]
         if not len(train):
             raise ConfigError(f"{site.data} leaves no example to train on.")
-        _check_lengths(config, train)
+        for part in (train, *dealt.own_validation.values(), *dealt.own_test.values()):
+            _check_lengths(config, part)
     except FedLoRAError as error:
         return [("data", str(error), False)]
     held = ""
@@ -125,7 +126,7 @@ def _data(settings: FederationSettings, join: JoinFile, site: Site) -> list[Row]
     return rows
 
 
-def _check_lengths(config: RunConfig, train: TextData) -> None:
+def _check_lengths(config: RunConfig, part: TextData) -> None:
     """Raises `ConfigError` for an example longer than the base model's positions, if max_length allows it."""
     from fedlora.training.content import tokenizer_of
     from fedlora.training.encoding import encode
@@ -135,13 +136,14 @@ def _check_lengths(config: RunConfig, train: TextData) -> None:
     if not Path(place).is_dir() or (longest := longest_of_files(Path(place))) is None or longest >= most:
         return
     told = encode(
-        train, tokenizer_of(place), max_length=most, loss_on=config.data.loss_on, template=config.data.prompting()
+        part, tokenizer_of(place), max_length=most, loss_on=config.data.loss_on, template=config.data.prompting()
     )
     tokens = max(len(example["input_ids"]) for example in told)
     if tokens > longest:
         raise ConfigError(
             f"an example has {tokens} tokens (fedlora cuts at the server's max_length = {most}), but the base model "
-            f"reads at most {longest}. Shorten it here, or let the server set data.max_length = {longest}."
+            f"reads at most {longest}, so every round would fail here. Shorten it, or ask the server's people to set "
+            f"data.max_length = {longest} or less in federation.toml."
         )
 
 
