@@ -7,6 +7,7 @@ prints nothing. A program with a log runs `beating`, which writes a line wheneve
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sized
@@ -83,7 +84,9 @@ def beating(say: Callable[[str], None], name: str) -> Iterator[None]:
     """While the block runs, `say` a line after FIRST processor seconds, and whenever the log was silent for EVERY
     seconds (in systemd's journal PAUSES, while nothing changes): `name`, what is under way, and the seconds since the
     block began."""
-    over, began, pauses = threading.Event(), time.monotonic(), PAUSES if "JOURNAL_STREAM" in os.environ else (EVERY,)
+    over, began = threading.Event(), time.monotonic()
+    journal = "JOURNAL_STREAM" in os.environ and not sys.stderr.isatty()  # a desktop's terminals inherit the variable
+    pauses = PAUSES if journal else (EVERY,)
 
     def beat() -> None:
         before, again = "", 0
