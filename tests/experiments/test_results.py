@@ -59,7 +59,7 @@ def test_a_file_is_written_again_to_the_byte() -> None:
     """What all runs share stands once; so nothing is lost or rounded twice where a run is added."""
     for path in (ROOT / "results").glob("*.jsonl"):
         assert as_lines(read_results_of(path)) == path.read_text(encoding="utf-8"), path.name
-    assert sum(p.stat().st_size for p in (ROOT / "results").rglob("*") if p.is_file()) < 1.2e6
+    assert sum(p.stat().st_size for p in (ROOT / "results").rglob("*") if p.is_file()) < 1.6e6
 
 
 _TABLES: Any = st.recursive(
@@ -319,5 +319,5 @@ def test_results_that_a_checkout_stores_do_not_change_its_code(tmp_path: Path) -
     stored.write_text("2\n")
     found = commit_of_code(code.parent)
     assert found is not None and found["clean"] is True
-    code.write_text("2\n")
+    code.write_text("changed\n")
     assert commit_of_code(code.parent) == {**found, "clean": False}
