@@ -281,7 +281,7 @@ def test_the_stored_results_of_the_paper_are_found() -> None:
                     lists = {"data.task_lists.0", "data.task_lists.1"}  # of SuperNI, beside the experiments
                     assert {*run.files} in (set(), lists) and (run.files or run.digest == run.config.digest())
                     found.add(run.digest)
-    assert set(stored) <= found and len(stored) == 410
+    assert set(stored) <= found and len(stored) == 623
 
 
 def test_a_damaged_experiment_or_result_is_one_line(

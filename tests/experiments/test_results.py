@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[2]
 def test_every_stored_run_is_known_by_its_configuration() -> None:
     """The identity that was written when it was run: the digest is computed anew from what differs from defaults."""
     found = read_results(ROOT / "results")
-    assert len(found) == 410
+    assert len(found) == 623
     for digest, result in found.items():
         assert result.settings.digest() == digest and short_config(result.settings) == result.config
 
@@ -59,7 +59,7 @@ def test_a_file_is_written_again_to_the_byte() -> None:
     """What all runs share stands once; so nothing is lost or rounded twice where a run is added."""
     for path in (ROOT / "results").glob("*.jsonl"):
         assert as_lines(read_results_of(path)) == path.read_text(encoding="utf-8"), path.name
-    assert sum(p.stat().st_size for p in (ROOT / "results").rglob("*") if p.is_file()) < 1.6e6
+    assert sum(p.stat().st_size for p in (ROOT / "results").rglob("*") if p.is_file()) < 1.8e6
 
 
 _TABLES: Any = st.recursive(
