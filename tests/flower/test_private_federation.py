@@ -117,8 +117,8 @@ def test_init_doctor_and_sites(tmp_path: Path) -> None:
     """`fedlora flower init` with [privacy] and no word of a quorum; who is no member is not invited."""
     fed = FederationOnDisk(tmp_path, data={"validation": 0.0, "test": 0.0})
     run = {
-        "model": {"path": str(fed.model)}, "lora": {"targets": ["query", "value"]}, "data": {"labels": list(LABELS), "max_length": 16},
-        "run": {"rounds": 3},
+        "model": {"path": str(fed.model)}, "lora": {"targets": ["query", "value"]}, "run": {"rounds": 3},
+        "data": {"labels": list(LABELS), "max_length": 16},
         "privacy": {k: v for k, v in PRIVATE.items() if k != "members"} | {"ledger": "ledgers/ledger.jsonl"},
     }  # fmt: skip
     (tmp_path / "ledgers").mkdir()  # what charges it writes beside it, so that nothing else may lie there
