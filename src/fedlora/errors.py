@@ -7,7 +7,7 @@ A message says what happened, with numbers; the likely cause; and what to do.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 
 class FedLoRAError(Exception):
@@ -133,7 +133,11 @@ class UploadRefused(FedLoRAError, ValueError):
 
 
 class QuorumNotMet(FedLoRAError, ValueError):
-    """Too few uploads were accepted for the round to count."""
+    """Too few uploads were accepted for the round to count. refused: client -> why its upload was not."""
+
+    def __init__(self, message: str, refused: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.refused = dict(refused or {})
 
 
 class NoGlobalModel(FedLoRAError, ValueError):

@@ -521,7 +521,34 @@ def test_refusals_count_once_a_round_and_a_new_key_begins_without(tmp_path: Path
     assert fate_of(played(2, "old", {}), "three") == "quarantined"
     barred = progress_of(read_events(tmp_path / "o" / "events.jsonl")).barred
     assert "2 rounds in a row" in barred["three"] and "set quarantine = 3 in policy.toml" in barred["three"]
-    assert fate_of(played(3, "new", {"three": lambda asked, reply: reply}), "three") == "trained"
+    assert played(3, "new", {"two": nan}).flower_state.refusals == {"two": 1, "three": 1}  # again of two attempts
+    assert fate_of(played(3, "newer", {"three": lambda asked, reply: reply}), "three") == "trained"
+
+
+def cancelled(asked: Message, reply: Message) -> Message:
+    """Factors whose terms cancel: finite, and of the right shapes, so that only the aggregation can refuse them."""
+    found = dict(reply.content["arrays"])
+    for factor, signs in (("B/a.q", (1e15, -1e15)), ("A/a.q", (1.0, 1.0))):
+        rows, columns = found[factor].shape
+        sized = torch.zeros(rows, columns)
+        (sized.mT if factor.startswith("B") else sized)[:2] = torch.tensor(signs)[:, None]
+        found[factor] = to_array(sized)
+    reply.content["arrays"] = ArrayRecord(found)
+    return reply
+
+
+def test_who_is_refused_by_the_aggregation_is_blamed_also_if_the_quorum_then_fails(tmp_path: Path) -> None:
+    """Before, its fate stayed "trained" and no refusal was counted: it could fail each round and never be barred."""
+    strategy, grid = federation(
+        tmp_path, Server(build("glora"), quorum=3), policy=Policy(RANKS, retries=0), record=tmp_path / "o"
+    )
+    grid.meddle = {"two": cancelled}
+    with pytest.raises(QuorumNotMet, match=r"2 usable uploads.*two: its update cannot be measured"):
+        strategy.start(grid, num_rounds=1)
+    assert strategy.flower_state.refusals == {"two": 1}
+    fates = [event for event in read_events(tmp_path / "o" / "events.jsonl") if isinstance(event, Fated)]
+    assert [event.fate for event in fates if event.client == "two"] == ["trained", "refused"]
+    assert "cannot be measured" in strategy.flower_state.receipts["two"].why
 
 
 @pytest.mark.parametrize("needs", ["quorum", "rule"])
@@ -636,6 +663,26 @@ def test_a_round_that_is_played_again_has_one_line(tmp_path: Path, when: str, mo
     for mine, theirs in zip(lines, lines_of(tmp_path / "whole" / "o"), strict=True):
         assert {**mine, "seconds": 0, "metrics": 0} == {**theirs, "seconds": 0, "metrics": 0}
     assert bits(again.flower_state.state.server) == bits(whole.flower_state.state.server)
+
+
+def test_a_round_that_is_finished_after_a_crash_is_finished_under_the_policy_as_it_is(tmp_path: Path) -> None:
+    """Before, the sites measured by what the server knew of the members before the crash."""
+    members: list[set[str]] = []
+
+    def after(line: Any) -> dict[str, Any]:
+        members.append({*strategy.flower_state.members})
+        if len(members) == 1:
+            raise Killed
+        return {}
+
+    for clients in (RANKS, {name: RANKS[name] for name in ("one", "two")}):
+        strategy, grid = federation(
+            tmp_path, Server(build("glora")), policy=Policy(clients), record=tmp_path / "o", resume=bool(members),
+            after_round=after,
+        )  # fmt: skip
+        with contextlib.suppress(Killed):
+            strategy.start(grid, num_rounds=1)
+    assert members == [{"one", "two", "three"}, {"one", "two"}]
 
 
 def test_lines_are_whole_once_each_and_valid_whatever_was_in_the_file(tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ class Attendance:
             refused = "; ".join(f"{c}: {why}" for c, why in sorted(self.refused.items())) or "none"
             raise QuorumNotMet(
                 f"round {self.terms.number}: {len(self.counts)} usable uploads, the quorum is {quorum} "
-                f"({len(self.abstained)} abstained; refused: {refused}). The state is unchanged."
+                f"({len(self.abstained)} abstained; refused: {refused}). The state is unchanged.",
+                self.refused,
             )
 
     def tally(self, weights: dict[str, float]) -> Tally:

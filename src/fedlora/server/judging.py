@@ -176,7 +176,7 @@ def require_enough(rule: Rule, attendance: Attendance, counts: Mapping[str, floa
         )  # fmt: skip
     if few := rule.overcome(p):
         also = f" ({refused} more were refused for what they sent)" if refused else ""
-        raise QuorumNotMet(f"round {terms.number}: {few}{also}. The state is unchanged.")
+        raise QuorumNotMet(f"round {terms.number}: {few}{also}. The state is unchanged.", attendance.refused)
     return rule
 
 

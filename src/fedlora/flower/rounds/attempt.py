@@ -74,18 +74,18 @@ class Attempt:
 
     maker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
     attempts. deadline: seconds for an answer, and the life of a message. report: called with its beginning, and with
-    each fate once it is known; a later fate of the same client replaces the one before. refusals: as in the state, but
-    before the round's first attempt: all attempts together count once.
+    each fate once it is known; a later fate of the same client replaces the one before. blamed: the clients
+    whose refusal an earlier attempt of the round has counted. A round counts it once.
     """
 
     def __init__(
         self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float, report: Report,
-        refusals: Mapping[str, int],
+        blamed: frozenset[str],
     ) -> None:  # fmt: skip
         self.server, self.policy, self.flower_state = maker.server, maker.policy, maker.flower_state
         self.round, self.nth, self.deadline = self.flower_state.next_round, nth, deadline
         self._maker, self._drawn, self._intake, self._report = maker, drawn, intake, report
-        self._refusals = refusals
+        self._blamed_before = blamed
         self._served: list[str] = []  # for whom a message was made
         self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
         others = drawn.not_asked.items()
@@ -149,6 +149,11 @@ class Attempt:
         return {name for name, found in self._fates.items() if found.fate not in ("not drawn", "quarantined")}
 
     @property
+    def blamed(self) -> frozenset[str]:
+        """The clients whose refusal this attempt, or an earlier one of the round, has counted."""
+        return self._blamed_before | {name for name in self._served if EFFECTS[self._fates[name].fate].refused}
+
+    @property
     def missing(self) -> dict[str, str]:
         """Client -> why it did not train, for all who were drawn or are in quarantine."""
         return {name: found.why for name, found in self.fates.items() if found.fate not in ("trained", "not drawn")}
@@ -167,23 +172,31 @@ class Attempt:
         """Aggregate the accepted uploads. The next state, and the round's line.
 
         Raises:
-            QuorumNotMet: too few usable uploads. The state is unchanged.
+            QuorumNotMet: too few usable uploads. The state is unchanged; whom the aggregation refused has that fate.
         """
         if all(fated.fate != "not drawn" for fated in self._fates.values()):
             for name, fated in self.fates.items():  # nobody could be drawn in place of those in quarantine
                 if fated.fate == "quarantined":
                     self._intake.refuse(UploadRefused(name, fated.why))
-        after = self._intake.close()
+        try:
+            after = self._intake.close()
+        except QuorumNotMet as error:
+            self._overturn(error.refused)
+            raise
         tally = after.tally or Tally({})
-        for name, before in self.fates.items():
-            if before.fate == "trained" and name in tally.refused:  # only after all uploads had arrived
-                self._fates[name] = replace(before, fate="refused", why=shown(tally.refused[name], 500))
-                self._report(self._fates[name])
+        self._overturn(tally.refused)
         left_out = tally.judged.left_out if tally.judged is not None else {}
         known = self._known_after(left_out, counted=True)
         return replace(known, state=RunState(after.round, after, known.state.clients)), self._line(after)
 
     # -------------------------------------------------------------------------------------------------------- inside
+
+    def _overturn(self, refused: Mapping[str, str]) -> None:
+        """Refuse uploads that had been accepted: the aggregation looks at them only after all have arrived."""
+        for name, before in self.fates.items():
+            if before.fate == "trained" and name in refused:
+                self._fates[name] = replace(before, fate="refused", why=shown(refused[name], 500))
+                self._report(self._fates[name])
 
     def _known_after(self, though_trained: Mapping[str, str], *, counted: bool) -> FlowerState:
         """What the server knows of the clients after the attempt, by `EFFECTS`; the model is still the one before it.
@@ -195,7 +208,7 @@ class Attempt:
         examples, refusals = dict(known.examples), dict(known.refusals)
         for name in self._served:
             effect, receipt = EFFECTS[self._fates[name].fate], receipts.get(name, Receipt())
-            if effect.refused and refusals.get(name, 0) <= self._refusals.get(name, 0):
+            if effect.refused and name not in self._blamed_before:
                 refusals[name] = refusals.get(name, 0) + 1
             if counted and effect.counted:
                 clients[name], examples[name] = self._taken[name][1], self._fates[name].examples or 0.0

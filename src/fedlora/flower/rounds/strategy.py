@@ -16,11 +16,11 @@ A round, in the order of the code:
 5. `_finish`: let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they
    give.
 
-If too few answers count, the server stores refusals and receipts in the checkpoint of the round before, waits up to 30
-s for the drawn clients, and begins again at 1, as often as the policy allows. It draws the same clients, unless the
-policy or a quarantine changed. A private round is the same loop with other `hooks`, but it asks everyone once and has
-no quorum. After a crash the caller gives the newest sound checkpoint (`resume`): lines of later rounds are cut off, and
-step 5 is done again if the record shows that it had not ended.
+If too few answers count, the server stores refusals and receipts in the checkpoint of the round before, waits until a
+quorum of the drawn clients is online (30 s at most), and begins again at 1, as often as the policy allows. It draws the
+same clients, unless the policy or a quarantine changed. A private round is the same loop with other `hooks`: its intake
+says whom to ask, and it asks them once and has no quorum. After a crash the caller gives the newest sound checkpoint
+(`resume`): lines of later rounds are cut off, and step 5 is done again if the record shows that it had not ended.
 
 Flower's own loop would call `configure_train` at 1, `aggregate_train` at 3, `configure_evaluate` and
 `aggregate_evaluate` at 5. This loop has none of them, so `FedLoRA` is no `Strategy`; for stock clients,
@@ -72,7 +72,7 @@ class FedLoRA:
 
     Args:
         server: with its method, quorum, weighting. policy: who may take part, and how. policy_file: read again before
-            each round; None: the policy stays. keys: the clients' current keys: a client with another one begins
+            each attempt; None: the policy stays. keys: the clients' current keys: a client with another one begins
             without refusals. state: the start, from `server.start`.
         run: the federation's name, by which clients keep their state. folder: for checkpoints; None keeps none.
             record: for events.jsonl and rounds.jsonl; None: nowhere. resume: go on from this one instead of `state`;
@@ -164,6 +164,7 @@ class FedLoRA:
         with self._hooks.playing(self), self._reporting_the_end():
             last = self.lines.get(self.round)
             if last is not None and not is_finished(last):  # a crash came between its checkpoint and its end
+                self.read_policy()  # a site that was removed meanwhile is not asked to measure
                 self._finish(grid, last)
             while self.round < num_rounds and self.stopped is None:
                 line = self._play(grid)
@@ -184,11 +185,11 @@ class FedLoRA:
 
     def _play_attempts(self, grid: Grid) -> tuple[FlowerState, Mapping[str, Any]]:
         """Make attempts until one counts, as many as the policy allows. The next state, and the round's line."""
-        nth, refusals = 0, self.flower_state.refusals
+        nth, blamed = 0, frozenset[str]()
         while True:
             nth += 1
             began = self.clock.monotonic()
-            attempt = self._open_attempt(grid, nth, refusals)
+            attempt = self._open_attempt(grid, nth, blamed)
             self._collect_answers(grid, attempt)
             try:
                 flower_state, line = attempt.close()
@@ -200,15 +201,15 @@ class FedLoRA:
                 self._save()
                 if nth > self.policy.retries:
                     raise QuorumNotMet(failed.why) from error
-            drawn = attempt.drawn
+            drawn, blamed = attempt.drawn, attempt.blamed
             del attempt  # its uploads
             needed, until = self.server.quorum or 1, self.clock.monotonic() + min(30.0, self.deadline)
             while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < needed:
                 self.clock.sleep(1.0)
 
-    def _open_attempt(self, grid: Grid, nth: int, refusals: Mapping[str, int]) -> Attempt:
-        """Draw the clients, and open the intake for their uploads, both by the policy as it is now. refusals: before
-        the round. Raises `ConfigError` if quarantine leaves too few clients."""
+    def _open_attempt(self, grid: Grid, nth: int, blamed: frozenset[str]) -> Attempt:
+        """Draw the clients, and open the intake for their uploads, both by the policy as it is now. blamed: as in
+        `Attempt`. Raises `ConfigError` if quarantine leaves too few clients."""
         self.read_policy()
         self._hooks.before_attempt(self, grid)
         maker = self._message_maker(grid)
@@ -217,7 +218,7 @@ class FedLoRA:
             self.policy, self.flower_state.refusals, maker.online, participation=self.participation, seed=self._seed,
             finished=self.round, chosen=intake.asked,  # a private round chooses by itself
         )  # fmt: skip
-        attempt = Attempt(maker, drawn, intake, nth, self.deadline, self._report, refusals)
+        attempt = Attempt(maker, drawn, intake, nth, self.deadline, self._report, blamed)
         check_enough(self.policy, self.server, self.flower_state.refusals, self.participation)  # it is reported by then
         return attempt
 
@@ -279,7 +280,7 @@ class FedLoRA:
         return dict(patiently(lambda: self._identify(grid), until=until, clock=self.clock))
 
     def read_policy(self) -> None:
-        """Read the policy's file again, before the next round; what changed while no server ran is new too. A file that
+        """Read the policy's file again, before each attempt; what changed while no server ran is new too. A file that
         cannot be used changes nothing, and is told once."""
         error = ""
         if self._policy_file is not None:
