@@ -133,7 +133,7 @@ class UploadRefused(FedLoRAError, ValueError):
 
 
 class QuorumNotMet(FedLoRAError, ValueError):
-    """Too few uploads were accepted for the round to count. refused: client -> why its upload was not."""
+    """Too few uploads were accepted for the round to count. `refused` names each client left out, and says why."""
 
     def __init__(self, message: str, refused: Mapping[str, str] | None = None) -> None:
         super().__init__(message)

@@ -543,7 +543,7 @@ def test_who_is_refused_by_the_aggregation_is_blamed_also_if_the_quorum_then_fai
         tmp_path, Server(build("glora"), quorum=3), policy=Policy(RANKS, retries=0), record=tmp_path / "o"
     )
     grid.meddle = {"two": cancelled}
-    with pytest.raises(QuorumNotMet, match=r"2 usable uploads.*two: its update cannot be measured"):
+    with pytest.raises(QuorumNotMet, match="2 usable uploads, the quorum is 3"):
         strategy.start(grid, num_rounds=1)
     assert strategy.flower_state.refusals == {"two": 1}
     fates = [event for event in read_events(tmp_path / "o" / "events.jsonl") if isinstance(event, Fated)]

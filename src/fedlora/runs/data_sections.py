@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from fedlora.errors import ConfigError
 from fedlora.runs.rank_profiles import PAPER_TYPES, RankProfile, RankType, assign_types, brings_types
@@ -86,10 +86,7 @@ class ClientsSection(Section):
         return self
 
 
-def check_classes(labels: Sequence[str] | None) -> None:
-    """Raise `ValueError` for class names that could not be told apart in a file."""
-    if labels is None:
-        return
+def _distinct(labels: list[str]) -> list[str]:
     if len(labels) < 2:
         raise ValueError("give at least two classes: with one there is nothing to learn")
     twice = [name for k, name in enumerate(labels) if name.strip() in [other.strip() for other in labels[:k]]]
@@ -97,6 +94,11 @@ def check_classes(labels: Sequence[str] | None) -> None:
         raise ValueError(f"the class {twice[0]!r} is named twice")
     if not all(name.strip() and name.isprintable() for name in labels):
         raise ValueError("the name of a class must be printable text, and not blank")
+    return labels
+
+
+# Names that a file of examples can tell apart.
+ClassNames = Annotated[list[Annotated[str, Field(min_length=1)]], AfterValidator(_distinct)]
 
 
 class DataSection(Section):
@@ -139,7 +141,7 @@ class DataSection(Section):
     text: str = "text"
     pair: str | None = None
     label: str = "label"
-    labels: list[Annotated[str, Field(min_length=1)]] | None = None
+    labels: ClassNames | None = None
     prompt: str = "prompt"
     response: str = "response"
     messages: str | None = None
@@ -162,12 +164,6 @@ class DataSection(Section):
             )
         check_template(self.template)
         return self
-
-    @field_validator("labels")
-    @classmethod
-    def _classes(cls, labels: list[str] | None) -> list[str] | None:
-        check_classes(labels)
-        return labels
 
     @model_validator(mode="after")
     def _one_source(self) -> DataSection:

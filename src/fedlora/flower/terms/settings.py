@@ -28,7 +28,7 @@ from fedlora.flower.terms.privacy import FederationPrivacy, refusals, with_priva
 from fedlora.flower.terms.site_file import Site
 from fedlora.given_files import read_toml
 from fedlora.runs.config import RunConfig
-from fedlora.runs.data_sections import check_classes
+from fedlora.runs.data_sections import ClassNames
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.idle_keys import check_used, unused
 from fedlora.runs.reading import checked
@@ -102,7 +102,7 @@ class AgreedData(Section):
     """As [data] of a run, without its sources. labels: the classes, in the order of their numbers. validation, test:
     shares that each site holds out from its own file. max_train: the most examples for each site."""
 
-    labels: list[Annotated[str, Field(min_length=1)]] | None = None
+    labels: ClassNames | None = None
     max_length: Positive = 128
     max_train: Positive | None = None
     loss_on: LossOn = "response"
@@ -115,12 +115,6 @@ class AgreedData(Section):
     messages: str | None = None
     validation: Held = 0.1
     test: Held = 0.1
-
-    @field_validator("labels")
-    @classmethod
-    def _classes(cls, labels: list[str] | None) -> list[str] | None:
-        check_classes(labels)
-        return labels
 
     @model_validator(mode="after")
     def _leaves_some(self) -> AgreedData:
