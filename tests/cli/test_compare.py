@@ -201,7 +201,7 @@ def test_each_entry_runs_what_its_label_says(with_settings: tuple[Path, dict[str
     """The manifest's method, by `build`: the bare name of the config's own method is the config's, with rho = 0.75; all
     others start from the method's defaults."""
     out, _ = with_settings
-    folders = {path.name: RunFolder(path / "seed-0") for path in out.iterdir() if path.is_dir()}
+    folders = {path.name: RunFolder(path / "seed-0") for path in out.glob("[!.]*/")}
     made = {name: folder.read_json("manifest.json")["method"] for name, folder in folders.items()}
     assert made == {
         "glora": repr(build("glora", rho=0.75)),

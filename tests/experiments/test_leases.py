@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from fedlora.errors import CheckpointError, ConfigError
 from fedlora.experiments import leases, pool, runner
+from fedlora.experiments.comparison import ComparedRuns
 from fedlora.experiments.leases import Claims, alone
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun
@@ -96,6 +98,16 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def planned(digest: str) -> PlannedRun:
     return PlannedRun({}, 0, None, False, None, digest)  # type: ignore[arg-type]
+
+
+def test_machines_that_share_the_folder_of_a_comparison_share_its_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before, the claims were in each machine's own temporary folder, so two machines made every run twice."""
+    here = ComparedRuns.at(tmp_path / "out").claims
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "of the other"))
+    with Claims(here) as one, Claims(ComparedRuns.at(tmp_path / "out").claims) as other:
+        assert one.take("a") and not other.take("a")
 
 
 @pytest.mark.parametrize("finished", [True, False])

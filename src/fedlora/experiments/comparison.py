@@ -7,10 +7,8 @@ OUT/results.jsonl                       the finished runs (`fedlora.results`)
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -132,12 +130,6 @@ class ComparedRuns(Places):
         if _digest(named) == run.digest:
             return named
         return next((folder for folder in self.folders() if _digest(folder) == run.digest), named)
-
-    @property
-    def claims(self) -> Path:
-        """Outside of OUT, which stays unchanged if nothing can run."""
-        place = hashlib.sha256(str(self.work.resolve()).encode()).hexdigest()[:16]
-        return Path(tempfile.gettempdir()) / f"fedlora-{place}"
 
     def classes(self, run: PlannedRun) -> tuple[str, ...]:
         """The run's stored classes, or those of another run on the same data, because the two are compared."""
