@@ -45,10 +45,13 @@ def trainer_of(tmp_path: Path, text: str, *words: str, lora: LoRASettings | None
     return ProgramTrainer(program, SPEC, lora or LoRASettings(), tmp_path / "work", **more)
 
 
+ACME = Client("acme", 4)
+
+
 def played(trainer: ProgramTrainer, method: str = "fedit", begun: Adapter | None = None, **more: Any) -> Any:
     server = Server(build(method, **more))
     state = server.init(begun or adapter())
-    return play_round(server.download(state, Client("acme", 4)), ClientMemory(), trainer)
+    return play_round(server.download(state, ACME), ClientMemory(), trainer)
 
 
 def test_a_program_plays_rounds_and_finds_again_what_it_kept(tmp_path: Path) -> None:
@@ -61,8 +64,23 @@ def test_a_program_plays_rounds_and_finds_again_what_it_kept(tmp_path: Path) -> 
         torch.testing.assert_close(update[name].delta(), 4 * lora.delta())
     assert [record.losses["acme"] for record in records] == [1.0, 0.5]
     place = tmp_path / "work" / "acme"
-    assert (place / "keep" / "rounds").read_text() == "12" and not (place / "round").exists()
+    assert (place / "kept" / "2" / "rounds").read_text() == "12" and not (place / "round").exists()
     assert (place / "program.log").read_text() == "done acme\n"
+
+
+def test_a_round_that_is_played_again_finds_what_it_found_the_first_time(tmp_path: Path) -> None:
+    """The program adds each round's number to what it kept. A run stopped after the client's round 2 and repeats it, so
+    2 must not be there twice. Round 1 again began without anything kept, and what is of later rounds is no start."""
+    server, trainer = Server(build("fedit")), trainer_of(tmp_path, DOUBLING)
+    states = [record.state.server for record in simulate(server, [ACME], trainer, start(server, adapter()), rounds=3)]
+    kept = tmp_path / "work" / "acme" / "kept"
+    assert sorted(path.name for path in kept.iterdir()) == ["2", "3"]
+    for _ in range(2):
+        play_round(server.download(states[1], ACME), ClientMemory(), trainer)
+        assert (kept / "3" / "rounds").read_text() == "123"
+    with pytest.warns(UserWarning, match="2 and later, and round 1"):
+        played(trainer)
+    assert (kept / "1" / "rounds").read_text() == "1"
 
 
 @pytest.mark.parametrize("method", ["ffa-lora", "fedsa-lora"])
@@ -135,7 +153,7 @@ def test_a_fault_of_the_program_is_named_and_nothing_is_lost(tmp_path: Path, fau
     write_adapter(tmp_path / "few", Adapter({"q": adapter().modules["q"]}), SPEC)
     text, says = FAULTS[fault]
     text = text.replace("OTHER", f"'{tmp_path}/rank'").replace("FEW", f"'{tmp_path}/few'")
-    before = tmp_path / "work" / "acme" / "keep"
+    before = tmp_path / "work" / "acme" / "kept" / "0"
     before.mkdir(parents=True)
     (before / "mine").write_text("as it was")
     with pytest.raises(ProgramFailed, match=says) as failed:
@@ -143,7 +161,7 @@ def test_a_fault_of_the_program_is_named_and_nothing_is_lost(tmp_path: Path, fau
     assert f"Its log: {tmp_path}/work/acme/program.log" in str(failed.value)
     assert (before / "mine").read_text() == "as it was"
     played(trainer_of(tmp_path, DOUBLING))  # the next round plays as if nothing had been
-    assert (before / "rounds").read_text() == "1"
+    assert (before.parent / "1" / "rounds").read_text() == "1" and (before.parent / "1" / "mine").exists()
 
 
 def test_a_frozen_part_that_was_trained_is_refused(tmp_path: Path) -> None:
@@ -184,7 +202,7 @@ LEFT = {
     "socket": ("import socket; os.chdir(here); socket.socket(socket.AF_UNIX).bind('keep/s')", "keep/s, a socket"),
     "kept link": ("(here / 'keep/l').symlink_to('/etc')", "keep/l, a link to /etc: links may only lead"),
     "no keep": ("shutil.rmtree(here / 'keep')", "removed the folder keep"),
-    "kept in its folder": ("os.makedirs('keep', exist_ok=True); os.mkfifo('keep/p'); os._exit(1)", "ended with code 1"),
+    "kept in its folder": ("os.makedirs('kept', exist_ok=True); os.mkfifo('kept/p'); os._exit(1)", "ended with code 1"),
     "log": ("os.unlink('program.log'); os.mkfifo('program.log'); os._exit(1)", "ended with code 1 .* 'done acme'"),
     "data": ("os.mkfifo('new.csv'); os._exit(1)", "ended with code 1"),
 }  # fmt: skip
@@ -200,7 +218,7 @@ def test_what_is_no_file_is_refused_and_never_waited_for(tmp_path: Path, left: s
         played(trainer_of(tmp_path, f"{DOUBLING}\n{text}", data=rows))
     after = trainer_of(tmp_path, DOUBLING, data=rows)
     if left == "kept in its folder":
-        with pytest.raises(ProgramFailed, match=r"'acme' kept: it left keep/p, a pipe.* Remove .*/acme/keep"):
+        with pytest.raises(ProgramFailed, match=r"'acme' kept: it left kept/p, a pipe.* Remove .*/acme/kept"):
             played(after)
     else:
         assert played(after).upload.num_examples == 30
@@ -218,10 +236,10 @@ if said["round"] == 1:
     )
     trainer = trainer_of(tmp_path, text)
     server = Server(build("fedit"))
-    list(simulate(server, [Client("acme", 4)], trainer, start(server, adapter()), rounds=1))
+    (record,) = simulate(server, [ACME], trainer, start(server, adapter()), rounds=1)
     read = "\nassert (here / 'keep/last/w').read_text() == (here / 'keep/whole/w').read_text() == 'kept'"
-    played(trainer_of(tmp_path, DOUBLING + read))
-    assert os.readlink(tmp_path / "work/acme/keep/last") == "old"
+    play_round(server.download(record.state.server, ACME), ClientMemory(), trainer_of(tmp_path, DOUBLING + read))
+    assert os.readlink(tmp_path / "work/acme/kept/2/last") == "old"
 
 
 def test_a_long_log_keeps_its_end_and_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -36,7 +37,7 @@ from fedlora.training.round_folder import VARIABLE, ProgramFailed, RoundFacts, R
 from fedlora.training.same_base import is_this_base
 from fedlora.training.settings import LoRASettings
 
-_LOG, _ROUND, _KEPT = "program.log", "round", "keep"
+_LOG, _ROUND, _KEPT = "program.log", "round", "kept"
 _LOG_BYTES = 2**24  # a longer log loses its first part
 _LOOK = 1.0  # seconds between two looks at its size
 
@@ -122,8 +123,9 @@ class ProgramTrainer:
             check_left(place / _KEPT)  # programs run in `place`, and this one may have been there
         except ProgramFailed as failed:
             raise ProgramFailed(f"what the program of {client!r} kept: {failed} Remove {place / _KEPT}.") from None
-        if (place / _KEPT).is_dir():
-            shutil.copytree(place / _KEPT, round.keep, symlinks=True)
+        before = _kept_before(place, download.round + 1)
+        if before is not None:
+            shutil.copytree(before, round.keep, symlinks=True)
         facts = round.write(
             RoundFacts(
                 client=client, round=download.round + 1, rounds=max(self._rounds, download.round + 1),
@@ -137,8 +139,7 @@ class ProgramTrainer:
             self._check_base(named, place)
         except ProgramFailed as failed:
             raise ProgramFailed(f"the program of {client!r} ended well, but {failed} Its log: {place / _LOG}") from None
-        _remove(place / _KEPT)
-        os.replace(round.keep, place / _KEPT)
+        _keep(place, facts.round, round.keep, before)
         shutil.rmtree(round.path)
         made = replace(_scaled(made, spec.scaling / self._lora.unit), base=adapter.base)
         return Trained(made, said.examples, said.loss, position + said.examples)
@@ -245,6 +246,34 @@ def _scaled(adapter: Adapter, factor: float) -> Adapter:
         return adapter
     base = None if adapter.base is None else {name: scaled(lora, factor) for name, lora in adapter.base.items()}
     return Adapter({name: scaled(lora, factor) for name, lora in adapter.modules.items()}, adapter.heads, base)
+
+
+def _kept_before(place: Path, round: int) -> Path | None:
+    """What the client's program left in its newest round before this one; 0 is an empty folder. What it left later is
+    of rounds that a stopped run now repeats: a start from that would be another run than without the stop."""
+    (place / _KEPT).mkdir(exist_ok=True)
+    if not (rounds := _kept_rounds(place)):
+        (place / _KEPT / "0").mkdir()
+    earlier = [number for number in rounds or [0] if number < round]
+    if not earlier:
+        warnings.warn(
+            f"{place / _KEPT} is of round {rounds[0]} and later, and round {round} is played again: its program starts "
+            f"without what it kept.", stacklevel=3,
+        )  # fmt: skip
+    return place / _KEPT / str(earlier[-1]) if earlier else None
+
+
+def _keep(place: Path, round: int, left: Path, before: Path | None) -> None:
+    """Take over what the program left. What it started from stays too, for a run that stops and repeats the round."""
+    _remove(place / _KEPT / str(round))
+    os.replace(left, place / _KEPT / str(round))
+    for number in _kept_rounds(place):
+        if number != round and place / _KEPT / str(number) != before:
+            _remove(place / _KEPT / str(number))
+
+
+def _kept_rounds(place: Path) -> list[int]:
+    return sorted(int(path.name) for path in (place / _KEPT).iterdir() if path.name.isdecimal() and path.is_dir())
 
 
 def _remove(path: Path) -> None:

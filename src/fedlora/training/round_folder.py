@@ -3,7 +3,7 @@
     round.json     who trains which parts in which round (`RoundFacts`)
     start/         a PEFT folder: the adapter to train
     base/          only if the method moves the base weights: a PEFT folder to merge into the base before training
-    keep/          what the program left there when its last round succeeded; at first empty
+    keep/          what the program left there in its last successful round before this one; at first empty
     result/        the program's: a PEFT folder, the trained adapter at the ranks of start/
     result.json    the program's: {"examples": 120, "loss": 0.43}; with base/ also "base": as in round.json
 
