@@ -259,7 +259,7 @@ def played(home: Path, kind: str, mb: float, rounds: int, method: str) -> dict[s
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, number)
             time.sleep(2)
-        children.end_all(children.started_for(home / "flwr"))
+        children.end_all_of(home / "flwr")
         watch.over.set()
         watch.join()
     return {

@@ -440,6 +440,7 @@ def tables(place: Path, **changes: Any) -> dict[str, Any]:
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"privacy__epsilon": 8.0}, "either privacy.epsilon"),
+    ({"privacy__noise_multiplier": None, "privacy__epsilon": 1e-7}, "privacy.epsilon"),
     ({"privacy__dims": 4}, "privacy.dims"),
     ({"privacy__shape": "left"}, "privacy.dims"),
     ({"privacy__delta": 0.0}, "privacy.delta"),

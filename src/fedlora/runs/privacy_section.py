@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from fedlora.errors import BudgetSpent
+from fedlora.privacy.accounting import LEAST_DELTA, LEAST_EPSILON, MOST_EPSILON
 from fedlora.privacy.geometry import Geometry, Shape
 from fedlora.privacy.ledger import Budget, Ledger
 from fedlora.server.private_options import Privacy, Releases
@@ -38,8 +39,8 @@ class PrivacySection(Section):
 
     clip: Above
     noise_multiplier: Above | None = None
-    epsilon: Above | None = None
-    delta: Annotated[float, Field(gt=0, lt=1)]
+    epsilon: Annotated[float, Field(ge=LEAST_EPSILON, le=MOST_EPSILON)] | None = None
+    delta: Annotated[float, Field(ge=LEAST_DELTA, lt=1)]
     population: Annotated[str, Field(min_length=1, max_length=200)]
     ledger: Annotated[str, Field(min_length=1)]
     budget: Annotated[Above | None, Key(lasting="never")] = None  # the population's; the ledger has its own
