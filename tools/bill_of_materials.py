@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 import fedlora
 
 ROOT = Path(__file__).parent.parent
-FOR_USERS = ("train", "plot", "flower", "stats", "hub", "privacy", "track")
+FOR_USERS = ("train", "plot", "flower", "hub", "privacy", "track")
 
 
 def brought(requirement: str) -> set[str]:

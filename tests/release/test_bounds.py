@@ -19,7 +19,7 @@ from support.environments import Environment, empty
 from support.needs import ADAPTERS, NEEDS
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(1800)]
-EVERYTHING = ("train", "plot", "flower", "stats", "hub", "privacy", "track")
+EVERYTHING = ("train", "plot", "flower", "hub", "privacy", "track")
 
 
 @pytest.mark.parametrize("which", ["lowest", "highest"])

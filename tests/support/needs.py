@@ -48,12 +48,11 @@ print("sound")
 """
 # Extra -> what needs it. With `train` where the extra adds something to runs, as its line in pyproject.toml says.
 NEEDS = {
-    "train": "import fedlora.training.local, fedlora.runs.execution, fedlora.training.metrics; print('sound')",
+    "train": "import fedlora.training.local, fedlora.runs.execution, fedlora.training.metrics\n"
+    "from scipy import stats; import fedlora.experiments.verdicts, fedlora.experiments.tables; print('sound')",
     "train,plot": "import fedlora.runs.plots as p; from pathlib import Path\n"
     "p.plot_overlaps(['a', 'b'], {'q': [[1.0, 0.2], [0.2, 1.0]]}, Path('o.png'))\n"
     "print('sound' if Path('o.png').stat().st_size else '')",
-    "train,stats": "from scipy import stats; import fedlora.experiments.verdicts\n"
-    "import fedlora.experiments.tables; print('sound')",
     "hub": "from datasets import Dataset; from fedlora.data import read_classification\n"
     "d = Dataset.from_dict({'text': ['good', 'bad'], 'label': [1, 0]})\n"
     "print('sound' if len(read_classification(d, text='text', label='label')) == 2 else '')",

@@ -6,9 +6,11 @@ of a dense copy), *contract* (what cannot be loaded is one line).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +22,15 @@ from torch import nn
 
 from fedlora.core.lora import LoRA, named_tensors
 from fedlora.errors import ConfigError
+from fedlora.flower.terms.facts import architecture
 from fedlora.training.content import base_digest, model_content
 from fedlora.training.evaluation import ModelEvaluator
+from fedlora.training.loading import longest_of_files
 from fedlora.training.local import LocalTrainer
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import LoRASettings, TrainSettings
+from fedlora.training.skeleton import Skeleton
+from fedlora.training.targets import check_targets
 from support.known_warnings import CONV1D, FUTURE_NAMES
 from support.local_training import Loader, bits, dense, download, logits
 from support.tiny_models import bert, llama
@@ -88,6 +94,41 @@ def test_a_model_that_cannot_be_loaded_is_one_line(load: Loader, classifier: Pat
         with pytest.raises(ConfigError, match=rf"model '{path}' cannot be loaded: ") as caught:
             load(path)
         assert "\n" not in str(caught.value)
+
+
+ODD_CONFIGS = {
+    "no kind": "{}",
+    "no such kind": '{"model_type": "nobody-s"}',
+    "a word for a number": '{"model_type": "bert", "hidden_size": "wide"}',
+    "sizes that do not divide": '{"model_type": "bert", "hidden_size": 7, "num_attention_heads": 2}',
+    "a list": "[]",
+    "half a file": '{"model_type": "be',
+    "not text": "\xff",
+}
+
+
+@pytest.mark.parametrize("odd", ODD_CONFIGS)
+def test_an_odd_configuration_is_one_line_at_every_door(
+    load: Loader, classifier: Path, tmp_path: Path, odd: str
+) -> None:
+    """Expected: `ConfigError`, which names the model. A federation's set-up and `doctor` read the configuration alone,
+    experiments build the model without its weights, the others load it."""
+    model = tmp_path / "model"
+    shutil.copytree(classifier, model)
+    (model / "config.json").write_text(ODD_CONFIGS[odd], "latin-1")
+    doors: dict[str, Callable[[], object]] = {
+        "load": lambda: load(model),
+        "longest": lambda: longest_of_files(model),
+        "architecture": lambda: architecture(model),
+        "skeleton": lambda: Skeleton(model, "classification", LoRASettings(targets=["query"]), 2),
+        "targets": lambda: check_targets(model, "classification", ["query"]),
+    }
+    for name in ("load", "longest", "skeleton"):
+        with pytest.raises(ConfigError, match=re.escape(str(model))):
+            doors[name]()
+    for name in ("architecture", "targets"):  # they may find nothing odd, and leave it to the others
+        with contextlib.suppress(ConfigError):
+            doors[name]()
 
 
 def test_a_model_without_its_tokenizer_is_refused(load: Loader, classifier: Path, tmp_path: Path) -> None:

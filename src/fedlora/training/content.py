@@ -19,7 +19,7 @@ from typing import Any
 
 from fedlora.core import files
 from fedlora.doing import doing
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.given_files import parse_json, read_given
 from fedlora.training.hub_models import SECONDS, hub_name, source
 
@@ -269,13 +269,23 @@ def tokenizer_of(path: str | os.PathLike[str]) -> Any:
     from transformers import AutoTokenizer
 
     place = model_place(path)
-    try:
+    with readable(f"the tokenizer of {os.fspath(path)!r} cannot be loaded"):
         if place.is_file():
             return AutoTokenizer.from_pretrained(place.parent, gguf_file=place.name)
         return AutoTokenizer.from_pretrained(place)
-    except Exception as error:  # damaged files fail in many ways, in several libraries
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"the tokenizer of {os.fspath(path)!r} cannot be loaded: {reason}") from error
+
+
+@contextlib.contextmanager
+def readable(otherwise: str, hint: str = "") -> Iterator[None]:
+    """Raise `ConfigError`, which begins with `otherwise`, for any error in the block: files of a model that are damaged
+    or odd fail in many ways, in several libraries."""
+    try:
+        yield
+    except FedLoRAError:
+        raise
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{otherwise}: {reason}{hint}") from error
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
@@ -307,6 +317,6 @@ def _merges(tokenizer: Any) -> list[list[str]]:
 
 
 __all__ = [
-    "base_digest", "check_weights", "file_digest", "model_commit", "model_content", "model_files", "model_place",
+    "base_digest", "check_weights", "file_digest", "model_commit", "model_content", "model_files", "model_place", "readable",
     "template_digest", "tokenizer_digest", "tokenizer_of", "weight_files",
 ]  # fmt: skip

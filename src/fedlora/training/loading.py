@@ -7,7 +7,6 @@ alone: torch refuses a pickle that holds anything else (weights_only), so no cod
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,7 +20,7 @@ from fedlora.core.folders import replacing_folder
 from fedlora.doing import doing
 from fedlora.errors import ConfigError, counted
 from fedlora.seeds import derive_seed
-from fedlora.training.content import file_digest
+from fedlora.training.content import file_digest, readable
 from fedlora.training.hub_models import source
 from fedlora.training.settings import DType, Task
 
@@ -96,25 +95,22 @@ def _read(
     if task == "classification":
         kind, classes = AutoModelForSequenceClassification, {"num_labels": len(labels)}
     where = source(path)
-    try:
+    otherwise = f"the model {os.fspath(path)!r} cannot be loaded"
+    with readable(otherwise, " Give a directory with config.json, tokenizer and model.safetensors, or a hub id."):
         tokenizer = AutoTokenizer.from_pretrained(path, **where)
         config = AutoConfig.from_pretrained(path, **where, **classes)
         set_dropout(config, dropout)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(seed, "head"))
-            network, found = kind.from_pretrained(
-                path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **where, **more
-            )
-    except UnpicklingError as error:
-        raise ConfigError(
-            f"the model {os.fspath(path)!r} cannot be loaded: its pytorch_model.bin holds more than tensors, which "
-            f"could run code, and is not opened. Convert it to safetensors on a machine where you trust it."
-        ) from error
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(
-            f"the model {os.fspath(path)!r} cannot be loaded: {str(error).splitlines()[0]} "
-            f"Give a directory with config.json, tokenizer and model.safetensors, or a hub id."
-        ) from error
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(derive_seed(seed, "head"))
+                network, found = kind.from_pretrained(
+                    path, config=config, ignore_mismatched_sizes=True, output_loading_info=True, **where, **more
+                )
+        except UnpicklingError as error:
+            raise ConfigError(
+                f"{otherwise}: its pytorch_model.bin holds more than tensors, which could run code, and is not opened. "
+                f"Convert it to safetensors on a machine where you trust it."
+            ) from error
     if task == "causal-lm":  # greedy must stay greedy, whatever the model's own generation settings
         network.generation_config = GenerationConfig()
     else:
@@ -207,14 +203,11 @@ def dequantised(file: Path) -> Path:
     target = cache / f"{file.stem}-{file_digest(file)[:16]}"
     if target.is_dir():
         return target
-    try:
+    with readable(f"the model {file.name} cannot be read as GGUF"):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
-    except (OSError, ValueError, ImportError, RuntimeError, struct.error) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"the model {file.name} cannot be read as GGUF: {reason}") from error
     try:
         with replacing_folder(target) as building:
             model.save_pretrained(building)
@@ -245,11 +238,11 @@ def positions_of(config: Any) -> int | None:
 
 
 def longest_of_files(model: Path) -> int | None:
-    """`longest_input` for a model that is not loaded: builds its layers without numbers."""
+    """`longest_input` for a model that is not loaded: builds its layers without numbers. Raises `ConfigError`."""
     from transformers import AutoConfig, AutoModel
 
-    config = AutoConfig.from_pretrained(model)
-    with torch.device("meta"):
+    with readable(f"the configuration of the model {str(model)!r} cannot be read"), torch.device("meta"):
+        config = AutoConfig.from_pretrained(model)
         return longest_input(AutoModel.from_config(config), positions_of(config))
 
 

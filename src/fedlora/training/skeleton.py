@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedlora.adapters.io import read_model
 from fedlora.errors import ConfigError
 from fedlora.training.bfloat16 import has_instructions
+from fedlora.training.content import readable
 from fedlora.training.hub_models import source
 from fedlora.training.loading import dequantised, longest_input, positions_of, set_dropout
 from fedlora.training.local import micro_batch
@@ -79,14 +80,12 @@ class Skeleton:
         place = Path(path)
         path = dequantised(place) if place.suffix == ".gguf" and place.is_file() else path
         where = source(path, revision)
-        try:
+        with readable(f"the model {os.fspath(path)!r} cannot be built"):
             self.tokenizer: Any = AutoTokenizer.from_pretrained(path, **where)
             config = AutoConfig.from_pretrained(path, **where, **({"num_labels": classes} if classes else {}))
             set_dropout(config, dropout)
             with torch.device("meta"):
                 self._base: nn.Module = kind.from_config(config, dtype=torch.float32)
-        except (OSError, ValueError, RuntimeError, KeyError) as error:
-            raise ConfigError(f"the model {os.fspath(path)!r} cannot be built: {str(error).splitlines()[0]}") from error
         self.longest = longest_input(self._base, positions_of(config))
         self._kept: dict[tuple[int, int], tuple[int, int]] = {}  # (examples, tokens) -> what `activations` found
         self.parameters = sum(parameter.numel() for parameter in self._base.parameters())

@@ -81,7 +81,7 @@ def check_targets(path: str | os.PathLike[str], task: str, targets: Targets) -> 
         config = AutoConfig.from_pretrained(path, **where)
         with torch.device("meta"):
             skeleton = kind.from_config(config)
-    except (OSError, ValueError, RuntimeError):
+    except Exception:
         return  # `loading.load_base` will explain what is wrong with the model
     adapted(skeleton, targets)
 

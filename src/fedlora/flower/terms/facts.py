@@ -14,7 +14,14 @@ from fedlora.errors import ConfigError
 from fedlora.flower.terms.agreement import ASKED, Disagreement, Facts, check, unsaid, versions_here
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.sections import ModelSection
-from fedlora.training.content import base_digest, model_place, template_digest, tokenizer_digest, tokenizer_of
+from fedlora.training.content import (
+    base_digest,
+    model_place,
+    readable,
+    template_digest,
+    tokenizer_digest,
+    tokenizer_of,
+)
 from fedlora.training.prompting import CHAT
 
 # Keys of a model's configuration that name its location or storage, or that each federation sets itself.
@@ -81,11 +88,8 @@ def architecture(model: str | Path) -> dict[str, Any]:
     place = model_place(model)
     if place.is_file():
         return {}
-    try:
+    with readable(f"the configuration of {str(model)!r} cannot be read"):
         found = AutoConfig.from_pretrained(place).to_dict()
-    except Exception as error:  # a damaged config.json raises many kinds of errors, in several libraries
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"the configuration of {str(model)!r} cannot be read: {reason}") from error
     return dict(sorted(_plain(found, "")))
 
 
