@@ -62,6 +62,7 @@ class Effect(NamedTuple):
 
 EFFECTS: Mapping[Fate, Effect] = {
     "trained": Effect(counted=True, moves_on=True, refused=False),
+    "abstained": Effect(counted=True, moves_on=True, refused=False),
     "refused": Effect(counted=False, moves_on=True, refused=True),
     "failed": Effect(counted=False, moves_on=True, refused=False),
     "late": Effect(counted=False, moves_on=False, refused=False),
@@ -133,10 +134,12 @@ class Attempt:
             return self._settle(name, "refused", shown(refusal.reason, 500), **came)
         ranks = self._maker.known(name).ranks if found.ranks is None else found.ranks
         after = ClientMemory(None, 0, found.held, ranks)
-        examples, why = float(upload.num_examples), "" if upload.num_examples else "it abstained, with 0 examples"
         self._taken[name] = float(count), after
+        examples = float(upload.num_examples)
+        if not examples:  # nobody has checked its adapter
+            return self._settle(name, "abstained", "it has 0 examples for this round", **came)
         norm = update_norm(upload, sent)
-        self._settle(name, "trained", why, loss=found.loss, examples=examples, norm=norm, **came)
+        self._settle(name, "trained", "", loss=found.loss, examples=examples, norm=norm, **came)
 
     @property
     def fates(self) -> dict[str, Fated]:
@@ -155,8 +158,9 @@ class Attempt:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Client -> why it did not train, for all who were drawn or are in quarantine."""
-        return {name: found.why for name, found in self.fates.items() if found.fate not in ("trained", "not drawn")}
+        """Client -> why nothing of it was taken, for all who were drawn or are in quarantine."""
+        there = ("trained", "abstained", "not drawn")
+        return {name: found.why for name, found in self.fates.items() if found.fate not in there}
 
     def failed(self, error: QuorumNotMet) -> AttemptFailed:
         """The event that reports its failure: the error, which names those that it refused, and who else is missing."""
@@ -166,7 +170,7 @@ class Attempt:
 
     def not_counted(self, error: QuorumNotMet) -> FlowerState:
         """What the server knows after an attempt that did not count."""
-        return self._known_after(dict.fromkeys(self._served, f"the whole attempt did not: {error}"), counted=False)
+        return self._known_after(dict.fromkeys(self._served, f"did not count: the whole attempt did not: {error}"), counted=False)
 
     def close(self) -> tuple[FlowerState, dict[str, Any]]:
         """Aggregate the accepted uploads. The next state, and the round's line.
@@ -186,7 +190,8 @@ class Attempt:
         tally = after.tally or Tally({})
         self._overturn(tally.refused)
         left_out = tally.judged.left_out if tally.judged is not None else {}
-        known = self._known_after(left_out, counted=True)
+        no_weight = "had no weight in the model, and the site goes on from its own state"
+        known = self._known_after({name: f"{no_weight}: {why}" for name, why in left_out.items()}, counted=True)
         return replace(known, state=RunState(after.round, after, known.state.clients)), self._line(after)
 
     # -------------------------------------------------------------------------------------------------------- inside
@@ -198,10 +203,10 @@ class Attempt:
                 self._fates[name] = replace(before, fate="refused", why=shown(refused[name], 500))
                 self._report(self._fates[name])
 
-    def _known_after(self, though_trained: Mapping[str, str], *, counted: bool) -> FlowerState:
+    def _known_after(self, though_taken: Mapping[str, str], *, counted: bool) -> FlowerState:
         """What the server knows of the clients after the attempt, by `EFFECTS`; the model is still the one before it.
 
-        though_trained: client -> why its work did not count although it trained.
+        though_taken: client -> what its work lacks although it was taken.
         """
         known = self.flower_state
         clients, receipts = dict(known.state.clients), dict(known.receipts)
@@ -211,14 +216,15 @@ class Attempt:
             if effect.refused and name not in self._blamed_before:
                 refusals[name] = refusals.get(name, 0) + 1
             if counted and effect.counted:
-                clients[name], examples[name] = self._taken[name][1], self._fates[name].examples or 0.0
-                receipt = replace(receipt, counted=self.round, sure=True)
-                refusals.pop(name, None)
+                clients[name], receipt = self._taken[name][1], replace(receipt, counted=self.round, sure=True)
+                if self._fates[name].fate == "trained":  # an abstention says nothing of its uploads
+                    examples[name] = self._fates[name].examples or 0.0
+                    refusals.pop(name, None)
             elif counted and name in clients:
                 clients[name] = replace(clients[name], held=None)
             if counted and effect.moves_on:
                 receipt = replace(receipt, answered=self.round)
-            receipts[name] = replace(receipt, why=self._why_not(name, though_trained.get(name, "")))
+            receipts[name] = replace(receipt, why=self._why_not(name, though_taken.get(name, "")))
         if self._intake.stored:  # a private sum from before a kill: who trained for it is unknown
             clients = {name: replace(client, held=None) for name, client in clients.items()}
             unsure = Receipt(self.round, self.round, sure=False)
@@ -231,13 +237,14 @@ class Attempt:
             receipts=ReadOnly(receipts),
         )
 
-    def _why_not(self, name: str, though_trained: str) -> str:
-        """Why an asked client's work did not count, for the client; "" if it did. A private round tells nobody."""
+    def _why_not(self, name: str, though_taken: str) -> str:
+        """For an asked client: why its work did not count, or had no weight; otherwise "". A private round tells
+        nobody."""
         fated = self._fates[name]
-        why = though_trained if fated.fate == "trained" else f"{fated.fate}: {fated.why}"
+        why = though_taken if EFFECTS[fated.fate].counted else f"did not count: {fated.fate}: {fated.why}"
         if not why or self.server.privacy is not None:
             return ""
-        return shown(f"round {self.round}: the work of this site did not count: {why}", 600)
+        return shown(f"round {self.round}: the work of this site {why}", 600)
 
     def _read(self, name: str, message: Message, sent: Download) -> Reply:
         """A client's reply as an upload; the intake checks its values. Raises `RecordError`."""
@@ -308,8 +315,8 @@ def _moved(lora: LoRA, begun: LoRA | None) -> float:
     return float(torch.linalg.vector_norm(tensor if was is None or was.shape != tensor.shape else tensor - was))
 
 
-def far_ones(norms: Mapping[str, float]) -> dict[str, float]:
-    """client -> its norm in medians, for clients above `_FAR`; infinite if the median is zero.
+def far_ones(norms: Mapping[str, float]) -> dict[str, float | None]:
+    """client -> its norm in medians, for clients above `_FAR`; None if the median is 0 or the norm has overflowed.
 
     Of an even number of norms it takes the lower median: with two clients, the smaller norm.
 
@@ -319,6 +326,7 @@ def far_ones(norms: Mapping[str, float]) -> dict[str, float]:
     """
     if len(norms) < 2:
         return {}
+    norms = {name: math.inf if math.isnan(norm) else norm for name, norm in norms.items()}
     middle = statistics.median_low(norms.values())
-    found = {name: norm / middle if middle else (math.inf if norm else 0.0) for name, norm in norms.items()}
-    return {name: ratio for name, ratio in found.items() if ratio > _FAR}
+    far = {name: norm for name, norm in norms.items() if norm > _FAR * middle}
+    return {name: norm / middle if middle and norm < math.inf else None for name, norm in far.items()}
