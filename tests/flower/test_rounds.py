@@ -36,6 +36,7 @@ from fedlora.flower.rounds.attempt import far_ones, update_norm
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.events import AttemptFailed, Began, Done, Ended, Fated, PolicyChanged, read_events
 from fedlora.flower.rounds.log_lines import lines_of as words_of
+from fedlora.flower.rounds.membership import needed
 from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.rounds.questions import reply_limit
@@ -609,6 +610,25 @@ def test_nobody_trains_if_quarantine_leaves_too_few(tmp_path: Path, needs: str) 
     )
     strategy, _ = played(1, {}, quarantine=2)
     assert strategy.round == 1 and not strategy.flower_state.refusals
+
+
+@pytest.mark.parametrize(
+    ("quorum", "rule", "participation", "barred", "want"),
+    [
+        (None, None, 1.0, "", 1),
+        (3, None, 1.0, "", 3),
+        (3, Krum(liars=1), 1.0, "", 5),  # 2 f + 3
+        (6, Krum(liars=1), 1.0, "", 6),
+        (3, Krum(liars=1), 1.0, "f", 3),  # the liar is in quarantine, and f is 0 then
+        (3, Krum(liars=1), 5 / 6, "f", 3),  # nobody is left to draw in its place
+        (3, Krum(liars=1), 4 / 6, "f", None),  # four of five are drawn, so it is no liar of the round
+        (6, None, 1.0, "f", None),
+        (None, Krum(liars=1), 1.0, "ef", None),  # more than f were refused: f stays, and four are left
+    ],
+)
+def test_what_a_round_needs(quorum: Any, rule: Any, participation: float, barred: str, want: int | None) -> None:
+    """By hand, of six clients, and of Krum's bound."""
+    assert needed(Policy(dict.fromkeys("abcdef", 4)), barred, quorum, rule, participation) == want
 
 
 def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_round(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ FEDERATION: tuple[Item, ...] = (
         "status",
         "dropped",
         WHO,
-        "quorum",
+        "needed",
         "playing.attempt",
         "playing.fates",
         "sites.*.node",

@@ -16,8 +16,8 @@ A round, in the order of the code:
 5. `_finish`: let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they
    give.
 
-If too few answers count, the server stores refusals and receipts in the checkpoint of the round before, waits until a
-quorum of the drawn clients is online (30 s at most), and begins again at 1, as often as the policy allows. It draws the
+If too few answers count, the server stores refusals and receipts in the checkpoint of the round before, waits until as
+many of the drawn clients as a round needs are online (30 s at most), and begins again at 1, as often as the policy allows. It draws the
 same clients, unless the policy or a quarantine changed. A private round is the same loop with other `hooks`: its intake
 says whom to ask, and it asks them once and has no quorum. After a crash the caller gives the newest sound checkpoint
 (`resume`): lines of later rounds are cut off, and step 5 is done again if the record shows that it had not ended.
@@ -54,7 +54,7 @@ from fedlora.flower.rounds.events import Awaited, Done, Ended, Event, EventWrite
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of, log_to_stdout
-from fedlora.flower.rounds.membership import check_enough, check_playable, draw, with_largest_share
+from fedlora.flower.rounds.membership import check_enough, check_playable, draw, in_quarantine, needed, with_largest_share
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
 from fedlora.flower.rounds.questions import MessageMaker, Question
@@ -203,8 +203,10 @@ class FedLoRA:
                     raise QuorumNotMet(failed.why) from error
             drawn, blamed = attempt.drawn, attempt.blamed
             del attempt  # its uploads
-            needed, until = self.server.quorum or 1, self.clock.monotonic() + min(30.0, self.deadline)
-            while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < needed:
+            barred, until = in_quarantine(self.policy, self.flower_state.refusals), min(30.0, self.deadline)
+            least = needed(self.policy, barred, self.server.quorum, self.server.rule, self.participation) or 0
+            until += self.clock.monotonic()
+            while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < least:
                 self.clock.sleep(1.0)
 
     def _open_attempt(self, grid: Grid, nth: int, blamed: frozenset[str]) -> Attempt:
