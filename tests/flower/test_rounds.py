@@ -504,7 +504,7 @@ def test_who_is_added_removed_or_of_another_rank_takes_effect_at_the_next_round(
     )  # fmt: skip
     assert [e.deadline for e in events if isinstance(e, Began)][1] == 77.0
     assert [c.round for c in changes] == [2, 3, 5]  # the same broken file is told once
-    assert "is not TOML" in changes[1].why and "stays" in changes[1].why and "nowhere" in changes[2].why
+    assert "is not TOML" in changes[1].why and "Until this run ends" in changes[1].why and "nowhere" in changes[2].why
     assert re.search("(?s)four .*rank 6.*three .*no longer.*one .*rank 3 .*2", caplog.text)
 
 

@@ -122,7 +122,8 @@ class AttemptFailed(_Event):
 @dataclass(frozen=True)
 class PolicyChanged(_Event):
     """The policy has other clients than in the round before, even if no server ran in between. added: name -> rank.
-    changed: name -> (old rank, new rank). why: the error in a file that was rejected; the previous policy stays."""
+    changed: name -> (old rank, new rank). why: the error in a file that was rejected; the previous policy stays until
+    the run ends."""
 
     NAME = "policy"
     added: Table = field(default_factory=ReadOnly)

@@ -177,7 +177,7 @@ def _changes(event: PolicyChanged) -> list[str]:
     found = [f"{name} may take part, at rank {shown(rank)}" for name, rank in event.added.items()]
     found += [f"{name} may take part no longer" for name in event.removed]
     found += [f"{name} has rank {shown(new)} in place of {shown(old)}" for name, (old, new) in event.changed.items()]
-    return found + ([f"policy.toml is not taken, and the old one stays: {event.why}"] if event.why else [])
+    return found + ([f"policy.toml is not taken: {event.why}"] if event.why else [])
 
 
 def _number(value: float, digits: int) -> str:

@@ -292,7 +292,7 @@ class FedLoRA:
                     self._check(found)
                 self.policy = found
             except FedLoRAError as refused:
-                error = f"{refused} The policy before it stays."
+                error = f"{refused} Until this run ends, the policy before it stays; the next one needs a sound file."
         news, self._policy_error = "" if error == self._policy_error else error, error
         self.flower_state, change = self.flower_state.under(self.policy.clients, news, self._keys())
         if change is not None:

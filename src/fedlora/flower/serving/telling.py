@@ -39,7 +39,7 @@ class Telling:
         try:
             self._standing = standing(self.folder, self.progress.barred)
         except ConfigError as error:
-            self.again(f"{error} What was read before stays")
+            self.again(f"{error} What was read before stays until this run ends; the next one would be refused")
         return self._standing
 
     def events(self, *, quietly: bool = False) -> None:
