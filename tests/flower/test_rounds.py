@@ -39,7 +39,7 @@ from fedlora.flower.rounds.log_lines import lines_of as words_of
 from fedlora.flower.rounds.membership import needed
 from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.progress import progress_of
-from fedlora.flower.rounds.questions import reply_limit
+from fedlora.flower.rounds.questions import MessageMaker, NotServed, reply_limit
 from fedlora.flower.rounds.round_lines import RoundLines
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.robust_rules import Krum
@@ -135,10 +135,10 @@ def test_a_site_whose_work_did_not_count_is_told_with_its_next_message(tmp_path:
     assert told(3) == {}
 
 
-def test_what_each_fate_does_to_a_site(tmp_path: Path) -> None:
+def test_what_each_fate_does_to_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All train in round 1. Round 2 has every fate of a site that was asked, first in an attempt that does not count.
     Reference: the table in words, of `attempt.Effect`. A Toy has 10 examples and one for each letter of its name."""
-    ranks = dict.fromkeys(["good", "none", "bad", "ill", "slow", "left"], 4)
+    ranks = dict.fromkeys(["good", "none", "bad", "ill", "slow", "left", "lost", "bare"], 4)
     policy = Policy(ranks, retries=0, deadline=50.0)
     strategy, grid = federation(tmp_path, Server(build("glora"), quorum=2), ranks, policy=policy)
     strategy.start(grid, num_rounds=1)
@@ -152,6 +152,20 @@ def test_what_each_fate_does_to_a_site(tmp_path: Path) -> None:
         "slow": lambda asked, reply: None,
         "left": lambda asked, reply: Message(Error(5, "node unavailable"), reply_to=asked),
     }
+    push, download = grid.push_messages, MessageMaker.download
+
+    def lossy(messages: Iterable[Message]) -> Iterable[str]:
+        if grid.nodes[(found := list(messages))[0].metadata.dst_node_id][0] == "lost":
+            raise ConnectionError("413 Request Entity Too Large")
+        return push(found)
+
+    def unserved(maker: MessageMaker, name: str) -> Any:
+        if name == "bare":
+            raise NotServed("no readout")
+        return download(maker, name)
+
+    monkeypatch.setattr(grid, "push_messages", lossy)
+    monkeypatch.setattr(MessageMaker, "download", unserved)
     with pytest.raises(QuorumNotMet):
         strategy.start(grid, num_rounds=2)
     after = strategy.flower_state
@@ -165,13 +179,15 @@ def test_what_each_fate_does_to_a_site(tmp_path: Path) -> None:
     assert set(line["norms"]) == set(line["losses"]) == {"good"}
     assert {name: fate_of(strategy, name) for name in ranks} == {
         "good": "trained", "none": "abstained", "bad": "refused", "ill": "failed", "slow": "late", "left": "offline",
+        "lost": "not sent", "bare": "not sent",
     }  # fmt: skip
     assert {name: (r.counted, r.answered) for name, r in after.receipts.items()} == {
         "good": (2, 2), "none": (2, 2), "bad": (1, 2), "ill": (1, 2), "slow": (1, 1), "left": (1, 1),
+        "lost": (1, 1), "bare": (1, 1),
     }  # fmt: skip
-    assert {name for name, client in after.state.clients.items() if client.held is not None} == {"good", "none"}
+    assert {name for name, client in after.state.clients.items() if client.held is not None} == {"good", "none", "bare"}
     assert after.refusals == {"none": 1, "bad": 3, "slow": 1}
-    assert after.examples == {"good": 33.0, "none": 14.0, "bad": 13.0, "ill": 13.0, "slow": 14.0, "left": 14.0}
+    assert after.examples == {"good": 33.0, "none": 14.0, "bad": 13.0, "ill": 13.0, "slow": 14.0, "left": 14.0, "lost": 14.0, "bare": 14.0}
 
 
 def abstaining(asked: Message, reply: Message) -> Message:
@@ -329,7 +345,7 @@ def test_a_client_that_the_method_cannot_serve_costs_itself_the_round(tmp_path: 
         pytest.fail(str(error))
     [line] = lines_of(tmp_path / "o")
     assert {n: f["fate"] for n, f in line["fates"].items()}["one"] == "trained"
-    assert line["fates"]["three"]["fate"] == "refused" and "fedit" in line["fates"]["three"]["why"]
+    assert line["fates"]["three"]["fate"] == "not sent" and "fedit" in line["fates"]["three"]["why"]
 
 
 # ---- limits ----------------------------------------------------------------------------------------------------------

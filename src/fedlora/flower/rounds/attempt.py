@@ -67,6 +67,7 @@ EFFECTS: Mapping[Fate, Effect] = {
     "failed": Effect(counted=False, moves_on=True, refused=False),
     "late": Effect(counted=False, moves_on=False, refused=False),
     "offline": Effect(counted=False, moves_on=False, refused=False),
+    "not sent": Effect(counted=False, moves_on=False, refused=False),
 }
 
 
@@ -103,7 +104,7 @@ class Attempt:
                 limit = reply_limit(download.client, self.flower_state.state.server, self.policy)
                 question = self._maker.question(download, group, self.deadline, limit)
             except NotServed as error:
-                self._settle(name, "refused", str(error))
+                self._settle(name, "not sent", str(error))
                 continue
             self._served.append(name)
             del download

@@ -29,7 +29,9 @@ from fedlora.flower.ownership import opened_here
 from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 
-Fate = Literal["trained", "abstained", "refused", "failed", "late", "offline", "quarantined", "not drawn"]
+Fate = Literal[
+    "trained", "abstained", "refused", "failed", "late", "offline", "not sent", "quarantined", "not drawn"
+]  # fmt: skip
 REFUSED = "it would fail again: "  # begins a run's words about the folder's own files, for `serve` (exit code 2)
 _MOST = 1000  # letters in a text
 
@@ -63,8 +65,8 @@ class _Event:
 
 @dataclass(frozen=True)
 class Began(_Event):
-    """An attempt at a round begins. asked: who gets a message. not_asked: everyone else -> {"fate", "why"}. deadline:
-    seconds for the replies."""
+    """An attempt at a round begins. asked: who gets a message; or the fate "not sent", if none could be made or sent.
+    not_asked: everyone else -> {"fate", "why"}. deadline: seconds for the replies."""
 
     NAME = "began"
     attempt: int
