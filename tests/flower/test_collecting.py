@@ -214,7 +214,7 @@ def test_each_message_has_the_superlinks_patience_of_its_own(when: str) -> None:
         def push_messages(self, messages: Iterable[Message]) -> list[str]:
             found = super().push_messages(messages)
             clock.now += 70 * (slow and clock.now < 140)
-            self.until = 150.0 if clock.now >= 140 or not slow and len(self.sent) == 3 else 0.0
+            self.until = 150.0 if clock.now >= 140 or (not slow and len(self.sent) == 3) else 0.0
             return found
 
     lacks = error(2, 13, "g", "KeptStateError: it is gone")

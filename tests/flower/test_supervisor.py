@@ -249,7 +249,7 @@ def test_too_few_answers_are_waited_for_and_never_given_up(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("more", ["rule", "participation"])
 def test_a_round_is_not_begun_for_too_few_of_those_who_take_part(tmp_path: Path, more: str) -> None:
-    """The quorum is 2 of 3. Krum without liars needs all three (2 f + 3). Of two that are drawn, two are needed, and the
+    """The quorum is 2 of 3. Krum without liars needs all three (2 f + 3). Of two that are drawn, both are needed: the
     third does not help. Before, two trained in vain, for ever."""
     home = federation_folder(tmp_path / "f")
     asked = list(CLIENTS) if more == "rule" else sample_clients(list(CLIENTS), 0.67, seed=0, round=0)
@@ -268,7 +268,7 @@ def test_a_round_is_not_begun_for_too_few_of_those_who_take_part(tmp_path: Path,
 
         link.online, link.comes = [], comes
 
-    _, link, said = served(home, [rounds(1, 2, 3), completes(3)], before=thin)
+    _, _, said = served(home, [rounds(1, 2, 3), completes(3)], before=thin)
     words = "3 of 3" if more == "rule" else f"2 of {', '.join(asked)}"
     assert looks > 20 and any(f"missing: {asked[0]} (a round needs {words})" in line for line in said)
 

@@ -28,7 +28,7 @@ from fedlora.flower.messages.codecs import Reply
 from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.collecting import Answer
-from fedlora.flower.rounds.events import AttemptFailed, Began, Event, Fate, Fated
+from fedlora.flower.rounds.events import AttemptFailed, Event, Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question, reply_limit
@@ -43,31 +43,29 @@ _FAR = 10.0  # times the median norm
 
 
 class Effect(NamedTuple):
-    """What a fate does to a client that was asked, in a round that counts.
+    """What a fate does to a client for whom a message was made, in a round that counts; otherwise only `refused` holds.
 
-    counted     True: its examples count, its receipt names the round, its earlier refusals are forgotten, and the
-                server knows what it holds. False: its site goes back to its last work that counted, and is sent
-                everything, because what it holds is uncertain.
-    moves_on    Whether it trains on its next data, as in the engine, or on the same again.
-    refused     Whether its rounds in a row with refused uploads are one more. The policy allows some before quarantine.
+    Each message carries a receipt, by which a site begins its next work. counted: the round after which it takes its
+    own state (the parts that stay with it, and what it need not be sent again). answered: the round after which it
+    takes its position in its data. trained and abstained set both; refused and failed only answered, as in the engine;
+    the others none. Who did not count is sent everything. Only trained forgets earlier refusals.
 
-    After an attempt that does not count, only `refused` holds: a client holds what it held, and trains on the same data
-    again. Nothing happens to a client for whom no message was made.
+    refused: whether its rounds in a row with refused uploads are one more. The policy allows some before quarantine.
     """
 
     counted: bool
-    moves_on: bool
+    answered: bool
     refused: bool
 
 
 EFFECTS: Mapping[Fate, Effect] = {
-    "trained": Effect(counted=True, moves_on=True, refused=False),
-    "abstained": Effect(counted=True, moves_on=True, refused=False),
-    "refused": Effect(counted=False, moves_on=True, refused=True),
-    "failed": Effect(counted=False, moves_on=True, refused=False),
-    "late": Effect(counted=False, moves_on=False, refused=False),
-    "offline": Effect(counted=False, moves_on=False, refused=False),
-    "not sent": Effect(counted=False, moves_on=False, refused=False),
+    "trained": Effect(counted=True, answered=True, refused=False),
+    "abstained": Effect(counted=True, answered=True, refused=False),
+    "refused": Effect(counted=False, answered=True, refused=True),
+    "failed": Effect(counted=False, answered=True, refused=False),
+    "late": Effect(counted=False, answered=False, refused=False),
+    "offline": Effect(counted=False, answered=False, refused=False),
+    "not sent": Effect(counted=False, answered=False, refused=False),
 }
 
 
@@ -75,9 +73,9 @@ class Attempt:
     """One attempt. Mutable; `close` ends it.
 
     maker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
-    attempts. deadline: seconds for an answer, and the life of a message. report: called with its beginning, and with
-    each fate once it is known; a later fate of the same client replaces the one before. blamed: the clients
-    whose refusal an earlier attempt of the round has counted. A round counts it once.
+    attempts. deadline: seconds for an answer, and the life of a message. report: called with each fate once it is
+    known; a later fate of the same client replaces the one before. blamed: the clients whose refusal an earlier attempt
+    of the round has counted. A round counts it once.
     """
 
     def __init__(
@@ -92,8 +90,6 @@ class Attempt:
         self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
         others = drawn.not_asked.items()
         self._fates = {name: Fated(self.round, nth, name, fate, why) for name, (fate, why) in others}
-        not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in others}
-        report(Began(self.round, nth, drawn.asked, not_asked, deadline))
 
     def questions(self) -> Iterator[Question]:
         """A message for each client to ask, made on demand; none for one whom the method cannot serve."""
@@ -171,7 +167,8 @@ class Attempt:
 
     def not_counted(self, error: QuorumNotMet) -> FlowerState:
         """What the server knows after an attempt that did not count."""
-        return self._known_after(dict.fromkeys(self._served, f"did not count: the whole attempt did not: {error}"), counted=False)
+        why = f"did not count: the whole attempt did not: {error}"
+        return self._known_after(dict.fromkeys(self._served, why), counted=False)
 
     def close(self) -> tuple[FlowerState, dict[str, Any]]:
         """Aggregate the accepted uploads. The next state, and the round's line.
@@ -180,7 +177,7 @@ class Attempt:
             QuorumNotMet: too few usable uploads. The state is unchanged; whom the aggregation refused has that fate.
         """
         if all(fated.fate != "not drawn" for fated in self._fates.values()):
-            for name, fated in self.fates.items():  # nobody could be drawn in place of those in quarantine
+            for name, fated in self.fates.items():  # nobody was left to draw in their place: as `membership._drawn`
                 if fated.fate == "quarantined":
                     self._intake.refuse(UploadRefused(name, fated.why))
         try:
@@ -223,7 +220,7 @@ class Attempt:
                     refusals.pop(name, None)
             elif counted and name in clients:
                 clients[name] = replace(clients[name], held=None)
-            if counted and effect.moves_on:
+            if counted and effect.answered:
                 receipt = replace(receipt, answered=self.round)
             receipts[name] = replace(receipt, why=self._why_not(name, though_taken.get(name, "")))
         if self._intake.stored:  # a private sum from before a kill: who trained for it is unknown

@@ -157,7 +157,8 @@ def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) ->
     if message.has_error():  # first of all, because the SuperLink's own errors have neither group nor node
         code, reason = message.error.code, shown(message.error.reason or "it gave no reason", 800)
         if code == _OFFLINE:
-            return Answer(client, seconds, fate="offline", why=f"its node is not there any more, since {seconds:.0f} s or less")
+            why = f"its node is not there any more, since {seconds:.0f} s or less"
+            return Answer(client, seconds, fate="offline", why=why)
         if code in _GONE and seconds >= deadline - 2:
             return Answer(client, seconds, fate="late", why=f"no answer within {deadline:g} s")
         return Answer(client, seconds, fate="failed", why=f"it failed: {reason}")

@@ -16,7 +16,7 @@ from fedlora.flower.rounds.progress import fates_of, spent_of
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.server.judged import told
 
-_UNEXPLAINED = ("trained", "abstained", "not drawn", None)  # fates of sites whose missing measurement needs words of its own
+_UNEXPLAINED = ("trained", "abstained", "not drawn", None)  # sites whose missing measurement needs its own words
 _QUIET = ("trained", "offline", "not drawn", "quarantined")  # reported with the round, without their own lines
 
 
@@ -177,7 +177,8 @@ def _changes(event: PolicyChanged) -> list[str]:
     found = [f"{name} may take part, at rank {shown(rank)}" for name, rank in event.added.items()]
     found += [f"{name} may take part no longer" for name in event.removed]
     found += [f"{name} has rank {shown(new)} in place of {shown(old)}" for name, (old, new) in event.changed.items()]
-    return found + ([f"policy.toml is not taken: {event.why}"] if event.why else [])
+    stays = "policy.toml is not taken: until this run ends, the one before stays; the next run needs a sound one"
+    return found + ([f"{stays}: {event.why}"] if event.why else [])
 
 
 def _number(value: float, digits: int) -> str:
