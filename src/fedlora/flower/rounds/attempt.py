@@ -236,8 +236,7 @@ class Attempt:
         )
 
     def _why_not(self, name: str, though_taken: str) -> str:
-        """For an asked client: why its work did not count, or had no weight; otherwise "". A private round tells
-        nobody."""
+        """For an asked client: why its work did not count, or had no weight, or "". A private round tells nobody."""
         fated = self._fates[name]
         why = though_taken if EFFECTS[fated.fate].counted else f"did not count: {fated.fate}: {fated.why}"
         if not why or self.server.privacy is not None:
@@ -324,7 +323,6 @@ def far_ones(norms: Mapping[str, float]) -> dict[str, float | None]:
     """
     if len(norms) < 2:
         return {}
-    norms = {name: math.inf if math.isnan(norm) else norm for name, norm in norms.items()}
-    middle = statistics.median_low(norms.values())
-    far = {name: norm for name, norm in norms.items() if norm > _FAR * middle}
+    middle = statistics.median_low([math.inf if math.isnan(norm) else norm for norm in norms.values()])
+    far = {name: norm for name, norm in norms.items() if not norm <= _FAR * middle}
     return {name: norm / middle if middle and norm < math.inf else None for name, norm in far.items()}

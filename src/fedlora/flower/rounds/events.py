@@ -29,9 +29,7 @@ from fedlora.flower.ownership import opened_here
 from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 
-Fate = Literal[
-    "trained", "abstained", "refused", "failed", "late", "offline", "not sent", "quarantined", "not drawn"
-]  # fmt: skip
+Fate = Literal["trained", "abstained", "refused", "failed", "late", "offline", "not sent", "quarantined", "not drawn"]
 REFUSED = "it would fail again: "  # begins a run's words about the folder's own files, for `serve` (exit code 2)
 _MOST = 1000  # letters in a text
 

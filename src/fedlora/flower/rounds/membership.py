@@ -47,7 +47,7 @@ def draw(
     finished rounds, by which `sample_clients` draws. chosen: the clients to ask, if the round itself decides
     (`Intake.asked`). Pure.
     """
-    barred = in_quarantine(policy, refusals)
+    barred = quarantined(policy, refusals)
     free = [name for name in policy.clients if name not in barred]
     if chosen is None:
         share = min(1.0, participation * len(policy.clients) / len(free)) if barred and free else participation
@@ -75,14 +75,14 @@ def quarantine(policy: Policy, refusals: Mapping[str, int], name: str) -> str:
     )
 
 
-def in_quarantine(policy: Policy, refusals: Mapping[str, int]) -> dict[str, str]:
+def quarantined(policy: Policy, refusals: Mapping[str, int]) -> dict[str, str]:
     """The policy's clients that are no longer asked -> why, as in `quarantine`."""
     return {name: why for name in policy.clients if (why := quarantine(policy, refusals, name))}
 
 
 def check_enough(policy: Policy, server: Server, refusals: Mapping[str, int], participation: float) -> None:
     """Raises `ConfigError` if quarantine leaves fewer clients than a round needs, so that nobody trains in vain."""
-    barred = in_quarantine(policy, refusals)
+    barred = quarantined(policy, refusals)
     few = _too_few(*_drawn(policy, barred, participation), server.quorum, server.rule)
     if barred and few:
         said = "; ".join(f"{name}: {why}" for name, why in barred.items())

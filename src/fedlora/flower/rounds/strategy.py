@@ -59,9 +59,7 @@ from fedlora.flower.rounds.events import Awaited, Began, Done, Ended, Event, Eve
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of, log_to_stdout
-from fedlora.flower.rounds.membership import (
-    check_enough, check_playable, draw, in_quarantine, needed, with_largest_share,
-)  # fmt: skip
+from fedlora.flower.rounds.membership import check_enough, check_playable, draw, needed, quarantined, with_largest_share
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
 from fedlora.flower.rounds.questions import MessageMaker, Question
@@ -210,7 +208,7 @@ class FedLoRA:
                     raise QuorumNotMet(failed.why) from error
             drawn, blamed = attempt.drawn, attempt.blamed
             del attempt  # its uploads
-            barred, until = in_quarantine(self.policy, self.flower_state.refusals), min(30.0, self.deadline)
+            barred, until = quarantined(self.policy, self.flower_state.refusals), min(30.0, self.deadline)
             least = needed(self.policy, barred, self.server.quorum, self.server.rule, self.participation) or 0
             until += self.clock.monotonic()
             while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < least:

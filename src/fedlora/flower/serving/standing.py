@@ -26,9 +26,10 @@ _LEAST_ROOM = 16_000_000  # bytes
 class Standing:
     """name: the federation's. rounds: the requested number. done: the finished number. needed: the usable answers that
     a round needs; for a private federation, the sites that must be online before it begins, and 0 after that. ranks: of
-    the clients that may take part. drawn: those of the next round; all while some are in quarantine. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
+    the clients that may take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
     the table, if rounds are private: then nothing is said about single sites. settings: changes to federation.toml, in
-    sentences: those in force since a round, and those that wait for the next start."""
+    sentences: those in force since a round, and those that wait for the next start. drawn: the clients of the next
+    round; all of them while some are in quarantine, or if rounds are private."""
 
     name: str
     rounds: int
@@ -75,7 +76,7 @@ def standing(folder: FederationFolder, barred: Collection[str] = ()) -> Standing
     settings = FederationSettings.load(folder.settings)
     rounds = settings.run.rounds
     policy, run = Policy.read(folder.policy), settings.run
-    ranks, drawn = policy.clients, tuple(policy.clients)
+    ranks, drawn = policy.clients, (*policy.clients,)
     done, why = rounds_done(folder.rounds), ""
     if (summary := fitting_summary(folder.summary, settings, done)) is not None:
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
