@@ -207,7 +207,7 @@ def test_a_superlink_that_fails_for_a_while_still_gets_its_messages(until: float
 @pytest.mark.parametrize("when", ["the third message is sent", "it is sent everything"])
 def test_each_message_has_the_superlinks_patience_of_its_own(when: str) -> None:
     """Two slow messages take 140 s; or a site says after 140 s that it lacks something. Then the SuperLink fails for
-    ten seconds. Before, one clock ran for all messages from the first one on: the first error was the site's failure."""
+    ten seconds. Before, one clock ran for all messages from the first one on, so the first error was final."""
     clock, slow = FastClock(), when == "the third message is sent"
 
     class Slow(Failing):

@@ -17,7 +17,7 @@ from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.ownership import locked
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.collecting import Clock, Identify, registered_names
-from fedlora.flower.rounds.federation import Begun, begun
+from fedlora.flower.rounds.federation import Opening, opening
 from fedlora.flower.rounds.finishing import finish
 from fedlora.flower.rounds.flower_state import FlowerState, keys_now
 from fedlora.flower.rounds.hooks import RoundHooks
@@ -40,7 +40,7 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
     """
     home = FederationFolder(folder.resolve())
     with played_by_one(home.server):
-        b = begun(folder, log.warning)
+        b = opening(folder, log.warning)
         newest, b = b.newest, replace(b, newest=None)  # kept by the strategy alone, whose rounds replace it
         settings = b.settings
         private = opened_private(home, settings, b.server, b.plan, b.rounds) if b.plan is not None else None
@@ -104,7 +104,7 @@ def played_by_one(server: Path) -> Iterator[None]:
 
 
 def _strategy(
-    b: Begun, newest: FlowerState | None, private: PrivateRun | None, recorder: Recorder, identify: Identify,
+    b: Opening, newest: FlowerState | None, private: PrivateRun | None, recorder: Recorder, identify: Identify,
     clock: Clock,
 ) -> FedLoRA:  # fmt: skip
     """The strategy at its last checkpoint. The recorder sees each stored round, and may end the federation."""
