@@ -196,7 +196,7 @@ def abstaining(asked: Message, reply: Message) -> Message:
     return found
 
 
-@pytest.mark.parametrize("others", ["abstain", "send what they were sent"])
+@pytest.mark.parametrize("others", ["abstain", "stand still"])
 def test_a_line_is_told_from_memory_as_from_its_file(tmp_path: Path, caplog: Any, others: str) -> None:
     """One of two has a norm, and the other none or 0. The file knows no infinity, and the words need none. Before,
     `serve` ended with a TypeError. Who abstains has no norm: then no other is far from it."""
@@ -213,7 +213,7 @@ def test_a_line_is_told_from_memory_as_from_its_file(tmp_path: Path, caplog: Any
         strategy.start(grid, num_rounds=1)
     told = [line for event in read_events(tmp_path / "o" / "events.jsonl") for line in words_of(event, 1)]
     assert told and set(told) <= set(caplog.messages)
-    assert any("far above the round's median, which is 0" in line for line in told) is (others != "abstain")
+    assert any("far above" in line for line in told) is (others != "abstain")
 
 
 def test_without_a_quorum_one_good_upload_is_enough(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ def test_refused_work_leaves_no_trace_at_a_site_as_in_the_engine(tmp_path: Path,
     assert len(stored) <= 4, "of 6; of 5; and what 5 began with: the state of 2, the place in the data of 4"
 
 
-@pytest.mark.parametrize("how", ["abstains", "is left out by a rule"])
+@pytest.mark.parametrize("how", ["abstains", "is left out"])
 def test_work_without_weight_stays_with_its_site_as_in_the_engine(tmp_path: Path, how: str) -> None:
     """A site that has 0 examples, or that Krum does not choose, goes on from its own state. Reference: the engine."""
     none: Harm = lambda done: replace(done, num_examples=0)  # noqa: E731
