@@ -65,7 +65,6 @@ FEDERATION: tuple[Item, ...] = (
         "released",
         PUBLIC,
         "federation",
-        "finished",
         "method",
         "rounds",
         "of",

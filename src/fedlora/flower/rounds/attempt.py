@@ -88,8 +88,7 @@ class Attempt:
         self._blamed_before = blamed
         self._served: list[str] = []  # for whom a message was made
         self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
-        others = drawn.not_asked.items()
-        self._fates = {name: Fated(self.round, nth, name, fate, why) for name, (fate, why) in others}
+        self._fates = {name: Fated(self.round, nth, name, *told) for name, told in drawn.not_asked.items()}
 
     def questions(self) -> Iterator[Question]:
         """A message for each client to ask, made on demand; none for one whom the method cannot serve."""

@@ -118,7 +118,6 @@ def _summary(
     scored = [line for line in lines if line.get(key)]
     return {
         "federation": settings.id,
-        "finished": True,
         "method": strategy.server.method.name,
         "rounds": state.round,
         "of": settings.run.rounds,

@@ -208,9 +208,9 @@ class FedLoRA:
                     raise QuorumNotMet(failed.why) from error
             drawn, blamed = attempt.drawn, attempt.blamed
             del attempt  # its uploads
-            barred, until = quarantined(self.policy, self.flower_state.refusals), min(30.0, self.deadline)
+            barred = quarantined(self.policy, self.flower_state.refusals)
             least = needed(self.policy, barred, self.server.quorum, self.server.rule, self.participation) or 0
-            until += self.clock.monotonic()
+            until = self.clock.monotonic() + min(30.0, self.deadline)
             while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < least:
                 self.clock.sleep(1.0)
 

@@ -74,8 +74,7 @@ def standing(folder: FederationFolder, barred: Collection[str] = ()) -> Standing
         ConfigError: settings or policy cannot be read.
     """
     settings = FederationSettings.load(folder.settings)
-    rounds = settings.run.rounds
-    policy, run = Policy.read(folder.policy), settings.run
+    policy, run, rounds = Policy.read(folder.policy), settings.run, settings.run.rounds
     ranks, drawn = policy.clients, (*policy.clients,)
     done, why = rounds_done(folder.rounds), ""
     if (summary := fitting_summary(folder.summary, settings, done)) is not None:
