@@ -609,8 +609,9 @@ def test_nobody_trains_if_quarantine_leaves_too_few(tmp_path: Path, needs: str) 
 
     def played(upto: int, meddle: Any, quarantine: int = 1) -> Any:
         strategy, grid = federation(
-            tmp_path, server, ranks, policy=Policy(ranks, quarantine=quarantine, retries=0), resume=True
-        )
+            tmp_path, server, ranks, policy=Policy(ranks, quarantine=quarantine, retries=0), resume=True,
+            record=tmp_path / "o",
+        )  # fmt: skip
         grid.meddle = meddle
         try:
             strategy.start(grid, num_rounds=upto)
@@ -619,6 +620,7 @@ def test_nobody_trains_if_quarantine_leaves_too_few(tmp_path: Path, needs: str) 
         return strategy, grid
 
     assert isinstance(played(1, {"a": nan, "b": nan})[0], QuorumNotMet)
+    assert set(progress_of(read_events(tmp_path / "o" / "events.jsonl")).barred) == {"a", "b"}  # `serve` waits by it
     error, grid = played(1, {})
     assert isinstance(error, ConfigError) and not grid.sent
     assert re.search(

@@ -158,11 +158,12 @@ class Attempt:
         there = ("trained", "abstained", "not drawn")
         return {name: found.why for name, found in self.fates.items() if found.fate not in there}
 
-    def failed(self, error: QuorumNotMet) -> AttemptFailed:
-        """The event that reports its failure: the error, which names those that it refused, and who else is missing."""
+    def failed(self, error: QuorumNotMet, barred: Mapping[str, str]) -> AttemptFailed:
+        """The event that reports its failure: the error, which names those that it refused, and who else is missing.
+        barred: as in the event."""
         said = [f"{name}: {why}" for name, why in self.missing.items()]
         others = "; ".join(one for one in said if one not in str(error))
-        return AttemptFailed(self.round, self.nth, f"{error} Not there: {others}." if others else str(error))
+        return AttemptFailed(self.round, self.nth, f"{error} Not there: {others}." if others else str(error), barred)
 
     def not_counted(self, error: QuorumNotMet) -> FlowerState:
         """What the server knows after an attempt that did not count."""

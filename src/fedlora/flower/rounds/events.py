@@ -112,11 +112,13 @@ class Done(_Event):
 
 @dataclass(frozen=True)
 class AttemptFailed(_Event):
-    """An attempt did not count. The round is tried again, or the run ends."""
+    """An attempt did not count. The round is tried again, or the run ends. barred: client -> why it is in quarantine
+    from now on."""
 
     NAME = "again"
     attempt: int
     why: str
+    barred: Table = field(default_factory=ReadOnly)
 
 
 @dataclass(frozen=True)

@@ -200,15 +200,15 @@ class FedLoRA:
                 flower_state, line = attempt.close()
                 return flower_state, {**line, "seconds": round(self.clock.monotonic() - began, 3)}
             except QuorumNotMet as error:
-                failed = attempt.failed(error)
-                self._report(failed)
                 self.flower_state = attempt.not_counted(error)
                 self._save()
+                barred = quarantined(self.policy, self.flower_state.refusals)
+                failed = attempt.failed(error, barred)
+                self._report(failed)
                 if nth > self.policy.retries:
                     raise QuorumNotMet(failed.why) from error
             drawn, blamed = attempt.drawn, attempt.blamed
             del attempt  # its uploads
-            barred = quarantined(self.policy, self.flower_state.refusals)
             least = needed(self.policy, barred, self.server.quorum, self.server.rule, self.participation) or 0
             until = self.clock.monotonic() + min(30.0, self.deadline)
             while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < least:
