@@ -27,7 +27,7 @@ from fedlora import read_adapter
 from fedlora.flower import children
 from fedlora.flower.ownership import holder
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.federation import begun
+from fedlora.flower.rounds.federation import opening
 from fedlora.runs.config import load_config
 from fedlora.runs.preparation import prepare
 from fedlora.server.server import start
@@ -179,7 +179,7 @@ def test_killed_again_and_again_it_ends_as_undisturbed(tmp_path: Path, main: Cal
     prepared: Any = prepare(loaded_config)
     state = start(prepared.server, prepared.seed_adapter)
     expected = list(simulate(prepared.server, prepared.clients, prepared.trainer, state, rounds=ROUNDS))[-1]
-    newest = begun(folder.path).newest
+    newest = opening(folder.path).newest
     assert newest is not None and newest.state.round == ROUNDS
     assert bits(newest.state.server) == bits(expected.state.server)
 

@@ -52,7 +52,7 @@ def test_rounds_say_what_the_rule_did(tmp_path: Path, caplog: pytest.LogCaptureF
         assert {said["fate"] for said in line["fates"].values()} == {"trained"}
     assert strategy.flower_state.refusals == {}
     told = [receipt.why for receipt in strategy.flower_state.receipts.values() if receipt.why]
-    assert len(told) == 4 and all("did not count: " in why and "nearest is" in why for why in told)
+    assert len(told) == 4 and all("no weight" in why and "nearest is" in why for why in told)
     assert "round 1: krum leaves out" in caplog.text and "nearest is" in caplog.text
 
 

@@ -224,6 +224,29 @@ def test_a_finished_federation_says_so_and_more_rounds_go_on_where_it_is(
     assert adapters(fed) == before and len(fed.lines()) == 3
 
 
+def test_a_file_that_is_edited_in_the_last_round_changes_nothing_of_this_start(tmp_path: Path) -> None:
+    """First half-edited, then with more rounds: the settings are those that were read at the start, and the next start
+    goes on. Before, a broken file left neither adapter nor summary."""
+    fed = FederationOnDisk(tmp_path, run={"rounds": 1})
+    whole = (fed.home / "federation.toml").read_text()
+
+    def edited(text: str) -> LocalGrid:
+        def edit(asked: Message, reply: Message) -> Message:
+            (fed.home / "federation.toml").write_text(text)
+            return reply
+
+        grid = fed.grid()
+        grid.meddle["acme"] = edit
+        return grid
+
+    assert fed.play(edited(whole + "[train"))["rounds"] == 1
+    assert fed.summary()["rounds"] == 1 and (fed.home / "server" / "adapter").is_dir()
+    (fed.home / "federation.toml").write_text(whole)
+    fed.write(run={"rounds": 2})
+    more = (fed.home / "federation.toml").read_text().replace("rounds = 2", "rounds = 3")
+    assert fed.play(edited(more))["rounds"] == 2 and fed.play()["rounds"] == 3
+
+
 def test_a_site_that_cannot_measure_is_named_and_stops_nobody(tmp_path: Path) -> None:
     """acme is out of memory when it measures, cork is offline for good; berlin's score alone chooses rounds."""
     fed = FederationOnDisk(tmp_path, evaluate={"every": 2})

@@ -22,7 +22,7 @@ from fedlora import read_adapter
 from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.federation import begun
+from fedlora.flower.rounds.federation import opening
 from fedlora.flower.serving.connection import check_derived
 from fedlora.flower.setup import checkup, members
 from fedlora.flower.setup.init_steps import with_quorum
@@ -170,7 +170,7 @@ def test_a_federation_that_adds_uploads_up_has_a_policy_that_can_be_played(
     said = main(*given, "--set", "method.history_limit=4")
     assert said.code == 0, said.err
     assert "max_weight_share = 1:" in " ".join(said.out.split())
-    begun(tmp_path / "f")
+    opening(tmp_path / "f")
 
 
 def test_what_contradicts_itself_is_said_before_anything_is_made(tmp_path: Path, main: Callable[..., Said]) -> None:
@@ -559,14 +559,14 @@ def of_one_rank(fed: FederationFolder) -> FederationFolder:
     settings = FederationSettings.load(fed.settings)
     settings.model_copy(update={"method": MethodSection(name="fedsa-lora")}).write(fed.settings)
     fed.policy.write_text(re.sub(r"(acme|berlin|cork) = \d", r"\1 = 8", fed.policy.read_text()))
-    begun(fed.path)
+    opening(fed.path)
     return fed
 
 
 def test_a_rank_that_the_method_cannot_serve_is_refused_by_every_command(
     of_one_rank: FederationFolder, made: Path, tmp_path: Path, main: Callable[..., Said]
 ) -> None:
-    """Oracle: `begun`, with which the rounds start. Before, `admit` said that it takes effect from the next round on;
+    """Oracle: `opening`, with which the rounds start. Before, `admit` said that it takes effect from the next round on;
     then no round could be measured, after any restart."""
     fed, words = of_one_rank, "fedsa-lora cannot serve"
     admitted = asked(fed, "acme", tmp_path)
@@ -578,7 +578,7 @@ def test_a_rank_that_the_method_cannot_serve_is_refused_by_every_command(
         assert snapshot(fed) == before
     fed.policy.write_text(fed.policy.read_text().replace("cork = 8", "cork = 4"))
     with pytest.raises(ConfigError, match=f"{words}.*cork 4.*'cork' has 4"):
-        begun(fed.path)
+        opening(fed.path)
     renew(fed.path)  # it was copied to another place
     assert words in rows(fed)["serve"][0] and rows(fed)["serve"][1] is False
     said = main("flower", "admit", fed.path, admitted, "--rank", 4)  # no worse than before: maybe a step of a repair
@@ -601,4 +601,4 @@ def test_no_removal_leaves_rounds_that_cannot_be_played(fed: FederationFolder) -
     with pytest.raises(ConfigError, match=r"without 'essen': .* among 4 clients needs 5.* Nothing was changed"):
         members.remove(fed.path, "essen")
     assert snapshot(fed) == before
-    begun(fed.path)
+    opening(fed.path)

@@ -171,12 +171,12 @@ def test_a_private_federation_from_its_first_round_to_its_card(tmp_path: Path) -
     fed.write(at_server=fed.at_server())
     text = tomli_w.dumps({"retries": 0, "quarantine": 0, "deadline": 30.0, "clients": RANKS})
     (fed.home / "policy.toml").write_text(text)
-    assert standing(FederationFolder(fed.home)).quorum == 3  # it begins once all are there
+    assert standing(FederationFolder(fed.home)).needed == 3  # it begins once all are there
     assert standing(FederationFolder(fed.home)).needs.startswith("round 1 waits for all 3")
     grid = fed.grid()
     leave(grid, "cork")
     summary = fed.play(grid)
-    assert standing(FederationFolder(fed.home)).quorum == 0  # and waits for nobody later
+    assert standing(FederationFolder(fed.home)).needed == 0  # and waits for nobody later
     assert standing(FederationFolder(fed.home)).needs.startswith("no quorum")
     assert summary["privacy"]["epsilon"] == summary["privacy"]["epsilon_planned"]
     assert not summary["sites"] and not summary["refusals"] and summary["seconds"] is None

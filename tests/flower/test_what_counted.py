@@ -24,6 +24,7 @@ from fedlora.flower.messages.envelope import Receipt, receipt_of
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
+from fedlora.server.robust_rules import Krum
 from fedlora.server.server import start
 from fedlora.simulation import simulate
 from support.flower_grid import RANKS, LocalGrid, Watching, bits, fate_of, federation, seed_adapter
@@ -112,6 +113,26 @@ def test_refused_work_leaves_no_trace_at_a_site_as_in_the_engine(tmp_path: Path,
     assert strategy.flower_state.receipts["one"] == Receipt(6, 6)
     stored = list((tmp_path / "nodes" / "one").rglob("*.safetensors"))
     assert len(stored) <= 4, "of 6; of 5; and what 5 began with: the state of 2, the place in the data of 4"
+
+
+@pytest.mark.parametrize("how", ["abstains", "is left out"])
+def test_work_without_weight_stays_with_its_site_as_in_the_engine(tmp_path: Path, how: str) -> None:
+    """A site that has 0 examples, or that Krum does not choose, goes on from its own state. Reference: the engine."""
+    none: Harm = lambda done: replace(done, num_examples=0)  # noqa: E731
+    harm, rule = (none, None) if how == "abstains" else (None, Krum(liars=0))
+    there, here = Sick(harm, (0, 2)), Sick(harm, (0, 2))
+    server = Server(build("glora"), heads="local", quorum=1, rule=rule)
+    strategy, grid = federation(tmp_path, server, EQUAL, trainer=there, policy=ALL)
+    strategy.start(grid, num_rounds=4)
+    clients, begin = [Client(name, 4) for name in RANKS], start(server, seed_adapter())
+    *_, last = simulate(replace(server, max_weight_share=1.0), clients, here, begin, rounds=4)
+    assert there.given(*range(4)) == here.given(*range(4))
+    assert bits(strategy.flower_state.state.server) == bits(last.state.server)
+    receipts, tally = strategy.flower_state.receipts, last.state.server.tally
+    assert {(one.counted, one.answered) for one in receipts.values()} == {(4, 4)}
+    left_out = tally.judged.left_out if rule is not None else {}
+    assert {name for name, one in receipts.items() if one.why} == set(left_out) and len(left_out) == 2 * bool(rule)
+    assert all("had no weight" in receipts[name].why and "did not count" not in receipts[name].why for name in left_out)
 
 
 @pytest.mark.parametrize("method", KEEPING)

@@ -18,7 +18,7 @@ import fedlora.flower.serving.trial  # noqa: F401
 from fedlora.core import checkpoint
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder, SiteFolder
-from fedlora.flower.rounds.federation import begun
+from fedlora.flower.rounds.federation import opening
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.serving.connection import check_derived
 from fedlora.flower.serving.standing import standing
@@ -48,7 +48,7 @@ FAULTS: dict[str, dict[str, Any]] = {
 
 def played(fed: FederationFolder, rounds: int, **refusals: int) -> None:
     """Store the start as the state after so many rounds, and their lines."""
-    first = begun(fed.path)
+    first = opening(fed.path)
     state = RunState(rounds, replace(first.state.server, round=rounds), first.state.clients)
     of = run_identity(first.settings.id, first.server, state.server)
     checkpoint.save(fed.checkpoints, rounds, FlowerState(first.settings.id, state, refusals), of=of)
@@ -68,7 +68,7 @@ def test_doctor_says_what_serve_would(words: str, tmp_path: Path) -> None:
     FederationSettings.model_validate(raw).write(fed.settings)
     with pytest.raises(FedLoRAError, match=words) as refused:
         check_derived(fed)
-        begun(fed.path)
+        opening(fed.path)
     assert str(refused.value) in [found for _, found, sound in checkup.checked_folder(fed.path) if sound is False]
 
 
@@ -82,9 +82,9 @@ def test_doctor_says_who_is_in_quarantine_and_serve_begins_no_round_that_lacks_t
     assert "set quarantine = 4 in policy.toml" in found[f"site {first}"][0]
     played(fed, 2, **dict.fromkeys([first, *others], 3))
     with pytest.raises(ConfigError, match=f"some are in quarantine: nobody is left.*{others[0]}: .*quarantine = 4"):
-        begun(fed.path)
+        opening(fed.path)
     fed.policy.write_text(fed.policy.read_text().replace("quarantine = 3 ", "quarantine = 4 "))
-    assert begun(fed.path).rounds == 2
+    assert opening(fed.path).rounds == 2
 
 
 def test_serve_refuses_before_it_waits_for_a_site(
@@ -107,12 +107,12 @@ def test_a_backup_that_was_unpacked_over_a_newer_folder_is_refused(tmp_path: Pat
     lines = ['{"round": 1}\n', '{"round": 2}\n', '{"round": 3}\n']
     fed.rounds.write_text(lines[0])
     with pytest.raises(ConfigError) as refused:
-        begun(fed.path)
+        opening(fed.path)
     for named in (fed.checkpoints, fed.rounds, "round 2", "round 1", "backup"):
         assert str(named) in str(refused.value)
     for kept in (2, 3):
         fed.rounds.write_text("".join(lines[:kept]))
-        assert begun(fed.path).rounds == 2
+        assert opening(fed.path).rounds == 2
 
 
 def test_doctor_tells_of_a_damaged_checkpoint_that_the_rounds_would_pass_over(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_doctor_tells_of_a_damaged_checkpoint_that_the_rounds_would_pass_over(tm
     newest.write_bytes(newest.read_bytes()[:-1] + b"x")
     found = [(text, sound) for what, text, sound in checkup.checked_folder(fed.path) if what == "checkpoint"]
     assert len(found) == 1 and newest.name in found[0][0] and "is damaged" in found[0][0] and found[0][1] is False
-    assert begun(fed.path).rounds == 1
+    assert opening(fed.path).rounds == 1
 
 
 def test_rounds_whose_states_are_gone_are_refused_and_not_played_again(tmp_path: Path) -> None:
@@ -137,11 +137,11 @@ def test_rounds_whose_states_are_gone_are_refused_and_not_played_again(tmp_path:
         lines = [f'{{"round": {k}, "metrics": {{}}}}\n' for k in range(1, lost + 1)]
         fed.rounds.write_text("".join(lines))
         with pytest.raises(ConfigError, match=f"{lost} finished rounds?, .* round {state}.* from a backup") as refused:
-            begun(fed.path)
+            opening(fed.path)
         assert str(refused.value) in [found for _, found, sound in checkup.checked_folder(fed.path) if sound is False]
         assert fed.rounds.read_text() == "".join(lines)
         fed.rounds.write_text("".join([*lines[:state], f'{{"round": {state + 1}}}\n']))
-        assert begun(fed.path).rounds == state
+        assert opening(fed.path).rounds == state
 
 
 @pytest.mark.parametrize("command", ["serve", "up"])

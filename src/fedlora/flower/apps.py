@@ -106,7 +106,7 @@ def _answered(message: Message, context: Context, do: Do) -> Message:
 
 
 def _say_receipt(asked: RecordDict) -> None:
-    """Log that earlier work did not count, if the server says so."""
+    """Log that earlier work did not count, or had no weight, if the server says so."""
     with contextlib.suppress(Exception):
         if why := receipt_of(asked).why:
             _say(f"the server says: {shown(why, 1000)}")

@@ -35,14 +35,14 @@ def serve(
     """
     needed()
     from fedlora.flower.places import FederationFolder
-    from fedlora.flower.rounds.federation import begun
+    from fedlora.flower.rounds.federation import opening
     from fedlora.flower.serving.superlink import SuperLink
     from fedlora.flower.serving.supervisor import Supervisor
 
     place = FederationFolder(folder.resolve())
     link = SuperLink(folder)
     with ending_for_systemd(), stopping() as stop, _metrics(place, metrics):
-        begun(place.path, say)  # what the rounds would refuse is said now, not when the sites are there
+        opening(place.path, say)  # what the rounds would refuse is said now, not when the sites are there
         now = Supervisor(folder, link, say, stop=stop).serve()
     tell_end(folder, now, stop)
 

@@ -14,11 +14,11 @@ def up(folder: Folder) -> None:
     """
     needed()
     from fedlora.cli.flower.serve import stopping, tell_end
-    from fedlora.flower.rounds.federation import begun
+    from fedlora.flower.rounds.federation import opening
     from fedlora.flower.serving.trial import Trial
 
     with ending_for_systemd(), stopping() as stop:
         trial = Trial(folder, say, stop=stop)
-        begun(trial.folder.path, say)  # as `serve`: before anything is started
+        opening(trial.folder.path, say)  # as `serve`: before anything is started
         now = trial.play()
     tell_end(folder, now, stop, "up")

@@ -66,10 +66,11 @@ def opened(record: RecordDict, sender: str, reader: str) -> Envelope:
 class Receipt:
     """What the server knows about one client's work.
 
-    counted: the last round in which the work counted. answered: the last one that the client answered, even if it was
-    refused; the client has read its data up to there. Both from 1; 0: none. sure: False after a kill in a private
-    round, because the server does not know who counted in it; `counted` is then the last that may have. why: why its
-    last work did not count, for the site's log; "" if it counted.
+    counted: the last round in which the work counted: the client goes on from its state after that. answered: the last
+    one that the client answered, even if it was refused; the client has read its data up to there. Both from 1; 0:
+    none. sure: False after a kill in a private round, because the server does not know who counted in it; `counted` is
+    then the last that may have. why: for the site's log, why its last work did not count, or had no weight because a
+    robust rule left it out; otherwise "".
     """
 
     TAG: ClassVar[str] = "receipt/1"

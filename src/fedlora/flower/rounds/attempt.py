@@ -28,7 +28,7 @@ from fedlora.flower.messages.codecs import Reply
 from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.collecting import Answer
-from fedlora.flower.rounds.events import AttemptFailed, Began, Event, Fate, Fated
+from fedlora.flower.rounds.events import AttemptFailed, Event, Fate, Fated
 from fedlora.flower.rounds.flower_state import FlowerState
 from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question, reply_limit
@@ -43,29 +43,29 @@ _FAR = 10.0  # times the median norm
 
 
 class Effect(NamedTuple):
-    """What a fate does to a client that was asked, in a round that counts.
+    """What a fate does to a client for whom a message was made, in a round that counts; otherwise only `refused` holds.
 
-    counted     True: its examples count, its receipt names the round, its earlier refusals are forgotten, and the
-                server knows what it holds. False: its site goes back to its last work that counted, and is sent
-                everything, because what it holds is uncertain.
-    moves_on    Whether it trains on its next data, as in the engine, or on the same again.
-    refused     Whether its rounds in a row with refused uploads are one more. The policy allows some before quarantine.
+    Each message carries a receipt, by which a site begins its next work. counted: the round after which it takes its
+    own state (the parts that stay with it, and what it need not be sent again). answered: the round after which it
+    takes its position in its data. trained and abstained set both; refused and failed only answered, as in the engine;
+    the others none. Who did not count is sent everything. Only trained forgets earlier refusals.
 
-    After an attempt that does not count, only `refused` holds: a client holds what it held, and trains on the same data
-    again. Nothing happens to a client for whom no message was made.
+    refused: whether its rounds in a row with refused uploads are one more. The policy allows some before quarantine.
     """
 
     counted: bool
-    moves_on: bool
+    answered: bool
     refused: bool
 
 
 EFFECTS: Mapping[Fate, Effect] = {
-    "trained": Effect(counted=True, moves_on=True, refused=False),
-    "refused": Effect(counted=False, moves_on=True, refused=True),
-    "failed": Effect(counted=False, moves_on=True, refused=False),
-    "late": Effect(counted=False, moves_on=False, refused=False),
-    "offline": Effect(counted=False, moves_on=False, refused=False),
+    "trained": Effect(counted=True, answered=True, refused=False),
+    "abstained": Effect(counted=True, answered=True, refused=False),
+    "refused": Effect(counted=False, answered=True, refused=True),
+    "failed": Effect(counted=False, answered=True, refused=False),
+    "late": Effect(counted=False, answered=False, refused=False),
+    "offline": Effect(counted=False, answered=False, refused=False),
+    "not sent": Effect(counted=False, answered=False, refused=False),
 }
 
 
@@ -73,9 +73,9 @@ class Attempt:
     """One attempt. Mutable; `close` ends it.
 
     maker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
-    attempts. deadline: seconds for an answer, and the life of a message. report: called with its beginning, and with
-    each fate once it is known; a later fate of the same client replaces the one before. blamed: the clients
-    whose refusal an earlier attempt of the round has counted. A round counts it once.
+    attempts. deadline: seconds for an answer, and the life of a message. report: called with each fate once it is
+    known; a later fate of the same client replaces the one before. blamed: the clients whose refusal an earlier attempt
+    of the round has counted. A round counts it once.
     """
 
     def __init__(
@@ -88,10 +88,7 @@ class Attempt:
         self._blamed_before = blamed
         self._served: list[str] = []  # for whom a message was made
         self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
-        others = drawn.not_asked.items()
-        self._fates = {name: Fated(self.round, nth, name, fate, why) for name, (fate, why) in others}
-        not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in others}
-        report(Began(self.round, nth, drawn.asked, not_asked, deadline))
+        self._fates = {name: Fated(self.round, nth, name, *told) for name, told in drawn.not_asked.items()}
 
     def questions(self) -> Iterator[Question]:
         """A message for each client to ask, made on demand; none for one whom the method cannot serve."""
@@ -102,7 +99,7 @@ class Attempt:
                 limit = reply_limit(download.client, self.flower_state.state.server, self.policy)
                 question = self._maker.question(download, group, self.deadline, limit)
             except NotServed as error:
-                self._settle(name, "refused", str(error))
+                self._settle(name, "not sent", str(error))
                 continue
             self._served.append(name)
             del download
@@ -133,10 +130,12 @@ class Attempt:
             return self._settle(name, "refused", shown(refusal.reason, 500), **came)
         ranks = self._maker.known(name).ranks if found.ranks is None else found.ranks
         after = ClientMemory(None, 0, found.held, ranks)
-        examples, why = float(upload.num_examples), "" if upload.num_examples else "it abstained, with 0 examples"
         self._taken[name] = float(count), after
+        examples = float(upload.num_examples)
+        if not examples:  # nobody has checked its adapter
+            return self._settle(name, "abstained", "it has 0 examples for this round", **came)
         norm = update_norm(upload, sent)
-        self._settle(name, "trained", why, loss=found.loss, examples=examples, norm=norm, **came)
+        self._settle(name, "trained", "", loss=found.loss, examples=examples, norm=norm, **came)
 
     @property
     def fates(self) -> dict[str, Fated]:
@@ -155,18 +154,21 @@ class Attempt:
 
     @property
     def missing(self) -> dict[str, str]:
-        """Client -> why it did not train, for all who were drawn or are in quarantine."""
-        return {name: found.why for name, found in self.fates.items() if found.fate not in ("trained", "not drawn")}
+        """Client -> why nothing of it was taken, for all who were drawn or are in quarantine."""
+        there = ("trained", "abstained", "not drawn")
+        return {name: found.why for name, found in self.fates.items() if found.fate not in there}
 
-    def failed(self, error: QuorumNotMet) -> AttemptFailed:
-        """The event that reports its failure: the error, which names those that it refused, and who else is missing."""
+    def failed(self, error: QuorumNotMet, barred: Mapping[str, str]) -> AttemptFailed:
+        """The event that reports its failure: the error, which names those that it refused, and who else is missing.
+        barred: as in the event."""
         said = [f"{name}: {why}" for name, why in self.missing.items()]
         others = "; ".join(one for one in said if one not in str(error))
-        return AttemptFailed(self.round, self.nth, f"{error} Not there: {others}." if others else str(error))
+        return AttemptFailed(self.round, self.nth, f"{error} Not there: {others}." if others else str(error), barred)
 
     def not_counted(self, error: QuorumNotMet) -> FlowerState:
         """What the server knows after an attempt that did not count."""
-        return self._known_after(dict.fromkeys(self._served, f"the whole attempt did not: {error}"), counted=False)
+        why = f"did not count: the whole attempt did not: {error}"
+        return self._known_after(dict.fromkeys(self._served, why), counted=False)
 
     def close(self) -> tuple[FlowerState, dict[str, Any]]:
         """Aggregate the accepted uploads. The next state, and the round's line.
@@ -175,7 +177,7 @@ class Attempt:
             QuorumNotMet: too few usable uploads. The state is unchanged; whom the aggregation refused has that fate.
         """
         if all(fated.fate != "not drawn" for fated in self._fates.values()):
-            for name, fated in self.fates.items():  # nobody could be drawn in place of those in quarantine
+            for name, fated in self.fates.items():  # nobody was left to draw in their place: as `membership._drawn`
                 if fated.fate == "quarantined":
                     self._intake.refuse(UploadRefused(name, fated.why))
         try:
@@ -186,7 +188,8 @@ class Attempt:
         tally = after.tally or Tally({})
         self._overturn(tally.refused)
         left_out = tally.judged.left_out if tally.judged is not None else {}
-        known = self._known_after(left_out, counted=True)
+        no_weight = "had no weight in the model, and the site goes on from its own state"
+        known = self._known_after({name: f"{no_weight}: {why}" for name, why in left_out.items()}, counted=True)
         return replace(known, state=RunState(after.round, after, known.state.clients)), self._line(after)
 
     # -------------------------------------------------------------------------------------------------------- inside
@@ -198,10 +201,10 @@ class Attempt:
                 self._fates[name] = replace(before, fate="refused", why=shown(refused[name], 500))
                 self._report(self._fates[name])
 
-    def _known_after(self, though_trained: Mapping[str, str], *, counted: bool) -> FlowerState:
+    def _known_after(self, though_taken: Mapping[str, str], *, counted: bool) -> FlowerState:
         """What the server knows of the clients after the attempt, by `EFFECTS`; the model is still the one before it.
 
-        though_trained: client -> why its work did not count although it trained.
+        though_taken: client -> what its work lacks although it was taken.
         """
         known = self.flower_state
         clients, receipts = dict(known.state.clients), dict(known.receipts)
@@ -211,14 +214,15 @@ class Attempt:
             if effect.refused and name not in self._blamed_before:
                 refusals[name] = refusals.get(name, 0) + 1
             if counted and effect.counted:
-                clients[name], examples[name] = self._taken[name][1], self._fates[name].examples or 0.0
-                receipt = replace(receipt, counted=self.round, sure=True)
-                refusals.pop(name, None)
+                clients[name], receipt = self._taken[name][1], replace(receipt, counted=self.round, sure=True)
+                if self._fates[name].fate == "trained":  # an abstention says nothing of its uploads
+                    examples[name] = self._fates[name].examples or 0.0
+                    refusals.pop(name, None)
             elif counted and name in clients:
                 clients[name] = replace(clients[name], held=None)
-            if counted and effect.moves_on:
+            if counted and effect.answered:
                 receipt = replace(receipt, answered=self.round)
-            receipts[name] = replace(receipt, why=self._why_not(name, though_trained.get(name, "")))
+            receipts[name] = replace(receipt, why=self._why_not(name, though_taken.get(name, "")))
         if self._intake.stored:  # a private sum from before a kill: who trained for it is unknown
             clients = {name: replace(client, held=None) for name, client in clients.items()}
             unsure = Receipt(self.round, self.round, sure=False)
@@ -231,13 +235,13 @@ class Attempt:
             receipts=ReadOnly(receipts),
         )
 
-    def _why_not(self, name: str, though_trained: str) -> str:
-        """Why an asked client's work did not count, for the client; "" if it did. A private round tells nobody."""
+    def _why_not(self, name: str, though_taken: str) -> str:
+        """For an asked client: why its work did not count, or had no weight, or "". A private round tells nobody."""
         fated = self._fates[name]
-        why = though_trained if fated.fate == "trained" else f"{fated.fate}: {fated.why}"
+        why = though_taken if EFFECTS[fated.fate].counted else f"did not count: {fated.fate}: {fated.why}"
         if not why or self.server.privacy is not None:
             return ""
-        return shown(f"round {self.round}: the work of this site did not count: {why}", 600)
+        return shown(f"round {self.round}: the work of this site {why}", 600)
 
     def _read(self, name: str, message: Message, sent: Download) -> Reply:
         """A client's reply as an upload; the intake checks its values. Raises `RecordError`."""
@@ -308,8 +312,8 @@ def _moved(lora: LoRA, begun: LoRA | None) -> float:
     return float(torch.linalg.vector_norm(tensor if was is None or was.shape != tensor.shape else tensor - was))
 
 
-def far_ones(norms: Mapping[str, float]) -> dict[str, float]:
-    """client -> its norm in medians, for clients above `_FAR`; infinite if the median is zero.
+def far_ones(norms: Mapping[str, float]) -> dict[str, float | None]:
+    """client -> its norm in medians, for clients above `_FAR`; None if the median is 0 or the norm has overflowed.
 
     Of an even number of norms it takes the lower median: with two clients, the smaller norm.
 
@@ -319,6 +323,6 @@ def far_ones(norms: Mapping[str, float]) -> dict[str, float]:
     """
     if len(norms) < 2:
         return {}
-    middle = statistics.median_low(norms.values())
-    found = {name: norm / middle if middle else (math.inf if norm else 0.0) for name, norm in norms.items()}
-    return {name: ratio for name, ratio in found.items() if ratio > _FAR}
+    middle = statistics.median_low([math.inf if math.isnan(norm) else norm for norm in norms.values()])
+    far = {name: norm for name, norm in norms.items() if not norm <= _FAR * middle}
+    return {name: norm / middle if middle and norm < math.inf else None for name, norm in far.items()}

@@ -26,10 +26,9 @@ from fedlora.flower.rounds.events import Fate
 from fedlora.flower.rounds.questions import Question
 
 log = logging.getLogger(__name__)
-_UNAVAILABLE = {3: "its message is gone", 4: "its reply is gone", 5: "its node is not there any more"}  # flwr's codes
-_OFFLINE = 5
+_GONE, _OFFLINE = (3, 4), 5  # flwr's codes: the message or the reply is gone; the node is
 LONG = 60.0  # seconds without an answer until the log says who is awaited
-_PATIENCE = 120.0  # seconds for which the SuperLink may fail before its users do
+_PATIENCE = 120.0  # seconds for which the SuperLink may fail to take a message before the message fails
 T = TypeVar("T")
 
 
@@ -74,14 +73,15 @@ def collect(
             line swallowed is never answered, and nothing else says so.)
     """
     inbox, asked = inbox_of(grid), dict[str, _Asked]()  # by message id
-    patience = clock.monotonic() + min(_PATIENCE, deadline)
+    full = patience = min(_PATIENCE, deadline)
     for question in questions:
         sent = _send(grid, question, patience, clock)
         del question
         if isinstance(sent, Answer):
+            patience = 0.0 if sent.seconds >= patience else patience  # a dead SuperLink is not waited for again
             yield sent
         else:
-            asked[sent.id] = sent
+            patience, asked[sent.id] = full, sent
     told = False
     while asked:
         for arrival in inbox.look({id: one.limit for id, one in asked.items()}):
@@ -89,7 +89,7 @@ def collect(
             if one is None:  # a SuperLink gives only what was asked for, but another grid may not
                 log.warning("a reply that nobody waits for does not count: it is late, replayed, or a second one")
                 continue
-            found = _found(grid, one, arrival, deadline, patience, clock)
+            found = _found(grid, one, arrival, deadline, clock)
             del arrival
             if isinstance(found, Answer):
                 yield found
@@ -125,29 +125,28 @@ class _Asked:
 
 
 def _send(grid: Grid, question: Question, patience: float, clock: Clock) -> _Asked | Answer:
-    """patience: the clock's time until which the SuperLink may fail."""
+    """patience: seconds for which the SuperLink may fail."""
     began, client, about = clock.monotonic(), question.client, question.message.metadata
     try:
-        ids = list(patiently(lambda: grid.push_messages([question.message]), until=patience, clock=clock))
+        ids = list(patiently(lambda: grid.push_messages([question.message]), until=began + patience, clock=clock))
     except Exception as error:
         log.debug("a message could not be sent", exc_info=True)
-        return Answer(client, 0.0, fate="failed", why=f"it could not be sent its message: {_brief(error)}")
+        why = f"it could not be sent its message: {_brief(error)}"
+        return Answer(client, clock.monotonic() - began, fate="not sent", why=why)
     if not ids or not ids[0]:
         why = f"the SuperLink takes no message for node {about.dst_node_id}"
         return Answer(client, 0.0, fate="offline", why=why)
     return _Asked(ids[0], client, about.dst_node_id, about.group_id, question.limit, question.whole, began)
 
 
-def _found(
-    grid: Grid, asked: _Asked, arrival: Arrival, deadline: float, patience: float, clock: Clock
-) -> Answer | _Asked:
+def _found(grid: Grid, asked: _Asked, arrival: Arrival, deadline: float, clock: Clock) -> Answer | _Asked:
     """The answer; or the question again, whole, if the client lacks what its message left out."""
     seconds, message = clock.monotonic() - asked.began, arrival.message
     failed = (message.error.reason or "") if message is not None and message.has_error() else ""
     if asked.whole is None or seconds >= deadline or not failed.startswith(f"{KeptStateError.__name__}:"):
         return _answer(asked, arrival, seconds, deadline)
     log.warning("%s lacks what it was thought to hold, and is sent everything", asked.client)
-    again = _send(grid, asked.whole(deadline - seconds), patience, clock)
+    again = _send(grid, asked.whole(deadline - seconds), min(_PATIENCE, deadline - seconds), clock)
     return again if isinstance(again, Answer) else replace(again, began=asked.began)
 
 
@@ -158,8 +157,9 @@ def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) ->
     if message.has_error():  # first of all, because the SuperLink's own errors have neither group nor node
         code, reason = message.error.code, shown(message.error.reason or "it gave no reason", 800)
         if code == _OFFLINE:
-            return Answer(client, seconds, fate="offline", why=f"{_UNAVAILABLE[code]}, since {seconds:.0f} s or less")
-        if code in _UNAVAILABLE and seconds >= deadline - 2:
+            why = f"its node is not there any more, since {seconds:.0f} s or less"
+            return Answer(client, seconds, fate="offline", why=why)
+        if code in _GONE and seconds >= deadline - 2:
             return Answer(client, seconds, fate="late", why=f"no answer within {deadline:g} s")
         return Answer(client, seconds, fate="failed", why=f"it failed: {reason}")
     why = ""

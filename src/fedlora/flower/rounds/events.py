@@ -29,7 +29,7 @@ from fedlora.flower.ownership import opened_here
 from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
 
-Fate = Literal["trained", "refused", "failed", "late", "offline", "quarantined", "not drawn"]
+Fate = Literal["trained", "abstained", "refused", "failed", "late", "offline", "not sent", "quarantined", "not drawn"]
 REFUSED = "it would fail again: "  # begins a run's words about the folder's own files, for `serve` (exit code 2)
 _MOST = 1000  # letters in a text
 
@@ -63,8 +63,8 @@ class _Event:
 
 @dataclass(frozen=True)
 class Began(_Event):
-    """An attempt at a round begins. asked: who gets a message. not_asked: everyone else -> {"fate", "why"}. deadline:
-    seconds for the replies."""
+    """An attempt at a round begins. asked: who gets a message; or the fate "not sent", if none could be made or sent.
+    not_asked: everyone else -> {"fate", "why"}. deadline: seconds for the replies."""
 
     NAME = "began"
     attempt: int
@@ -112,17 +112,20 @@ class Done(_Event):
 
 @dataclass(frozen=True)
 class AttemptFailed(_Event):
-    """An attempt did not count. The round is tried again, or the run ends."""
+    """An attempt did not count. The round is tried again, or the run ends. barred: client -> why it is in quarantine
+    from now on."""
 
     NAME = "again"
     attempt: int
     why: str
+    barred: Table = field(default_factory=ReadOnly)
 
 
 @dataclass(frozen=True)
 class PolicyChanged(_Event):
     """The policy has other clients than in the round before, even if no server ran in between. added: name -> rank.
-    changed: name -> (old rank, new rank). why: the error in a file that was rejected; the previous policy stays."""
+    changed: name -> (old rank, new rank). why: the error in a file that was rejected; the previous policy stays until
+    the run ends."""
 
     NAME = "policy"
     added: Table = field(default_factory=ReadOnly)

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class Opening:
     """The checked start of the rounds: nothing in it is refused later.
 
     server: if it is private, it releases nothing before `opened_private`, and `plan` is set. seed_adapter, spec: of the
@@ -69,7 +69,7 @@ class Begun:
         return self.newest.under(self.policy.clients, keys=keys_now(self.home))[0].refusals
 
 
-def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
+def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     """Make all checks of a ServerApp before it asks a site; `fedlora doctor` calls it too. It writes nothing.
 
     tell: receives a line for each damaged checkpoint in whose place an older one is used.
@@ -125,11 +125,11 @@ def begun(folder: Path, tell: Callable[[str], None] = log.debug) -> Begun:
     examples = at_server.examples if choosing.by == "server" else None
     held_out = f"server:{examples[:16]}" if examples is not None else "sites"
     history = history.with_(settings, rounds, held_out)
-    begun = Begun(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
+    opening = Opening(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
                   rounds, history, found)  # fmt: skip
     if rounds < settings.run.rounds:
-        check_enough(policy, server, begun.refusals(), settings.run.participation)
-    return begun
+        check_enough(policy, server, opening.refusals(), settings.run.participation)
+    return opening
 
 
 def playable(

@@ -27,7 +27,7 @@ from fedlora.core.messages import ClientMemory, as_pruned
 from fedlora.core.read_only import ReadOnly
 from fedlora.flower.rounds.choosing import sites_test
 from fedlora.flower.rounds.events import Fated, read_events
-from fedlora.flower.rounds.federation import Begun
+from fedlora.flower.rounds.federation import Opening
 from fedlora.flower.rounds.log_lines import measurement_lines
 from fedlora.flower.rounds.private_words import public_summary
 from fedlora.flower.rounds.recording import Line, Recorder
@@ -54,10 +54,10 @@ _FOLDERS = {"last": "adapter", "best": "best"}  # a state that is kept -> its fo
 
 
 def finish(
-    grid: Grid, begun: Begun, strategy: FedLoRA, recorder: Recorder, private: PrivateRun | None
+    grid: Grid, opening: Opening, strategy: FedLoRA, recorder: Recorder, private: PrivateRun | None
 ) -> dict[str, Any]:
     """Write adapters, their scores, and the summary. The summary comes last: if it exists, everything does."""
-    settings, home, state = begun.settings, begun.home, strategy.flower_state.state
+    settings, home, state = opening.settings, opening.home, strategy.flower_state.state
     lines = strategy.lines.finished()
     best = recorder.best(lines)
     chosen = {"last": state}
@@ -68,12 +68,12 @@ def finish(
     at_sites = strategy.measure(grid, "test") if sites_test(settings) else SiteRound()
     for note in measurement_lines(at_sites.facts(), f"test set, round {state.round}"):
         log.warning("%s", note)
-    judged = of_run(lines) if begun.server.rule is not None else None
+    judged = of_run(lines) if opening.server.rule is not None else None
     for remark in remarks(judged, strategy.policy.clients) if judged is not None else ():
         log.warning("%s", remark)
     spent = None if private is None else private.spent(state.round)
-    results = Results(begun, strategy.policy, _examples(begun), judged, spent)
-    tested = _tested(begun, chosen)
+    results = Results(opening, strategy.policy, _examples(opening), judged, spent)
+    tested = _tested(opening, chosen)
     for name, measured in tested.items():
         scores, by = measured.scores, "server"
         if not scores and chosen[name].round == state.round:  # the sites measured this state
@@ -86,17 +86,17 @@ def finish(
     if stopped is None and private is not None and strategy.stopped == "budget":
         why = private.releases.why_spent(state.round)
         stopped = {"round": state.round, "of": settings.run.rounds, "best_round": None, "best": None, "why": why}
-    summary = _summary(begun, strategy, best, at_sites, tested, judged, stopped)
+    summary = _summary(opening, strategy, best, at_sites, tested, judged, stopped)
     if spent is not None:
         summary = public_summary(summary, spent)
     files.write(home.summary, json.dumps(plain(summary), indent=2, sort_keys=True) + "\n")
     return dict(plain(summary))
 
 
-def _tested(begun: Begun, chosen: Mapping[str, RunState]) -> dict[str, Measured]:
+def _tested(opening: Opening, chosen: Mapping[str, RunState]) -> dict[str, Measured]:
     """The scores of the server's model in each state on the server's test file, if there is one; for a method without a
     model at the server, of no state."""
-    server, test = begun.server, begun.at_server.test
+    server, test = opening.server, opening.at_server.test
     tested: dict[str, Measured] = {}
     for name, one in chosen.items():
         if not server.has_global_model(one.server):
@@ -109,21 +109,20 @@ def _tested(begun: Begun, chosen: Mapping[str, RunState]) -> dict[str, Measured]
 
 
 def _summary(
-    begun: Begun, strategy: FedLoRA, best: Line | None, at_sites: SiteRound, tested: Mapping[str, Measured],
+    opening: Opening, strategy: FedLoRA, best: Line | None, at_sites: SiteRound, tested: Mapping[str, Measured],
     judged: Mapping[str, Any] | None, stopped: Mapping[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Any federation's summary; `public_summary` removes what a private one may not release."""
-    settings, state, lines = begun.settings, strategy.flower_state.state, strategy.lines.finished()
-    key = "site_mean" if begun.choosing.by == "sites" else "metrics"
+    settings, state, lines = opening.settings, strategy.flower_state.state, strategy.lines.finished()
+    key = "site_mean" if opening.choosing.by == "sites" else "metrics"
     scored = [line for line in lines if line.get(key)]
     return {
         "federation": settings.id,
-        "finished": True,
         "method": strategy.server.method.name,
         "rounds": state.round,
         "of": settings.run.rounds,
         "metric": score_name(settings.evaluate.metric),
-        "measured_by": begun.choosing.by,
+        "measured_by": opening.choosing.by,
         "validation": {
             "last": scored[-1][key] if scored else {},
             "best": best[key] if best is not None else {},
@@ -131,7 +130,7 @@ def _summary(
         "best_round": best["round"] if best is not None else None,
         "stopped_early": stopped,
         "test": {name: tested[name].scores if name in tested else {} for name in _FOLDERS},
-        "confusion": _confusion(begun, tested),
+        "confusion": _confusion(opening, tested),
         "site_test": {
             "sites": at_sites.facts()["site_metrics"], "mean": at_sites.mean(), "capped": at_sites.capped(),
             "unmeasured": dict(at_sites.unmeasured),
@@ -147,15 +146,15 @@ def _summary(
     }  # fmt: skip
 
 
-def _confusion(begun: Begun, tested: Mapping[str, Measured]) -> dict[str, Any] | None:
-    classes = begun.settings.data.labels or []
+def _confusion(opening: Opening, tested: Mapping[str, Measured]) -> dict[str, Any] | None:
+    classes = opening.settings.data.labels or []
     found = {name: tested[name].confusion if name in tested else None for name in _FOLDERS}
     return None if found["last"] is None or len(classes) > MOST_CLASSES else {"classes": classes, **found}
 
 
-def _examples(begun: Begun) -> dict[str, float]:
+def _examples(opening: Opening) -> dict[str, float]:
     """Client -> the number of examples that it last reported for training."""
-    trained = (e for e in read_events(begun.home.events) if isinstance(e, Fated) and e.fate == "trained")
+    trained = (e for e in read_events(opening.home.events) if isinstance(e, Fated) and e.fate == "trained")
     return {event.client: event.examples for event in trained if event.examples is not None}
 
 
@@ -167,7 +166,7 @@ class Results:
     robust rule's effect in all rounds (`server.judged.of_run`). spent: a private federation's spending, for the card.
     """
 
-    begun: Begun
+    opening: Opening
     policy: Policy
     examples: Mapping[str, float]
     judged: Mapping[str, Any] | None
@@ -175,13 +174,13 @@ class Results:
 
     def write_model(self, place: Path, state: RunState, scores: Mapping[str, float], by: str = "server") -> None:
         """The server's model, as one complete adapter. by: who measured the scores."""
-        self._export(place, global_adapter(self.begun.server, state), state.round, scores, by=by)
+        self._export(place, global_adapter(self.opening.server, state), state.round, scores, by=by)
 
     def write_readouts(self, place: Path, state: RunState, scores: Mapping[str, Mapping[str, float]]) -> None:
         """Each client's readout in a folder with its name. scores: of clients that measured at their sites."""
         for name in self.policy.clients:
             memory = state.clients.get(name, ClientMemory())
-            download = self.begun.server.download(state.server, as_pruned(self.policy.client(name), memory))
+            download = self.opening.server.download(state.server, as_pruned(self.policy.client(name), memory))
             mine = receive(download, None).folded()
             self._export(place / name, mine, state.round, scores.get(name, {}), client=name)
 
@@ -194,7 +193,7 @@ class Results:
         client: str | None = None,
         by: str = "server",
     ) -> None:
-        config, here = self._config(), self.begun.at_server
+        config, here = self._config(), self.opening.at_server
         base = self._base()
         template = config.data.prompting() if config.model.task == "causal-lm" else None
         card = model_card(
@@ -204,27 +203,27 @@ class Results:
             privacy=None if self.spent is None else told(self.spent),
         )  # fmt: skip
         write_export(
-            place, adapter, self._named(base), here.tokenizer, self.begun.settings.data.labels or (), card,
+            place, adapter, self._named(base), here.tokenizer, self.opening.settings.data.labels or (), card,
             chat_template=template if template is not None and is_jinja(template) else None,
         )  # fmt: skip
 
     def _config(self) -> RunConfig:
-        model, method = self._base().name or "model", self.begun.settings.method.name
-        config = self.begun.settings.for_site(Site(name="site", data="data", model=model, method=method))
-        return config.model_copy(update={"defence": self.begun.settings.defence})
+        model, method = self._base().name or "model", self.opening.settings.method.name
+        config = self.opening.settings.for_site(Site(name="site", data="data", model=model, method=method))
+        return config.model_copy(update={"defence": self.opening.settings.defence})
 
     def _base(self) -> BaseName:
         """The base model's name: its public name, or otherwise its directory's name, and a digest."""
-        model = self.begun.settings.at_server.model
-        if model is not None and (found := base_name(model, self.begun.at_server.digests)).name is not None:
+        model = self.opening.settings.at_server.model
+        if model is not None and (found := base_name(model, self.opening.at_server.digests)).name is not None:
             return found
-        name = model or self.begun.spec.base_model
+        name = model or self.opening.spec.base_model
         if model is None and name is not None and not is_path(name):
             return base_name(name, {})
         short = PurePath(name).name if name else "base model"
-        agreed = self.begun.known.base
+        agreed = self.opening.known.base
         digest = f" Its weights have the digest `{agreed}`." if agreed else ""
-        files = "".join(f"\n* `{file}`, SHA-256 `{found}`" for file, found in self.begun.at_server.digests.items())
+        files = "".join(f"\n* `{file}`, SHA-256 `{found}`" for file, found in self.opening.at_server.digests.items())
         return BaseName(
             None,
             f"a local directory, `{short}`",
@@ -235,13 +234,14 @@ class Results:
 
     def _named(self, base: BaseName) -> AdapterSpec:
         """The start's spec, without any path of a machine."""
-        given = self.begun.settings.at_server.model or self.begun.spec.base_model
+        given = self.opening.settings.at_server.model or self.opening.spec.base_model
         name = base.name or (PurePath(given).name if given else None)
-        return replace(self.begun.spec, config=ReadOnly({**self.begun.spec.config, "base_model_name_or_path": name}))
+        spec = self.opening.spec
+        return replace(spec, config=ReadOnly({**spec.config, "base_model_name_or_path": name}))
 
     def _facts(self, target: str) -> dict[str, Any]:
         """The card's facts, in the form of a run's manifest."""
-        settings, clients = self.begun.settings, self.policy.clients
+        settings, clients = self.opening.settings, self.policy.clients
         left = {name: "left" for name in self.examples if name not in clients}  # their training remains in the model
         shown = left | {
             n: r if isinstance(r, int) else "/".join(map(str, dict.fromkeys(r.values()))) for n, r in clients.items()
@@ -249,17 +249,17 @@ class Results:
         return {
             **code_facts(),
             "config_digest": hashlib.sha256(settings.travelling().encode()).hexdigest()[:16],
-            "model": {"sha256": self.begun.at_server.digests},
+            "model": {"sha256": self.opening.at_server.digests},
             "data": {
                 "train": {name: {"examples": self.examples.get(name)} for name in shown},
                 "labels": settings.data.labels or [],
                 "label_counts": None,
             },
             "clients": shown,
-            "method": repr(self.begun.server.method),
+            "method": repr(self.opening.server.method),
             "evaluation_target": target,
-            "answer_ends": list(self.begun.at_server.ends),
-            "changes": self.begun.history.told(),
+            "answer_ends": list(self.opening.at_server.ends),
+            "changes": self.opening.history.told(),
         }
 
 

@@ -49,7 +49,7 @@ class FlowerState:
     def under(
         self, clients: Members, why: str = "", keys: Mapping[str, str] = ReadOnly()
     ) -> tuple[FlowerState, PolicyChanged | None]:
-        """The state under a policy with these clients, and what is new in it since the checkpoint; None: nothing.
+        """The state under a policy with these clients, and what is new in it since the last reading; None: nothing.
 
         The server forgets a client that was removed, except for the receipt, by which its site finds its own work
         again. If its rank changed, the server forgets only the ranks that pruning had left. A client that was removed

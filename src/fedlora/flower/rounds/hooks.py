@@ -35,7 +35,8 @@ class RoundHooks:
         """Before an attempt's clients are drawn, and its intake opens. It may wait, and read the policy again."""
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
-        """What may be written of a round's line."""
+        """What may be written of a round's line. It is called again with its own result and more: it must then give the
+        same for what is in it already."""
         return dict(line)
 
     def event(self, event: Event, policy: Policy) -> Event | None:

@@ -16,7 +16,7 @@ from fedlora.flower.rounds.progress import fates_of, spent_of
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.server.judged import told
 
-_UNEXPLAINED = ("trained", "not drawn", None)  # fates of sites whose missing measurement needs words of its own
+_UNEXPLAINED = ("trained", "abstained", "not drawn", None)  # sites whose missing measurement needs its own words
 _QUIET = ("trained", "offline", "not drawn", "quarantined")  # reported with the round, without their own lines
 
 
@@ -139,8 +139,9 @@ def _beside(event: Done) -> list[str]:
         found.append(f"round {event.round}: {said}")
         found += [f"round {event.round}: {k}: {one['why']}" for k, one in defence["clients"].items() if one["why"]]
     found += [
-        f"round {event.round}: {name}: the norm of its update is {_number(times, 1)} times the round's median: look at "
-        f"its data and at train.lr"
+        f"round {event.round}: {name}: the norm of its update is "
+        f"{'far above' if times is None else f'{_number(times, 1)} times'} the round's median"
+        f"{', which is 0, or it is too large for a number' * (times is None)}: look at its data and at train.lr"
         for name, times in (event.line.get("far") or {}).items()
     ]
     if alike := event.line.get("alike"):
@@ -176,7 +177,8 @@ def _changes(event: PolicyChanged) -> list[str]:
     found = [f"{name} may take part, at rank {shown(rank)}" for name, rank in event.added.items()]
     found += [f"{name} may take part no longer" for name in event.removed]
     found += [f"{name} has rank {shown(new)} in place of {shown(old)}" for name, (old, new) in event.changed.items()]
-    return found + ([f"policy.toml is not taken, and the old one stays: {event.why}"] if event.why else [])
+    stays = "policy.toml is not taken: until this run ends, the one before stays; the next run needs a sound one"
+    return found + ([f"{stays}: {event.why}"] if event.why else [])
 
 
 def _number(value: float, digits: int) -> str:

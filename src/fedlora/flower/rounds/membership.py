@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from fedlora.errors import ConfigError, HyperparameterError, RankMismatch, counted
@@ -13,6 +13,7 @@ from fedlora.flower.messages.codecs import Codec
 from fedlora.flower.rounds.events import Fate
 from fedlora.flower.terms.policy import Policy
 from fedlora.runs.defence import check_rule
+from fedlora.server.robust_rules import Rule
 from fedlora.server.sampling import sample_clients
 from fedlora.server.server import Server
 from fedlora.server.state import ServerState
@@ -46,7 +47,7 @@ def draw(
     finished rounds, by which `sample_clients` draws. chosen: the clients to ask, if the round itself decides
     (`Intake.asked`). Pure.
     """
-    barred = in_quarantine(policy, refusals)
+    barred = quarantined(policy, refusals)
     free = [name for name in policy.clients if name not in barred]
     if chosen is None:
         share = min(1.0, participation * len(policy.clients) / len(free)) if barred and free else participation
@@ -74,33 +75,49 @@ def quarantine(policy: Policy, refusals: Mapping[str, int], name: str) -> str:
     )
 
 
-def in_quarantine(policy: Policy, refusals: Mapping[str, int]) -> dict[str, str]:
+def quarantined(policy: Policy, refusals: Mapping[str, int]) -> dict[str, str]:
     """The policy's clients that are no longer asked -> why, as in `quarantine`."""
     return {name: why for name in policy.clients if (why := quarantine(policy, refusals, name))}
 
 
 def check_enough(policy: Policy, server: Server, refusals: Mapping[str, int], participation: float) -> None:
-    """Raises `ConfigError` if quarantine leaves fewer clients than a round needs, so that nobody trains in vain.
-
-    It counts clients: if they suffice, their weights may still make the round fail.
-    """
-    if not (barred := in_quarantine(policy, refusals)):
-        return
-    free = len(policy.clients) - len(barred)
-    drawn = min(free, check_quorum(server.quorum, len(policy.clients), participation))
-    few: str | None = f"nobody is left of {len(policy.clients)}" if not free else None
-    if drawn < (server.quorum or 1):
-        few = few or f"{drawn} of {len(policy.clients)} are left for a round, and server.quorum = {server.quorum}"
-    elif server.rule is not None:
-        alike = [1 / drawn] * drawn
-        refused = len(barred) if drawn == free else 0  # `Attempt.close` counts them as liars, if none replaces them
-        few = server.rule.without(refused, alike).overcome(alike)
-    if few:
+    """Raises `ConfigError` if quarantine leaves fewer clients than a round needs, so that nobody trains in vain."""
+    barred = quarantined(policy, refusals)
+    few = _too_few(*_drawn(policy, barred, participation), server.quorum, server.rule)
+    if barred and few:
         said = "; ".join(f"{name}: {why}" for name, why in barred.items())
         raise ConfigError(
             f"too few sites are left, because some are in quarantine: {few}. {said}. First let the site repair what "
             f"was refused; or remove the site, or ask for fewer in federation.toml. Nobody was asked to train."
         )
+
+
+def needed(
+    policy: Policy, barred: Collection[str], quorum: int | None, rule: Rule | None, participation: float
+) -> int | None:
+    """The usable uploads that a round needs: the quorum, and as many as the robust rule needs. None: more than can be
+    drawn, because some clients are barred.
+
+    It counts clients: if they suffice, their weights may still make the round fail.
+    """
+    drawn, liars = _drawn(policy, barred, participation)
+    return min(takewhile(lambda n: not _too_few(n, liars, quorum, rule), range(drawn, 0, -1)), default=None)
+
+
+def _drawn(policy: Policy, barred: Collection[str], participation: float) -> tuple[int, int]:
+    """How many clients a round draws; and how many barred ones the rule counts as liars, since none replaces them
+    (`Attempt.close`)."""
+    free = len(policy.clients) - len(barred)
+    drawn = min(free, number_drawn(len(policy.clients), participation))
+    return drawn, len(barred) if drawn == free else 0
+
+
+def _too_few(count: int, liars: int, quorum: int | None, rule: Rule | None) -> str | None:
+    """Why this many usable uploads are too few; None if they are enough. liars: as in `_drawn`."""
+    if count < (quorum or 1):
+        return f"{count} are left for a round, and server.quorum = {quorum}" if count else "nobody is left"
+    alike = [1 / count] * count
+    return rule.without(liars, alike).overcome(alike) if rule is not None else None
 
 
 def check_playable(policy: Policy, server: Server, state: ServerState, codec: Codec, participation: float) -> None:
@@ -109,7 +126,7 @@ def check_playable(policy: Policy, server: Server, state: ServerState, codec: Co
     ranks = _served_ranks(policy, server, state)
     codec.require(server, state, policy)
     with_largest_share(server, policy)
-    drawn = check_quorum(server.quorum, len(policy.clients), participation)
+    drawn = number_drawn(len(policy.clients), participation, server.quorum)
     if server.rule is not None:
         shares = policy.largest_shares(server.weighs_by, drawn)
         if near := check_rule(server.rule, server.method, ranks, shares):
@@ -139,7 +156,7 @@ def _served_ranks(policy: Policy, server: Server, state: ServerState) -> list[di
     return [ranks_of(policy.client(name), state) for name in policy.clients]
 
 
-def check_quorum(quorum: int | None, sites: int, participation: float) -> int:
+def number_drawn(sites: int, participation: float, quorum: int | None = None) -> int:
     """How many sites take part in a round. Raises `ConfigError` for a quorum that they cannot meet."""
     a_round = len(sample_clients([str(k) for k in range(sites)], participation, seed=0, round=0))
     if quorum is not None and quorum > a_round:

@@ -17,7 +17,7 @@ from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.ownership import locked
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.collecting import Clock, Identify, registered_names
-from fedlora.flower.rounds.federation import Begun, begun
+from fedlora.flower.rounds.federation import Opening, opening
 from fedlora.flower.rounds.finishing import finish
 from fedlora.flower.rounds.flower_state import FlowerState, keys_now
 from fedlora.flower.rounds.hooks import RoundHooks
@@ -27,7 +27,6 @@ from fedlora.flower.rounds.recording import Recorder
 from fedlora.flower.rounds.round_lines import fitting_summary
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.facts import agreed, server_facts
-from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.private_run import PrivateRun
 
 log = logging.getLogger(__name__)
@@ -37,11 +36,11 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
     """Play all remaining rounds, then write adapters and a summary. The main function of a ServerApp.
 
     A finished federation plays nothing and returns its summary again; raising run.rounds in federation.toml extends it.
-    If it is raised during play, the next call plays the additional rounds, and there is no summary before.
+    If it is raised during play, this call ends with the rounds of its start, and the next one plays the others.
     """
     home = FederationFolder(folder.resolve())
     with played_by_one(home.server):
-        b = begun(folder, log.warning)
+        b = opening(folder, log.warning)
         newest, b = b.newest, replace(b, newest=None)  # kept by the strategy alone, whose rounds replace it
         settings = b.settings
         private = opened_private(home, settings, b.server, b.plan, b.rounds) if b.plan is not None else None
@@ -64,17 +63,11 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
                 strategy.start(grid, num_rounds=settings.run.rounds)
             except (BudgetSpent, LedgerError) as error:  # it would fail again
                 raise ConfigError(str(error)) from error
-        asked = FederationSettings.load(home.settings).run.rounds  # it may have been raised meanwhile
-        if asked > settings.run.rounds and recorder.stopped(strategy.lines.finished()) is None:
-            log.info("run.rounds is %d by now: the federation continues, with the new settings", asked)
-            return {"rounds": strategy.round, "of": asked, "finished": False}
         return finish(grid, b, strategy, recorder, private)
 
 
 def ending(summary: Mapping[str, Any]) -> str:
     """A sentence or two: the federation is over, and how to continue."""
-    if not summary.get("finished", True):
-        return f"{summary['rounds']} of {summary['of']} rounds are played, and the rest follow."
     early, private = summary.get("stopped_early"), "privacy" in summary
     if early:
         way = "raise evaluate.patience in federation.toml, or leave it out"
@@ -111,7 +104,7 @@ def played_by_one(server: Path) -> Iterator[None]:
 
 
 def _strategy(
-    b: Begun, newest: FlowerState | None, private: PrivateRun | None, recorder: Recorder, identify: Identify,
+    b: Opening, newest: FlowerState | None, private: PrivateRun | None, recorder: Recorder, identify: Identify,
     clock: Clock,
 ) -> FedLoRA:  # fmt: skip
     """The strategy at its last checkpoint. The recorder sees each stored round, and may end the federation."""

@@ -50,7 +50,7 @@ def after(progress: Progress, event: Event) -> Progress:
         return replace(progress, fates={**progress.fates, event.client: event}, uploaded=uploaded)
     if isinstance(event, AttemptFailed):
         missed = [(name, str(fated.fate)) for name, fated in progress.fates.items() if fated.fate != "trained"]
-        return replace(progress, fate_counts=Counter(progress.fate_counts) + Counter(missed))
+        return replace(progress, fate_counts=Counter(progress.fate_counts) + Counter(missed), barred=event.barred)
     if isinstance(event, Done):
         kept = {n: line for n, line in progress.lines.items() if event.round - _KEPT < n < event.round}
         lines = {**kept, event.round: event.line}

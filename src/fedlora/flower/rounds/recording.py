@@ -13,7 +13,7 @@ from typing import Any
 from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError
 from fedlora.flower.rounds.choosing import due
-from fedlora.flower.rounds.federation import Begun
+from fedlora.flower.rounds.federation import Opening
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.private_words import RELEASED, public_numbers
 from fedlora.flower.rounds.progress import numbers_of_round
@@ -28,26 +28,26 @@ Line = Mapping[str, Any]
 class Recorder:
     """One federation's recorder. Call `see` for each round; `close` when all are over."""
 
-    def __init__(self, begun: Begun) -> None:
-        self._begun = begun
+    def __init__(self, opening: Opening) -> None:
+        self._opening = opening
         self._trackers: list[Tracker] = []
 
     def best(self, lines: Sequence[Line]) -> Line | None:
         """The best of these rounds, if any was measured."""
-        return self._begun.choosing.best(self._comparable(lines))
+        return self._opening.choosing.best(self._comparable(lines))
 
     def stopped(self, lines: Sequence[Line]) -> dict[str, Any] | None:
         """Whether the federation ends early after these rounds, and why."""
-        settings = self._begun.settings
-        return self._begun.choosing.stop(self._comparable(lines), settings.run.rounds, settings.evaluate.stopping())
+        settings = self._opening.settings
+        return self._opening.choosing.stop(self._comparable(lines), settings.run.rounds, settings.evaluate.stopping())
 
     def best_state(self, line: Line | None) -> RunState | None:
         """The stored state of that round, the best one; None, with a log line, if it is lost."""
         if line is None:
             return None
         round, why = line["round"], "it is not there any more"
-        server, begun = self._begun.server, self._begun
-        kind, of = server.method.State, run_identity(begun.settings.id, server, begun.state.server)
+        server, opening = self._opening.server, self._opening
+        kind, of = server.method.State, run_identity(opening.settings.id, server, opening.state.server)
         try:
             found = checkpoint.load_newest(self._best, FlowerState, kind, of=of, upto=round, tell=log.warning)
             if found is not None and found[0] == round:
@@ -59,10 +59,10 @@ class Recorder:
 
     def track(self, lines: Sequence[Line]) -> None:
         """Start trackers with all rounds before: after a restart they get them again."""
-        settings = self._begun.settings
+        settings = self._opening.settings
         facts = {"federation": settings.id, **json.loads(settings.travelling())}
         for name in settings.run.track:
-            folder, anew = self._begun.home.server, bool(lines)
+            folder, anew = self._opening.home.server, bool(lines)
             self._trackers.append(make_tracker(name, folder, facts, anew=anew, called=Called(settings.id)))
         for line in lines:
             self._tell_trackers(line)
@@ -74,8 +74,8 @@ class Recorder:
         facts = {"metrics": plain(dict(scores))}
         whole = {**plain(dict(line)), **facts}
         before = [old for old in lines if old["round"] < line["round"]]
-        if self._begun.choosing.replaces(whole, self.best(before)):
-            checkpoint.keep_also(self._best, self._begun.home.checkpoints, state.round, keep=2)
+        if self._opening.choosing.replaces(whole, self.best(before)):
+            checkpoint.keep_also(self._best, self._opening.home.checkpoints, state.round, keep=2)
         self._tell_trackers(whole)
         stopped = self.stopped([*before, whole])
         if stopped is not None:
@@ -93,22 +93,22 @@ class Recorder:
 
     @property
     def _best(self) -> Path:
-        return self._begun.home.checkpoints / "best"
+        return self._opening.home.checkpoints / "best"
 
     def _measured(self, state: RunState) -> Mapping[str, float]:
         """The server's scores, if it measures rounds and this one is due."""
-        evaluator = self._begun.at_server.validation
-        if evaluator is None or self._begun.choosing.by != "server" or not due(self._begun.settings, state.round):
+        evaluator = self._opening.at_server.validation
+        if evaluator is None or self._opening.choosing.by != "server" or not due(self._opening.settings, state.round):
             return {}
-        return evaluator.evaluate(self._begun.server, state)
+        return evaluator.evaluate(self._opening.server, state)
 
     def _tell_trackers(self, line: Line) -> None:
         """Report a round to trackers; of a private one only what may be released."""
         found = numbers_of_round(line) if self._trackers else {}
-        numbers = found if self._begun.server.privacy is None else public_numbers(found, line)
+        numbers = found if self._opening.server.privacy is None else public_numbers(found, line)
         for tracker in self._trackers:
             tracker.log(line["round"], numbers)
 
     def _comparable(self, lines: Sequence[Line]) -> list[Line]:
-        since = self._begun.history.comparable_since()
+        since = self._opening.history.comparable_since()
         return [line for line in lines if line["round"] > since]

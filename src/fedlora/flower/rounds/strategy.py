@@ -1,4 +1,4 @@
-"""FedLoRA: the rounds of Flower's `Strategy.start`, as a thin shell around `Server`.
+"""FedLoRA, not a Flower `Strategy`: the rounds of its `start`, as a thin shell around `Server`.
 
     strategy = FedLoRA(server, policy, start(server, seed_adapter), run="trial", folder=Path("runs/trial"))
     strategy.start(grid, num_rounds=10)
@@ -16,15 +16,20 @@ A round, in the order of the code:
 5. `_finish`: let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they
    give.
 
-If too few answers count, the server stores refusals and receipts in the checkpoint of the round before, waits until a
-quorum of the drawn clients is online (30 s at most), and begins again at 1, as often as the policy allows. It draws the
-same clients, unless the policy or a quarantine changed. A private round is the same loop with other `hooks`: its intake
-says whom to ask, and it asks them once and has no quorum. After a crash the caller gives the newest sound checkpoint
-(`resume`): lines of later rounds are cut off, and step 5 is done again if the record shows that it had not ended.
+If too few answers count, the server stores refusals and receipts in the checkpoint of the round before, waits until as
+many of the drawn clients as a round needs are online (30 s at most), and begins again at 1, as often as the policy
+allows. It draws the same clients, unless the policy or a quarantine changed. A private round is the same loop with
+other `hooks`: its intake says whom to ask, and it asks them once and has no quorum. After a crash the caller gives the
+newest sound checkpoint (`resume`): lines of later rounds are cut off, and step 5 is done again if the record shows that
+it had not ended.
 
-Flower's own loop would call `configure_train` at 1, `aggregate_train` at 3, `configure_evaluate` and
-`aggregate_evaluate` at 5. This loop has none of them, so `FedLoRA` is no `Strategy`; for stock clients,
-`stock.StockFedLoRA` is one.
+A round needs as many usable uploads as the quorum and the robust rule ask for (`membership.needed`). To the rule,
+refused uploads are liars', and so are clients in quarantine if nobody is drawn in their place; missing, abstaining and
+unserved clients are no liars. Quarantine changes whom a round draws from, and not how many, while enough are left.
+
+You may replace `hooks`, `codec`, `identify`, `after_round`, `choosing` and `clock`; all other methods are private.
+Flower's loop would call `configure_train` at 1, `aggregate_train` at 3, `configure_evaluate` and `aggregate_evaluate`
+at 5. This one has none of them; for stock clients, `stock.StockFedLoRA` is a `Strategy`.
 """
 
 from __future__ import annotations
@@ -50,11 +55,11 @@ from fedlora.flower.messages.measuring import HeldOut
 from fedlora.flower.rounds.attempt import Attempt
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.collecting import Answer, Clock, Identify, collect, patiently, registered_names
-from fedlora.flower.rounds.events import Awaited, Done, Ended, Event, EventWriter
+from fedlora.flower.rounds.events import Awaited, Began, Done, Ended, Event, EventWriter
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of, log_to_stdout
-from fedlora.flower.rounds.membership import check_enough, check_playable, draw, with_largest_share
+from fedlora.flower.rounds.membership import check_enough, check_playable, draw, needed, quarantined, with_largest_share
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
 from fedlora.flower.rounds.questions import MessageMaker, Question
@@ -195,16 +200,18 @@ class FedLoRA:
                 flower_state, line = attempt.close()
                 return flower_state, {**line, "seconds": round(self.clock.monotonic() - began, 3)}
             except QuorumNotMet as error:
-                failed = attempt.failed(error)
-                self._report(failed)
                 self.flower_state = attempt.not_counted(error)
                 self._save()
+                barred = quarantined(self.policy, self.flower_state.refusals)
+                failed = attempt.failed(error, barred)
+                self._report(failed)
                 if nth > self.policy.retries:
                     raise QuorumNotMet(failed.why) from error
             drawn, blamed = attempt.drawn, attempt.blamed
             del attempt  # its uploads
-            needed, until = self.server.quorum or 1, self.clock.monotonic() + min(30.0, self.deadline)
-            while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < needed:
+            least = needed(self.policy, barred, self.server.quorum, self.server.rule, self.participation) or 0
+            until = self.clock.monotonic() + min(30.0, self.deadline)
+            while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < least:
                 self.clock.sleep(1.0)
 
     def _open_attempt(self, grid: Grid, nth: int, blamed: frozenset[str]) -> Attempt:
@@ -218,9 +225,10 @@ class FedLoRA:
             self.policy, self.flower_state.refusals, maker.online, participation=self.participation, seed=self._seed,
             finished=self.round, chosen=intake.asked,  # a private round chooses by itself
         )  # fmt: skip
-        attempt = Attempt(maker, drawn, intake, nth, self.deadline, self._report, blamed)
-        check_enough(self.policy, self.server, self.flower_state.refusals, self.participation)  # it is reported by then
-        return attempt
+        not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
+        self._report(Began(self.flower_state.next_round, nth, drawn.asked, not_asked, self.deadline))
+        check_enough(self.policy, self.server, self.flower_state.refusals, self.participation)
+        return Attempt(maker, drawn, intake, nth, self.deadline, self._report, blamed)
 
     def _collect_answers(self, grid: Grid, attempt: Attempt) -> None:
         """Ask the drawn clients, and give each its fate, until all have answered or the deadline has come."""
@@ -290,7 +298,7 @@ class FedLoRA:
                     self._check(found)
                 self.policy = found
             except FedLoRAError as refused:
-                error = f"{refused} The policy before it stays."
+                error = str(refused)
         news, self._policy_error = "" if error == self._policy_error else error, error
         self.flower_state, change = self.flower_state.under(self.policy.clients, news, self._keys())
         if change is not None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedlora.core.checkpoint import newest_round
 from fedlora.errors import FedLoRAError
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.rounds.membership import draw, needed
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.round_lines import fitting_summary, rounds_done
 from fedlora.flower.rounds.settings_history import History
@@ -22,20 +24,22 @@ _LEAST_ROOM = 16_000_000  # bytes
 
 @dataclass(frozen=True)
 class Standing:
-    """name: the federation's. rounds: the requested number. done: the finished number. quorum: the usable answers that
+    """name: the federation's. rounds: the requested number. done: the finished number. needed: the usable answers that
     a round needs; for a private federation, the sites that must be online before it begins, and 0 after that. ranks: of
     the clients that may take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
     the table, if rounds are private: then nothing is said about single sites. settings: changes to federation.toml, in
-    sentences: those in force since a round, and those that wait for the next start."""
+    sentences: those in force since a round, and those that wait for the next start. drawn: the clients of the next
+    round; all of them while some are in quarantine, or if rounds are private."""
 
     name: str
     rounds: int
     done: int
-    quorum: int
+    needed: int
     ranks: Mapping[str, Any]
     why: str = ""
     privacy: FederationPrivacy | None = None
     settings: tuple[str, ...] = ()
+    drawn: tuple[str, ...] = ()
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -47,12 +51,13 @@ class Standing:
         """What a round needs from the sites, in words. Private rounds have no quorum: they wait once, before the first.
 
         Example:
-            >>> Standing("demo", rounds=3, done=0, quorum=2, ranks={"acme": 4, "berlin": 4, "cork": 8}).needs
-            'quorum 2 of 3'
+            >>> Standing("demo", rounds=3, done=0, needed=2, ranks={"acme": 4, "berlin": 4, "cork": 8}).needs
+            'a round needs 2 of 3'
         """
         if self.privacy is None:
-            return f"quorum {self.quorum} of {len(self.ranks)}"
-        if self.quorum:
+            of = self.drawn if len(self.drawn) < len(self.ranks) else ()
+            return f"a round needs {self.needed} of {', '.join(of) or len(self.ranks)}"
+        if self.needed:
             return f"round 1 waits for all {len(self.ranks)}, and no later one waits"
         return "no quorum: who is missing counts as zero"
 
@@ -61,25 +66,30 @@ class Standing:
         return bool(self.why)
 
 
-def standing(folder: FederationFolder) -> Standing:
-    """Read the standing; call it again for news: rounds may be added and sites admitted while `serve` runs.
+def standing(folder: FederationFolder, barred: Collection[str] = ()) -> Standing:
+    """Read the standing; call it again for news: rounds may be added and sites admitted while `serve` runs. barred: the
+    sites in quarantine, by the last events.
 
     Raises:
         ConfigError: settings or policy cannot be read.
     """
     settings = FederationSettings.load(folder.settings)
-    rounds = settings.run.rounds
-    ranks = Policy.read(folder.policy).clients
+    policy, run, rounds = Policy.read(folder.policy), settings.run, settings.run.rounds
+    ranks, drawn = policy.clients, (*policy.clients,)
     done, why = rounds_done(folder.rounds), ""
     if (summary := fitting_summary(folder.summary, settings, done)) is not None:
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
     if why == "stopped early" and settings.privacy is not None and _charged_since(settings.privacy, folder):
         why = ""  # it ended for lack of budget, but the ledger may have changed since: ask it again
-    quorum = settings.server.quorum or 1
+    barred = [name for name in barred if name in ranks]
+    least = needed(policy, barred, settings.server.quorum, settings.defence.build(), run.participation) or 1
     if settings.privacy is not None:  # it begins when all were there, and later waits for nobody
-        quorum = 0 if done or has_released(folder) else len(ranks)
+        least = 0 if done or has_released(folder) else len(ranks)
+    elif not barred:
+        finished = newest_round(folder.checkpoints) or 0
+        drawn = draw(policy, {}, ranks, participation=run.participation, seed=run.seed, finished=finished).asked
     told = _told(folder, settings, done)
-    return Standing(settings.id, rounds, done, quorum, ranks, why, settings.privacy, told)
+    return Standing(settings.id, rounds, done, least, ranks, why, settings.privacy, told, drawn)
 
 
 def _told(folder: FederationFolder, settings: FederationSettings, done: int) -> tuple[str, ...]:

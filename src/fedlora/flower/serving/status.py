@@ -78,7 +78,7 @@ class Status:
             "round": now.done,
             "rounds": now.rounds,
             "finished": now.why or None,
-            "quorum": now.quorum,
+            "needed": now.needed,
             "served_by": self.served_by,
             "superlink": self.answers,
             "began": self.progress.began or None,
@@ -133,7 +133,8 @@ class Status:
 
 def status_of(folder: FederationFolder) -> Status:
     """The current status. Raises `ConfigError` if this is not a folder of `fedlora flower init`."""
-    now, progress = standing(folder), progress_of(read_events(folder.events))
+    progress = progress_of(read_events(folder.events))
+    now = standing(folder, progress.barred)
     nodes, answers = _nodes(folder)
     keys = keys_of(folder)
     line = progress.lines.get(progress.round, {})

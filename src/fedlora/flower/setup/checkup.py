@@ -16,9 +16,9 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from fedlora.adapters.reader import AdapterFile
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.federation import begun
+from fedlora.flower.rounds.federation import opening
 from fedlora.flower.rounds.log_lines import size_of
-from fedlora.flower.rounds.membership import in_quarantine
+from fedlora.flower.rounds.membership import quarantined
 from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving.connection import check_derived, connection
 from fedlora.flower.setup.policy_file import Rank
@@ -67,9 +67,9 @@ def _begins(there: FederationFolder) -> list[Row]:
     """The checks that `serve` and its ServerApp make when they start."""
     check_derived(there)
     damaged: list[str] = []
-    found = begun(there.path, damaged.append)
+    found = opening(there.path, damaged.append)
     rows: list[Row] = [("checkpoint", f"{line} Is the disk failing?", False) for line in damaged]
-    rows += [(f"site {name}", why, False) for name, why in in_quarantine(found.policy, found.refusals()).items()]
+    rows += [(f"site {name}", why, False) for name, why in quarantined(found.policy, found.refusals()).items()]
     return [("serve", "would begin: nothing in the settings is refused", True), *rows]
 
 

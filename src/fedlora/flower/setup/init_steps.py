@@ -13,7 +13,7 @@ from fedlora.data.rows import Rows
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import playable
-from fedlora.flower.rounds.membership import check_quorum
+from fedlora.flower.rounds.membership import number_drawn
 from fedlora.flower.rounds.private_federation import check_affordable
 from fedlora.flower.setup.dealing import dealt_out
 from fedlora.flower.setup.policy_file import Rank
@@ -63,7 +63,7 @@ def federation(
 def with_quorum(settings: FederationSettings, sites: int) -> FederationSettings:
     """The settings with a quorum; the default is more than half of a round's participants. Otherwise one early site
     would play all rounds alone. Raises `ConfigError` for one that can never be met."""
-    asked = check_quorum(settings.server.quorum, sites, settings.run.participation)
+    asked = number_drawn(sites, settings.run.participation, settings.server.quorum)
     if settings.server.quorum is not None or settings.privacy is not None:  # a private round has no quorum
         return settings
     server = settings.server.model_copy(update={"quorum": asked // 2 + 1})

@@ -53,7 +53,7 @@ class NodeState:
 
 
 @dataclass(frozen=True, eq=False)
-class _Begun:
+class _Origin:
     """A client's starting point. state, round: after the last round in which its work counted. last, read: the state
     with its position in its data, and after which round's work. Both are one state, unless work did not count."""
 
@@ -94,17 +94,17 @@ class Node:
         """
         parcel, run, receipt = self._read(record)
         folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
-        begun = self._begun(folder, of, parcel, receipt)
-        download = unpack(parcel, begun.state.fitting(parcel))
-        memory = ClientMemory(begun.state.kept, begun.last.position)
+        origin = self._origin(folder, of, parcel, receipt)
+        download = unpack(parcel, origin.state.fitting(parcel))
+        memory = ClientMemory(origin.state.kept, origin.last.position)
         job = begin_round(download, memory)
-        _forget(folder, begun)
+        _forget(folder, origin)
         trained = self._trainer.train(job.download, job.adapter, job.position)
-        save, began = partial(checkpoint.save, folder, parcel.round + 1, of=of, keep=_KEPT), (begun.round, begun.read)
+        save, began = partial(checkpoint.save, folder, parcel.round + 1, of=of, keep=_KEPT), (origin.round, origin.read)
         try:
             played = finish_round(job, trained, memory, self._form)
         except UploadRefused:
-            save(NodeState(begun.state.kept, trained.position, began=began))  # as if the server had refused it
+            save(NodeState(origin.state.kept, trained.position, began=began))  # as if the server had refused it
             raise
         kept = played.memory.kept
         save(NodeState(kept, played.memory.position, remember(download, kept), began=began))
@@ -122,13 +122,13 @@ class Node:
         """
         parcel, run, receipt = self._read(record)
         folder, of = state_of(self._folder, run, self._client), f"{run}/{self._client}"
-        begun = self._begun(folder, of, parcel, receipt)
-        state = begun.state
+        origin = self._origin(folder, of, parcel, receipt)
+        state = origin.state
         download = unpack(parcel, state.fitting(parcel))
         answer = measured_record(download, state.kept, run, asked_part(record), self._evaluators)
         measured = remember(download, state.kept, untrained=True)
         if state.measured is None or state.measured.held != measured.held:
-            checkpoint.save(folder, begun.round, replace(state, measured=measured), of=of, keep=_KEPT)
+            checkpoint.save(folder, origin.round, replace(state, measured=measured), of=of, keep=_KEPT)
         return answer
 
     def _read(self, record: RecordDict) -> tuple[Parcel, str, Receipt]:
@@ -140,7 +140,7 @@ class Node:
             raise ConfigError(f"this node is {self._client!r}, and the work is for {parcel.client.id!r}.")
         return parcel, run, receipt_of(record)
 
-    def _begun(self, folder: Path, of: str, parcel: Parcel, receipt: Receipt) -> _Begun:
+    def _origin(self, folder: Path, of: str, parcel: Parcel, receipt: Receipt) -> _Origin:
         """The starting point of this client's work. A site whose folder was emptied starts from nothing, and stores
         that, because later rounds may name the same state."""
 
@@ -165,7 +165,7 @@ class Node:
             round = receipt.counted
             checkpoint.save(folder, round, state, of=of, keep=_KEPT)
         read, last = (receipt.answered > receipt.counted and newest(receipt.answered)) or (round, state)
-        return _Begun(state, round, last, read)
+        return _Origin(state, round, last, read)
 
 
 _WAY_OUT = (
@@ -190,9 +190,9 @@ def _states(folder: Path) -> list[tuple[int, Path]]:
     return [(int(number), path) for number, path in named if number.isdigit()]
 
 
-def _forget(folder: Path, begun: _Begun) -> None:
+def _forget(folder: Path, origin: _Origin) -> None:
     """Remove the states that no later round can begin with: from work that did not count, or from rounds that the
     server lost. Those that the last work began with stay, because a server may lose its last checkpoint."""
     for number, path in _states(folder):
-        if number not in (begun.round, begun.read, *begun.last.began):
+        if number not in (origin.round, origin.read, *origin.last.began):
             path.unlink(missing_ok=True)
