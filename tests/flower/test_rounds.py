@@ -36,7 +36,7 @@ from fedlora.flower.rounds.attempt import far_ones, update_norm
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.events import AttemptFailed, Began, Done, Ended, Fated, PolicyChanged, read_events
 from fedlora.flower.rounds.log_lines import lines_of as words_of
-from fedlora.flower.rounds.membership import needed
+from fedlora.flower.rounds.membership import draw, needed, number_drawn
 from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, reply_limit
@@ -260,6 +260,26 @@ def test_a_repeated_round_waits_for_those_who_are_drawn(tmp_path: Path) -> None:
     clock.sleep = back_after_a_while  # type: ignore[method-assign]
     strategy.start(grid, num_rounds=1)
     assert fate_of(strategy, away) == "trained" and clock.now < 9
+
+
+def test_a_repeated_round_does_not_wait_for_those_whom_it_no_longer_asks(tmp_path: Path) -> None:
+    """One upload is refused, which bars its sender, and another client is back in a while. Before, the barred one was
+    counted among those online, so the last attempt began with one client of the two that it needed."""
+    clock, ranks = FastClock(), dict.fromkeys(["bad", "one", "away"], 4)
+    strategy, grid = federation(
+        tmp_path, Server(build("glora"), quorum=2), ranks, clock=clock,
+        policy=Policy(ranks, retries=1, deadline=9.0, quarantine=1),
+    )  # fmt: skip
+    grid.offline, grid.meddle, wait = {"away"}, {"bad": nan}, clock.sleep
+
+    def back_after_a_while(seconds: float) -> None:
+        wait(seconds)
+        if clock.now > 4:
+            grid.offline = set()
+
+    clock.sleep = back_after_a_while  # type: ignore[method-assign]
+    strategy.start(grid, num_rounds=1)
+    assert [fate_of(strategy, name) for name in ranks] == ["quarantined", "trained", "trained"]
 
 
 def test_an_attempt_that_did_not_count_says_each_reason_once_in_words(tmp_path: Path) -> None:
@@ -647,6 +667,15 @@ def test_nobody_trains_if_quarantine_leaves_too_few(tmp_path: Path, needs: str) 
 def test_what_a_round_needs(quorum: Any, rule: Any, participation: float, barred: str, want: int | None) -> None:
     """By hand, of six clients, and of Krum's bound."""
     assert needed(Policy(dict.fromkeys("abcdef", 4)), barred, quorum, rule, participation) == want
+
+
+def test_quarantine_changes_whom_a_round_draws_from_and_not_how_many() -> None:
+    """As `number_drawn` says, of as many as are free. Before, some shares were rounded twice: 7 of 15 at a half."""
+    for count, share, barred in [(15, 0.5, 2), (26, 0.25, 3), (25, 0.58, 3), (5, 1.0, 2), (9, 0.1, 8)]:
+        names = [f"c{k:02}" for k in range(count)]
+        policy, refusals = Policy(dict.fromkeys(names, 4), quarantine=1), dict.fromkeys(names[:barred], 1)
+        drawn = draw(policy, refusals, names, participation=share, seed=0, finished=0).asked
+        assert len(drawn) == min(count - barred, number_drawn(count, share)) and not set(drawn) & set(names[:barred])
 
 
 def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_round(tmp_path: Path) -> None:

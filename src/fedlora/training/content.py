@@ -317,6 +317,6 @@ def _merges(tokenizer: Any) -> list[list[str]]:
 
 
 __all__ = [
-    "base_digest", "check_weights", "file_digest", "model_commit", "model_content", "model_files", "model_place", "readable",
-    "template_digest", "tokenizer_digest", "tokenizer_of", "weight_files",
+    "base_digest", "check_weights", "file_digest", "model_commit", "model_content", "model_files", "model_place",
+    "readable", "template_digest", "tokenizer_digest", "tokenizer_of", "weight_files",
 ]  # fmt: skip

@@ -75,7 +75,8 @@ class Attempt:
     maker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
     attempts. deadline: seconds for an answer, and the life of a message. report: called with each fate once it is
     known; a later fate of the same client replaces the one before. blamed: the clients whose refusal an earlier attempt
-    of the round has counted. A round counts it once.
+    of the round has counted. A round counts it once; but this is not stored, so that a round begun by a new start
+    counts it again.
     """
 
     def __init__(
@@ -143,11 +144,6 @@ class Attempt:
         return {name: self._fates[name] for name in self.policy.clients if name in self._fates}
 
     @property
-    def drawn(self) -> set[str]:
-        """The clients that were drawn, online or not."""
-        return {name for name, found in self._fates.items() if found.fate not in ("not drawn", "quarantined")}
-
-    @property
     def blamed(self) -> frozenset[str]:
         """The clients whose refusal this attempt, or an earlier one of the round, has counted."""
         return self._blamed_before | {name for name in self._served if EFFECTS[self._fates[name].fate].refused}
@@ -177,7 +173,7 @@ class Attempt:
             QuorumNotMet: too few usable uploads. The state is unchanged; whom the aggregation refused has that fate.
         """
         if all(fated.fate != "not drawn" for fated in self._fates.values()):
-            for name, fated in self.fates.items():  # nobody was left to draw in their place: as `membership._drawn`
+            for name, fated in self.fates.items():  # nobody was left to draw in their place (`_drawn_and_liars`)
                 if fated.fate == "quarantined":
                     self._intake.refuse(UploadRefused(name, fated.why))
         try:

@@ -69,8 +69,8 @@ def collect(
 
     Args:
         questions: made one by one. deadline: seconds from the first time that each is sent. waiting: called once, with
-            the clients that have not answered for `LONG` seconds. (Flower hands a message out once: one that a broken
-            line swallowed is never answered, and nothing else says so.)
+            the clients that have not answered when even the last was asked `LONG` seconds ago. (Flower hands a message
+            out once: one that a broken line swallowed is never answered, and nothing else says so.)
     """
     inbox, asked = inbox_of(grid), dict[str, _Asked]()  # by message id
     full = patience = min(_PATIENCE, deadline)
@@ -103,11 +103,11 @@ def collect(
             why = f"no answer within {deadline:g} s{f' ({detail})' if detail else ''}"
             yield Answer(one.client, now - one.began, fate="late", why=why)
         if asked:
-            first = min(one.began for one in asked.values())
-            left = first + deadline - now
-            if not told and now - first >= LONG:
+            began = sorted(one.began for one in asked.values())
+            left = began[0] + deadline - now
+            if not told and now - began[-1] >= LONG:
                 told = True
-                waiting(tuple(one.client for one in asked.values()), now - first, left)
+                waiting(tuple(one.client for one in asked.values()), now - began[-1], left)
             clock.sleep(max(0.01, min(inbox.pause, left)))
 
 

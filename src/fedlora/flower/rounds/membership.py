@@ -43,15 +43,15 @@ def draw(
     """The clients of a round: a share of those that are not in quarantine; the ones among them that are online are
     asked.
 
-    Quarantine does not change the number drawn, only the clients to draw from. finished: the number of
-    finished rounds, by which `sample_clients` draws. chosen: the clients to ask, if the round itself decides
+    Quarantine does not change the number drawn while enough are free, only the clients to draw from. finished: the
+    number of finished rounds, by which `sample_clients` draws. chosen: the clients to ask, if the round itself decides
     (`Intake.asked`). Pure.
     """
     barred = quarantined(policy, refusals)
     free = [name for name in policy.clients if name not in barred]
     if chosen is None:
-        share = min(1.0, participation * len(policy.clients) / len(free)) if barred and free else participation
-        chosen = sample_clients(free, share, seed=seed, round=finished) if free else []
+        count, _ = _drawn_and_liars(policy, barred, participation)
+        chosen = sample_clients(free, count / len(free), seed=seed, round=finished) if free else []
     fates: dict[str, tuple[Fate, str]] = {}
     for name in policy.clients:
         if name in barred:
@@ -83,7 +83,7 @@ def quarantined(policy: Policy, refusals: Mapping[str, int]) -> dict[str, str]:
 def check_enough(policy: Policy, server: Server, refusals: Mapping[str, int], participation: float) -> None:
     """Raises `ConfigError` if quarantine leaves fewer clients than a round needs, so that nobody trains in vain."""
     barred = quarantined(policy, refusals)
-    few = _too_few(*_drawn(policy, barred, participation), server.quorum, server.rule)
+    few = _too_few(*_drawn_and_liars(policy, barred, participation), server.quorum, server.rule)
     if barred and few:
         said = "; ".join(f"{name}: {why}" for name, why in barred.items())
         raise ConfigError(
@@ -100,20 +100,20 @@ def needed(
 
     It counts clients: if they suffice, their weights may still make the round fail.
     """
-    drawn, liars = _drawn(policy, barred, participation)
+    drawn, liars = _drawn_and_liars(policy, barred, participation)
     return min(takewhile(lambda n: not _too_few(n, liars, quorum, rule), range(drawn, 0, -1)), default=None)
 
 
-def _drawn(policy: Policy, barred: Collection[str], participation: float) -> tuple[int, int]:
-    """How many clients a round draws; and how many barred ones the rule counts as liars, since none replaces them
-    (`Attempt.close`)."""
+def _drawn_and_liars(policy: Policy, barred: Collection[str], participation: float) -> tuple[int, int]:
+    """How many clients a round draws. And how many the rule counts as liars although nobody asks them: all barred ones,
+    if all that are free are drawn (`Attempt.close`); otherwise none, because others are drawn in their place."""
     free = len(policy.clients) - len(barred)
     drawn = min(free, number_drawn(len(policy.clients), participation))
     return drawn, len(barred) if drawn == free else 0
 
 
 def _too_few(count: int, liars: int, quorum: int | None, rule: Rule | None) -> str | None:
-    """Why this many usable uploads are too few; None if they are enough. liars: as in `_drawn`."""
+    """Why this many usable uploads are too few; None if they are enough. liars: as in `_drawn_and_liars`."""
     if count < (quorum or 1):
         return f"{count} are left for a round, and server.quorum = {quorum}" if count else "nobody is left"
     alike = [1 / count] * count

@@ -5,8 +5,8 @@
 
 A round, in the order of the code:
 
-1. `_open_attempt`: read the policy's file again, draw clients by it (membership.py), and open the server's intake for
-   their uploads.
+1. `_open_attempt`: read the policy's file again, open the server's intake for uploads (a private one says whom to ask),
+   and draw clients (membership.py). A policy or a quarantine that changes during a round holds from its next attempt.
 2. `_collect_answers`: send each drawn client that is online a message at its own rank (questions.py, collecting.py),
    and give each answer its fate as it comes (attempt.py). A client without an answer at the deadline is late: nobody
    fetches its answer, and its site goes back to its last work that counted.
@@ -23,13 +23,15 @@ other `hooks`: its intake says whom to ask, and it asks them once and has no quo
 newest sound checkpoint (`resume`): lines of later rounds are cut off, and step 5 is done again if the record shows that
 it had not ended.
 
-A round needs as many usable uploads as the quorum and the robust rule ask for (`membership.needed`). To the rule,
-refused uploads are liars', and so are clients in quarantine if nobody is drawn in their place; missing, abstaining and
-unserved clients are no liars. Quarantine changes whom a round draws from, and not how many, while enough are left.
+A round needs as many usable uploads as the quorum and the robust rule ask for (`membership.needed`). Usable: trained,
+and not refused; an abstention is none. To the rule, refused uploads are liars'; failed, late, offline, abstaining and
+unserved clients are no liars. Quarantine changes whom a round draws from, and not how many, while enough are free; if
+it leaves no more than a round draws, all of them are drawn, and each client in quarantine counts as a liar.
 
-You may replace `hooks`, `codec`, `identify`, `after_round`, `choosing` and `clock`; all other methods are private.
-Flower's loop would call `configure_train` at 1, `aggregate_train` at 3, `configure_evaluate` and `aggregate_evaluate`
-at 5. This one has none of them; for stock clients, `stock.StockFedLoRA` is a `Strategy`.
+You may give another `hooks`, `codec`, `identify`, `after_round`, `choosing` or `clock`. Hooks and finishing.py also use
+what has no underscore here. Flower's loop would call `configure_train` at 1, `aggregate_train` at 3,
+`configure_evaluate` and `aggregate_evaluate` at 5. This one has none of them; for stock clients, `stock.StockFedLoRA`
+is a `Strategy`.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +61,15 @@ from fedlora.flower.rounds.events import Awaited, Began, Done, Ended, Event, Eve
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of, log_to_stdout
-from fedlora.flower.rounds.membership import check_enough, check_playable, draw, needed, quarantined, with_largest_share
+from fedlora.flower.rounds.membership import (
+    Drawn,
+    check_enough,
+    check_playable,
+    draw,
+    needed,
+    quarantined,
+    with_largest_share,
+)
 from fedlora.flower.rounds.private_words import RELEASED
 from fedlora.flower.rounds.progress import fates_of
 from fedlora.flower.rounds.questions import MessageMaker, Question
@@ -162,7 +172,10 @@ class FedLoRA:
         Raises:
             QuorumNotMet: a round had too few usable replies in each of its attempts; the state before it is stored.
             ConfigError: quarantine leaves fewer clients than a round needs.
-            BudgetSpent: the budget pays for no private round at all. Errors of the method's own are not caught.
+            BudgetSpent: the budget pays for no private round at all.
+            CheckpointError: a round could not be stored. httpx.HTTPError: the SuperLink did not answer until the
+            deadline. Errors of the method's own are not caught. After any error go on with a new object and `resume`:
+            this one may be ahead of its checkpoints.
         """
         log_to_stdout()
         result, self.stopped, self._num_rounds, self._timeout = Result(), None, num_rounds, timeout
@@ -207,11 +220,11 @@ class FedLoRA:
                 self._report(failed)
                 if nth > self.policy.retries:
                     raise QuorumNotMet(failed.why) from error
-            drawn, blamed = attempt.drawn, attempt.blamed
+            blamed = attempt.blamed
             del attempt  # its uploads
-            least = needed(self.policy, barred, self.server.quorum, self.server.rule, self.participation) or 0
-            until = self.clock.monotonic() + min(30.0, self.deadline)
-            while self.clock.monotonic() < until and len(self.online(grid).keys() & drawn) < least:
+            least = needed(self.policy, barred, self.server.quorum, self.server.rule, self.participation)
+            until = self.clock.monotonic() + min(30.0, self.deadline)  # without `least` the next attempt says why
+            while least and self.clock.monotonic() < until and len(self._draw(self.online(grid)).asked) < least:
                 self.clock.sleep(1.0)
 
     def _open_attempt(self, grid: Grid, nth: int, blamed: frozenset[str]) -> Attempt:
@@ -221,14 +234,18 @@ class FedLoRA:
         self._hooks.before_attempt(self, grid)
         maker = self._message_maker(grid)
         intake = with_largest_share(self.server, self.policy).open(self.flower_state.state.server)
-        drawn = draw(
-            self.policy, self.flower_state.refusals, maker.online, participation=self.participation, seed=self._seed,
-            finished=self.round, chosen=intake.asked,  # a private round chooses by itself
-        )  # fmt: skip
+        drawn = self._draw(maker.online, intake.asked)
         not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         self._report(Began(self.flower_state.next_round, nth, drawn.asked, not_asked, self.deadline))
         check_enough(self.policy, self.server, self.flower_state.refusals, self.participation)
         return Attempt(maker, drawn, intake, nth, self.deadline, self._report, blamed)
+
+    def _draw(self, online: Collection[str], chosen: Collection[str] | None = None) -> Drawn:
+        """The round's clients. chosen: by a private round."""
+        return draw(
+            self.policy, self.flower_state.refusals, online, participation=self.participation, seed=self._seed,
+            finished=self.round, chosen=chosen,
+        )  # fmt: skip
 
     def _collect_answers(self, grid: Grid, attempt: Attempt) -> None:
         """Ask the drawn clients, and give each its fate, until all have answered or the deadline has come."""
