@@ -68,9 +68,10 @@ def collect(
     """One answer for each question, in the order in which they come.
 
     Args:
-        questions: made one by one. deadline: seconds from the first time that each is sent. waiting: called once, with
-            the clients that have not answered when even the last was asked `LONG` seconds ago. (Flower hands a message
-            out once: one that a broken line swallowed is never answered, and nothing else says so.)
+        questions: made one by one. deadline: seconds from the first time that each is sent. waiting: called
+            when a client has not answered for `LONG` seconds, with all that have waited half as long; each is named
+            once. (Flower hands a message out once: one that a broken line swallowed is never answered, and nothing else
+            says so.)
     """
     inbox, asked = inbox_of(grid), dict[str, _Asked]()  # by message id
     full = patience = min(_PATIENCE, deadline)
@@ -82,7 +83,7 @@ def collect(
             yield sent
         else:
             patience, asked[sent.id] = full, sent
-    told = False
+    told = set[str]()
     while asked:
         for arrival in inbox.look({id: one.limit for id, one in asked.items()}):
             one = asked.pop(arrival.reply_to, None)
@@ -103,11 +104,12 @@ def collect(
             why = f"no answer within {deadline:g} s{f' ({detail})' if detail else ''}"
             yield Answer(one.client, now - one.began, fate="late", why=why)
         if asked:
-            began = sorted(one.began for one in asked.values())
-            left = began[0] + deadline - now
-            if not told and now - began[-1] >= LONG:
-                told = True
-                waiting(tuple(one.client for one in asked.values()), now - began[-1], left)
+            left = min(one.began for one in asked.values()) + deadline - now
+            waits = {one.client: now - one.began for one in asked.values() if one.client not in told}
+            if max(waits.values(), default=0.0) >= LONG:
+                slow = {client: seconds for client, seconds in waits.items() if seconds >= LONG / 2}
+                told |= slow.keys()
+                waiting((*slow,), min(slow.values()), left)
             clock.sleep(max(0.01, min(inbox.pause, left)))
 
 
