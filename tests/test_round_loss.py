@@ -109,7 +109,7 @@ def test_on_flower(played: tuple[Path, dict[str, Any], Any, list[str]]) -> None:
     out, line, result, said = played
     assert line["fates"]["ill"]["fate"] == "refused" and line["losses"] == LOSSES
     progress = progress_of(read_events(out / "events.jsonl"))
-    standing: Any = SimpleNamespace(name="f", rounds=1, done=1, finished=True, why="", quorum=1, privacy=None)
+    standing: Any = SimpleNamespace(name="f", rounds=1, done=1, finished=True, why="", needed=1, privacy=None)
     status = Status(standing, progress, {}, None, False, None, 0)._whole(1)
     exposed = {metric.name: metric.samples[0].value for metric in numbers(status) if metric.samples}
     assert {

@@ -533,7 +533,7 @@ def test_a_site_trains_by_a_program_of_its_own(
     assert again.code == 0, again.err
     for name, lora in read_adapter(tmp_path / "up2")[0].modules.items():
         assert torch.equal(lora.delta(), 2 * weights[name].delta())
-    assert Path("programs/acme/keep/rounds").read_text() == "12"
+    assert Path("programs/acme/kept/2/rounds").read_text() == "12"
 
     command(tmp_path, "raise SystemExit('no room')")
     said = main(*site, "--adapter", start, "--round", "3", "-o", tmp_path / "up3").complaint()
