@@ -99,8 +99,17 @@ def _next_steps(folder: Path, made: Federation) -> list[str]:
         f"  4. admit each with the request that it sends back: fedlora flower admit {fed} request.toml",
     ]
     if made.settings.privacy is None:
-        quorum = made.settings.server.quorum
-        lines += [f"A round needs {quorum} of them (server.quorum in {here}/federation.toml)."]
+        from fedlora.flower.rounds.membership import needed
+        from fedlora.flower.terms.policy import Policy
+
+        quorum, rule, share = (
+            made.settings.server.quorum,
+            made.settings.defence.build(),
+            made.settings.run.participation,
+        )
+        least = needed(Policy(clients), (), quorum, rule, share)
+        why = f"server.quorum in {here}/federation.toml" if least == quorum else "the robust rule needs as many"
+        lines += [f"A round needs {least} of them ({why})."]
         return [*lines, *_unbounded(made.settings.server.memory)]
     from fedlora.flower.terms.privacy import promise
 
