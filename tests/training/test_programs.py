@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import time
@@ -74,13 +75,52 @@ def test_a_round_that_is_played_again_finds_what_it_found_the_first_time(tmp_pat
     server, trainer = Server(build("fedit")), trainer_of(tmp_path, DOUBLING)
     states = [record.state.server for record in simulate(server, [ACME], trainer, start(server, adapter()), rounds=3)]
     kept = tmp_path / "work" / "acme" / "kept"
-    assert sorted(path.name for path in kept.iterdir()) == ["2", "3"]
+    assert sorted(path.name for path in kept.iterdir()) == ["1", "2", "3"]
     for _ in range(2):
         play_round(server.download(states[1], ACME), ClientMemory(), trainer)
         assert (kept / "3" / "rounds").read_text() == "123"
-    with pytest.warns(UserWarning, match="2 and later, and round 1"):
+    with pytest.warns(UserWarning, match="1 and later, and round 1"):
         played(trainer)
+    assert sorted(path.name for path in kept.iterdir()) == ["0", "1"]
     assert (kept / "1" / "rounds").read_text() == "1"
+
+
+def test_as_many_rounds_can_be_repeated_as_were_promised(tmp_path: Path) -> None:
+    """With `run.checkpoint_every` = 3 a stop may take a run back by five rounds; each client must begin as before."""
+    server, trainer = Server(build("fedit")), trainer_of(tmp_path, DOUBLING, repeated=6)
+    states = [record.state.server for record in simulate(server, [ACME], trainer, start(server, adapter()), rounds=7)]
+    play_round(server.download(states[1], ACME), ClientMemory(), trainer)
+    assert (tmp_path / "work" / "acme" / "kept" / "3" / "rounds").read_text() == "123"
+
+
+def test_a_round_that_is_repeated_and_fails_leaves_nothing_of_its_first_time(tmp_path: Path) -> None:
+    """Round 2 counts, is played again after a stop, and now fails: what is kept is that of round 1."""
+    server, trainer = Server(build("fedit")), trainer_of(tmp_path, DOUBLING)
+    states = [record.state.server for record in simulate(server, [ACME], trainer, start(server, adapter()), rounds=2)]
+    with pytest.raises(ProgramFailed):
+        play_round(server.download(states[0], ACME), ClientMemory(), trainer_of(tmp_path, "raise SystemExit(1)"))
+    play_round(server.download(states[1], ACME), ClientMemory(), trainer_of(tmp_path, DOUBLING))
+    assert (tmp_path / "work" / "acme" / "kept" / "3" / "rounds").read_text() == "13"
+
+
+def test_two_processes_do_not_play_in_one_folder(tmp_path: Path) -> None:
+    """Before, the second removed the first one's round, which then read the other's result, and killed its program."""
+    (tmp_path / "work" / "acme").mkdir(parents=True)
+    other = os.open(tmp_path / "work" / "acme", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    with pytest.raises(ProgramFailed, match="another process plays a round of 'acme'"):
+        played(trainer_of(tmp_path, DOUBLING))
+    os.close(other)
+    played(trainer_of(tmp_path, DOUBLING))
+
+
+def test_what_a_program_closes_to_itself_is_read_and_removed_in_later_rounds(tmp_path: Path) -> None:
+    """Its user gets all rights again; without them copy, move and removal fail (root sees only the modes)."""
+    closing = "\n(here / 'keep/ro').mkdir(); (here / 'keep/ro/f').write_text(''); (here / 'keep/ro/f').chmod(0)"
+    closed = "; (here / 'keep/ro').chmod(0o500); (here / 'keep').chmod(0o500)"
+    played(trainer_of(tmp_path, DOUBLING + closing + closed))
+    kept = tmp_path / "work" / "acme" / "kept" / "1"
+    assert [path.stat().st_mode & 0o700 for path in (kept, kept / "ro", kept / "ro" / "f")] == [0o700, 0o700, 0o600]
 
 
 @pytest.mark.parametrize("method", ["ffa-lora", "fedsa-lora"])

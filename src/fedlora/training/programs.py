@@ -13,11 +13,13 @@ import filecmp
 import math
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +28,7 @@ from typing import IO
 from fedlora.adapters.base_names import Base
 from fedlora.adapters.io import AdapterSpec
 from fedlora.adapters.reader import scaled
+from fedlora.core import beside
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.core.parent import end, end_marked, how_ended, killed_with
@@ -64,7 +67,8 @@ class ProgramTrainer:
     Args:
         spec: of the federation's adapters. lora: how clients scale them. folder: for rounds and logs, a folder for each
             client. data: client -> its training examples, or its own file of them. bases: names and places of the base
-            model; a result that names another one is refused. rounds: how many are planned.
+            model; a result that names another one is refused. rounds: how many are planned. repeated: the most rounds
+            that a run plays again after a stop; what programs kept stays as long.
 
     Raises:
         ConfigError: a client that trains with several ranks at one fixed alpha, which a PEFT folder cannot say here.
@@ -90,9 +94,10 @@ class ProgramTrainer:
         data: Mapping[str, Rows | Path] | None = None,
         bases: Sequence[str] = (),
         rounds: int = 1,
+        repeated: int = 2,
     ) -> None:
         self._program, self._spec, self._lora, self.folder = program, spec, lora, folder
-        self._data, self._rounds = dict(data or {}), rounds
+        self._data, self._rounds, self._repeated = dict(data or {}), rounds, repeated
         self._bases = [*filter(None, (*bases, spec.base_model))]
 
     def working_in(self, folder: Path) -> ProgramTrainer:
@@ -116,16 +121,23 @@ class ProgramTrainer:
             )
         place = (self.folder / client).absolute()
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _alone(place):
+            return self._trained(download, adapter, position, place)
+
+    def _trained(self, download: Download, adapter: Adapter, position: int, place: Path) -> Trained:
+        client = download.client.id
         round, spec = RoundFolder(place / _ROUND), replace(self._spec, scaling=self._scale(adapter))
         _remove(round.path)  # of a round that failed: no result of it may count now
         round.path.mkdir()
         try:
+            if (place / _KEPT).is_dir() and not (place / _KEPT).is_symlink():
+                _opened(place / _KEPT)
             check_left(place / _KEPT)  # programs run in `place`, and this one may have been there
+            if os.path.lexists(place / _KEPT) and not (place / _KEPT).is_dir():
+                raise ProgramFailed("it put another thing in the place of that folder.")
         except ProgramFailed as failed:
             raise ProgramFailed(f"what the program of {client!r} kept: {failed} Remove {place / _KEPT}.") from None
-        before = _kept_before(place, download.round + 1)
-        if before is not None:
-            shutil.copytree(before, round.keep, symlinks=True)
+        shutil.copytree(_kept_before(place, download.round + 1), round.keep, symlinks=True)
         facts = round.write(
             RoundFacts(
                 client=client, round=download.round + 1, rounds=max(self._rounds, download.round + 1),
@@ -134,12 +146,15 @@ class ProgramTrainer:
             _scaled(adapter, self._lora.unit / spec.scaling), spec,
         )  # fmt: skip
         self._run(client, facts, round, place / _LOG)
+        _opened(round.path)
         try:
             made, said, named = round.read_result(_scaled(adapter, self._lora.unit / spec.scaling), facts, spec)
             self._check_base(named, place)
         except ProgramFailed as failed:
             raise ProgramFailed(f"the program of {client!r} ended well, but {failed} Its log: {place / _LOG}") from None
-        _keep(place, facts.round, round.keep, before)
+        os.replace(round.keep, place / _KEPT / str(facts.round))
+        for number in _kept_rounds(place)[: -self._repeated - 1]:
+            _remove(place / _KEPT / str(number))
         shutil.rmtree(round.path)
         made = replace(_scaled(made, spec.scaling / self._lora.unit), base=adapter.base)
         return Trained(made, said.examples, said.loss, position + said.examples)
@@ -248,28 +263,47 @@ def _scaled(adapter: Adapter, factor: float) -> Adapter:
     return Adapter({name: scaled(lora, factor) for name, lora in adapter.modules.items()}, adapter.heads, base)
 
 
-def _kept_before(place: Path, round: int) -> Path | None:
+def _kept_before(place: Path, round: int) -> Path:
     """What the client's program left in its newest round before this one; 0 is an empty folder. What it left later is
-    of rounds that a stopped run now repeats: a start from that would be another run than without the stop."""
+    of rounds that a stopped run repeats, and is removed: a start from that would be another run than without a stop."""
     (place / _KEPT).mkdir(exist_ok=True)
-    if not (rounds := _kept_rounds(place)):
-        (place / _KEPT / "0").mkdir()
-    earlier = [number for number in rounds or [0] if number < round]
-    if not earlier:
+    rounds = _kept_rounds(place)
+    for number in [number for number in rounds if number >= round]:
+        _remove(place / _KEPT / str(number))
+    earlier = [number for number in rounds if number < round]
+    if rounds and not earlier:
         warnings.warn(
-            f"{place / _KEPT} is of round {rounds[0]} and later, and round {round} is played again: its program starts "
-            f"without what it kept.", stacklevel=3,
+            f"{place / _KEPT} had what the program of {place.name!r} left in round {rounds[0]} and later, and round "
+            f"{round} is played again, or another federation plays here: it starts without, and that is removed. Take "
+            f"one folder for each federation.", stacklevel=4,
         )  # fmt: skip
-    return place / _KEPT / str(earlier[-1]) if earlier else None
+    newest = place / _KEPT / str(earlier[-1] if earlier else 0)
+    newest.mkdir(exist_ok=True)
+    return newest
 
 
-def _keep(place: Path, round: int, left: Path, before: Path | None) -> None:
-    """Take over what the program left. What it started from stays too, for a run that stops and repeats the round."""
-    _remove(place / _KEPT / str(round))
-    os.replace(left, place / _KEPT / str(round))
-    for number in _kept_rounds(place):
-        if number != round and place / _KEPT / str(number) != before:
-            _remove(place / _KEPT / str(number))
+@contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """Keep others out of a client's folder. Raises `ProgramFailed` if somebody plays a round there."""
+    held = os.open(place, os.O_RDONLY)
+    try:
+        if beside.hold(held) is False:
+            raise ProgramFailed(
+                f"another process plays a round of {place.name!r} in {place}. Wait for it, or work in another folder."
+            )
+        yield
+    finally:
+        os.close(held)
+
+
+def _opened(path: Path) -> None:
+    """Give this user all rights to what a program left: it is read, moved and one day removed."""
+    path.chmod(0o700)
+    for here, folders, names in os.walk(path):
+        for one in (Path(here, name) for name in (*folders, *names)):
+            mode = one.lstat().st_mode
+            if stat.S_ISDIR(mode) or stat.S_ISREG(mode):
+                one.chmod(stat.S_IMODE(mode) | (0o700 if stat.S_ISDIR(mode) else 0o600))
 
 
 def _kept_rounds(place: Path) -> list[int]:
@@ -279,6 +313,7 @@ def _kept_rounds(place: Path) -> list[int]:
 def _remove(path: Path) -> None:
     """Remove a file, a link or a whole folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
+        _opened(path)
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
