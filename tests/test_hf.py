@@ -275,6 +275,32 @@ def test_what_cannot_be_federated_is_refused_by_name(
         federate({})
 
 
+def test_classes_in_another_order_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Heads of different meanings would be averaged. Who does not name the classes is told their order."""
+    site = Site(tmp_path, "classify")
+    folder, facts, adapter = site.round(1)
+    folder.facts.unlink()
+    folder = RoundFolder(tmp_path / "named")
+    folder.path.mkdir()
+    _, spec = site.model.seed_adapter(4, seed=0)
+    folder.write(facts.model_copy(update={"labels": ["calm", "urgent"]}), adapter, spec)
+    monkeypatch.setenv(VARIABLE, str(folder.path))
+
+    def model(*names: str) -> Any:
+        named = {"id2label": dict(enumerate(names))} if names else {"num_labels": 2}
+        network = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", **named)
+        return get_peft_model(network, LoraConfig(target_modules=["query", "value"], task_type="SEQ_CLS"))
+
+    with pytest.raises(ConfigError, match=r"\['urgent', 'calm'\].*0 = 'calm', 1 = 'urgent'"):
+        federate(model("urgent", "calm"), examples=3)
+    federate(model("calm", "urgent"), examples=3)
+    assert "0 = 'calm'" not in capsys.readouterr().err
+    federate(model(), examples=3)
+    assert "0 = 'calm', 1 = 'urgent'" in capsys.readouterr().err
+
+
 def test_resuming_a_checkpoint_of_another_round_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     site = Site(tmp_path, "classify")

@@ -11,7 +11,7 @@ and hands it back. `HFTrainer` lets the engine play several trainers in one proc
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -75,6 +75,7 @@ def federate(trainer: T, *, optimizer: Between = "reset", examples: int | None =
                 "federate(model) of a loop needs examples=len(your data), and optimizer='keep' is for trainers only: "
                 "a loop may store its own optimiser in the folder keep/ of the round."
             )
+        _check_classes(trainer, facts.labels)
         install(trainer, adapter, facts.scaling, facts.trains)
         _hand_back_on_saving(trainer, folder, facts, examples)
     else:
@@ -162,6 +163,23 @@ class HFTrainer:
 # --------------------------------------------------------------------------------------------- a script as the program
 
 
+def _check_classes(model: nn.Module, labels: Sequence[str]) -> None:
+    """Raise `ConfigError` if the model numbers its classes in another order than the federation, which would average
+    heads of different meanings. A model that does not name its classes (transformers' LABEL_0, ...) is told the order.
+    """
+    named = dict(getattr(getattr(model, "config", None), "id2label", None) or {})
+    own = [str(named[number]) for number in sorted(named)]
+    if not labels or own == list(labels):
+        return
+    order = ", ".join(f"{number} = {name!r}" for number, name in enumerate(labels))
+    if own != [f"LABEL_{number}" for number in range(len(own))]:
+        raise ConfigError(
+            f"this model numbers its classes {own}, and the federation {list(labels)}: heads of different meanings "
+            f"would be averaged. Number your labels as the federation does ({order}), in id2label and in the data."
+        )
+    print(f"fedlora: the federation's classes are {order}; this model names none (id2label)", file=sys.stderr)
+
+
 def _hand_back_after_training(
     trainer: Any, folder: RoundFolder, facts: RoundFacts, adapter: Adapter, optimizer: Between, examples: int | None
 ) -> None:
@@ -171,6 +189,7 @@ def _hand_back_after_training(
             f"your own: federate(model, examples=len(data))."
         )
     check_trainer(trainer, adapter)
+    _check_classes(trainer.model, facts.labels)
     rebuilt = install(trainer.model, adapter, facts.scaling, facts.trains)
     if rebuilt and trainer.optimizer is not None:
         raise ConfigError(

@@ -160,7 +160,9 @@ def _trainer(
         own = LocalTrainer(model, {client: data}, settings, seed=seed)
         return own, own.cut()[client], own.examples_a_round(client)
     rows = {client: file if file is not None else Rows.of(data)}
-    other = ProgramTrainer(program, spec, model.settings, Path("programs"), data=rows, bases=[base])
+    other = ProgramTrainer(
+        program, spec, model.settings, Path("programs"), data=rows, bases=[base], labels=data.label_names or ()
+    )
     return other, Cut(len(data), 0, 0), 0
 
 

@@ -31,7 +31,7 @@ library_name: peft
 {attack_row}| base model | {base_name} |
 | adapted modules | {modules}, rank {ranks} |
 | client ranks | {client_ranks} |
-| training examples | {examples} |
+| {given} | {examples} |
 | data dealt out | {dealt} |
 | local round | {local} |
 | rounds | {round} of {planned} planned, seed {seed} |
@@ -125,6 +125,7 @@ def model_card(
     train = manifest["data"]["train"]
     ranks = sorted(set(adapter.ranks.values()))
     commit, attack = manifest["commit"], manifest.get("attack")
+    given = "training examples" if config.train.command is None else "examples given to the clients' programs"
     return _TEMPLATE.format(
         attack=_ATTACKED.format(words=_cell(in_words(attack, len(train)))) if attack else "",
         attack_row=f"| attack | {_cell(in_words(attack, len(train)))} |\n" if attack else "",
@@ -142,6 +143,7 @@ def model_card(
         modules=len(adapter.modules),
         ranks=ranks[0] if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
         client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),
+        given=given,
         examples="withheld, a private run" if privacy is not None else f"{_examples(train)} over {len(train)} clients",
         privacy="" if privacy is None else f"| differential privacy | {privacy} |\n",
         dealt=_dealt(config),
@@ -153,7 +155,7 @@ def model_card(
         metrics=_scores(metrics) or "none",
         validation=f"| validation | {_scores(validation)} |\n" if validation else "",
         on=on,
-        classes=_classes(manifest, metrics, on),
+        classes=_classes(manifest, metrics, on, given),
         defence=f"| robust rule | {rule.said}{_left_out(judged)} |\n" if (rule := config.defence.build()) else "",
         digest=manifest["config_digest"],
         version=manifest["versions"]["fedlora"],
@@ -188,7 +190,7 @@ def _examples(train: Mapping[str, Mapping[str, Any]]) -> str:
     return total if len(told) == len(train) else f"{total} of {len(told)} that said so,"
 
 
-def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float], on: str) -> str:
+def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float], on: str, given: str) -> str:
     """Table rows by class: names, training examples, and recall."""
     names = [_cell(name) for name in manifest["data"]["labels"]]
     counts = (manifest["data"]["label_counts"] or {}).values()
@@ -197,7 +199,7 @@ def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float], on: str)
     rows = f"| classes | {', '.join(names)} |\n"
     if counts:
         total = [sum(row[k] for row in counts if k < len(row)) for k in range(len(names))]
-        rows = f"| training examples by class | {', '.join(f'{n} {c}' for n, c in zip(names, total, strict=True))} |\n"
+        rows = f"| {given} by class | {', '.join(f'{n} {c}' for n, c in zip(names, total, strict=True))} |\n"
     found = {_cell(k.removeprefix("recall/")): v for k, v in metrics.items() if k.startswith("recall/")}
     if found:
         rows += f"| recall on the {on} set | {', '.join(f'{n} {v:.4f}' for n, v in found.items())} |\n"

@@ -221,7 +221,8 @@ def _trainer(
     return ProgramTrainer(
         program, spec, model.settings, programs or Path("programs"),
         data=training_rows(config, parts), bases=[str(config.model.location()), config.model.path],
-        rounds=config.run.rounds, repeated=config.run.checkpoint_every * config.run.keep_checkpoints,
+        labels=next(iter(parts.values())).label_names or (), rounds=config.run.rounds,
+        repeated=config.run.checkpoint_every * config.run.keep_checkpoints,
     )  # fmt: skip
 
 

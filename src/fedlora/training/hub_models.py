@@ -14,7 +14,7 @@ from fedlora.errors import ConfigError
 SECONDS = 5.0  # for the one request; transformers alone would try each file for half a minute
 _OUT = (
     'Give a directory that holds the model, name a packaged one ("demo", "smollm2"), or fetch it where there is a '
-    "network (`hf download {model}`) and set HF_HUB_OFFLINE=1 here."
+    "network (`hf download {model}{at}`) and set HF_HUB_OFFLINE=1 here."
 )
 
 
@@ -67,5 +67,6 @@ def _on_hub(model: str, revision: str | None) -> bool:
     if cached:
         return False
     raise ConfigError(
-        f"the model {model!r} cannot be loaded: {nowhere}, so it is a hub id, and {reason}. {_OUT.format(model=model)}"
+        f"the model {model!r} cannot be loaded: {nowhere}, so it is a hub id, and {reason}. "
+        + _OUT.format(model=model, at="" if revision is None else f" --revision {revision}")
     )

@@ -67,8 +67,9 @@ class ProgramTrainer:
     Args:
         spec: of the federation's adapters. lora: how clients scale them. folder: for rounds and logs, a folder for each
             client. data: client -> its training examples, or its own file of them. bases: names and places of the base
-            model; a result that names another one is refused. rounds: how many are planned. repeated: the most rounds
-            that a run plays again after a stop; what programs kept stays as long.
+            model; a result that names another one is refused. labels: a classifier's classes, in their order. rounds:
+            how many are planned. repeated: the most rounds that a run plays again after a stop; what programs kept
+            stays as long.
 
     Raises:
         ConfigError: a client that trains with several ranks at one fixed alpha, which a PEFT folder cannot say here.
@@ -93,11 +94,13 @@ class ProgramTrainer:
         *,
         data: Mapping[str, Rows | Path] | None = None,
         bases: Sequence[str] = (),
+        labels: Sequence[str] = (),
         rounds: int = 1,
         repeated: int = 2,
     ) -> None:
         self._program, self._spec, self._lora, self.folder = program, spec, lora, folder
         self._data, self._rounds, self._repeated = dict(data or {}), rounds, repeated
+        self._labels = list(labels)
         self._bases = [*filter(None, (*bases, spec.base_model))]
 
     def working_in(self, folder: Path) -> ProgramTrainer:
@@ -142,6 +145,7 @@ class ProgramTrainer:
             RoundFacts(
                 client=client, round=download.round + 1, rounds=max(self._rounds, download.round + 1),
                 scaling=spec.scaling, trains=trained_parts(download.roles), data=self._file(client, place),
+                labels=self._labels,
             ),
             _scaled(adapter, self._lora.unit / spec.scaling), spec,
         )  # fmt: skip

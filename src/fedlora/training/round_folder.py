@@ -44,7 +44,7 @@ class ProgramFailed(RuntimeError):
 class RoundFacts(BaseModel):
     """round.json. round: from 1. rounds: how many are planned. scaling: the update is scaling * B @ A. trains: the
     parts that may change; the others are frozen. base: SHA-256 of the weights in base/, if there is one. data: a file
-    of the client's training examples, if it has one.
+    of the client's training examples, if it has one. labels: of a classifier, the names of its classes 0, 1, ...
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, allow_inf_nan=False)
@@ -57,6 +57,7 @@ class RoundFacts(BaseModel):
     trains: list[Part]
     base: str | None = None
     data: str | None = None
+    labels: list[str] = []
 
 
 class ResultFacts(BaseModel):
