@@ -40,7 +40,7 @@ COLOURS = ("#0072B2", "#D55E00", "#00795A", "#A8488A", "#8A6100", "#2B7FB8", "#4
 
 
 def layers() -> list[list[str]]:
-    """The rows of the import rule, the topmost first; the last three, which nearly nothing is below, are drawn as one."""
+    """The rows of the import rule, the topmost first; the last three are drawn as one."""
     (rule, *_) = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
