@@ -108,7 +108,7 @@ def test_two_processes_do_not_play_in_one_folder(tmp_path: Path) -> None:
     (tmp_path / "work" / "acme").mkdir(parents=True)
     other = os.open(tmp_path / "work" / "acme", os.O_RDONLY)
     fcntl.flock(other, fcntl.LOCK_EX)
-    with pytest.raises(ProgramFailed, match="process .* 'acme'"):
+    with pytest.raises(ProgramFailed, match=r"process .* 'acme'"):
         played(trainer_of(tmp_path, DOUBLING))
     os.close(other)
     played(trainer_of(tmp_path, DOUBLING))

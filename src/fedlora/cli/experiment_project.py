@@ -73,8 +73,16 @@ class Project:
         return experiment if plan is None or plan.profile != profile else experiment.with_seeds(profile, plan.seeds)
 
     def paper(self, experiment: Experiment) -> PaperTable | None:
-        """The table of the paper that the experiment repeats, if there is one."""
-        return read_paper(self.experiments / PAPER_NUMBERS).get(experiment.paper or "")
+        """The table of the paper that the experiment repeats; None if it repeats none. Raises `ConfigError` if the
+        file beside the experiments lacks it."""
+        place = self.experiments / PAPER_NUMBERS
+        found = read_paper(place)
+        if experiment.paper is not None and experiment.paper not in found:
+            raise ConfigError(
+                f"{experiment.name} repeats the table paper = {experiment.paper!r}, and {place} has only: "
+                f"{', '.join(found) or 'nothing'}. Name the folder with your {PAPER_NUMBERS} by --experiments."
+            )
+        return found.get(experiment.paper or "")
 
     def known(self, experiment: Experiment) -> dict[str, Experiment]:
         """Name -> experiment: this one, from any folder, and all of the folder, because a gate may name them."""

@@ -57,6 +57,7 @@ def run_missing(
         show_plan(loaded, profile, places, count, wrong, measure=measure, price=price)
         return
     _tell_wrong(wrong)
+    places.check_writable()
     notes.warn(*other_files(todo, done))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's end is like Ctrl-C
     try:
@@ -93,7 +94,12 @@ def _tell_shard(
     notes.warn(*(f"{run.label} failed" for run in failed))
     notes.print(
         f"{experiment.name}, shard {shard}: done; {counted(others, 'run')} of other shards to do"
-        + (f"; {counted(waiting_for, 'run')} of any shard must wait for the search" if waiting_for else "")
+        + (
+            f"; {counted(waiting_for, 'run')} wait for the search, which decides their shards: when all shards have "
+            f"ended, call each one's command again"
+            if waiting_for
+            else ""
+        )
     )
     return len({run.digest for run in failed})
 

@@ -42,7 +42,9 @@ def show_scores(
         loud.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
     missing = [*first, *lost_lines(grid)]
     below = [line for table in tables for line in table.below]
-    remarks = dict.fromkeys([*loud, *missing, *below, *direction(which, cells), *beside, *unclean_lines(results)])
+    remarks = dict.fromkeys(
+        [*loud, *missing, *below, *direction(which, cells, bool(differences)), *beside, *unclean_lines(results)]
+    )
     value = {
         "metric": which, "score": " and ".join(metrics_of(cells)) or None,
         "smaller_is_better": less.pop() if len(less) == 1 else None,
@@ -109,11 +111,11 @@ def _difference(d: Difference) -> dict[str, Any]:
     return {**vars(d), "low": low, "high": high, "decided": d.decided}
 
 
-def direction(which: str, cells: Sequence[CellScore]) -> list[str]:
-    """A line if smaller is better, for readers of the order or of a difference's sign."""
+def direction(which: str, cells: Sequence[CellScore], compared: bool) -> list[str]:
+    """A line if smaller is better, for readers of the order or of a difference's sign. compared: there are some."""
     metrics = dict.fromkeys(cell.metric for cell in cells if cell.metric is not None)
     less = [metric for metric in metrics if parse_number(which).smaller_is_better(metric)]
     if not less:
         return []
     where = "" if len(less) == len(metrics) else f" of {' and '.join(less)}"
-    return [f"Smaller is better{where}: a negative difference is ahead of the reference."]
+    return [f"Smaller is better{where}{': a negative difference is ahead of the reference' * compared}."]

@@ -46,9 +46,11 @@ class Reaching:
         return next((round(t) for t, share in pairs if share <= 0.5), None)
 
     def against(self, other: Reaching) -> float | None:
-        """The two-sided p of the log-rank test against another cell; None if no run of either gets there, or there are
-        fewer than two runs of one."""
-        if not (self.reached or other.reached) or min(self.runs, other.runs) < 2:
+        """The two-sided p of the log-rank test against another cell; None if no run of either gets there, if all get
+        there in one round, or if there are fewer than two runs of one."""
+        rounds = {*self.reached.values(), *other.reached.values()}
+        alike = len(rounds) == 1 and not (self.censored or other.censored)
+        if not rounds or alike or min(self.runs, other.runs) < 2:
             return None
         from scipy import stats
 

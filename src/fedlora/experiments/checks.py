@@ -96,7 +96,7 @@ def _of_data(
             yield str(error)
     if workers is not None:
         with suppress(FedLoRAError):  # of a model that cannot tell, or ranks for another number of clients
-            yield from _of_memory(run, bare, list(read.sizes), workers)
+            yield from _of_memory(run, bare, read.sizes, workers)
 
 
 def _server(config: RunConfig) -> Server:
@@ -121,9 +121,9 @@ def _misfits(config: RunConfig, bare: Skeleton, sizes: Mapping[str, int], classe
     return target_of(config, _server(config), adapter, clients, sizes)[1]
 
 
-def _of_memory(run: PlannedRun, bare: Skeleton, names: Sequence[str], workers: int) -> Iterator[str]:
+def _of_memory(run: PlannedRun, bare: Skeleton, sizes: Mapping[str, int], workers: int) -> Iterator[str]:
     config, device = run.config, run.config.model.chosen_device()
-    memory = memory_of(config, bare, names)
+    memory = memory_of(config, bare, sizes)
     there: float = 2 * half_the_memory()
     if device != "cpu" and not visible():
         return  # `of_machine` says that the device is not there

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,7 +98,7 @@ class Workloads:
         tokens, memory = None, None
         try:
             tokens = self._tokens(config, read, bare)
-            memory = memory_of(config, bare, list(read.sizes))
+            memory = memory_of(config, bare, read.sizes)
         except (ConfigError, DataError) as error:
             whys = (_line(error),)
         moved = config.model.adapter is not None and config.method.build().roles(0).moves_base
@@ -202,15 +202,17 @@ class Read:
         return {client: len(part) for client, part in self.dealt.parts.items()}
 
 
-def memory_of(config: RunConfig, bare: Skeleton, names: Sequence[str]) -> Memory:
-    """The memory of the process that trains these clients. Raises `ConfigError` if the model cannot tell."""
-    kinds = set(config.clients.assigned(names, config.run.seed).values())
+def memory_of(config: RunConfig, bare: Skeleton, sizes: Mapping[str, int]) -> Memory:
+    """The memory of the process that trains these clients, of so many examples each. Raises `ConfigError` if the model
+    cannot tell."""
+    kinds = set(config.clients.assigned(list(sizes), config.run.seed).values())
+    batch = min(config.train.batch_size, max(sizes.values()))
     modules = bare.shapes.modules
     ranks = [dict.fromkeys(modules, r) if isinstance(r := kind.ranks(modules), int) else r for kind in sorted(kinds)]
     m = config.model
     return bare.memory(
-        ranks, config.train, config.data.max_length, device=m.chosen_device(), dtype=m.dtype, bf16=m.bf16,
-        four_bit=m.four_bit, scored=config.evaluate.batch_size,
+        ranks, config.train.model_copy(update={"batch_size": batch}), config.data.max_length,
+        device=m.chosen_device(), dtype=m.dtype, bf16=m.bf16, four_bit=m.four_bit, scored=config.evaluate.batch_size,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import torch
 
@@ -47,6 +48,16 @@ class Places:
     def failure(self, run: PlannedRun) -> Path:
         """The file with the failure here, and its traceback."""
         return self.work / "failures" / f"{run.digest}.json"
+
+    def check_writable(self) -> None:
+        """Raises `ConfigError` if results or run folders cannot be written."""
+        for place, option in ((self.results, "--results"), (self.work, "--work")):
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+                with TemporaryFile(dir=place):
+                    pass
+            except OSError as error:
+                raise ConfigError(f"{option} {place} cannot be written: {error.strerror}.") from error
 
     @property
     def claims(self) -> Path:

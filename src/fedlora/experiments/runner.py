@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedlora.data.demo import PACKAGED
 from fedlora.doing import doing
-from fedlora.errors import FedLoRAError, FilesChanged, WorkerDied
+from fedlora.errors import CheckpointError, FedLoRAError, FilesChanged, WorkerDied
 from fedlora.experiments.leases import Claims
 from fedlora.experiments.origin import made_by, note
 from fedlora.experiments.places import Places, by_machine
@@ -254,5 +254,7 @@ def _run(places: Places, run: PlannedRun, tick: Tick) -> Outcome:
         _note(places, run, error)
         kind = "" if isinstance(error, FedLoRAError) else f"{type(error).__name__}: "
         why = f"{kind}{error}".splitlines()[0]
+        if isinstance(error, CheckpointError):
+            why += f" (In an experiment: remove {places.folder(run).path}, and the run begins anew.)"
         return Outcome(run, time.perf_counter() - began, why, by_machine(error))
     return Outcome(run, time.perf_counter() - began, None)
