@@ -118,6 +118,7 @@ def test_the_log_rank_test_by_hand() -> None:
     z = (2 - 5 / 6) / math.sqrt(17 / 36)
     assert one.against(other) == pytest.approx(math.erfc(z / math.sqrt(2)), abs=1e-9) == pytest.approx(0.0896, abs=1e-4)
     assert Reaching({}, {}, {0: 5, 1: 5}).against(Reaching({}, {}, {0: 5, 1: 5})) is None
+    assert Reaching({}, {0: 5, 1: 5}, {}).against(Reaching({}, {0: 5, 1: 5}, {})) is None  # all in one round: 0 / 0
 
 
 def test_the_table_counts_a_censored_run_as_more_than_its_last_round(rounds: Grid) -> None:

@@ -188,6 +188,22 @@ WRONG = {  # cell -> its changes, and a word of what is wrong
 }
 
 
+def test_a_place_that_cannot_be_written_is_told_before_anything_trains(tmp_path: Path, main: Any) -> None:
+    """Before, each run was trained and then failed. A batch above a client's data asks for no more memory than they
+    fill (2**40 would), and a table of the paper that the file beside the experiments lacks is named."""
+    save_encoder(tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text(rows(CLASSIFIED))
+    raw = tomllib.loads(CLASSES)
+    raw["run"]["train"]["batch_size"] = 2**40
+    (tmp_path / "mine.toml").write_text(tomli_w.dumps({**raw, "paper": "mytable"}))
+    (tmp_path / "file").write_text("")
+    work = ["--work", str(tmp_path / "work")]
+    found = main("experiment", "run", str(tmp_path / "mine.toml"), "--results", str(tmp_path / "file" / "r"), *work)
+    assert found.code == 2 and "--results" in found.err and not (tmp_path / "work").exists()
+    found = main("experiment", "table", str(tmp_path / "mine.toml"), "--results", str(tmp_path / "r"), *work)
+    assert found.code == 2 and "mytable" in found.err and "paper_numbers.toml" in found.err
+
+
 def test_all_that_is_wrong_is_one_list_the_same_of_plan_and_run(tmp_path: Path, main: Any) -> None:
     """One thing is wrong in each of these cells, on different levels; the plan counts the cell that is sound."""
     save_encoder(tmp_path / "model")
