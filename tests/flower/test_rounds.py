@@ -60,8 +60,9 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def test_everyone_of_the_policy_has_a_fate_in_every_round(tmp_path: Path) -> None:
-    """Seven clients, seven fates; the same in the events, in the line, and in the log."""
-    names = ["good", "bad", "ill", "slow", "away", "barred", "rest"]
+    """Seven fates; the same in the events, in the line, and in the log. One of the two that are not drawn takes the
+    place of the one that is offline."""
+    names = ["good", "bad", "ill", "slow", "away", "barred", "rest", "spare"]
     ranks = dict.fromkeys(names, 4)
     strategy, grid = federation(
         tmp_path,
@@ -69,8 +70,8 @@ def test_everyone_of_the_policy_has_a_fate_in_every_round(tmp_path: Path) -> Non
         ranks,
         policy=Policy(ranks, quarantine=3, retries=0, deadline=50.0),
         record=tmp_path / "out",
-        participation=5 / 7,  # five, of the six that are left
-        seed=next(s for s in range(99) if "rest" not in drawn(names, s)),
+        participation=5 / 8,  # five, of the seven that are left
+        seed=(seed := next(s for s in range(999) if not {"rest", "spare"} & {*drawn(names, s)})),
     )
     strategy.flower_state = type(strategy.flower_state)(strategy.run, strategy.flower_state.state, {"barred": 3})
     grid.offline = {"away"}
@@ -87,18 +88,19 @@ def test_everyone_of_the_policy_has_a_fate_in_every_round(tmp_path: Path) -> Non
         "slow": "late",
         "away": "offline",
         "barred": "quarantined",
-        "rest": "not drawn",
+        **dict.fromkeys(("rest", "spare"), "not drawn"),
+        **dict.fromkeys(others := sample_clients(["rest", "spare"], 0.5, seed=seed, round=0), "trained"),
     }
     [line] = lines_of(tmp_path / "out")
     assert {name: said["fate"] for name, said in line["fates"].items()} == want
     assert line["fates"]["slow"]["why"] == "no answer within 50 s"
-    assert set(line["refused"]) == set(want) - {"good", "rest"}
+    assert set(line["refused"]) == set(want) - {"good", "rest", "spare"}
     events = read_events(tmp_path / "out" / "events.jsonl")
     began = next(e for e in events if isinstance(e, Began))
-    assert set(began.asked) == {"good", "bad", "ill", "slow"}
-    assert {n: f["fate"] for n, f in began.not_asked.items()} == {n: want[n] for n in ("away", "barred", "rest")}
+    assert set(began.asked) == {"good", "bad", "ill", "slow", *others}
+    assert {n: f["fate"] for n, f in began.not_asked.items()} == {n: want[n] for n in set(want) - {*began.asked}}
     fated = {e.client: e for e in events if isinstance(e, Fated)}
-    assert {n: e.fate for n, e in fated.items()} == {n: want[n] for n in ("good", "bad", "ill", "slow")}
+    assert {n: e.fate for n, e in fated.items()} == {n: want[n] for n in began.asked}
     good = fated["good"]
     assert good.loss == pytest.approx(0.5) and good.examples == 14 and good.bytes and good.norm and good.norm > 0
     assert isinstance(events[-1], Ended) and events[-1].why == "complete"
@@ -240,26 +242,19 @@ def test_all_are_told_where_an_attempt_did_not_count(tmp_path: Path) -> None:
     assert again[:2] == ["", ""] and all("whole attempt" in said for said in again[2:]) and again[2:]
 
 
-def test_a_repeated_round_waits_for_those_who_are_drawn(tmp_path: Path) -> None:
-    """The same clients are drawn again. Before, others who were online ended the wait."""
+def test_others_take_the_places_of_those_who_are_offline_or_give_nothing(tmp_path: Path) -> None:
+    """Two of four are drawn: one is away and one is refused, for ever. Before, the same two were drawn in each attempt
+    of each start, and two others were online and never asked."""
     ranks = dict.fromkeys(["one", "two", "three", "four"], 4)
-    [away, _] = sample_clients([*ranks], 0.5, seed=0, round=0)
-    clock = FastClock()
+    away, bad = sample_clients([*ranks], 0.5, seed=0, round=0)
     strategy, grid = federation(
-        tmp_path, Server(build("glora"), quorum=2), ranks, policy=Policy(ranks, retries=1, deadline=9.0), clock=clock,
+        tmp_path, Server(build("glora"), quorum=2), ranks, policy=Policy(ranks, retries=1, deadline=9.0),
         participation=0.5,
     )  # fmt: skip
-    grid.offline = {away}
-    wait = clock.sleep
-
-    def back_after_a_while(seconds: float) -> None:
-        wait(seconds)
-        if clock.now > 4:
-            grid.offline = set()
-
-    clock.sleep = back_after_a_while  # type: ignore[method-assign]
+    grid.offline, grid.meddle = {away}, {bad: nan}
     strategy.start(grid, num_rounds=1)
-    assert fate_of(strategy, away) == "trained" and clock.now < 9
+    fates = {name: fate_of(strategy, name) for name in ranks}
+    assert fates == {**dict.fromkeys(ranks, "trained"), away: "offline", bad: "not drawn"}
 
 
 def test_a_repeated_round_does_not_wait_for_those_whom_it_no_longer_asks(tmp_path: Path) -> None:
@@ -332,7 +327,7 @@ def drawn(names: list[str], seed: int) -> list[str]:
     from fedlora.server.sampling import sample_clients
 
     free = [n for n in names if n != "barred"]
-    return list(sample_clients(free, 5 / 6, seed=seed, round=0))
+    return list(sample_clients(free, 5 / 7, seed=seed, round=0))
 
 
 def test_a_round_is_tried_again_and_every_attempt_is_written_down(tmp_path: Path) -> None:

@@ -149,6 +149,11 @@ class Attempt:
         return self._blamed_before | {name for name in self._served if EFFECTS[self._fates[name].fate].refused}
 
     @property
+    def idle(self) -> frozenset[str]:
+        """The clients that were asked and gave nothing usable."""
+        return frozenset(name for name in self._served if self._fates[name].fate != "trained")
+
+    @property
     def missing(self) -> dict[str, str]:
         """Client -> why nothing of it was taken, for all who were drawn or are in quarantine."""
         there = ("trained", "abstained", "not drawn")

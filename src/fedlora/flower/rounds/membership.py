@@ -39,19 +39,27 @@ def draw(
     seed: int,
     finished: int,
     chosen: Collection[str] | None = None,
+    idle: Collection[str] = (),
 ) -> Drawn:
     """The clients of a round: a share of those that are not in quarantine; the ones among them that are online are
     asked.
 
     Quarantine does not change the number drawn while enough are free, only the clients to draw from. finished: the
     number of finished rounds, by which `sample_clients` draws. chosen: the clients to ask, if the round itself decides
-    (`Intake.asked`). Pure.
+    (`Intake.asked`). idle: who gave nothing usable in an earlier attempt at the round. For each drawn client that is
+    idle or not online, another one is drawn that is online, while there are such. Pure.
     """
     barred = quarantined(policy, refusals)
     free = [name for name in policy.clients if name not in barred]
     if chosen is None:
         count, _ = _drawn_and_liars(policy, barred, participation)
         chosen = sample_clients(free, count / len(free), seed=seed, round=finished) if free else []
+        lacking = sorted({*chosen} - ({*online} - {*idle}), key=lambda name: (name not in idle, name))
+        spare = sorted({*free} & ({*online} - {*idle}) - {*chosen})
+        if number := min(len(lacking), len(spare)):
+            others = sample_clients(spare, number / len(spare), seed=seed, round=finished)
+            kept = [name for name in chosen if name not in idle or name not in lacking[:number]]
+            chosen = [*kept, *others]
     fates: dict[str, tuple[Fate, str]] = {}
     for name in policy.clients:
         if name in barred:

@@ -17,11 +17,11 @@ A round, in the order of the code:
    give.
 
 If too few answers count, the server stores refusals and receipts in the checkpoint of the round before, waits until as
-many of the drawn clients as a round needs are online (30 s at most), and begins again at 1, as often as the policy
-allows. It draws the same clients, unless the policy or a quarantine changed. A private round is the same loop with
-other `hooks`: its intake says whom to ask, and it asks them once and has no quorum. After a crash the caller gives the
-newest sound checkpoint (`resume`): lines of later rounds are cut off, and step 5 is done again if the record shows that
-it had not ended.
+many clients as a round needs are online (30 s at most), and begins again at 1, as often as the policy allows. It draws
+the same clients; but if a round draws only some, others that are online take the places of those that are offline, or
+gave nothing usable in an earlier attempt. A private round is the same loop with other `hooks`: its intake says whom to
+ask, and it asks them once and has no quorum. After a crash the caller gives the newest sound checkpoint (`resume`):
+lines of later rounds are cut off, and step 5 is done again if the record shows that it had not ended.
 
 A round needs as many usable uploads as the quorum and the robust rule ask for (`membership.needed`). Usable: trained,
 and not refused; an abstention is none. To the rule, refused uploads are liars'; failed, late, offline, abstaining and
@@ -203,11 +203,11 @@ class FedLoRA:
 
     def _play_attempts(self, grid: Grid) -> tuple[FlowerState, Mapping[str, Any]]:
         """Make attempts until one counts, as many as the policy allows. The next state, and the round's line."""
-        nth, blamed = 0, frozenset[str]()
+        nth, blamed, idle = 0, frozenset[str](), frozenset[str]()
         while True:
             nth += 1
             began = self.clock.monotonic()
-            attempt = self._open_attempt(grid, nth, blamed)
+            attempt = self._open_attempt(grid, nth, blamed, idle)
             self._collect_answers(grid, attempt)
             try:
                 flower_state, line = attempt.close()
@@ -220,31 +220,31 @@ class FedLoRA:
                 self._report(failed)
                 if nth > self.policy.retries:
                     raise QuorumNotMet(failed.why) from error
-            blamed = attempt.blamed
+            blamed, idle = attempt.blamed, idle | attempt.idle
             del attempt  # its uploads
             least = needed(self.policy, barred, self.server.quorum, self.server.rule, self.participation)
             until = self.clock.monotonic() + min(30.0, self.deadline)  # without `least` the next attempt says why
-            while least and self.clock.monotonic() < until and len(self._draw(self.online(grid)).asked) < least:
+            while least and self.clock.monotonic() < until and len(self._draw(self.online(grid), idle).asked) < least:
                 self.clock.sleep(1.0)
 
-    def _open_attempt(self, grid: Grid, nth: int, blamed: frozenset[str]) -> Attempt:
+    def _open_attempt(self, grid: Grid, nth: int, blamed: frozenset[str], idle: frozenset[str]) -> Attempt:
         """Draw the clients, and open the intake for their uploads, both by the policy as it is now. blamed: as in
-        `Attempt`. Raises `ConfigError` if quarantine leaves too few clients."""
+        `Attempt`. idle: as in `draw`. Raises `ConfigError` if quarantine leaves too few clients."""
         self.read_policy()
         self._hooks.before_attempt(self, grid)
         maker = self._message_maker(grid)
         intake = with_largest_share(self.server, self.policy).open(self.flower_state.state.server)
-        drawn = self._draw(maker.online, intake.asked)
+        drawn = self._draw(maker.online, idle, intake.asked)
         not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         self._report(Began(self.flower_state.next_round, nth, drawn.asked, not_asked, self.deadline))
         check_enough(self.policy, self.server, self.flower_state.refusals, self.participation)
         return Attempt(maker, drawn, intake, nth, self.deadline, self._report, blamed)
 
-    def _draw(self, online: Collection[str], chosen: Collection[str] | None = None) -> Drawn:
-        """The round's clients. chosen: by a private round."""
+    def _draw(self, online: Collection[str], idle: Collection[str], chosen: Collection[str] | None = None) -> Drawn:
+        """The attempt's clients. chosen: by a private round."""
         return draw(
             self.policy, self.flower_state.refusals, online, participation=self.participation, seed=self._seed,
-            finished=self.round, chosen=chosen,
+            finished=self.round, chosen=chosen, idle=idle,
         )  # fmt: skip
 
     def _collect_answers(self, grid: Grid, attempt: Attempt) -> None:

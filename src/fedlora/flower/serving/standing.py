@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.core.checkpoint import newest_round
 from fedlora.errors import FedLoRAError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.membership import draw, needed
+from fedlora.flower.rounds.membership import needed
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.round_lines import fitting_summary, rounds_done
 from fedlora.flower.rounds.settings_history import History
@@ -28,8 +27,7 @@ class Standing:
     a round needs; for a private federation, the sites that must be online before it begins, and 0 after that. ranks: of
     the clients that may take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
     the table, if rounds are private: then nothing is said about single sites. settings: changes to federation.toml, in
-    sentences: those in force since a round, and those that wait for the next start. drawn: the clients of the next
-    round; all of them while some are in quarantine, or if rounds are private."""
+    sentences: those in force since a round, and those that wait for the next start."""
 
     name: str
     rounds: int
@@ -39,7 +37,6 @@ class Standing:
     why: str = ""
     privacy: FederationPrivacy | None = None
     settings: tuple[str, ...] = ()
-    drawn: tuple[str, ...] = ()
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -55,8 +52,7 @@ class Standing:
             'a round needs 2 of 3'
         """
         if self.privacy is None:
-            of = self.drawn if len(self.drawn) < len(self.ranks) else ()
-            return f"a round needs {self.needed} of {', '.join(of) or len(self.ranks)}"
+            return f"a round needs {self.needed} of {len(self.ranks)}"
         if self.needed:
             return f"round 1 waits for all {len(self.ranks)}, and no later one waits"
         return "no quorum: who is missing counts as zero"
@@ -75,7 +71,7 @@ def standing(folder: FederationFolder, barred: Collection[str] = ()) -> Standing
     """
     settings = FederationSettings.load(folder.settings)
     policy, run, rounds = Policy.read(folder.policy), settings.run, settings.run.rounds
-    ranks, drawn = policy.clients, (*policy.clients,)
+    ranks = policy.clients
     done, why = rounds_done(folder.rounds), ""
     if (summary := fitting_summary(folder.summary, settings, done)) is not None:
         why = "complete" if done >= rounds else "stopped early" if summary.get("stopped_early") else ""
@@ -85,11 +81,8 @@ def standing(folder: FederationFolder, barred: Collection[str] = ()) -> Standing
     least = needed(policy, barred, settings.server.quorum, settings.defence.build(), run.participation) or 1
     if settings.privacy is not None:  # it begins when all were there, and later waits for nobody
         least = 0 if done or has_released(folder) else len(ranks)
-    elif not barred:
-        finished = newest_round(folder.checkpoints) or 0
-        drawn = draw(policy, {}, ranks, participation=run.participation, seed=run.seed, finished=finished).asked
     told = _told(folder, settings, done)
-    return Standing(settings.id, rounds, done, least, ranks, why, settings.privacy, told, drawn)
+    return Standing(settings.id, rounds, done, least, ranks, why, settings.privacy, told)
 
 
 def _told(folder: FederationFolder, settings: FederationSettings, done: int) -> tuple[str, ...]:

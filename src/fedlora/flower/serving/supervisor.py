@@ -170,12 +170,12 @@ class Supervisor:
             self._keys_at = newest
 
     def _wait_for_nodes(self) -> None:
-        """Wait until as many of the next round's sites are online as it needs."""
+        """Wait until as many sites are online as a round needs."""
         while True:
             self._require_superlink()
             self.telling.look(self.link.nodes())
             now = self.telling.standing()
-            if len(set(self.telling.online) & set(now.drawn)) >= now.needed:
+            if len(set(self.telling.online) & set(now.clients)) >= now.needed:
                 return
             self._keep_keys()
             there = nodes_line(self.telling.online, now.clients, now.needs)
