@@ -59,7 +59,7 @@ class Trial:
         """Start a node for each site."""
         self._end_left()
         if any(node.status == "online" for node in self.link.nodes()):
-            self._say("waiting until the SuperLink gives up the nodes of a trial that was killed: up to 60 s")
+            self._say("waiting until the SuperLink gives up the last trial's nodes: up to 60 s")
             while any(node.status == "online" for node in self.link.nodes()):
                 if self._supervisor.stop.wait(1.0):
                     return
