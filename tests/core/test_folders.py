@@ -749,9 +749,9 @@ def test_a_full_disk_under_safetensors_own_writer_is_one_line(tmp_path: Path) ->
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
     try:
-        with pytest.raises(ConfigError, match=r"out cannot be written: .*os error 27"):
-            with replacing_folder(tmp_path / "out") as building:
-                safetensors.torch.save_file({"w": torch.zeros(2**16)}, building / "model.safetensors")
+        told = pytest.raises(ConfigError, match=r"out cannot be written: .*os error 27")
+        with told, replacing_folder(tmp_path / "out") as building:
+            safetensors.torch.save_file({"w": torch.zeros(2**16)}, building / "model.safetensors")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not list(tmp_path.iterdir())
