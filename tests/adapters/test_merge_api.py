@@ -553,14 +553,24 @@ def test_what_vllm_does_not_take_is_refused_by_name(kind: str, tmp_path: Path) -
         for_vllm(a, tmp_path / "m")
     names = {name.partition(".lora_")[0].replace(".base_layer", "") for name in beside}
     assert any(f"such as '{name}" in str(caught.value) for name in names)
-    if "--drop" in str(caught.value):
+    if "--drop leaves out" in str(caught.value):
         report = for_vllm(a, tmp_path / "m", drop=True)
         assert list(report.dropped) == [kind] and set(AdapterFile(tmp_path / "m").modules) == {Q}
         assert not AdapterFile(tmp_path / "m").heads and not config_of(tmp_path / "m").get("modules_to_save")
     else:
-        assert kind in ("lora_bias", "embeddings", "convolutions")
+        assert kind in ("lora_bias", "embeddings", "convolutions") and "--drop does not help" in str(caught.value)
     merge([a], tmp_path / "n")  # carried where nobody asks for vLLM
     assert len(load_file(tmp_path / "n" / "adapter_model.safetensors")) == 2 + len(beside)
+
+
+def test_one_scale_goes_into_alpha_and_keeps_the_bits(tmp_path: Path) -> None:
+    """rsLoRA at rank 8 and alpha 8, in bfloat16: the scale 8 / sqrt(8) is that of alpha 8 sqrt(8) without rsLoRA."""
+    a = bare(tmp_path / "a", {Q: 8, V: 8}, dtype=torch.bfloat16, use_rslora=True, lora_alpha=8)
+    report = for_vllm(a, tmp_path / "m")
+    config, written = config_of(tmp_path / "m"), load_file(tmp_path / "m" / "adapter_model.safetensors")
+    assert config["lora_alpha"] == pytest.approx(8 * 8**0.5) and not config["use_rslora"] and report.rounding == 0
+    given = load_file(a / "adapter_model.safetensors")
+    assert written.keys() == given.keys() and all(torch.equal(written[key], given[key]) for key in given)
 
 
 def test_what_vllm_takes_goes_along(tmp_path: Path) -> None:
@@ -577,7 +587,7 @@ def test_what_vllm_takes_goes_along(tmp_path: Path) -> None:
     report = for_vllm(a, tmp_path / "m")
     assert report.rank == 8 and report.one_rank and not report.dropped and len(report.warnings) == 2
     config = config_of(tmp_path / "m")
-    assert (config["r"], config["lora_alpha"]) == (8, 8) and not config.get("rank_pattern")
+    assert (config["r"], config["lora_alpha"]) == (8, 16) and not config.get("rank_pattern")
     assert len(load_file(tmp_path / "m" / "adapter_model.safetensors")) == 4 + len(beside)
     b = bare(tmp_path / "b", {Q: 3, V: 2}, beside=beside | copy, **fields)
     with pytest.raises(ConfigError, match=r"base weights, such as 'model.embed_tokens.weight'.*--drop.*same weights"):

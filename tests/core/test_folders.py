@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import re
+import resource
 import shutil
 import stat
 import subprocess
@@ -25,6 +26,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import safetensors.torch
+import torch
 
 import support
 from fedlora import read_adapter, write_adapter
@@ -739,3 +742,16 @@ def test_check_target_says_it_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is not empty"):
         check_target(tmp_path / "out")
     assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_full_disk_under_safetensors_own_writer_is_one_line(tmp_path: Path) -> None:
+    """transformers writes models with it; it raises its own error. A limit on a file's size stands for the disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, before[1]))
+    try:
+        told = pytest.raises(ConfigError, match=r"out cannot be written: .*os error 27")
+        with told, replacing_folder(tmp_path / "out") as building:
+            safetensors.torch.save_file({"w": torch.zeros(2**16)}, building / "model.safetensors")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.iterdir())

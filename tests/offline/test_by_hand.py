@@ -247,7 +247,7 @@ def test_class_names_need_an_order_that_all_sites_share(tmp_path: Path, main: Ca
     done = main(*options, "-o", tmp_path / "o")
     assert done.code == 2 and "--labels, the same" in done.err and not (tmp_path / "o").exists()
     done = main(*options, "--client", "../x", "-o", tmp_path / "o")
-    assert done.code == 2 and "--client may have letters" in done.err
+    assert done.code == 2 and "--client may have letters" in done.err and "not begin with" in done.err
     (tmp_path / "e.csv").write_text("a,b\n1,2\n")
     done = main("train", "--base", base, "--data", tmp_path / "e.csv", "--client", "a", "-o", tmp_path / "o")
     assert done.code == 2 and re.search("e.csv .*'label' .*'response' .*'messages'", done.err)

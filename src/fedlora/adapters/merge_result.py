@@ -64,7 +64,7 @@ def write_result(
     notes += _of_first(wanted, given, extras)
     labels, more = _labels(wanted, given, extras)
     notes += more
-    spec = given.spec(extras.saved)
+    spec = replace(given.spec(extras.saved), scaling=source.scaling)
     budget = _budget(source, rule, progress)
     with ExitStack() as stack:
         building = None if wanted.dry_run else stack.enter_context(place.building())
@@ -134,8 +134,8 @@ def _cut_each(
     cuts = []
     for k, module in enumerate(progress(source.modules, "merging")):
         lora, report, full = source.cut(module, rule, budget[k] if budget else None)
-        lora, moved = narrowed_pair(pad_rank(lora, 1), dtype, module)
-        report = replace(report, rounding=moved / report.norm if report.norm else 0.0)
+        lora, moved = narrowed_pair(pad_rank(source.stored(module, lora, dtype), 1), dtype, module)
+        report = replace(report, rounding=moved * abs(source.scaling) / report.norm if report.norm else 0.0)
         cuts.append(_Cut(report, full, len(lora.factors[0]) + lora.factors[1].shape[1]))
         if writer is not None:
             writer.add(module, lora)

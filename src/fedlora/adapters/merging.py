@@ -159,9 +159,12 @@ def _one(
     place.check()
     files, said = open_adapters([adapter], allow_unknown, limits)
     given = Collection.of(files)
+    scales = {files[0].scale(path) for path in given.layouts} if wanted.vllm else set()
+    alike = len(scales) == 1  # then one alpha says it, and the factors keep their bits
     source = Source(
         given.modules, lambda module: given.combined(module, "zero", wanted.wide), "The update B A",
-        "the adapter's update",
+        "the adapter's update", own=(lambda module: files[0].unscaled(module)[0]) if alike else None,
+        scaling=scales.pop() if alike else 1.0,
     )  # fmt: skip
     return write_result(given, place, wanted, source, "zero", said, progress)
 

@@ -20,6 +20,7 @@ _TENSORS = {
     "tokens": "trained tokens", "base": "copies of base weights",
 }  # fmt: skip
 _LAYERS = {"embedding": "LoRA of embeddings", "conv": "LoRA of convolutions", "parameter": "LoRA of bare parameters"}
+_KEEPS = " --drop does not help: it leaves out nothing of the update."
 _SERVED_HEAD = re.compile(r"(.+\.)?(score|classifier)\.(weight|bias)")
 
 
@@ -45,7 +46,7 @@ def check_vllm(given: Collection, beside: Iterable[tuple[str, str]]) -> list[str
     if refused:
         what = "; ".join(f"{what}, such as {quoted(name)}" for what, name in refused.items())
         other = ", unless vLLM's base has the same weights" if set(refused) == {_TENSORS["base"]} else ""
-        less = f" --drop leaves out all but the pairs; the result is then another model{other}." if whole else ""
+        less = f" --drop leaves out all but the pairs; the result is then another model{other}." if whole else _KEEPS
         raise ConfigError(f"vLLM does not take {what}.{less} To serve the whole: {way}")
     if any(kind == "head" for _, kind in beside):
         return ["vLLM before August 2026 refuses saved score and classifier modules: --drop leaves them out"]

@@ -104,8 +104,8 @@ def _checked_extras(file: AdapterFile, base: BaseFiles | None, *, drop: bool) ->
     added = next((name for name in file.heads if file.kind(name) == "added"), None)
     if added is not None:
         raise AdapterFormatError(
-            f"llama.cpp takes no biases of the update (lora_bias), such as {added!r}; "
-            f"`fedlora export --for merged` writes the whole"
+            f"llama.cpp takes no biases of the update (lora_bias), such as {added!r}, and --drop does not help, as "
+            f"they are part of the update; `fedlora export --for merged` writes the whole"
         )
     lost = tuple(name for name in file.heads if not (base is not None and _is_copy(file, name, base)))
     if lost and not drop:

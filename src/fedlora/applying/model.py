@@ -133,16 +133,18 @@ def load(
     """
     where = f"the base model in {base.directory}"
     how = {"device_map": {"": "meta"}, "dtype": torch.float64} if meta else {"dtype": widest(base)}
+    lazy = {name: _Lazy(base, name, meta) for name in base.stored}
     with quiet(), _bounded(2 * most, where), _translated(f"{where} cannot be built by transformers"):
         model, told = kind.from_pretrained(
-            None, config=copy.deepcopy(config), state_dict={name: _Lazy(base, name, meta) for name in base.stored},
+            None, config=copy.deepcopy(config), state_dict=lazy,
             attn_implementation="eager", ignore_mismatched_sizes=True, output_loading_info=True, **how,
         )  # fmt: skip
         if meta:
             model.tie_weights(recompute_mapping=False)  # without numbers, it would leave tied duplicates untied
     for name, stored, wanted in sorted(told["mismatched_keys"]):
         raise ConfigError(f"{where} holds {name!r} as {tuple(stored)}, but its config.json says {tuple(wanted)}.")
-    return model, frozenset(told["missing_keys"]), tuple(sorted(told["unexpected_keys"]))
+    # transformers' own list lacks old buffers (BERT's position_ids, Llama's inv_freq), which it drops without a word.
+    return model, frozenset(told["missing_keys"]), tuple(sorted(name for name, each in lazy.items() if not each.asked))
 
 
 def config_of(base: BaseFiles, **other: Any) -> Any:
@@ -204,9 +206,10 @@ class _Lazy:
     """A stored tensor, read when transformers asks for it; never read on the meta device."""
 
     def __init__(self, base: BaseFiles, name: str, meta: bool) -> None:
-        self._base, self._name, self._meta = base, name, meta
+        self._base, self._name, self._meta, self.asked = base, name, meta, False
 
     def __getitem__(self, everything: object) -> Tensor:
+        self.asked = True
         if not self._meta:
             return self._base.tensor(self._name)
         stored = self._base.stored[self._name]

@@ -103,7 +103,7 @@ def export(
     dtype: DType = None,
     drop: Annotated[
         bool,
-        typer.Option("--drop", help="vllm and gguf: leave out trained heads, biases and tokens that it does not take"),
+        typer.Option("--drop", help="vllm and gguf: leave out trained heads, base biases and tokens it does not take"),
     ] = False,
     force: Force = False,
     allow_unknown: AllowUnknown = None,

@@ -68,7 +68,7 @@ BaseModel = Annotated[
 ]
 Force = Annotated[
     bool,
-    typer.Option("--force", help="replace an earlier result of this command; anything else there is refused"),
+    typer.Option("--force", help="replace an earlier result of this command, your edits too; refuse anything else"),
 ]
 MaxBytes = Annotated[
     int | None,

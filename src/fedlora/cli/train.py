@@ -84,7 +84,9 @@ def train(
     from fedlora.training.settings import TrainSettings
 
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
-        raise ConfigError(f"--client may have letters, digits, '_', '-' and '.'; got {client!r}.")
+        raise ConfigError(
+            f"--client may have letters, digits, '_', '-' and '.', and may not begin with '-' or '.'; got {client!r}."
+        )
     check_target(out, force=force, kind=upload_folder(TRAIN), inputs=[data, *([adapter] if adapter else [])])
     if command is not None:
         refuse_idle(context, dict.fromkeys(_OF_OWN_LOOP, "is for fedlora's own loop, and --command trains"))

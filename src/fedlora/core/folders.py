@@ -22,6 +22,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from fedlora.core import beside
 from fedlora.core.echo import quoted, shown
 from fedlora.errors import ConfigError
@@ -116,6 +118,10 @@ def replacing_folder(
     except OSError as error:
         name = "" if error.filename is None else str(error.filename)
         if lasting and (not name or scratch is None or name == str(place) or name.startswith(str(scratch))):
+            raise _cannot(target, error) from error
+        raise
+    except SafetensorError as error:  # its writer raises this where Python's raises OSError
+        if "while serializing" in str(error):
             raise _cannot(target, error) from error
         raise
     finally:

@@ -177,6 +177,7 @@ class DataSection(Section):
         for client in self.clients:
             if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", client):
                 raise ValueError(
-                    f"a client id may have letters, digits, '_', '-' and '.', as a folder's name; got {client!r}"
+                    f"a client id names a folder: it may have letters, digits, '_', '-' and '.', and may not begin "
+                    f"with '-' or '.'; got {client!r}"
                 )
         return self
