@@ -543,7 +543,7 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
     say(f"{OURS} diff")
     did(command("diff", folders[0], folders[-1]))
 
-    def all_right(done: Done, inputs: Sequence[Path], made: Path, asked: Asked) -> None:
+    def all_right(done: Done, inputs: Sequence[Path], made: Path, asked: Asked, served: bool = False) -> None:
         """Whether what was made of `inputs` is what was asked for."""
         want = [right(done, folder, "an input") for folder in inputs]
         got = right(done, made, "the result") if all(part is not None for part in want) else None
@@ -554,7 +554,7 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
             eps = eps_of(*inputs, made)
             verdict.broken += [f"{done.name}: {x}" for x in faults_of(inputs, parts, parts_of(made, got, base), base,
                                                                       asked, eps)]  # fmt: skip
-        verdict.broken += _written_faults(made)
+        verdict.broken += _written_faults(made, served)
 
     target = home / asked.out
     how = [*folders, "-o", target, "--rank", asked.rank, *options]
@@ -608,8 +608,8 @@ def judge(home: Path, asked: Asked, say: Any) -> Verdict:
         served = home / "served"
         exported = command("export", folders[0], "--for", "vllm", "-o", served)
         if did(exported, served):
-            all_right(exported, folders[:1], served, Asked(kind, asked.names[:1], "exact", ("--heads", "first")))
-            verdict.broken += _written_faults(served, served=True)
+            one = Asked(kind, asked.names[:1], "exact", ("--heads", "first"))
+            all_right(exported, folders[:1], served, one, served=True)
         clean(served)
     return verdict
 
@@ -659,7 +659,7 @@ def _written_faults(folder: Path, served: bool = False) -> list[str]:
         config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"), parse_constant=never)
         if config.get("auto_mapping"):
             found.append("the result carries auto_mapping on")
-        if config["lora_alpha"] != config["r"] or config.get("use_rslora"):
+        if (config["lora_alpha"] != config["r"] and not served) or config.get("use_rslora"):  # vLLM divides alpha by r
             found.append("readers of one alpha get the scale wrong")
         if served and (config.get("rank_pattern") or config.get("alpha_pattern") or config["r"] not in VLLM_RANKS):
             found.append(f"vLLM does not take rank {config['r']} with {config.get('rank_pattern')}")
