@@ -21,11 +21,11 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Sizes that the server can calculate with, by the dtype in which it keeps them. Nothing honest is near either end.
 # LEAST: a quarter of the exponents stays free below it, for weights and for entries smaller than the largest, so a mean
 # never becomes zero where it is stored. Squares are taken in float64, or relative to the largest, so they stay normal.
-# _MOST: squares stay finite up to 2^6 times that. The norms of a readout's factors may multiply to sqrt(r) times the
-# mean update, so what a client gets after a mean of such uploads, and returns with a step, fits as well.
+# _MOST: squares stay finite up to 2^3 times that. The norms of a readout's factors may multiply to sqrt(r) times the
+# mean update, so up to r = 64 what a client gets after a mean of such uploads, and returns with a step, fits as well.
 LEAST = {torch.float32: 2.0**-96, torch.float64: 2.0**-768}
 _LARGEST = {dtype: math.sqrt(torch.finfo(dtype).max) for dtype in LEAST}
-_MOST = {dtype: 2.0**-6 * size for dtype, size in _LARGEST.items()}
+_MOST = {dtype: 2.0**-3 * size for dtype, size in _LARGEST.items()}
 _STEP = 1 + 2.0**-10  # a client that was sent something larger than _MOST may return it, and train a step
 _ROUGH = 2.0**-40  # squares of entries may underflow in a norm below this
 
@@ -61,6 +61,7 @@ def check_adapter(
     start: Adapter,
     heads: Mapping[str, Tensor],
     begun: Callable[[], Mapping[str, LoRA]],
+    averages: bool,
 ) -> None:
     """Raises `UploadRefused` unless the upload's adapter matches what this round requested from the client.
 
@@ -68,13 +69,14 @@ def check_adapter(
         ranks: module -> r_i, for the modules that the client holds. roles: this round's. start: gives each module's
             (d_out, d_in) and the dtype in which the server keeps it. heads: the server's, by name. begun: what the
             client was sent, by module; called only if an upload is unusually large.
+        averages: whether the method averages factors, so that one client's B multiplies another's A.
     """
     shared = [factor for factor in ("A", "B") if getattr(roles, factor) == "shared"]
     if upload.adapter.base:
         raise UploadRefused(upload.client.id, "it contains base weights; upload what `send(adapter, roles)` returns.")
     _check_modules(upload, ranks if shared else {}, shared, start)
     _check_heads(upload, heads if roles.heads == "shared" else {})
-    _check_sizes(upload, _check_numbers(upload), start, heads, begun)
+    _check_sizes(upload, _check_numbers(upload), start, heads, begun, averages)
     for name, head in upload.adapter.heads.items():
         if not bool(torch.isfinite(head.detach().to(heads[name].dtype)).all()):
             raise UploadRefused(
@@ -182,6 +184,7 @@ def _check_sizes(
     start: Adapter,
     heads: Mapping[str, Tensor],
     begun: Callable[[], Mapping[str, LoRA]],
+    averages: bool,
 ) -> None:
     client, left = upload.client.id, iter(sizes)
     for module, lora in upload.adapter.modules.items():
@@ -190,10 +193,10 @@ def _check_sizes(
         for factor, size in factors.items():
             if 0 < size < LEAST[dtype]:
                 raise UploadRefused(client, too_small(f"factor {factor} of module {module!r}", size, dtype))
-        size = _reach(list(factors.values()))
+        size = _reach(list(factors.values()), averages)
         if not size <= _MOST[dtype]:
             sent = begun()[module].tensors()
-            was = _reach(_sizes([sent[factor] for factor in factors if factor in sent]))
+            was = _reach(_sizes([sent[factor] for factor in factors if factor in sent]), averages)
             if not size <= min(_LARGEST[dtype], _STEP * was):
                 raise UploadRefused(client, _too_large(f"the update of module {module!r} has size up to", size, dtype))
     for (head, tensor), size in zip(upload.adapter.heads.items(), left, strict=True):
@@ -204,9 +207,9 @@ def _check_sizes(
             raise UploadRefused(client, _too_large(f"the head {head!r} has size", size, dtype))
 
 
-def _reach(factors: list[float]) -> float:
+def _reach(factors: list[float], averages: bool) -> float:
     """The most that the factors' norms can make of the update: NaN for a zero beside one that has overflowed."""
-    return max(*factors, math.prod(factors)) if factors else 0.0
+    return max(factors) ** 2 if averages and max(factors) > 1 else max(*factors, math.prod(factors), 0.0)
 
 
 def _too_large(what: str, size: float, dtype: torch.dtype) -> str:

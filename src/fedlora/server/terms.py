@@ -79,6 +79,7 @@ class Terms:
             start=self.state.start,
             heads=self.state.heads,
             begun=lambda: self.begun(upload.client),
+            averages=multiplied_how(self.method) == "factors",
         )
         if self.rule is not None and upload.form == "subspace" and multiplied_how(self.method) == "factors":
             raise UploadRefused(
