@@ -115,7 +115,7 @@ def test_a_mean_that_the_result_cannot_hold_is_refused() -> None:
     for name in ("glora", "flexlora", "svd"):
         server = Server(build(name))
         tiny = LoRA(1e-25 * torch.ones(48, 4), 1e-25 * torch.ones(4, 40))  # of norm 4 x sqrt(48 x 40) x 1e-50
-        with pytest.raises(QuorumNotMet, match=r"a: the update of module 'm' cannot be measured: its size is 1\.8e-48"):
+        with pytest.raises(QuorumNotMet, match=r"a: .*'m' cannot be measured: .* 1\.8e-48"):
             server.aggregate(start(server), [Upload(Client("a", 4), 1, Adapter({"m": tiny}))])
         x = LoRA(noise((48, 4), "B").float(), noise((4, 40), "A").float())
         minus = LoRA(-x.factors[0], x.factors[1])
