@@ -55,7 +55,9 @@ def _measured(pairs: Sequence[tuple[Tensor, Tensor]], times: float, members: lis
 
 
 def terms_and_size(B: Tensor, A: Tensor) -> tuple[float, float]:
-    """(sum_j ||b_j|| ||a_j||, ||B A||), for any sizes, in float64: the second from orthogonal columns (`shortest`)."""
-    terms = float((norm(B.detach(), dim=0) * norm(A.detach(), dim=1)).sum())
+    """(sum_j ||b_j|| ||a_j||, ||B A||), for any sizes, in float64: the second from orthogonal columns (`shortest`). The
+    first is 0 only if every term is: one that underflows counts as the smallest number."""
+    of_B, of_A = norm(B.detach(), dim=0), norm(A.detach(), dim=1)
+    terms = float(torch.where((of_B > 0) & (of_A > 0), (of_B * of_A).clamp(min=5e-324), 0.0).sum())
     left, right = shortest([(1.0, B, A)])
     return terms, float(norm(norm(left, dim=0) * norm(right, dim=1)))

@@ -146,4 +146,5 @@ class _Target:
         """The gradient of 1 - cos(X, B A) with respect to B."""
         BP = B @ self.P
         size = (BP * B).sum().clamp(min=0).sqrt()
-        return ((self.G * B).sum() * BP / size**2 - self.G) / (self.norm * size)
+        # In this order nothing overflows.
+        return ((self.G * B).sum() / size**2 * BP - self.G) / (self.norm * size)

@@ -9,6 +9,9 @@ state was 0, or 1e9 times the mean. So every round, with a rule or without, chec
 * in between, methods that take products get it as it came, because they add up in float64. The others get the same
   update as a pair of orthogonal columns (`linalg.shortest`), and the log names the client.
 
+A product that is not zero but too small for the server's dtype (`checks.LEAST`) is refused by name, too: its mean would
+be lost where it is stored, and that ends a round.
+
 This applies only if both factors travel: one factor with a common one has no terms of the client's own. A diagonal
 gauge, columns of 1e6 with rows of 1e-6, has no terms that cancel, so averages of factors stay exposed to it.
 """
@@ -28,6 +31,7 @@ from fedlora.core.multiplied import multiplied_how, plain_pair
 from fedlora.linalg.cancelling import ARITHMETIC, may_cancel, terms_and_size
 from fedlora.linalg.parallel import Each
 from fedlora.server.changes import measurable
+from fedlora.server.checks import LEAST, kept_dtype, too_small
 from fedlora.server.terms import Terms
 
 log = logging.getLogger("fedlora.server")
@@ -66,8 +70,11 @@ def cancelling(terms: Terms, uploads: Sequence[Upload], each: Each) -> Cancellin
     squares, noises = [0.0] * len(uploads), [0.0] * len(uploads)
     plain: dict[str, set[str]] = {}
     worst: dict[str, tuple[float, str]] = {}
+    vanishing: dict[str, str] = {}
     for at, (name, k) in enumerate(held):
         size_of_terms, size = measured.get(at, (0.0, looked[at][1]))
+        if why := _vanishes(terms, name, uploads[k], (size_of_terms, size)):
+            vanishing.setdefault(uploads[k].client.id, why)
         rounding = ARITHMETIC * size_of_terms
         squares[k] += size * size
         noises[k] += rounding * rounding
@@ -84,9 +91,16 @@ def cancelling(terms: Terms, uploads: Sequence[Upload], each: Each) -> Cancellin
         f"everybody's mean. Send the same update in other coordinates: balanced factors, or the subspace form"
         for k, u in enumerate(uploads)
         if not sound[k]
-    }
+    } | vanishing
     _say(terms.number, {client: facts for client, facts in worst.items() if client not in refused})
     return Cancelling(plain, refused)
+
+
+def _vanishes(terms: Terms, module: str, upload: Upload, sizes: tuple[float, float]) -> str:
+    """Why the update of that module is too small, or "". sizes: of its terms, and of their sum; 0 is no update."""
+    dtype = kept_dtype(upload.adapter.modules[module], terms.state.start.modules[module])
+    small = [size for size in sizes if 0 < size < LEAST[dtype]]
+    return too_small(f"the update of module {module!r}", min(small), dtype) if small else ""
 
 
 def _say(number: int, worst: Mapping[str, tuple[float, str]]) -> None:

@@ -72,7 +72,15 @@ class Terms:
             ranks = ranks_of(upload.client, self.state)
         except HyperparameterError as error:
             raise UploadRefused(upload.client.id, str(error)) from error
-        check_adapter(upload, ranks=ranks, roles=self.roles, start=self.state.start, heads=self.state.heads)
+        check_adapter(
+            upload,
+            ranks=ranks,
+            roles=self.roles,
+            start=self.state.start,
+            heads=self.state.heads,
+            begun=lambda: self.begun(upload.client),
+            averages=multiplied_how(self.method) == "factors",
+        )
         if self.rule is not None and upload.form == "subspace" and multiplied_how(self.method) == "factors":
             raise UploadRefused(
                 upload.client.id,

@@ -18,6 +18,8 @@ from fedlora.server.terms import Weighting
 
 def shares_lost(claimed: Mapping[str, float], counted: Mapping[str, float]) -> dict[str, dict[str, float]]:
     """Clients whose share was reduced: the claimed share, and the one that counted."""
+    most = math.ldexp(1.0, math.frexp(max(claimed.values(), default=0.0))[1] - 1)  # rounds no share; sums stay finite
+    claimed = {name: claim / most for name, claim in claimed.items()}
     of_claims, of_counts = math.fsum(claimed.values()), math.fsum(counted[name] for name in claimed)
     if not of_claims or not of_counts:
         return {}
