@@ -31,7 +31,7 @@ library_name: peft
 {attack_row}| base model | {base_name} |
 | adapted modules | {modules}, rank {ranks} |
 | client ranks | {client_ranks} |
-| {given} | {examples} |
+| training examples | {examples} |
 | data dealt out | {dealt} |
 | local round | {local} |
 | rounds | {round} of {planned} planned, seed {seed} |
@@ -125,7 +125,7 @@ def model_card(
     train = manifest["data"]["train"]
     ranks = sorted(set(adapter.ranks.values()))
     commit, attack = manifest["commit"], manifest.get("attack")
-    given = "training examples" if config.train.command is None else "examples given to the clients' programs"
+    given = "" if config.train.command is None else ", given to their programs"
     return _TEMPLATE.format(
         attack=_ATTACKED.format(words=_cell(in_words(attack, len(train)))) if attack else "",
         attack_row=f"| attack | {_cell(in_words(attack, len(train)))} |\n" if attack else "",
@@ -143,8 +143,9 @@ def model_card(
         modules=len(adapter.modules),
         ranks=ranks[0] if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}",
         client_ranks=", ".join(f"{c}: {r}" for c, r in manifest["clients"].items()),
-        given=given,
-        examples="withheld, a private run" if privacy is not None else f"{_examples(train)} over {len(train)} clients",
+        examples="withheld, a private run"
+        if privacy is not None
+        else f"{_examples(train)} over {len(train)} clients{given}",
         privacy="" if privacy is None else f"| differential privacy | {privacy} |\n",
         dealt=_dealt(config),
         local=_local(config),
@@ -199,7 +200,8 @@ def _classes(manifest: Mapping[str, Any], metrics: Mapping[str, float], on: str,
     rows = f"| classes | {', '.join(names)} |\n"
     if counts:
         total = [sum(row[k] for row in counts if k < len(row)) for k in range(len(names))]
-        rows = f"| {given} by class | {', '.join(f'{n} {c}' for n, c in zip(names, total, strict=True))} |\n"
+        each = ", ".join(f"{name} {count}" for name, count in zip(names, total, strict=True))
+        rows = f"| training examples by class{given} | {each} |\n"
     found = {_cell(k.removeprefix("recall/")): v for k, v in metrics.items() if k.startswith("recall/")}
     if found:
         rows += f"| recall on the {on} set | {', '.join(f'{n} {v:.4f}' for n, v in found.items())} |\n"
