@@ -673,6 +673,20 @@ def test_quarantine_changes_whom_a_round_draws_from_and_not_how_many() -> None:
         assert len(drawn) == min(count - barred, number_drawn(count, share)) and not set(drawn) & set(names[:barred])
 
 
+def test_who_is_offline_is_replaced_before_who_is_idle_and_quarantine_makes_liars_by_the_policy_alone() -> None:
+    """By hand: b, c, d are drawn of four, b was late in an earlier attempt, and c is offline. a takes c's place, and b
+    is asked again. Of eight with h in quarantine five are drawn: others stand in for h, also if those are offline."""
+    ranks = dict.fromkeys("abcd", 4)
+    seed = next(k for k in range(99) if sample_clients([*ranks], 0.75, seed=k, round=0) == ["b", "c", "d"])
+    found = draw(Policy(ranks), {}, "abd", participation=0.75, seed=seed, finished=0, idle="b")
+    assert found.asked == ("a", "b", "d") and found.not_asked["c"][0] == "offline"
+    policy = Policy(dict.fromkeys("abcdefgh", 4), quarantine=1)
+    for seed in range(20):
+        found = draw(policy, {"h": 1}, "cdefg", participation=0.625, seed=seed, finished=0)
+        assert found.asked == tuple("cdefg") and not found.liars
+    assert draw(policy, {"h": 1}, "ab", participation=1.0, seed=0, finished=0).liars == ("h",)
+
+
 def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_round(tmp_path: Path) -> None:
     """A removal, another rank, a return; also if the first server with the new policy died before its checkpoint."""
 

@@ -150,8 +150,8 @@ class Attempt:
 
     @property
     def idle(self) -> frozenset[str]:
-        """The clients that were asked and gave nothing usable."""
-        return frozenset(name for name in self._served if self._fates[name].fate != "trained")
+        """The clients that were to be asked and gave nothing usable."""
+        return frozenset(name for name in self._drawn.asked if self._fates[name].fate != "trained")
 
     @property
     def missing(self) -> dict[str, str]:
@@ -177,10 +177,8 @@ class Attempt:
         Raises:
             QuorumNotMet: too few usable uploads. The state is unchanged; whom the aggregation refused has that fate.
         """
-        if all(fated.fate != "not drawn" for fated in self._fates.values()):
-            for name, fated in self.fates.items():  # nobody was left to draw in their place (`_drawn_and_liars`)
-                if fated.fate == "quarantined":
-                    self._intake.refuse(UploadRefused(name, fated.why))
+        for name in self._drawn.liars:
+            self._intake.refuse(UploadRefused(name, self._fates[name].why))
         try:
             after = self._intake.close()
         except QuorumNotMet as error:

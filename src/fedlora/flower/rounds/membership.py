@@ -24,10 +24,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Drawn:
-    """asked: in the policy's order. not_asked: all other clients of the policy -> (fate, why)."""
+    """asked: in the policy's order. not_asked: all other clients of the policy -> (fate, why). liars: the clients in
+    quarantine that the rule counts as liars: all, if a round draws all that are free; otherwise others are drawn in
+    their place, and none."""
 
     asked: tuple[str, ...]
     not_asked: Mapping[str, tuple[Fate, str]]
+    liars: tuple[str, ...] = ()
 
 
 def draw(
@@ -47,19 +50,21 @@ def draw(
     Quarantine does not change the number drawn while enough are free, only the clients to draw from. finished: the
     number of finished rounds, by which `sample_clients` draws. chosen: the clients to ask, if the round itself decides
     (`Intake.asked`). idle: who gave nothing usable in an earlier attempt at the round. For each drawn client that is
-    idle or not online, another one is drawn that is online, while there are such. Pure.
+    not online, and then for each idle one, another one is drawn that is online, while there are such. Pure.
     """
     barred = quarantined(policy, refusals)
     free = [name for name in policy.clients if name not in barred]
+    all_drawn = chosen is not None and {*free} <= {*chosen}
     if chosen is None:
         count, _ = _drawn_and_liars(policy, barred, participation)
         chosen = sample_clients(free, count / len(free), seed=seed, round=finished) if free else []
-        lacking = sorted({*chosen} - ({*online} - {*idle}), key=lambda name: (name not in idle, name))
+        all_drawn = count == len(free)
+        lacking = sorted({*chosen} - ({*online} - {*idle}), key=lambda name: (name in online, name))
         spare = sorted({*free} & ({*online} - {*idle}) - {*chosen})
         if number := min(len(lacking), len(spare)):
             others = sample_clients(spare, number / len(spare), seed=seed, round=finished)
-            kept = [name for name in chosen if name not in idle or name not in lacking[:number]]
-            chosen = [*kept, *others]
+            replaced = {*lacking[:number]} & {*online}  # who is offline stays among the chosen, for its fate
+            chosen = [*({*chosen} - replaced), *others]
     fates: dict[str, tuple[Fate, str]] = {}
     for name in policy.clients:
         if name in barred:
@@ -68,7 +73,7 @@ def draw(
             fates[name] = ("not drawn", "")
         elif name not in online:
             fates[name] = ("offline", "it is not online")
-    return Drawn(tuple(name for name in policy.clients if name not in fates), fates)
+    return Drawn(tuple(name for name in policy.clients if name not in fates), fates, tuple(barred) if all_drawn else ())
 
 
 def quarantine(policy: Policy, refusals: Mapping[str, int], name: str) -> str:
@@ -113,8 +118,7 @@ def needed(
 
 
 def _drawn_and_liars(policy: Policy, barred: Collection[str], participation: float) -> tuple[int, int]:
-    """How many clients a round draws. And how many the rule counts as liars although nobody asks them: all barred ones,
-    if all that are free are drawn (`Attempt.close`); otherwise none, because others are drawn in their place."""
+    """How many clients a round draws; and how many the rule counts as liars although nobody asks them (`Drawn`)."""
     free = len(policy.clients) - len(barred)
     drawn = min(free, number_drawn(len(policy.clients), participation))
     return drawn, len(barred) if drawn == free else 0

@@ -6,7 +6,9 @@
 A round, in the order of the code:
 
 1. `_open_attempt`: read the policy's file again, open the server's intake for uploads (a private one says whom to ask),
-   and draw clients (membership.py). A policy or a quarantine that changes during a round holds from its next attempt.
+   and draw clients (membership.py). A drawn client that is offline is replaced by one that is online, if the round does
+   not draw all; so is, in later attempts, one that gave nothing usable. A policy or a quarantine that changes during a
+   round holds from its next attempt.
 2. `_collect_answers`: send each drawn client that is online a message at its own rank (questions.py, collecting.py),
    and give each answer its fate as it comes (attempt.py). A client without an answer at the deadline is late: nobody
    fetches its answer, and its site goes back to its last work that counted.
@@ -17,11 +19,10 @@ A round, in the order of the code:
    give.
 
 If too few answers count, the server stores refusals and receipts in the checkpoint of the round before, waits until as
-many clients as a round needs are online (30 s at most), and begins again at 1, as often as the policy allows. It draws
-the same clients; but if a round draws only some, others that are online take the places of those that are offline, or
-gave nothing usable in an earlier attempt. A private round is the same loop with other `hooks`: its intake says whom to
-ask, and it asks them once and has no quorum. After a crash the caller gives the newest sound checkpoint (`resume`):
-lines of later rounds are cut off, and step 5 is done again if the record shows that it had not ended.
+many clients as a round needs are online (30 s at most), and begins again at 1, as often as the policy allows. A private
+round is the same loop with other `hooks`: its intake says whom to ask, and it asks them once and has no quorum. After a
+crash the caller gives the newest sound checkpoint (`resume`): lines of later rounds are cut off, and step 5 is done
+again if the record shows that it had not ended.
 
 A round needs as many usable uploads as the quorum and the robust rule ask for (`membership.needed`). Usable: trained,
 and not refused; an abstention is none. To the rule, refused uploads are liars'; failed, late, offline, abstaining and
