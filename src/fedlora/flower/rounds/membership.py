@@ -54,11 +54,11 @@ def draw(
     """
     barred = quarantined(policy, refusals)
     free = [name for name in policy.clients if name not in barred]
-    all_drawn = chosen is not None and {*free} <= {*chosen}
+    all_drawn = chosen is not None and {*free} <= {*chosen}  # a private round decides by itself
     if chosen is None:
-        count, _ = _drawn_and_liars(policy, barred, participation)
+        count, liars = _drawn_and_liars(policy, barred, participation)
         chosen = sample_clients(free, count / len(free), seed=seed, round=finished) if free else []
-        all_drawn = count == len(free)
+        all_drawn = liars == len(barred)
         lacking = sorted({*chosen} - ({*online} - {*idle}), key=lambda name: (name in online, name))
         spare = sorted({*free} & ({*online} - {*idle}) - {*chosen})
         if number := min(len(lacking), len(spare)):
