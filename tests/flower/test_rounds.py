@@ -36,7 +36,7 @@ from fedlora.flower.rounds.attempt import far_ones, update_norm
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.events import AttemptFailed, Began, Done, Ended, Fated, PolicyChanged, read_events
 from fedlora.flower.rounds.log_lines import lines_of as words_of
-from fedlora.flower.rounds.membership import draw, needed, number_drawn
+from fedlora.flower.rounds.membership import draw, number_drawn, quarantined, round_size
 from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, reply_limit
@@ -654,14 +654,20 @@ def test_nobody_trains_if_quarantine_leaves_too_few(tmp_path: Path, needs: str) 
         (6, Krum(liars=1), 1.0, "", 6),
         (3, Krum(liars=1), 1.0, "f", 3),  # the liar is in quarantine, and f is 0 then
         (3, Krum(liars=1), 5 / 6, "f", 3),  # nobody is left to draw in its place
-        (3, Krum(liars=1), 4 / 6, "f", None),  # four of five are drawn, so it is no liar of the round
-        (6, None, 1.0, "f", None),
-        (None, Krum(liars=1), 1.0, "ef", None),  # more than f were refused: f stays, and four are left
+        (3, Krum(liars=1), 4 / 6, "f", 0),  # four of five are drawn, so it is no liar of the round
+        (6, None, 1.0, "f", 0),
+        (None, Krum(liars=1), 1.0, "ef", 0),  # more than f were refused: f stays, and four are left
     ],
 )
-def test_what_a_round_needs(quorum: Any, rule: Any, participation: float, barred: str, want: int | None) -> None:
+def test_what_a_round_needs(quorum: Any, rule: Any, participation: float, barred: str, want: int) -> None:
     """By hand, of six clients, and of Krum's bound."""
-    assert needed(Policy(dict.fromkeys("abcdef", 4)), barred, quorum, rule, participation) == want
+    assert round_size(Policy(dict.fromkeys("abcdef", 4)), barred, quorum, rule, participation).least == want
+
+
+def drawn_of(policy: Policy, refusals: dict[str, int], online: Any, share: float, *, seed: int, idle: Any = "") -> Any:
+    barred = quarantined(policy, refusals)
+    size = round_size(policy, barred, None, None, share)
+    return draw(policy, barred, online, size.draws, seed=seed, finished=0, idle=idle), size.liars
 
 
 def test_quarantine_changes_whom_a_round_draws_from_and_not_how_many() -> None:
@@ -669,22 +675,23 @@ def test_quarantine_changes_whom_a_round_draws_from_and_not_how_many() -> None:
     for count, share, barred in [(15, 0.5, 2), (26, 0.25, 3), (25, 0.58, 3), (5, 1.0, 2), (9, 0.1, 8)]:
         names = [f"c{k:02}" for k in range(count)]
         policy, refusals = Policy(dict.fromkeys(names, 4), quarantine=1), dict.fromkeys(names[:barred], 1)
-        drawn = draw(policy, refusals, names, participation=share, seed=0, finished=0).asked
-        assert len(drawn) == min(count - barred, number_drawn(count, share)) and not set(drawn) & set(names[:barred])
+        asked = drawn_of(policy, refusals, names, share, seed=0)[0].asked
+        assert len(asked) == min(count - barred, number_drawn(count, share)) and not set(asked) & set(names[:barred])
 
 
-def test_who_is_offline_is_replaced_before_who_is_idle_and_quarantine_makes_liars_by_the_policy_alone() -> None:
-    """By hand: b, c, d are drawn of four, b was late in an earlier attempt, and c is offline. a takes c's place, and b
-    is asked again. Of eight with h in quarantine five are drawn: others stand in for h, also if those are offline."""
+def test_stand_ins_come_for_who_is_offline_before_who_is_idle_and_quarantine_makes_liars_by_the_policy_alone() -> None:
+    """By hand: b, c, d are drawn of four, b was late in an earlier attempt, and c is offline. a stands in for c, and b
+    is asked again. Of eight with h in quarantine five are drawn: others are drawn in place of h, also if those are
+    offline."""
     ranks = dict.fromkeys("abcd", 4)
     seed = next(k for k in range(99) if sample_clients([*ranks], 0.75, seed=k, round=0) == ["b", "c", "d"])
-    found = draw(Policy(ranks), {}, "abd", participation=0.75, seed=seed, finished=0, idle="b")
+    found, _ = drawn_of(Policy(ranks), {}, "abd", 0.75, seed=seed, idle="b")
     assert found.asked == ("a", "b", "d") and found.not_asked["c"][0] == "offline"
     policy = Policy(dict.fromkeys("abcdefgh", 4), quarantine=1)
     for seed in range(20):
-        found = draw(policy, {"h": 1}, "cdefg", participation=0.625, seed=seed, finished=0)
-        assert found.asked == tuple("cdefg") and not found.liars
-    assert draw(policy, {"h": 1}, "ab", participation=1.0, seed=0, finished=0).liars == ("h",)
+        found, liars = drawn_of(policy, {"h": 1}, "cdefg", 0.625, seed=seed)
+        assert found.asked == tuple("cdefg") and not liars
+    assert drawn_of(policy, {"h": 1}, "ab", 1.0, seed=0)[1] == ("h",)
 
 
 def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_round(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def _next_steps(folder: Path, made: Federation) -> list[str]:
         f"  4. admit each with the request that it sends back: fedlora flower admit {fed} request.toml",
     ]
     if made.settings.privacy is None:
-        from fedlora.flower.rounds.membership import needed
+        from fedlora.flower.rounds.membership import round_size
         from fedlora.flower.terms.policy import Policy
 
         quorum, rule, share = (
@@ -107,7 +107,7 @@ def _next_steps(folder: Path, made: Federation) -> list[str]:
             made.settings.defence.build(),
             made.settings.run.participation,
         )
-        least = needed(Policy(clients), (), quorum, rule, share)
+        least = round_size(Policy(clients), (), quorum, rule, share).least
         why = f"server.quorum in {here}/federation.toml" if least == quorum else "the robust rule needs as many"
         lines += [f"A round needs {least} of them ({why})."]
         return [*lines, *_unbounded(made.settings.server.memory)]

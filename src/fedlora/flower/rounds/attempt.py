@@ -11,7 +11,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,27 +69,37 @@ EFFECTS: Mapping[Fate, Effect] = {
 }
 
 
+@dataclass(frozen=True)
+class Earlier:
+    """What the earlier attempts at a round leave to the next one. It is not stored: a new start begins again.
+
+    attempts: their number. idle: the clients that were to be asked and gave nothing usable: others stand in for them.
+    blamed: the clients whose refusal is counted already, because a round counts it once.
+    """
+
+    attempts: int = 0
+    idle: frozenset[str] = frozenset()
+    blamed: frozenset[str] = frozenset()
+
+
 class Attempt:
     """One attempt. Mutable; `close` ends it.
 
-    maker: makes the messages of the state before the round. intake: the round's, open. nth: of this round's
-    attempts. deadline: seconds for an answer, and the life of a message. report: called with each fate once it is
-    known; a later fate of the same client replaces the one before. blamed: the clients whose refusal an earlier attempt
-    of the round has counted. A round counts it once; but this is not stored, so that a round begun by a new start
-    counts it again.
+    maker: makes the messages of the state before the round. intake: the round's, open. deadline: seconds for an answer,
+    and the life of a message. report: called with each fate once it is known; a later fate of the same client replaces
+    the one before.
     """
 
     def __init__(
-        self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float, report: Report,
-        blamed: frozenset[str],
-    ) -> None:  # fmt: skip
+        self, maker: MessageMaker, drawn: Drawn, intake: Intake, earlier: Earlier, deadline: float, report: Report
+    ) -> None:
         self.server, self.policy, self.flower_state = maker.server, maker.policy, maker.flower_state
-        self.round, self.nth, self.deadline = self.flower_state.next_round, nth, deadline
+        self.round, self.nth, self.deadline = self.flower_state.next_round, earlier.attempts + 1, deadline
         self._maker, self._drawn, self._intake, self._report = maker, drawn, intake, report
-        self._blamed_before = blamed
+        self._earlier = earlier
         self._served: list[str] = []  # for whom a message was made
         self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
-        self._fates = {name: Fated(self.round, nth, name, *told) for name, told in drawn.not_asked.items()}
+        self._fates = {name: Fated(self.round, self.nth, name, *told) for name, told in drawn.not_asked.items()}
 
     def questions(self) -> Iterator[Question]:
         """A message for each client to ask, made on demand; none for one whom the method cannot serve."""
@@ -143,15 +153,11 @@ class Attempt:
         """The known fates of the policy's clients, in its order."""
         return {name: self._fates[name] for name in self.policy.clients if name in self._fates}
 
-    @property
-    def blamed(self) -> frozenset[str]:
-        """The clients whose refusal this attempt, or an earlier one of the round, has counted."""
-        return self._blamed_before | {name for name in self._served if EFFECTS[self._fates[name].fate].refused}
-
-    @property
-    def idle(self) -> frozenset[str]:
-        """The clients that were to be asked and gave nothing usable."""
-        return frozenset(name for name in self._drawn.asked if self._fates[name].fate != "trained")
+    def earlier(self) -> Earlier:
+        """What this attempt and those before it leave to the next one."""
+        idle = {name for name in self._drawn.asked if self._fates[name].fate != "trained"}
+        blamed = {name for name in self._served if EFFECTS[self._fates[name].fate].refused}
+        return Earlier(self.nth, self._earlier.idle | idle, self._earlier.blamed | blamed)
 
     @property
     def missing(self) -> dict[str, str]:
@@ -177,8 +183,6 @@ class Attempt:
         Raises:
             QuorumNotMet: too few usable uploads. The state is unchanged; whom the aggregation refused has that fate.
         """
-        for name in self._drawn.liars:
-            self._intake.refuse(UploadRefused(name, self._fates[name].why))
         try:
             after = self._intake.close()
         except QuorumNotMet as error:
@@ -210,7 +214,7 @@ class Attempt:
         examples, refusals = dict(known.examples), dict(known.refusals)
         for name in self._served:
             effect, receipt = EFFECTS[self._fates[name].fate], receipts.get(name, Receipt())
-            if effect.refused and name not in self._blamed_before:
+            if effect.refused and name not in self._earlier.blamed:
                 refusals[name] = refusals.get(name, 0) + 1
             if counted and effect.counted:
                 clients[name], receipt = self._taken[name][1], replace(receipt, counted=self.round, sure=True)

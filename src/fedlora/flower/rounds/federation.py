@@ -19,7 +19,7 @@ from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.choosing import Choosing, check, choosing_of
 from fedlora.flower.rounds.flower_state import FlowerState, keys_now, newest
-from fedlora.flower.rounds.membership import check_enough, check_playable
+from fedlora.flower.rounds.membership import check_enough, check_playable, quarantined, round_size
 from fedlora.flower.rounds.private_federation import check_affordable, planned
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.round_lines import rounds_done
@@ -128,7 +128,8 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     opening = Opening(home, settings, policy, server, plan, seed_adapter, spec, state, known, at_server, choosing,
                   rounds, history, found)  # fmt: skip
     if rounds < settings.run.rounds:
-        check_enough(policy, server, opening.refusals(), settings.run.participation)
+        barred = quarantined(policy, opening.refusals())
+        check_enough(round_size(policy, barred, server.quorum, server.rule, settings.run.participation), barred)
     return opening
 
 

@@ -23,48 +23,91 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class RoundSize:
+    """How many clients a round takes, while some are in quarantine.
+
+    draws: the number of clients to draw. liars: the clients in quarantine that a robust rule counts as liars, as it
+    counts refused uploads: all of them if a round draws every other client; otherwise none, because others are drawn in
+    their place. least: the fewest usable uploads with which a round counts, by the quorum and the rule; 0: `draws` are
+    not enough. lack: why not. (`least` assumes equal weights: others may still make a round fail.)
+    """
+
+    draws: int
+    liars: tuple[str, ...]
+    least: int
+    lack: str
+
+
+def round_size(
+    policy: Policy, barred: Collection[str], quorum: int | None, rule: Rule | None, participation: float
+) -> RoundSize:
+    """The size of a round. barred: the policy's clients in quarantine. Quarantine changes whom a round draws, and not
+    how many, while enough are free."""
+    free = len(policy.clients) - len(barred)
+    draws = min(free, number_drawn(len(policy.clients), participation))
+    liars = tuple(barred) if draws == free else ()
+
+    def lack(count: int) -> str:
+        """Why this many usable uploads are too few; "" if they are enough."""
+        if count < (quorum or 1):
+            return f"{count} are left for a round, and server.quorum = {quorum}" if count else "nobody is left"
+        alike = [1 / count] * count
+        return (rule.without(len(liars), alike).overcome(alike) or "") if rule is not None else ""
+
+    enough = takewhile(lambda count: not lack(count), range(draws, 0, -1))
+    return RoundSize(draws, liars, min(enough, default=0), lack(draws))
+
+
+def check_enough(size: RoundSize, barred: Mapping[str, str]) -> None:
+    """Raises `ConfigError` if quarantine leaves fewer clients than a round needs, so that nobody trains in vain."""
+    if barred and size.lack:
+        said = "; ".join(f"{name}: {why}" for name, why in barred.items())
+        raise ConfigError(
+            f"too few sites are left, because some are in quarantine: {size.lack}. {said}. First let the site repair "
+            f"what was refused; or remove the site, or ask for fewer in federation.toml. Nobody was asked to train."
+        )
+
+
+@dataclass(frozen=True)
 class Drawn:
-    """asked: in the policy's order. not_asked: all other clients of the policy -> (fate, why). liars: the clients in
-    quarantine that the rule counts as liars: all, if a round draws all that are free; otherwise others are drawn in
-    their place, and none."""
+    """asked: in the policy's order. not_asked: all other clients of the policy -> (fate, why)."""
 
     asked: tuple[str, ...]
     not_asked: Mapping[str, tuple[Fate, str]]
-    liars: tuple[str, ...] = ()
 
 
 def draw(
-    policy: Policy,
-    refusals: Mapping[str, int],
-    online: Collection[str],
-    *,
-    participation: float,
-    seed: int,
-    finished: int,
-    chosen: Collection[str] | None = None,
+    policy: Policy, barred: Mapping[str, str], online: Collection[str], draws: int, *, seed: int, finished: int,
     idle: Collection[str] = (),
-) -> Drawn:
-    """The clients of a round: a share of those that are not in quarantine; the ones among them that are online are
-    asked.
+) -> Drawn:  # fmt: skip
+    """The clients of an attempt: `draws` of those that are not in quarantine. Those of them that are online are asked.
 
-    Quarantine does not change the number drawn while enough are free, only the clients to draw from. finished: the
-    number of finished rounds, by which `sample_clients` draws. chosen: the clients to ask, if the round itself decides
-    (`Intake.asked`). idle: who gave nothing usable in an earlier attempt at the round. For each drawn client that is
-    not online, and then for each idle one, another one is drawn that is online, while there are such. Pure.
+    barred: client -> why it is in quarantine. seed, finished: of the sample; finished: the number of finished rounds.
+    idle: who gave nothing usable in an earlier attempt at the round. Pure.
     """
-    barred = quarantined(policy, refusals)
     free = [name for name in policy.clients if name not in barred]
-    all_drawn = chosen is not None and {*free} <= {*chosen}  # a private round decides by itself
-    if chosen is None:
-        count, liars = _drawn_and_liars(policy, barred, participation)
-        chosen = sample_clients(free, count / len(free), seed=seed, round=finished) if free else []
-        all_drawn = liars == len(barred)
-        lacking = sorted({*chosen} - ({*online} - {*idle}), key=lambda name: (name in online, name))
-        spare = sorted({*free} & ({*online} - {*idle}) - {*chosen})
-        if number := min(len(lacking), len(spare)):
-            others = sample_clients(spare, number / len(spare), seed=seed, round=finished)
-            replaced = {*lacking[:number]} & {*online}  # who is offline stays among the chosen, for its fate
-            chosen = [*({*chosen} - replaced), *others]
+    chosen = {*sample_clients(free, draws / len(free), seed=seed, round=finished)} if free else set()
+    chosen = _with_stand_ins(chosen, {*free}, {*online}, {*idle}, seed, finished)
+    return asked_of(policy, barred, online, chosen)
+
+
+def _with_stand_ins(
+    chosen: set[str], free: set[str], online: set[str], idle: set[str], seed: int, finished: int
+) -> set[str]:
+    """The chosen clients, with a stand-in for each that is offline, and then for each idle one, while there are any:
+    clients that are online, were not chosen, and are not idle. An offline client stays chosen, so that its fate is
+    known; an idle one with a stand-in does not."""
+    offline, tried = sorted(chosen - online), sorted(chosen & online & idle)
+    spare = sorted((free & online) - idle - chosen)
+    number = min(len(offline) + len(tried), len(spare))
+    if not number:
+        return chosen
+    stand_ins = sample_clients(spare, number / len(spare), seed=seed, round=finished)
+    return chosen - {*tried[: max(0, number - len(offline))]} | {*stand_ins}
+
+
+def asked_of(policy: Policy, barred: Mapping[str, str], online: Collection[str], chosen: Collection[str]) -> Drawn:
+    """Those of the chosen clients that are asked, and the fate of everyone else."""
     fates: dict[str, tuple[Fate, str]] = {}
     for name in policy.clients:
         if name in barred:
@@ -73,7 +116,7 @@ def draw(
             fates[name] = ("not drawn", "")
         elif name not in online:
             fates[name] = ("offline", "it is not online")
-    return Drawn(tuple(name for name in policy.clients if name not in fates), fates, tuple(barred) if all_drawn else ())
+    return Drawn(tuple(name for name in policy.clients if name not in fates), fates)
 
 
 def quarantine(policy: Policy, refusals: Mapping[str, int], name: str) -> str:
@@ -91,45 +134,6 @@ def quarantine(policy: Policy, refusals: Mapping[str, int], name: str) -> str:
 def quarantined(policy: Policy, refusals: Mapping[str, int]) -> dict[str, str]:
     """The policy's clients that are no longer asked -> why, as in `quarantine`."""
     return {name: why for name in policy.clients if (why := quarantine(policy, refusals, name))}
-
-
-def check_enough(policy: Policy, server: Server, refusals: Mapping[str, int], participation: float) -> None:
-    """Raises `ConfigError` if quarantine leaves fewer clients than a round needs, so that nobody trains in vain."""
-    barred = quarantined(policy, refusals)
-    few = _too_few(*_drawn_and_liars(policy, barred, participation), server.quorum, server.rule)
-    if barred and few:
-        said = "; ".join(f"{name}: {why}" for name, why in barred.items())
-        raise ConfigError(
-            f"too few sites are left, because some are in quarantine: {few}. {said}. First let the site repair what "
-            f"was refused; or remove the site, or ask for fewer in federation.toml. Nobody was asked to train."
-        )
-
-
-def needed(
-    policy: Policy, barred: Collection[str], quorum: int | None, rule: Rule | None, participation: float
-) -> int | None:
-    """The usable uploads that a round needs: the quorum, and as many as the robust rule needs. None: more than can be
-    drawn, because some clients are barred.
-
-    It counts clients: if they suffice, their weights may still make the round fail.
-    """
-    drawn, liars = _drawn_and_liars(policy, barred, participation)
-    return min(takewhile(lambda n: not _too_few(n, liars, quorum, rule), range(drawn, 0, -1)), default=None)
-
-
-def _drawn_and_liars(policy: Policy, barred: Collection[str], participation: float) -> tuple[int, int]:
-    """How many clients a round draws; and how many the rule counts as liars although nobody asks them (`Drawn`)."""
-    free = len(policy.clients) - len(barred)
-    drawn = min(free, number_drawn(len(policy.clients), participation))
-    return drawn, len(barred) if drawn == free else 0
-
-
-def _too_few(count: int, liars: int, quorum: int | None, rule: Rule | None) -> str | None:
-    """Why this many usable uploads are too few; None if they are enough. liars: as in `_drawn_and_liars`."""
-    if count < (quorum or 1):
-        return f"{count} are left for a round, and server.quorum = {quorum}" if count else "nobody is left"
-    alike = [1 / count] * count
-    return rule.without(liars, alike).overcome(alike) if rule is not None else None
 
 
 def check_playable(policy: Policy, server: Server, state: ServerState, codec: Codec, participation: float) -> None:

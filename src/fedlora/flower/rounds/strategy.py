@@ -5,10 +5,10 @@
 
 A round, in the order of the code:
 
-1. `_open_attempt`: read the policy's file again, open the server's intake for uploads (a private one says whom to ask),
-   and draw clients (membership.py). A drawn client that is offline is replaced by one that is online, if the round does
-   not draw all; so is, in later attempts, one that gave nothing usable. A policy or a quarantine that changes during a
-   round holds from its next attempt.
+1. `_open_attempt`: read the policy's file again, open the server's intake for uploads, and draw clients
+   (membership.py; a private round asks those that its intake names). A stand-in comes for each drawn client that is
+   offline, if the round does not draw everybody; in later attempts also for each that gave nothing usable. A policy or
+   a quarantine that changes during a round holds from its next attempt.
 2. `_collect_answers`: send each drawn client that is online a message at its own rank (questions.py, collecting.py),
    and give each answer its fate as it comes (attempt.py). A client without an answer at the deadline is late: nobody
    fetches its answer, and its site goes back to its last work that counted.
@@ -18,16 +18,15 @@ A round, in the order of the code:
 5. `_finish`: let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they
    give.
 
-If too few answers count, the server stores refusals and receipts in the checkpoint of the round before, waits until as
-many clients as a round needs are online (30 s at most), and begins again at 1, as often as the policy allows. A private
-round is the same loop with other `hooks`: its intake says whom to ask, and it asks them once and has no quorum. After a
-crash the caller gives the newest sound checkpoint (`resume`): lines of later rounds are cut off, and step 5 is done
-again if the record shows that it had not ended.
+If too few uploads are usable (`membership.RoundSize.least`), 3 fails. Then the server stores refusals and receipts in
+the checkpoint of the round before, waits until as many clients as a round needs are online (30 s at most), and begins
+again at 1, as often as the policy allows. A private round is the same loop with other `hooks`: it asks its clients once
+and has no quorum. After a crash the caller gives the newest sound checkpoint (`resume`): lines of later rounds are cut
+off, and step 5 is done again if the record shows that it had not ended.
 
-A round needs as many usable uploads as the quorum and the robust rule ask for (`membership.needed`). Usable: trained,
-and not refused; an abstention is none. To the rule, refused uploads are liars'; failed, late, offline, abstaining and
-unserved clients are no liars. Quarantine changes whom a round draws from, and not how many, while enough are free; if
-it leaves no more than a round draws, all of them are drawn, and each client in quarantine counts as a liar.
+An upload is usable if its client trained and it is not refused; an abstention is not usable. To a robust rule, refused
+uploads are liars', and clients in quarantine are liars if no others could be drawn in their place; those that failed,
+were late or offline, abstained or could not be served are none.
 
 You may give another `hooks`, `codec`, `identify`, `after_round`, `choosing` or `clock`. Hooks and finishing.py also use
 what has no underscore here. Flower's loop would call `configure_train` at 1, `aggregate_train` at 3,
@@ -52,10 +51,10 @@ from flwr.serverapp.strategy import Result
 
 from fedlora.core import checkpoint
 from fedlora.core.echo import shown
-from fedlora.errors import BudgetSpent, ConfigError, FedLoRAError, QuorumNotMet, counted
+from fedlora.errors import BudgetSpent, ConfigError, FedLoRAError, QuorumNotMet, UploadRefused, counted
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
-from fedlora.flower.rounds.attempt import Attempt
+from fedlora.flower.rounds.attempt import Attempt, Earlier
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.collecting import Answer, Clock, Identify, collect, patiently, registered_names
 from fedlora.flower.rounds.events import Awaited, Began, Done, Ended, Event, EventWriter
@@ -64,11 +63,13 @@ from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of, log_to_stdout
 from fedlora.flower.rounds.membership import (
     Drawn,
+    RoundSize,
+    asked_of,
     check_enough,
     check_playable,
     draw,
-    needed,
     quarantined,
+    round_size,
     with_largest_share,
 )
 from fedlora.flower.rounds.private_words import RELEASED
@@ -204,11 +205,10 @@ class FedLoRA:
 
     def _play_attempts(self, grid: Grid) -> tuple[FlowerState, Mapping[str, Any]]:
         """Make attempts until one counts, as many as the policy allows. The next state, and the round's line."""
-        nth, blamed, idle = 0, frozenset[str](), frozenset[str]()
+        earlier = Earlier()
         while True:
-            nth += 1
             began = self.clock.monotonic()
-            attempt = self._open_attempt(grid, nth, blamed, idle)
+            attempt = self._open_attempt(grid, earlier)
             self._collect_answers(grid, attempt)
             try:
                 flower_state, line = attempt.close()
@@ -216,37 +216,53 @@ class FedLoRA:
             except QuorumNotMet as error:
                 self.flower_state = attempt.not_counted(error)
                 self._save()
-                barred = quarantined(self.policy, self.flower_state.refusals)
-                failed = attempt.failed(error, barred)
+                failed = attempt.failed(error, quarantined(self.policy, self.flower_state.refusals))
                 self._report(failed)
-                if nth > self.policy.retries:
+                earlier = attempt.earlier()
+                if earlier.attempts > self.policy.retries:
                     raise QuorumNotMet(failed.why) from error
-            blamed, idle = attempt.blamed, idle | attempt.idle
             del attempt  # its uploads
-            least = needed(self.policy, barred, self.server.quorum, self.server.rule, self.participation)
-            until = self.clock.monotonic() + min(30.0, self.deadline)  # without `least` the next attempt says why
-            while least and self.clock.monotonic() < until and len(self._draw(self.online(grid), idle).asked) < least:
-                self.clock.sleep(1.0)
+            self._wait_for_enough(grid, earlier)
 
-    def _open_attempt(self, grid: Grid, nth: int, blamed: frozenset[str], idle: frozenset[str]) -> Attempt:
-        """Draw the clients, and open the intake for their uploads, both by the policy as it is now. blamed: as in
-        `Attempt`. idle: as in `draw`. Raises `ConfigError` if quarantine leaves too few clients."""
+    def _open_attempt(self, grid: Grid, earlier: Earlier) -> Attempt:
+        """Draw the clients, and open the intake for their uploads, both by the policy as it is now. Raises
+        `ConfigError` if quarantine leaves too few clients."""
         self.read_policy()
         self._hooks.before_attempt(self, grid)
         maker = self._message_maker(grid)
         intake = with_largest_share(self.server, self.policy).open(self.flower_state.state.server)
-        drawn = self._draw(maker.online, idle, intake.asked)
+        barred, size = self._size()
+        check_enough(size, barred)
+        for name in size.liars:
+            intake.refuse(UploadRefused(name, barred[name]))
+        if intake.asked is None:
+            drawn = self._draw(maker.online, earlier)
+        else:  # a private round decides by itself
+            drawn = asked_of(self.policy, barred, maker.online, intake.asked)
         not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
-        self._report(Began(self.flower_state.next_round, nth, drawn.asked, not_asked, self.deadline))
-        check_enough(self.policy, self.server, self.flower_state.refusals, self.participation)
-        return Attempt(maker, drawn, intake, nth, self.deadline, self._report, blamed)
+        attempt = Attempt(maker, drawn, intake, earlier, self.deadline, self._report)
+        self._report(Began(attempt.round, attempt.nth, drawn.asked, not_asked, self.deadline))
+        return attempt
 
-    def _draw(self, online: Collection[str], idle: Collection[str], chosen: Collection[str] | None = None) -> Drawn:
-        """The attempt's clients. chosen: by a private round."""
+    def _size(self) -> tuple[dict[str, str], RoundSize]:
+        """The clients that are in quarantine now -> why, and the size of a round without them."""
+        barred = quarantined(self.policy, self.flower_state.refusals)
+        return barred, round_size(self.policy, barred, self.server.quorum, self.server.rule, self.participation)
+
+    def _draw(self, online: Collection[str], earlier: Earlier) -> Drawn:
+        """The clients of the round's next attempt."""
+        barred, size = self._size()
         return draw(
-            self.policy, self.flower_state.refusals, online, participation=self.participation, seed=self._seed,
-            finished=self.round, chosen=chosen, idle=idle,
+            self.policy, barred, online, size.draws, seed=self._seed, finished=self.round, idle=earlier.idle
         )  # fmt: skip
+
+    def _wait_for_enough(self, grid: Grid, earlier: Earlier) -> None:
+        """Wait until the next attempt could ask as many clients as a round needs; 30 s at most, and not at all if
+        quarantine leaves fewer, because the next attempt then says so."""
+        least = self._size()[1].least
+        until = self.clock.monotonic() + min(30.0, self.deadline)
+        while self.clock.monotonic() < until and len(self._draw(self.online(grid), earlier).asked) < least:
+            self.clock.sleep(1.0)
 
     def _collect_answers(self, grid: Grid, attempt: Attempt) -> None:
         """Ask the drawn clients, and give each its fate, until all have answered or the deadline has come."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedlora.errors import FedLoRAError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.membership import needed
+from fedlora.flower.rounds.membership import round_size
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.round_lines import fitting_summary, rounds_done
 from fedlora.flower.rounds.settings_history import History
@@ -78,7 +78,8 @@ def standing(folder: FederationFolder, barred: Collection[str] = ()) -> Standing
     if why == "stopped early" and settings.privacy is not None and _charged_since(settings.privacy, folder):
         why = ""  # it ended for lack of budget, but the ledger may have changed since: ask it again
     barred = [name for name in barred if name in ranks]
-    least = needed(policy, barred, settings.server.quorum, settings.defence.build(), run.participation) or 1
+    size = round_size(policy, barred, settings.server.quorum, settings.defence.build(), run.participation)
+    least = size.least or 1
     if settings.privacy is not None:  # it begins when all were there, and later waits for nobody
         least = 0 if done or has_released(folder) else len(ranks)
     told = _told(folder, settings, done)
