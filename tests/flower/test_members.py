@@ -524,6 +524,19 @@ def test_the_first_request_says_what_nobody_at_the_server_knows(
     assert main("flower", "admit", fed.path, asked(fed, "cork", tmp_path, **base)).code == 0
 
 
+def test_of_several_requests_one_that_is_refused_keeps_no_other_out(
+    fed: FederationFolder, tmp_path: Path, main: Callable[..., Said]
+) -> None:
+    acme, berlin = asked(fed, "acme", tmp_path), asked(fed, "berlin", tmp_path)
+    missing = tmp_path / "cork.toml"
+    assert "for one site; got 2" in main("flower", "admit", fed.path, acme, berlin, "--rotate").error()
+    assert not fed.key("acme").exists()
+    said = main("flower", "admit", fed.path, acme, missing, berlin)
+    assert said.code == 2 and "1 of 3 requests are refused" in said.err and "cork.toml" in said.err
+    assert fed.key("acme").is_file() and fed.key("berlin").is_file()
+    assert "acme: admitted" in said.out and "berlin: admitted" in said.out
+
+
 @pytest.mark.parametrize(("sites", "participation", "quorum"), [(1, 1.0, 1), (2, 1.0, 2), (3, 1.0, 2), (8, 0.5, 3)])
 def test_a_round_needs_more_than_half_unless_the_file_says_otherwise(
     sites: int, participation: float, quorum: int

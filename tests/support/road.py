@@ -27,7 +27,7 @@ from support.tiny_models import VOCABULARY
 from support.training_data import save_model
 
 SITES = ("acme", "berlin", "cork")
-START = ("1. At the server", "2. At each site", "3. At the server: admit the sites", "4. At each site: start")
+START = ("1. At the server", "2. At each site", "3. At the server: admit the sites")
 LABELS = ("no", "yes")
 SITE, SERVER, PROXY = "fedlora-site", "fedlora-server", "fedlora-proxy"  # the units
 

@@ -96,7 +96,7 @@ def _next_steps(folder: Path, made: Federation) -> list[str]:
         + _low_port(made.settings.network.port),
         f"  2. fedlora doctor {fed}",
         f"  3. hand each site its file, {here}/join/NAME.toml; it holds no secret",
-        f"  4. admit each with the request that it sends back: fedlora flower admit {fed} request.toml",
+        f"  4. admit them with the requests that they send back: fedlora flower admit {fed} REQUEST.toml ...",
     ]
     if made.settings.privacy is None:
         from fedlora.flower.rounds.membership import round_size

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fedlora.cli.flower.common import Folder, needed, typed
 from fedlora.cli.screen import console
-from fedlora.errors import ConfigError
+from fedlora.errors import ConfigError, FedLoRAError
+
+if TYPE_CHECKING:
+    from fedlora.flower.setup.members import Admitted
 
 
 def admit(
     folder: Folder,
-    request: Annotated[Path | None, typer.Argument(help="request.toml, as a site sent it", show_default=False)] = None,
+    requests: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[REQUEST]...", help="the request.toml of each site, as it sent it", show_default=False),
+    ] = None,
     rank: Annotated[int | None, typer.Option(min=1, help="rank of a site that was not invited, or a new rank")] = None,
     rotate: Annotated[bool, typer.Option("--rotate", help="accept another key for this site")] = False,
     new: Annotated[
@@ -22,10 +28,11 @@ def admit(
         typer.Option(metavar="NAME=RANK", help="invite a site and write its join file (NAME alone: for a known site)"),
     ] = None,
 ) -> None:
-    """At the server: admit a site with the request.toml it sent, or invite a new site.
+    """At the server: admit sites, each with the request.toml that it sent, or invite a new site.
 
-    A running server takes the change within seconds.
+    A running server takes the change within seconds. Of several requests one that is refused keeps no other out.
 
+    Sites:          fedlora flower admit fed acme.toml berlin.toml
     A new site:     fedlora flower admit fed --new dublin=4    then hand it fed/join/dublin.toml
                     fedlora flower admit fed request.toml      with what it sends back
     A new key:      fedlora flower admit fed request.toml --rotate
@@ -34,10 +41,11 @@ def admit(
     needed()
     from fedlora.flower.setup import members
 
-    if (request is None) == (new is None):
+    given = requests or []
+    if bool(given) == (new is not None):
         raise ConfigError(
-            "give a site's request.toml, to admit it, or --new NAME=RANK, to invite one"
-            + ("." if request is None else "; not both at once.")
+            "give the request.toml of a site, to admit it, or --new NAME=RANK, to invite one"
+            + ("." if not given else "; not both at once.")
         )
     if new is not None:
         if rank is not None or rotate:
@@ -48,8 +56,25 @@ def admit(
         place = members.invite(folder, name, int(said) if equals else None)
         _say(f"{place}: hand it to {name}. It holds no secret. Then: fedlora flower admit {typed(folder)} request.toml")
         return
-    assert request is not None
-    done = members.admit(folder, request, rank=rank, rotate=rotate)
+    if len(given) > 1 and (rank is not None or rotate):
+        raise ConfigError(f"--rank and --rotate are for one site; got {len(given)} requests. Give them one by one.")
+    refused: list[str] = []
+    for request in given:
+        try:
+            done = members.admit(folder, request, rank=rank, rotate=rotate)
+        except FedLoRAError as error:
+            if len(given) == 1:
+                raise
+            refused.append(f"{request}: {error}")
+        else:
+            _say_admitted(done)
+    if len(refused) < len(given):
+        _say("A running server takes it within seconds.")
+    if refused:
+        raise ConfigError(f"{len(refused)} of {len(given)} requests are refused. {' '.join(refused)}")
+
+
+def _say_admitted(done: Admitted) -> None:
     if done.known:
         _say(f"{done.site}: was admitted already, with this key ({done.fingerprint}) and rank {_rank(done.rank)}.")
     elif done.before is None or (done.old_key is None and done.before == done.rank):
@@ -63,7 +88,6 @@ def admit(
         _say(f"The server took {', '.join(done.learned)} of the base model from it: all other sites must match.")
     for line in done.notes:
         _say(f"note: {line}")
-    _say("A running server lets it in within seconds.")
 
 
 def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", show_default=False)]) -> None:
