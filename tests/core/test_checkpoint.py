@@ -495,6 +495,8 @@ def test_other_files_are_ignored_and_left_alone(tmp_path: Path) -> None:
 def test_only_the_newest_are_kept(keep: int, tmp_path: Path) -> None:
     paths = series(tmp_path, range(1, 6), keep=keep)
     assert names(tmp_path) == [p.name for p in paths[-keep:]]
+    again = save(tmp_path, 5, Box({"round": 5}), keep=keep)  # a round stored again takes no other's place
+    assert names(tmp_path) == [p.name for p in [*paths[-keep:-1], again]]
     assert loaded(tmp_path).value["round"] == 5
 
 

@@ -280,7 +280,7 @@ def test_a_bad_reply_costs_its_sender_the_round_and_nobody_else(tmp_path: Path, 
     tally = strategy.flower_state.state.server.tally
     assert tally is not None and set(tally.weights) == {"one", "two"}
     assert bits(replace(strategy.flower_state.state.server, tally=None)) == bits(replace(want, tally=None))
-    assert reason in facts[0]["refused"]["three"], facts[0]["refused"]
+    assert reason in facts[0]["missing"]["three"], facts[0]["missing"]
     fate = {"nothing came": "late", "its app raised": "failed"}.get(name, "refused")
     assert facts[0]["fates"]["three"]["fate"] == fate
     assert strategy.flower_state.refusals == ({"three": 1} if fate == "refused" else {})  # only what was tried counts
@@ -303,11 +303,11 @@ def test_a_second_reply_and_a_late_one_do_not_count(tmp_path: Path, caplog: pyte
 
     grid.meddle = {"two": twice}
     strategy.start(grid, num_rounds=1)
-    assert set(facts[0]["weights"]) == set(RANKS) and not facts[0]["refused"]
+    assert set(facts[0]["weights"]) == set(RANKS) and not facts[0]["missing"]
     assert "a second one" in caplog.text
     grid.meddle = {"two": late}
     strategy.start(grid, num_rounds=2)
-    assert set(facts[1]["weights"]) == {"one", "three"} and "no answer" in facts[1]["refused"]["two"]
+    assert set(facts[1]["weights"]) == {"one", "three"} and "no answer" in facts[1]["missing"]["two"]
 
 
 def test_a_client_is_quarantined_after_k_refusals_and_that_survives_a_restart(tmp_path: Path) -> None:
@@ -322,7 +322,7 @@ def test_a_client_is_quarantined_after_k_refusals_and_that_survives_a_restart(tm
     assert again.round == 2 and again.flower_state.refusals == {"three": 2}
     again.start(grid2, num_rounds=3)
     assert asked == 6 and len(grid2.sent) == 2
-    assert "quarantine" in again.lines.all()[-1]["refused"]["three"]
+    assert "quarantine" in again.lines.all()[-1]["missing"]["three"]
 
 
 def test_a_third_of_the_nodes_corrupt(tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ def test_a_node_that_lost_its_state_says_so_and_is_sent_everything_at_once(tmp_p
     for path in (tmp_path / "nodes" / "two").rglob("*.safetensors"):
         path.unlink()
     strategy.start(grid, num_rounds=2)
-    assert set(facts[1]["weights"]) == set(RANKS) and not facts[1]["refused"]
+    assert set(facts[1]["weights"]) == set(RANKS) and not facts[1]["missing"]
     to_two = [message for message in grid.sent if grid.nodes[message.metadata.dst_node_id][0] == "two"]
     assert ["A/" in " ".join(m.content["arrays"]) for m in to_two] == [True, False, True]
 

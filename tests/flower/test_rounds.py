@@ -94,7 +94,7 @@ def test_everyone_of_the_policy_has_a_fate_in_every_round(tmp_path: Path) -> Non
     [line] = lines_of(tmp_path / "out")
     assert {name: said["fate"] for name, said in line["fates"].items()} == want
     assert line["fates"]["slow"]["why"] == "no answer within 50 s"
-    assert set(line["refused"]) == set(want) - {"good", "rest", "spare"}
+    assert set(line["missing"]) == set(want) - {"good", "rest", "spare"}
     events = read_events(tmp_path / "out" / "events.jsonl")
     began = next(e for e in events if isinstance(e, Began))
     assert set(began.asked) == {"good", "bad", "ill", "slow", *others}
@@ -177,7 +177,7 @@ def test_what_each_fate_does_to_a_site(tmp_path: Path, monkeypatch: pytest.Monke
     strategy.server = replace(strategy.server, quorum=1)
     done = strategy.start(grid, num_rounds=2)
     after, line = strategy.flower_state, strategy.lines.all()[-1]
-    assert done.train_metrics_clientapp[2]["clients"] == 1 and set(line["refused"]) == set(ranks) - {"good", "none"}
+    assert done.train_metrics_clientapp[2]["clients"] == 1 and set(line["missing"]) == set(ranks) - {"good", "none"}
     assert set(line["norms"]) == set(line["losses"]) == {"good"}
     assert {name: fate_of(strategy, name) for name in ranks} == {
         "good": "trained", "none": "abstained", "bad": "refused", "ill": "failed", "slow": "late", "left": "offline",
@@ -188,7 +188,7 @@ def test_what_each_fate_does_to_a_site(tmp_path: Path, monkeypatch: pytest.Monke
         "lost": (1, 1), "bare": (1, 1),
     }  # fmt: skip
     assert {name for name, client in after.state.clients.items() if client.held is not None} == {"good", "none", "bare"}
-    assert after.refusals == {"none": 1, "bad": 3, "slow": 1}
+    assert after.refusals == {"none": 1, "bad": 2, "slow": 1}  # both attempts are of round 2
     assert after.examples == {name: 33.0 if name == "good" else 10.0 + len(name) for name in ranks}
 
 
@@ -231,15 +231,17 @@ def test_without_a_quorum_one_good_upload_is_enough(tmp_path: Path) -> None:
 
 
 def test_all_are_told_where_an_attempt_did_not_count(tmp_path: Path) -> None:
-    ranks = dict.fromkeys(["one", "two", "away"], 4)
+    """And none of them what became of another one."""
+    ranks = dict.fromkeys(["one", "two", "evil"], 4)
     strategy, grid = federation(
         tmp_path / "a", Server(build("glora"), quorum=3), ranks, policy=Policy(ranks, retries=1, deadline=9.0)
     )
-    grid.offline = {"away"}
+    grid.meddle = {"evil": nan}
     with pytest.raises(QuorumNotMet):
         strategy.start(grid, num_rounds=1)
-    again = [receipt_of(m.content).why for m in grid.sent]
-    assert again[:2] == ["", ""] and all("whole attempt" in said for said in again[2:]) and again[2:]
+    told = [receipt_of(m.content).why for m in grid.sent]
+    assert told[:3] == [""] * 3 and all("too few uploads" in said for said in told[3:5])
+    assert "refused" in told[5] and not any("evil" in said or "refused" in said for said in told[:5])
 
 
 def test_others_take_the_places_of_those_who_are_offline_or_give_nothing(tmp_path: Path) -> None:
@@ -490,7 +492,7 @@ def test_a_reply_over_the_policys_limit_is_refused_and_costs_nobody_else(tmp_pat
     grid.meddle = {"three": large}
     strategy.start(grid, num_rounds=1)
     [line] = lines_of(tmp_path / "o")
-    assert "1,048,576 are allowed" in line["refused"]["three"] and set(line["weights"]) == {"one", "two"}
+    assert "1,048,576 are allowed" in line["missing"]["three"] and set(line["weights"]) == {"one", "two"}
 
 
 # ---- the policy is read anew -----------------------------------------------------------------------------------------
@@ -566,9 +568,9 @@ def test_who_was_removed_and_comes_back_is_out_of_quarantine(tmp_path: Path) -> 
 
 
 def test_refusals_count_once_a_round_and_a_new_key_begins_without(tmp_path: Path) -> None:
-    """Two attempts of round 1 are refused: one refusal. Before, they were two, and quarantine = 2 barred the site after
-    one bad round. A site that comes back with a new key while no server runs begins as the runbook says: like a new
-    one."""
+    """Two attempts of round 1 are refused, and another start's: one refusal. Before, quarantine = 2 barred the site
+    after one bad round, because a server starts again by itself. A site that comes back with a new key while no server
+    runs begins as the runbook says: like a new one."""
 
     def played(upto: int, key: str, meddle: Any) -> Any:
         strategy, grid = federation(
@@ -581,12 +583,13 @@ def test_refusals_count_once_a_round_and_a_new_key_begins_without(tmp_path: Path
         return strategy
 
     assert played(1, "old", {"two": nan}).flower_state.refusals == {"two": 1, "three": 1}
-    assert played(1, "old", {}).flower_state.refusals == {"three": 2}
-    assert fate_of(played(2, "old", {}), "three") == "quarantined"
+    assert played(1, "old", {}).flower_state.refusals == {"three": 1}
+    assert played(2, "old", {}).flower_state.refusals == {"three": 2}
+    assert fate_of(played(3, "old", {}), "three") == "quarantined"
     barred = progress_of(read_events(tmp_path / "o" / "events.jsonl")).barred
-    assert "2 rounds in a row" in barred["three"] and "set quarantine = 3 in policy.toml" in barred["three"]
-    assert played(3, "new", {"two": nan}).flower_state.refusals == {"two": 1, "three": 1}  # again of two attempts
-    assert fate_of(played(3, "newer", {"three": lambda asked, reply: reply}), "three") == "trained"
+    assert "2 rounds with refused uploads" in barred["three"] and "set quarantine = 3 in policy.toml" in barred["three"]
+    assert played(4, "new", {"two": nan}).flower_state.refusals == {"two": 1, "three": 1}  # again of two attempts
+    assert fate_of(played(4, "newer", {"three": lambda asked, reply: reply}), "three") == "trained"
 
 
 def cancelled(asked: Message, reply: Message) -> Message:
@@ -653,8 +656,9 @@ def test_nobody_trains_if_quarantine_leaves_too_few(tmp_path: Path, needs: str) 
         (3, Krum(liars=1), 1.0, "", 5),  # 2 f + 3
         (6, Krum(liars=1), 1.0, "", 6),
         (3, Krum(liars=1), 1.0, "f", 3),  # the liar is in quarantine, and f is 0 then
-        (3, Krum(liars=1), 5 / 6, "f", 3),  # nobody is left to draw in its place
-        (3, Krum(liars=1), 4 / 6, "f", 0),  # four of five are drawn, so it is no liar of the round
+        (3, Krum(liars=1), 5 / 6, "f", 5),  # a round draws five, and has five: f is no liar of it
+        (3, Krum(liars=1), 5 / 6, "ef", 3),  # one place is empty, and one of those two is its liar
+        (3, Krum(liars=1), 4 / 6, "f", 0),  # four are drawn, too few for a liar among them
         (6, None, 1.0, "f", 0),
         (None, Krum(liars=1), 1.0, "ef", 0),  # more than f were refused: f stays, and four are left
     ],
@@ -692,6 +696,24 @@ def test_stand_ins_come_for_who_is_offline_before_who_is_idle_and_quarantine_mak
         found, liars = drawn_of(policy, {"h": 1}, "cdefg", 0.625, seed=seed)
         assert found.asked == tuple("cdefg") and not liars
     assert drawn_of(policy, {"h": 1}, "ab", 1.0, seed=0)[1] == ("h",)
+
+
+def test_a_share_that_only_the_server_has_is_refused(tmp_path: Path) -> None:
+    """Before, the policy's took its place in silence."""
+    with pytest.raises(ConfigError, match=r"max_weight_share = 0\.2 .*0\.666667"):
+        federation(tmp_path, Server(build("glora"), max_weight_share=0.2))
+    federation(tmp_path, Server(build("glora"), max_weight_share=2 / 3))
+
+
+def test_a_round_takes_as_long_as_all_its_attempts(tmp_path: Path) -> None:
+    """By hand: the first attempt waits 50 s for an answer, and the second is answered at once. Before, 0 s."""
+    clock = FastClock()
+    policy = Policy(RANKS, retries=1, deadline=50.0)
+    strategy, grid = federation(tmp_path, Server(build("glora"), quorum=3), policy=policy, clock=clock)
+    grid.meddle = {"two": lambda asked, reply: None if len(grid.sent) <= 3 else reply}
+    strategy.start(grid, num_rounds=1)
+    [line] = strategy.lines.all()
+    assert line["attempt"] == 2 and 50 <= line["seconds"] < 60
 
 
 def test_a_policy_that_changed_while_no_server_ran_takes_effect_at_the_next_round(tmp_path: Path) -> None:
@@ -933,7 +955,7 @@ def test_each_upload_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     strategy, grid = federation(tmp_path, Server(build("glora"), quorum=1), ranks, policy=Policy(ranks, retries=0))
     grid.meddle = {"b": nan}
     strategy.start(grid, num_rounds=1)
-    assert sorted(looks) == ["a", "b", "c"] and set(strategy.lines.all()[-1]["refused"]) == {"b"}
+    assert sorted(looks) == ["a", "b", "c"] and set(strategy.lines.all()[-1]["missing"]) == {"b"}
 
 
 def test_with_a_memory_limit_uploads_are_added_up_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

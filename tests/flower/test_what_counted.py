@@ -238,7 +238,7 @@ def test_a_restored_site_is_refused_by_name_and_the_way_out_works(tmp_path: Path
         shutil.rmtree(mine)
         shutil.copytree(tmp_path / "old", mine)
         strategy.start(grid, num_rounds=number)
-        why = strategy.lines.all()[-1]["refused"]["one"]
+        why = strategy.lines.all()[-1]["missing"]["one"]
         assert fate_of(strategy, "one") == "failed" and "round 5" in why and "backup" in why and "empty" in why
     assert ("one", 5) not in trainer.got and ("two", 5) in trainer.got
     shutil.rmtree(mine)

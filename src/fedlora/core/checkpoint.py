@@ -85,10 +85,7 @@ def saving(directory: Path, round: int, value: Any, *, of: str = "", keep: int =
             f"the checkpoint of round {round} ({size:,} bytes) could not be written to {directory}: {error}. "
             f"Earlier checkpoints are untouched; free some space and resume."
         ) from error
-    older = [(other, old) for other, _, old in _listed(directory) if old != path]
-    for k, (other, old) in enumerate(older):
-        if other == round or k >= keep - 1:  # the same round stored again: the newer value wins
-            old.unlink()
+    _remove_older(directory, path, round, keep)
 
 
 def keep_also(directory: Path, of: Path, round: int, *, keep: int = 1) -> None:
@@ -112,8 +109,16 @@ def keep_also(directory: Path, of: Path, round: int, *, keep: int = 1) -> None:
             files.sync_folder(directory)
     except OSError as error:
         raise CheckpointError(f"the checkpoint of round {round} could not be kept in {directory}: {error}.") from error
-    for k, (other, _, old) in enumerate([entry for entry in _listed(directory) if entry[2] != place]):
-        if other == round or k >= keep - 1:
+    _remove_older(directory, place, round, keep)
+
+
+def _remove_older(directory: Path, newest: Path, round: int, keep: int) -> None:
+    """Remove all checkpoints but `newest`, which is of `round`, and the newest `keep` - 1 of other rounds. A round that
+    was stored again has its newer value alone."""
+    others = [(other, old) for other, _, old in _listed(directory) if old != newest]
+    kept = [old for other, old in others if other != round][: keep - 1]
+    for _, old in others:
+        if old not in kept:
             old.unlink()
 
 

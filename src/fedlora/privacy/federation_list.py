@@ -40,7 +40,7 @@ FEDERATION: tuple[Item, ...] = (
     *as_items("rounds.jsonl", "released", LEDGER, "privacy"),
     *as_items("rounds.jsonl", "if-public", TESTED, "metrics"),
     *as_items("rounds.jsonl", "dropped", LOSS, "loss", "losses", "norms", "far", *_SITES),
-    *as_items("rounds.jsonl", "dropped", WHO, "weights", "refused", "fates", "attempt"),
+    *as_items("rounds.jsonl", "dropped", WHO, "weights", "missing", "fates", "attempt"),
     *as_items("rounds.jsonl", "dropped", COUNT, "capped", "alike"),
     *as_items("rounds.jsonl", "dropped", TRAFFIC, "seconds", "measure_seconds", "bytes"),
     *as_items("rounds.jsonl", "dropped", REFUSED, "defence"),

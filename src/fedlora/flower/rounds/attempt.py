@@ -11,7 +11,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,47 +43,42 @@ _FAR = 10.0  # times the median norm
 
 
 class Effect(NamedTuple):
-    """What a fate does to a client for whom a message was made, in a round that counts; otherwise only `refused` holds.
+    """What a fate does to a client for whom a message was made, if the round counts. In an attempt that does not count
+    only `refused` holds.
 
-    Each message carries a receipt, by which a site begins its next work. counted: the round after which it takes its
-    own state (the parts that stay with it, and what it need not be sent again). answered: the round after which it
-    takes its position in its data. trained and abstained set both; refused and failed only answered, as in the engine;
-    the others none. Who did not count is sent everything. Only trained forgets earlier refusals.
-
-    refused: whether its rounds in a row with refused uploads are one more. The policy allows some before quarantine.
+    usable: its upload goes into the model (a robust rule may give it no weight), and its refusals are forgotten.
+    keeps_work: its site goes on from its state after this round; otherwise from an older one, and is sent everything.
+    keeps_place: its site goes on behind this round's place in its data, as in the engine; otherwise it repeats it.
+    refused: it has one more round with a refused upload. The policy allows some before quarantine.
     """
 
-    counted: bool
-    answered: bool
-    refused: bool
+    usable: bool = False
+    keeps_work: bool = False
+    keeps_place: bool = False
+    refused: bool = False
 
 
 EFFECTS: Mapping[Fate, Effect] = {
-    "trained": Effect(counted=True, answered=True, refused=False),
-    "abstained": Effect(counted=True, answered=True, refused=False),
-    "refused": Effect(counted=False, answered=True, refused=True),
-    "failed": Effect(counted=False, answered=True, refused=False),
-    "late": Effect(counted=False, answered=False, refused=False),
-    "offline": Effect(counted=False, answered=False, refused=False),
-    "not sent": Effect(counted=False, answered=False, refused=False),
+    "trained": Effect(usable=True, keeps_work=True, keeps_place=True),
+    "abstained": Effect(keeps_work=True, keeps_place=True),
+    "refused": Effect(keeps_place=True, refused=True),
+    "failed": Effect(keeps_place=True),
+    "late": Effect(),
+    "offline": Effect(),
+    "not sent": Effect(),
 }
 
 
-@dataclass(frozen=True)
-class Earlier:
-    """What the earlier attempts at a round leave to the next one. It is not stored: a new start begins again.
-
-    attempts: their number. idle: the clients that were to be asked and gave nothing usable: others stand in for them.
-    blamed: the clients whose refusal is counted already, because a round counts it once.
-    """
+class Earlier(NamedTuple):
+    """The attempts at a round before this one: their number, and the clients that were to be asked in one of them and
+    gave nothing usable. Others stand in for them. It is not stored: a new start begins with the first attempt."""
 
     attempts: int = 0
     idle: frozenset[str] = frozenset()
-    blamed: frozenset[str] = frozenset()
 
 
 class Attempt:
-    """One attempt. Mutable; `close` ends it.
+    """One attempt. Mutable; `close` ends it. Before that, every client for whom a message was made has a fate.
 
     maker: makes the messages of the state before the round. intake: the round's, open. deadline: seconds for an answer,
     and the life of a message. report: called with each fate once it is known; a later fate of the same client replaces
@@ -132,16 +127,16 @@ class Attempt:
             self._intake.refuse(UploadRefused(name, shown(error, 500)))
             return self._settle(name, "refused", shown(error, 500), **came)
         upload = found.upload
-        count = upload.num_examples
-        if math.isfinite(count):  # no cap may repair a count that the intake must refuse
-            count = min(count, self.policy.max_examples)
+        weighs = upload.num_examples
+        if math.isfinite(weighs):  # no cap may repair a number that the intake must refuse
+            weighs = min(weighs, self.policy.max_examples)
         try:
-            self._intake.add(replace(upload, num_examples=count))
+            self._intake.add(replace(upload, num_examples=weighs))
         except UploadRefused as refusal:
             return self._settle(name, "refused", shown(refusal.reason, 500), **came)
         ranks = self._maker.known(name).ranks if found.ranks is None else found.ranks
         after = ClientMemory(None, 0, found.held, ranks)
-        self._taken[name] = float(count), after
+        self._taken[name] = float(weighs), after
         examples = float(upload.num_examples)
         if not examples:  # nobody has checked its adapter
             return self._settle(name, "abstained", "it has 0 examples for this round", **came)
@@ -155,9 +150,8 @@ class Attempt:
 
     def earlier(self) -> Earlier:
         """What this attempt and those before it leave to the next one."""
-        idle = {name for name in self._drawn.asked if self._fates[name].fate != "trained"}
-        blamed = {name for name in self._served if EFFECTS[self._fates[name].fate].refused}
-        return Earlier(self.nth, self._earlier.idle | idle, self._earlier.blamed | blamed)
+        idle = {name for name in self._drawn.asked if not EFFECTS[self._fates[name].fate].usable}
+        return Earlier(self.nth, self._earlier.idle | idle)
 
     @property
     def missing(self) -> dict[str, str]:
@@ -172,10 +166,10 @@ class Attempt:
         others = "; ".join(one for one in said if one not in str(error))
         return AttemptFailed(self.round, self.nth, f"{error} Not there: {others}." if others else str(error), barred)
 
-    def not_counted(self, error: QuorumNotMet) -> FlowerState:
-        """What the server knows after an attempt that did not count."""
-        why = f"did not count: the whole attempt did not: {error}"
-        return self._known_after(dict.fromkeys(self._served, why), counted=False)
+    def not_counted(self) -> FlowerState:
+        """What the server knows after an attempt that did not count. No site is told why another was refused."""
+        why = "did not count: too few uploads of this attempt were usable, so none of them counted"
+        return self._known_after(dict.fromkeys(self._served, why), counts=False)
 
     def close(self) -> tuple[FlowerState, dict[str, Any]]:
         """Aggregate the accepted uploads. The next state, and the round's line.
@@ -192,7 +186,7 @@ class Attempt:
         self._overturn(tally.refused)
         left_out = tally.judged.left_out if tally.judged is not None else {}
         no_weight = "had no weight in the model, and the site goes on from its own state"
-        known = self._known_after({name: f"{no_weight}: {why}" for name, why in left_out.items()}, counted=True)
+        known = self._known_after({name: f"{no_weight}: {why}" for name, why in left_out.items()}, counts=True)
         return replace(known, state=RunState(after.round, after, known.state.clients)), self._line(after)
 
     # -------------------------------------------------------------------------------------------------------- inside
@@ -204,26 +198,27 @@ class Attempt:
                 self._fates[name] = replace(before, fate="refused", why=shown(refused[name], 500))
                 self._report(self._fates[name])
 
-    def _known_after(self, though_taken: Mapping[str, str], *, counted: bool) -> FlowerState:
+    def _known_after(self, though_taken: Mapping[str, str], *, counts: bool) -> FlowerState:
         """What the server knows of the clients after the attempt, by `EFFECTS`; the model is still the one before it.
 
-        though_taken: client -> what its work lacks although it was taken.
+        though_taken: client -> what its work lacks although it was taken. counts: whether the attempt does.
         """
         known = self.flower_state
         clients, receipts = dict(known.state.clients), dict(known.receipts)
-        examples, refusals = dict(known.examples), dict(known.refusals)
+        examples, refusals, refused_in = dict(known.examples), dict(known.refusals), dict(known.refused_in)
         for name in self._served:
             effect, receipt = EFFECTS[self._fates[name].fate], receipts.get(name, Receipt())
-            if effect.refused and name not in self._earlier.blamed:
-                refusals[name] = refusals.get(name, 0) + 1
-            if counted and effect.counted:
+            if effect.refused and refused_in.get(name) != self.round:
+                refusals[name], refused_in[name] = refusals.get(name, 0) + 1, self.round
+            if counts and effect.usable:
+                examples[name] = self._fates[name].examples or 0.0
+                refusals.pop(name, None)
+                refused_in.pop(name, None)
+            if counts and effect.keeps_work:
                 clients[name], receipt = self._taken[name][1], replace(receipt, counted=self.round, sure=True)
-                if self._fates[name].fate == "trained":  # an abstention says nothing of its uploads
-                    examples[name] = self._fates[name].examples or 0.0
-                    refusals.pop(name, None)
-            elif counted and name in clients:
+            elif counts and name in clients:
                 clients[name] = replace(clients[name], held=None)
-            if counted and effect.answered:
+            if counts and effect.keeps_place:
                 receipt = replace(receipt, answered=self.round)
             receipts[name] = replace(receipt, why=self._why_not(name, though_taken.get(name, "")))
         if self._intake.stored:  # a private sum from before a kill: who trained for it is unknown
@@ -234,6 +229,7 @@ class Attempt:
             known,
             state=replace(known.state, clients=ReadOnly(clients)),
             refusals=ReadOnly(sorted(refusals.items())),
+            refused_in=ReadOnly(sorted(refused_in.items())),
             examples=ReadOnly(sorted(examples.items())),
             receipts=ReadOnly(receipts),
         )
@@ -241,7 +237,7 @@ class Attempt:
     def _why_not(self, name: str, though_taken: str) -> str:
         """For an asked client: why its work did not count, or had no weight, or "". A private round tells nobody."""
         fated = self._fates[name]
-        why = though_taken if EFFECTS[fated.fate].counted else f"did not count: {fated.fate}: {fated.why}"
+        why = though_taken if EFFECTS[fated.fate].keeps_work else f"did not count: {fated.fate}: {fated.why}"
         if not why or self.server.privacy is not None:
             return ""
         return shown(f"round {self.round}: the work of this site {why}", 600)
@@ -280,7 +276,7 @@ class Attempt:
             "loss": round_loss(losses, {name: self._taken[name][0] for name in trained}),
             "losses": losses,
             "weights": dict(tally.weights),
-            "refused": self.missing,  # also those that were offline, failed, late or in quarantine
+            "missing": self.missing,
             "fates": {name: {"fate": fated.fate, "why": fated.why} for name, fated in fates.items()},
             "norms": norms,
             "far": far_ones(norms),

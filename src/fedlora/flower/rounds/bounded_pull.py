@@ -1,4 +1,4 @@
-"""Replies from a real SuperLink, measured before they are in memory. The only file that uses flwr's internals.
+"""Replies from a real SuperLink, measured before they are in memory. Nothing else in `rounds` uses flwr's internals.
 
 Flower cuts a message into objects: first comes a tree of their ids, then each is pulled by its id. `HttpGrid` pulls all
 of a reply, whatever its size, waits up to two hours for objects that were announced but never sent, and ends the run if

@@ -63,7 +63,7 @@ class Opening:
     newest: FlowerState | None = None
 
     def refusals(self) -> Mapping[str, int]:
-        """Client -> the number of rounds in a row in which its uploads were refused, under the policy as it is now."""
+        """As in `FlowerState`, under the policy as it is now."""
         if self.newest is None:
             return {}
         return self.newest.under(self.policy.clients, keys=keys_now(self.home))[0].refusals

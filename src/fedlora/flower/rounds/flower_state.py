@@ -27,15 +27,20 @@ Members = Mapping[str, int | Mapping[str, int]]
 
 @dataclass(frozen=True, eq=False)
 class FlowerState:
-    """A run's state; for each client the number of rounds since its last accepted upload in which one was refused; the
-    number of training examples that each reported with its last accepted upload; the receipts for their work (absent:
-    never asked); the clients of the policy as it was last read, with their ranks; and their keys at that time."""
+    """A run's state, and what the server knows of the clients.
 
-    TAG: ClassVar[str] = "flower/2"
+    refusals: client -> the number of rounds since its last accepted upload in which one was refused. refused_in: client
+    -> the last of them: a round counts once, over all its attempts and starts. examples: client -> the number of
+    training examples that it reported with its last accepted upload. receipts: for the clients' work (absent: never
+    asked). members: the clients of the policy as it was last read, with their ranks. keys: theirs at that time.
+    """
+
+    TAG: ClassVar[str] = "flower/3"
 
     run: str
     state: RunState
     refusals: Mapping[str, int] = field(default_factory=dict)
+    refused_in: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, float] = field(default_factory=dict)
     receipts: Mapping[str, Receipt] = field(default_factory=dict)
     members: Members = field(default_factory=dict)
@@ -67,10 +72,13 @@ class FlowerState:
         known = {name: replace(m, ranks=None) if name in other else m for name, m in self.state.clients.items()}
         state = replace(self.state, clients=left(known))
         renewed = [name for name, key in keys.items() if self.keys.get(name, key) != key]
-        refusals = {name: count for name, count in left(self.refusals).items() if name not in renewed}
+        refusals, refused_in = (
+            ReadOnly({name: number for name, number in left(table).items() if name not in renewed})
+            for table in (self.refusals, self.refused_in)
+        )
         after = replace(
-            self, state=state, refusals=ReadOnly(refusals), examples=left(self.examples), members=ReadOnly(clients),
-            keys=ReadOnly({**left(self.keys), **keys}),
+            self, state=state, refusals=refusals, refused_in=refused_in, examples=left(self.examples),
+            members=ReadOnly(clients), keys=ReadOnly({**left(self.keys), **keys}),
         )  # fmt: skip
         changed = added or gone or other or why
         return after, PolicyChanged(self.next_round, added, gone, other, why) if changed else None

@@ -26,10 +26,15 @@ log = logging.getLogger(__name__)
 class RoundSize:
     """How many clients a round takes, while some are in quarantine.
 
-    draws: the number of clients to draw. liars: the clients in quarantine that a robust rule counts as liars, as it
-    counts refused uploads: all of them if a round draws every other client; otherwise none, because others are drawn in
-    their place. least: the fewest usable uploads with which a round counts, by the quorum and the rule; 0: `draws` are
-    not enough. lack: why not. (`least` assumes equal weights: others may still make a round fail.)
+    draws: the number of clients to draw: as many as without quarantine, while enough are free. liars: as many clients
+    in quarantine as the round is short of: a robust rule counts them as liars, as it counts refused uploads.
+    least: the usable uploads that the quorum and the rule ask for, if no upload is refused and all weigh alike (a
+    refused one is a liar that was found, and the rule then needs fewer others); 0: `draws` are not enough.
+    lack: why not.
+
+    Example: six clients, Krum(liars=1), which needs 2 f + 3 = 5, and one client in quarantine. If a round draws all,
+    five are left, and the one in quarantine is the liar: f = 0, `least` is 3. If a round draws five of six, five are
+    drawn all the same, and one of them may lie: `least` is 5.
     """
 
     draws: int
@@ -41,11 +46,10 @@ class RoundSize:
 def round_size(
     policy: Policy, barred: Collection[str], quorum: int | None, rule: Rule | None, participation: float
 ) -> RoundSize:
-    """The size of a round. barred: the policy's clients in quarantine. Quarantine changes whom a round draws, and not
-    how many, while enough are free."""
-    free = len(policy.clients) - len(barred)
-    draws = min(free, number_drawn(len(policy.clients), participation))
-    liars = tuple(barred) if draws == free else ()
+    """The size of a round. barred: the policy's clients in quarantine."""
+    wanted = number_drawn(len(policy.clients), participation)
+    draws = min(wanted, len(policy.clients) - len(barred))
+    liars = tuple(barred)[: wanted - draws]
 
     def lack(count: int) -> str:
         """Why this many usable uploads are too few; "" if they are enough."""
@@ -120,14 +124,13 @@ def asked_of(policy: Policy, barred: Mapping[str, str], online: Collection[str],
 
 
 def quarantine(policy: Policy, refusals: Mapping[str, int], name: str) -> str:
-    """Why a client is no longer asked, and the way back; "" if it is asked. refusals: client -> the number of rounds in
-    a row in which its uploads were refused."""
+    """Why a client is no longer asked, and the way back; "" if it is asked. refusals: as in `FlowerState`."""
     count = refusals.get(name, 0)
     if not 0 < policy.quarantine <= count:
         return ""
     return (
-        f"it is in quarantine after {counted(count, 'round')} in a row with refused uploads; to ask it again, set "
-        f"quarantine = {count + 1} in policy.toml"
+        f"it is in quarantine after {counted(count, 'round')} with refused uploads and none with an accepted one; to "
+        f"ask it again, set quarantine = {count + 1} in policy.toml"
     )
 
 
@@ -196,5 +199,10 @@ def with_largest_share(server: Server, policy: Policy) -> Server:
             f"{policy.share:g} weighs them beside each other when all are in. Write max_weight_share = 1 into the "
             f'policy (max_examples bounds what one client can claim), set server.weighting = "uniform", or leave '
             f"server.memory out."
+        )
+    if server.max_weight_share not in (1.0, policy.share):
+        raise ConfigError(
+            f"the server's max_weight_share = {server.max_weight_share:g} is not used: the policy's, {policy.share:g}, "
+            f"holds. Give it to the policy alone: Policy(..., max_weight_share={server.max_weight_share:g})."
         )
     return replace(server, max_weight_share=policy.share)

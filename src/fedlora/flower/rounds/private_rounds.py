@@ -1,9 +1,9 @@
 """Private rounds on a network: one clipped and noised sum each. docs/how-to/privacy.md states their guarantee.
 
-Each round asks all members once. A member that is refused, offline, late, fails or abstains counts as zero, and the
-round takes place: there is no quorum, no second attempt, no second draw. The noised sum is stored and charged before
-anything about the round is told or stored; after a kill the same sum is used again, and nobody is asked for it.
-A round's reports hold only what the list of releases allows; single sites' fates are in private/log.
+Each round asks all members that are online, once. A member that is refused, offline, late, fails or abstains counts as
+zero, and the round takes place: there is no quorum, no second attempt, no second draw. The noised sum is stored and
+charged before anything about the round is told or stored; after a kill the same sum is used again, and nobody is asked
+for it. A round's reports hold only what the list of releases allows; single sites' fates are in private/log.
 """
 
 from __future__ import annotations

@@ -3,30 +3,33 @@
     strategy = FedLoRA(server, policy, start(server, seed_adapter), run="trial", folder=Path("runs/trial"))
     strategy.start(grid, num_rounds=10)
 
-A round, in the order of the code:
+`start` plays rounds, each by `_play`:
 
-1. `_open_attempt`: read the policy's file again, open the server's intake for uploads, and draw clients
-   (membership.py; a private round asks those that its intake names). A stand-in comes for each drawn client that is
-   offline, if the round does not draw everybody; in later attempts also for each that gave nothing usable. A policy or
-   a quarantine that changes during a round holds from its next attempt.
-2. `_collect_answers`: send each drawn client that is online a message at its own rank (questions.py, collecting.py),
-   and give each answer its fate as it comes (attempt.py). A client without an answer at the deadline is late: nobody
-   fetches its answer, and its site goes back to its last work that counted.
-3. `Attempt.close`: close the intake, which gives the next state. A robust rule may still refuse an upload.
-4. `_play`: store the round's line (round_lines.py), then the checkpoint (flower_state.py). From here on the round
-   counts.
-5. `_finish`: let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they
-   give.
+    _play_attempts            makes attempts until one counts:
+        1. _open_attempt
+        2. _collect_answers
+        3. Attempt.close
+        _wait_for_enough      only after an attempt that did not count
+    4. lines.put, _save
+    5. _finish
 
-If too few uploads are usable (`membership.RoundSize.least`), 3 fails. Then the server stores refusals and receipts in
-the checkpoint of the round before, waits until as many clients as a round needs are online (30 s at most), and begins
-again at 1, as often as the policy allows. A private round is the same loop with other `hooks`: it asks its clients once
-and has no quorum. After a crash the caller gives the newest sound checkpoint (`resume`): lines of later rounds are cut
-off, and step 5 is done again if the record shows that it had not ended.
+1. Read the policy's file again, open the server's intake for uploads, and draw clients (membership.py; a private round
+   asks those that its intake names). A stand-in comes for each drawn client that is offline, if the round does not draw
+   everybody; in later attempts also for each that gave nothing usable. A policy or a quarantine that changes during a
+   round holds from its next attempt.
+2. Send each drawn client that is online a message at its own rank (questions.py, collecting.py), and give each answer
+   its fate as it comes (attempt.py). A client without an answer at the deadline is late: nobody fetches its answer, and
+   its site goes back to its last work that counted.
+3. Close the intake, which gives the next state. A robust rule may still refuse an upload.
+4. Store the round's line (round_lines.py), then the checkpoint (flower_state.py). From here on the round counts.
+5. Let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they give.
 
-An upload is usable if its client trained and it is not refused; an abstention is not usable. To a robust rule, refused
-uploads are liars', and clients in quarantine are liars if no others could be drawn in their place; those that failed,
-were late or offline, abstained or could not be served are none.
+3 fails if the quorum or the robust rule asks for more usable uploads (`membership.RoundSize` says how many, and who is
+a liar to the rule). Then the server stores the old model again, with new refusals and receipts, as the checkpoint of
+the round before; waits some 30 s for enough clients; and begins again at 1, as often as the policy allows. A private
+round is the same loop with other `hooks`: it asks its clients once and has no quorum. After a crash the caller gives
+the newest sound checkpoint (`resume`): lines of later rounds are cut off, and step 5 is done again if the record shows
+that it had not ended.
 
 You may give another `hooks`, `codec`, `identify`, `after_round`, `choosing` or `clock`. Hooks and finishing.py also use
 what has no underscore here. Flower's loop would call `configure_train` at 1, `aggregate_train` at 3,
@@ -88,20 +91,25 @@ class FedLoRA:
     """Federated LoRA on Flower, by any method of fedlora.
 
     Args:
-        server: with its method, quorum, weighting. policy: who may take part, and how. policy_file: read again before
-            each attempt; None: the policy stays. keys: the clients' current keys: a client with another one begins
-            without refusals. state: the start, from `server.start`.
-        run: the federation's name, by which clients keep their state. folder: for checkpoints; None keeps none.
-            record: for events.jsonl and rounds.jsonl; None: nowhere. resume: go on from this one instead of `state`;
-            `flower_state.newest` reads it from `folder`. Weighting, quorum, rule and policy may differ from its own.
-            Lines of later rounds are cut off from rounds.jsonl.
-        participation, seed: of the sampling of clients, as in `simulate`. codec: the kind of clients.
+        server: with its method, quorum, weighting and rule.
+        policy: who may take part, and how. Its largest share holds, not the server's.
+        state: the start, from `server.start`.
+        policy_file: read again before each attempt; None: the policy stays.
+        keys: the clients' current keys: a client with another one begins without refusals.
+        run: the federation's name, by which clients keep their state.
+        folder: for checkpoints; None keeps none.
+        record: a folder for events.jsonl and rounds.jsonl; None: nowhere.
+        resume: go on from this one instead of `state`; `flower_state.newest` reads it from `folder`. Weighting, quorum,
+            rule and policy may differ from its own. Lines of later rounds are cut off from rounds.jsonl.
+        participation, seed: of the sampling of clients, as in `simulate`.
+        codec: the kind of clients.
         identify: how to identify nodes; by default by their registered names, never by their claims.
         after_round: called with each finished round's line, once its checkpoint is stored; its result is added to the
             line. With `record`, it is called again after a crash for a round that it had not finished. It may call
             `stop`.
         choosing: which score the sites are asked to measure, and when; None: never.
-        hooks: what another kind of rounds adds, such as `PrivateRounds`. clock: the clock, which also waits.
+        hooks: what another kind of rounds adds, such as `PrivateRounds`.
+        clock: the clock, which also waits.
 
     Raises:
         ConfigError: a method that these clients cannot run; without `resume`, a folder that has checkpoints, or a
@@ -205,16 +213,15 @@ class FedLoRA:
 
     def _play_attempts(self, grid: Grid) -> tuple[FlowerState, Mapping[str, Any]]:
         """Make attempts until one counts, as many as the policy allows. The next state, and the round's line."""
-        earlier = Earlier()
+        earlier, began = Earlier(), self.clock.monotonic()
         while True:
-            began = self.clock.monotonic()
             attempt = self._open_attempt(grid, earlier)
             self._collect_answers(grid, attempt)
             try:
                 flower_state, line = attempt.close()
                 return flower_state, {**line, "seconds": round(self.clock.monotonic() - began, 3)}
             except QuorumNotMet as error:
-                self.flower_state = attempt.not_counted(error)
+                self.flower_state = attempt.not_counted()
                 self._save()
                 failed = attempt.failed(error, quarantined(self.policy, self.flower_state.refusals))
                 self._report(failed)
@@ -257,8 +264,8 @@ class FedLoRA:
         )  # fmt: skip
 
     def _wait_for_enough(self, grid: Grid, earlier: Earlier) -> None:
-        """Wait until the next attempt could ask as many clients as a round needs; 30 s at most, and not at all if
-        quarantine leaves fewer, because the next attempt then says so."""
+        """Wait until the next attempt could ask as many clients as a round needs; not at all if quarantine leaves
+        fewer, because the next attempt then says so. 30 s, or longer while the SuperLink fails."""
         least = self._size()[1].least
         until = self.clock.monotonic() + min(30.0, self.deadline)
         while self.clock.monotonic() < until and len(self._draw(self.online(grid), earlier).asked) < least:

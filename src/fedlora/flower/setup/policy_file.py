@@ -14,7 +14,7 @@ _HEAD = """\
 {share}
 deadline = 600.0    # seconds; a round waits no longer
 retries = 1         # of a round with too few usable replies; then the run stops, its state stored
-quarantine = 3      # rounds in a row with refused uploads after which a site is no longer asked; 0 asks for ever
+quarantine = 3      # after so many rounds with refused uploads, and none accepted, a site is not asked; 0: it is
 # max_upload_mb = 100  # of one reply; left out: twice what the site's own upload can have, and 1 MB
 
 [clients]           # name = rank
