@@ -204,6 +204,14 @@ def test_the_card_says_no_weighting_that_the_server_decides(finished: Finished) 
         assert "'examples'" not in card and (shown is None or f"combined by `{shown}`" in card)
 
 
+def test_a_run_of_a_checkout_that_pip_has_not_installed_has_a_card(finished: Finished) -> None:
+    """Its manifest has no version of fedlora (`code_facts`), and the run ended in a KeyError after its training."""
+    adapter, manifest = read_adapter(finished.folder.path / "adapter")[0], finished.folder.read_json("manifest.json")
+    del manifest["versions"]["fedlora"]
+    config = parse_config({"model": {"path": "demo"}, "data": {"train": "demo"}})
+    assert "| code | fedlora not installed by pip, commit " in model_card(manifest, config, adapter, 3, {})
+
+
 def test_a_model_from_the_hub_or_its_cache_has_the_hubs_name() -> None:
     assert base_name("FacebookAI/roberta-base", {}).name == "FacebookAI/roberta-base"
     cached = f"/home/x/.cache/huggingface/hub/models--FacebookAI--roberta-base/snapshots/{'0a' * 20}"

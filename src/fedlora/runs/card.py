@@ -159,7 +159,7 @@ def model_card(
         classes=_classes(manifest, metrics, on, given),
         defence=f"| robust rule | {rule.said}{_left_out(judged)} |\n" if (rule := config.defence.build()) else "",
         digest=manifest["config_digest"],
-        version=manifest["versions"]["fedlora"],
+        version=manifest["versions"].get("fedlora", "not installed by pip"),
         commit=(commit["id"][:12] + ("" if commit["clean"] else " with local changes")) if commit else "unknown",
     )
 
