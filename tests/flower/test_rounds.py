@@ -256,7 +256,7 @@ def test_others_take_the_places_of_those_who_are_offline_or_give_nothing(tmp_pat
     grid.offline, grid.meddle = {away}, {bad: nan}
     strategy.start(grid, num_rounds=1)
     fates = {name: fate_of(strategy, name) for name in ranks}
-    assert fates == {**dict.fromkeys(ranks, "trained"), away: "offline", bad: "not drawn"}
+    assert fates == {**dict.fromkeys(ranks, "trained"), away: "offline", bad: "refused"}
 
 
 def test_a_repeated_round_does_not_wait_for_those_whom_it_no_longer_asks(tmp_path: Path) -> None:
@@ -668,10 +668,10 @@ def test_what_a_round_needs(quorum: Any, rule: Any, participation: float, barred
     assert round_size(Policy(dict.fromkeys("abcdef", 4)), barred, quorum, rule, participation).least == want
 
 
-def drawn_of(policy: Policy, refusals: dict[str, int], online: Any, share: float, *, seed: int, idle: Any = "") -> Any:
+def drawn_of(policy: Policy, refusals: dict[str, int], online: Any, share: float, *, seed: int, tried: Any = ()) -> Any:
     barred = quarantined(policy, refusals)
     size = round_size(policy, barred, None, None, share)
-    return draw(policy, barred, online, size.draws, seed=seed, finished=0, idle=idle), size.liars
+    return draw(policy, barred, online, size.draws, seed=seed, finished=0, tried=dict(tried)), size.liars
 
 
 def test_quarantine_changes_whom_a_round_draws_from_and_not_how_many() -> None:
@@ -683,19 +683,43 @@ def test_quarantine_changes_whom_a_round_draws_from_and_not_how_many() -> None:
         assert len(asked) == min(count - barred, number_drawn(count, share)) and not set(asked) & set(names[:barred])
 
 
-def test_stand_ins_come_for_who_is_offline_before_who_is_idle_and_quarantine_makes_liars_by_the_policy_alone() -> None:
+def test_who_was_tried_least_is_asked_first_and_quarantine_makes_liars_by_the_policy_alone() -> None:
     """By hand: b, c, d are drawn of four, b was late in an earlier attempt, and c is offline. a stands in for c, and b
-    is asked again. Of eight with h in quarantine five are drawn: others are drawn in place of h, also if those are
-    offline."""
+    is asked again, because there is nobody else; so is a after an attempt of its own. Of eight with h in quarantine
+    five are drawn: others are drawn in place of h, also if those are offline."""
     ranks = dict.fromkeys("abcd", 4)
     seed = next(k for k in range(99) if sample_clients([*ranks], 0.75, seed=k, round=0) == ["b", "c", "d"])
-    found, _ = drawn_of(Policy(ranks), {}, "abd", 0.75, seed=seed, idle="b")
-    assert found.asked == ("a", "b", "d") and found.not_asked["c"][0] == "offline"
+    for tried in ({"b": 1}, {"a": 1, "b": 1}, {"a": 1, "b": 2}):
+        found, _ = drawn_of(Policy(ranks), {}, "abd", 0.75, seed=seed, tried=tried)
+        assert found.asked == ("a", "b", "d") and found.not_asked["c"][0] == "offline"
+    for tried, asked in (({"b": 1}, "acd"), ({"b": 1, "d": 1}, "abcd"), ({"a": 1, "b": 1}, "bcd")):
+        found, _ = drawn_of(Policy(ranks), {}, "abcd", 0.75, seed=seed, tried=tried)
+        assert set(found.asked) <= set(asked) and len(found.asked) == 3
     policy = Policy(dict.fromkeys("abcdefgh", 4), quarantine=1)
     for seed in range(20):
         found, liars = drawn_of(policy, {"h": 1}, "cdefg", 0.625, seed=seed)
         assert found.asked == tuple("cdefg") and not liars
     assert drawn_of(policy, {"h": 1}, "ab", 1.0, seed=0)[1] == ("h",)
+
+
+def test_a_round_that_began_with_bad_sites_is_played_once_others_are_tried(tmp_path: Path) -> None:
+    """Two of ten abstain, for ever, and a round draws two, of which it needs both. Each start may make two attempts.
+    Before, a start forgot what the one before had tried, and some rounds were never played. The line says of each site
+    that was asked what became of it, also in an earlier attempt."""
+    ranks = dict.fromkeys((f"s{k}" for k in range(10)), 4)
+    strategy, grid = federation(
+        tmp_path, Server(build("glora"), quorum=2), ranks, policy=Policy(ranks, retries=1), participation=0.2
+    )
+    grid.meddle = dict.fromkeys(["s6", "s7"], abstaining)
+    for number in range(1, 21):
+        for _ in range(2):
+            with contextlib.suppress(QuorumNotMet):
+                strategy.start(grid, num_rounds=number)
+        assert strategy.round == number
+        line, begun = strategy.lines.all()[-1], f"{strategy.flower_state.run}-{number}-"
+        asked = {message.metadata.dst_node_id for message in grid.sent if message.metadata.group_id.startswith(begun)}
+        told = {name for name, one in line["fates"].items() if one["fate"] != "not drawn"}
+        assert told == {grid.nodes[node][0] for node in asked}
 
 
 def test_a_share_that_only_the_server_has_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ again on the same folder continues with the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 
 from fedlora.doing import doing
@@ -45,14 +46,15 @@ def execute(
         >>> [record.round for record in execute(prepared, RunFolder(Path("runs/one")))]
         [1]
     """
-    for event in execute_events(prepared, folder, resume=resume, called=called):
-        if isinstance(event, RoundRecord):
-            yield event
+    with closing(execute_events(prepared, folder, resume=resume, called=called)) as events:  # it locks the folder
+        for event in events:
+            if isinstance(event, RoundRecord):
+                yield event
 
 
 def execute_events(
     prepared: Prepared, folder: RunFolder, *, resume: bool = False, called: Called | None = None
-) -> Iterator[ClientDone | RoundRecord]:
+) -> Generator[ClientDone | RoundRecord]:
     """`execute`, plus an event for each client that finishes: for a progress bar."""
     folder.check_place()
     if not folder.exists():

@@ -12,7 +12,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from flwr.app import Message
@@ -29,7 +29,7 @@ from fedlora.flower.messages.envelope import Receipt
 from fedlora.flower.messages.records import RecordError
 from fedlora.flower.rounds.collecting import Answer
 from fedlora.flower.rounds.events import AttemptFailed, Event, Fate, Fated
-from fedlora.flower.rounds.flower_state import FlowerState
+from fedlora.flower.rounds.flower_state import FlowerState, Unusable
 from fedlora.flower.rounds.membership import Drawn
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, Question, reply_limit
 from fedlora.flower.terms.policy import shares_lost
@@ -69,32 +69,26 @@ EFFECTS: Mapping[Fate, Effect] = {
 }
 
 
-class Earlier(NamedTuple):
-    """The attempts at a round before this one: their number, and the clients that were to be asked in one of them and
-    gave nothing usable. Others stand in for them. It is not stored: a new start begins with the first attempt."""
-
-    attempts: int = 0
-    idle: frozenset[str] = frozenset()
-
-
 class Attempt:
     """One attempt. Mutable; `close` ends it. Before that, every client for whom a message was made has a fate.
 
-    maker: makes the messages of the state before the round. intake: the round's, open. deadline: seconds for an answer,
-    and the life of a message. report: called with each fate once it is known; a later fate of the same client replaces
-    the one before.
+    maker: makes the messages of the state before the round. intake: the round's, open. nth: its number. deadline:
+    seconds for an answer, and the life of a message. report: called with each fate once it is known; a later fate of
+    the same client replaces the one before.
     """
 
     def __init__(
-        self, maker: MessageMaker, drawn: Drawn, intake: Intake, earlier: Earlier, deadline: float, report: Report
+        self, maker: MessageMaker, drawn: Drawn, intake: Intake, nth: int, deadline: float, report: Report
     ) -> None:
         self.server, self.policy, self.flower_state = maker.server, maker.policy, maker.flower_state
-        self.round, self.nth, self.deadline = self.flower_state.next_round, earlier.attempts + 1, deadline
+        self.round, self.nth, self.deadline = self.flower_state.next_round, nth, deadline
         self._maker, self._drawn, self._intake, self._report = maker, drawn, intake, report
-        self._earlier = earlier
         self._served: list[str] = []  # for whom a message was made
         self._taken: dict[str, tuple[float, ClientMemory]] = {}  # its examples that count, and its memory if it counts
-        self._fates = {name: Fated(self.round, self.nth, name, *told) for name, told in drawn.not_asked.items()}
+        self._fates = {name: Fated(self.round, nth, name, *told) for name, told in drawn.not_asked.items()}
+        for name, before in self.flower_state.unusable.items():  # asked in an earlier attempt at the round
+            if name in self._fates and self._fates[name].fate == "not drawn":
+                self._fates[name] = Fated(self.round, nth, name, cast(Fate, before.fate), before.why)
 
     def questions(self) -> Iterator[Question]:
         """A message for each client to ask, made on demand; none for one whom the method cannot serve."""
@@ -148,11 +142,6 @@ class Attempt:
         """The known fates of the policy's clients, in its order."""
         return {name: self._fates[name] for name in self.policy.clients if name in self._fates}
 
-    def earlier(self) -> Earlier:
-        """What this attempt and those before it leave to the next one."""
-        idle = {name for name in self._drawn.asked if not EFFECTS[self._fates[name].fate].usable}
-        return Earlier(self.nth, self._earlier.idle | idle)
-
     @property
     def missing(self) -> dict[str, str]:
         """Client -> why nothing of it was taken, for all who were drawn or are in quarantine."""
@@ -169,7 +158,12 @@ class Attempt:
     def not_counted(self) -> FlowerState:
         """What the server knows after an attempt that did not count. No site is told why another was refused."""
         why = "did not count: too few uploads of this attempt were usable, so none of them counted"
-        return self._known_after(dict.fromkeys(self._served, why), counts=False)
+        known, unusable = self._known_after(dict.fromkeys(self._served, why), counts=False), {}
+        for name in self._drawn.asked:
+            if not EFFECTS[(found := self._fates[name]).fate].usable:
+                before = known.unusable.get(name)
+                unusable[name] = Unusable(1 + (before.times if before else 0), found.fate, found.why)
+        return replace(known, unusable=ReadOnly({**known.unusable, **unusable}))
 
     def close(self) -> tuple[FlowerState, dict[str, Any]]:
         """Aggregate the accepted uploads. The next state, and the round's line.
@@ -187,7 +181,8 @@ class Attempt:
         left_out = tally.judged.left_out if tally.judged is not None else {}
         no_weight = "had no weight in the model, and the site goes on from its own state"
         known = self._known_after({name: f"{no_weight}: {why}" for name, why in left_out.items()}, counts=True)
-        return replace(known, state=RunState(after.round, after, known.state.clients)), self._line(after)
+        state = RunState(after.round, after, known.state.clients)
+        return replace(known, state=state, unusable=ReadOnly()), self._line(after)
 
     # -------------------------------------------------------------------------------------------------------- inside
 

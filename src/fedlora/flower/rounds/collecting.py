@@ -161,8 +161,11 @@ def _answer(asked: _Asked, arrival: Arrival, seconds: float, deadline: float) ->
         if code == _OFFLINE:
             why = f"its node is not there any more, since {seconds:.0f} s or less"
             return Answer(client, seconds, fate="offline", why=why)
-        if code in _GONE and seconds >= deadline - 2:
-            return Answer(client, seconds, fate="late", why=f"no answer within {deadline:g} s")
+        if code in _GONE:
+            why = f"no answer within {deadline:g} s"
+            if seconds < deadline - 2:  # whatever the reason, its work never arrives
+                why = f"the SuperLink has no answer, after {seconds:.0f} of {deadline:g} s: {reason}"
+            return Answer(client, seconds, fate="late", why=why)
         return Answer(client, seconds, fate="failed", why=f"it failed: {reason}")
     why = ""
     if message.metadata.group_id != asked.group:

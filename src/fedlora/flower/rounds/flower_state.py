@@ -25,6 +25,18 @@ T = TypeVar("T")
 Members = Mapping[str, int | Mapping[str, int]]
 
 
+@dataclass(frozen=True)
+class Unusable:
+    """What became of a client in the attempts at a round that did not count. times: those in which it was to be asked
+    and gave nothing usable. fate, why: in the last of them."""
+
+    TAG: ClassVar[str] = "unusable/1"
+
+    times: int
+    fate: str
+    why: str
+
+
 @dataclass(frozen=True, eq=False)
 class FlowerState:
     """A run's state, and what the server knows of the clients.
@@ -32,7 +44,8 @@ class FlowerState:
     refusals: client -> the number of rounds since its last accepted upload in which one was refused. refused_in: client
     -> the last of them: a round counts once, over all its attempts and starts. examples: client -> the number of
     training examples that it reported with its last accepted upload. receipts: for the clients' work (absent: never
-    asked). members: the clients of the policy as it was last read, with their ranks. keys: theirs at that time.
+    asked). unusable: for clients that gave nothing usable in an attempt at the next round. members: the clients of the
+    policy as it was last read, with their ranks. keys: theirs at that time.
     """
 
     TAG: ClassVar[str] = "flower/3"
@@ -40,11 +53,12 @@ class FlowerState:
     run: str
     state: RunState
     refusals: Mapping[str, int] = field(default_factory=dict)
-    refused_in: Mapping[str, int] = field(default_factory=dict)
     examples: Mapping[str, float] = field(default_factory=dict)
     receipts: Mapping[str, Receipt] = field(default_factory=dict)
     members: Members = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
+    refused_in: Mapping[str, int] = field(default_factory=dict)
+    unusable: Mapping[str, Unusable] = field(default_factory=dict)
 
     @property
     def next_round(self) -> int:
@@ -72,13 +86,14 @@ class FlowerState:
         known = {name: replace(m, ranks=None) if name in other else m for name, m in self.state.clients.items()}
         state = replace(self.state, clients=left(known))
         renewed = [name for name, key in keys.items() if self.keys.get(name, key) != key]
-        refusals, refused_in = (
-            ReadOnly({name: number for name, number in left(table).items() if name not in renewed})
-            for table in (self.refusals, self.refused_in)
-        )
+
+        def of_its_key(table: Mapping[str, T]) -> Mapping[str, T]:
+            return ReadOnly({name: value for name, value in left(table).items() if name not in renewed})
+
         after = replace(
-            self, state=state, refusals=refusals, refused_in=refused_in, examples=left(self.examples),
-            members=ReadOnly(clients), keys=ReadOnly({**left(self.keys), **keys}),
+            self, state=state, refusals=of_its_key(self.refusals), refused_in=of_its_key(self.refused_in),
+            unusable=of_its_key(self.unusable), examples=left(self.examples), members=ReadOnly(clients),
+            keys=ReadOnly({**left(self.keys), **keys}),
         )  # fmt: skip
         changed = added or gone or other or why
         return after, PolicyChanged(self.next_round, added, gone, other, why) if changed else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, takewhile
 from typing import Any
 
+from fedlora.core.read_only import ReadOnly
 from fedlora.errors import ConfigError, HyperparameterError, RankMismatch, counted
 from fedlora.flower.messages.codecs import Codec
 from fedlora.flower.rounds.events import Fate
@@ -82,32 +83,31 @@ class Drawn:
 
 def draw(
     policy: Policy, barred: Mapping[str, str], online: Collection[str], draws: int, *, seed: int, finished: int,
-    idle: Collection[str] = (),
+    tried: Mapping[str, int] = ReadOnly(),
 ) -> Drawn:  # fmt: skip
-    """The clients of an attempt: `draws` of those that are not in quarantine. Those of them that are online are asked.
+    """The clients of an attempt: a sample of `draws` of those that are not in quarantine, and stand-ins.
 
-    barred: client -> why it is in quarantine. seed, finished: of the sample; finished: the number of finished rounds.
-    idle: who gave nothing usable in an earlier attempt at the round. Pure.
+    Of the clients that are online it asks those that were tried the least; among equals first those of the sample, then
+    others. If all are online and none was tried before, it asks the sample, as the engine does. Pure.
+
+    Args:
+        barred: client -> why it is in quarantine. seed, finished: of the sample; finished: the number of finished
+            rounds. tried: client -> in how many earlier attempts at the round it gave nothing usable.
     """
     free = [name for name in policy.clients if name not in barred]
-    chosen = {*sample_clients(free, draws / len(free), seed=seed, round=finished)} if free else set()
-    chosen = _with_stand_ins(chosen, {*free}, {*online}, {*idle}, seed, finished)
+    sample = {*sample_clients(free, draws / len(free), seed=seed, round=finished)} if free else set()
+    groups: dict[tuple[int, bool], list[str]] = {}
+    for name in free:
+        if name in online:
+            groups.setdefault((tried.get(name, 0), name not in sample), []).append(name)
+    chosen = sample - {*online}  # they are asked nothing, but have a fate
+    room = draws
+    for _, group in sorted(groups.items()):
+        if 0 < room < len(group):
+            group = sample_clients(group, room / len(group), seed=seed, round=finished)
+        chosen |= {*group[:room]}
+        room -= len(group[:room])
     return asked_of(policy, barred, online, chosen)
-
-
-def _with_stand_ins(
-    chosen: set[str], free: set[str], online: set[str], idle: set[str], seed: int, finished: int
-) -> set[str]:
-    """The chosen clients, with a stand-in for each that is offline, and then for each idle one, while there are any:
-    clients that are online, were not chosen, and are not idle. An offline client stays chosen, so that its fate is
-    known; an idle one with a stand-in does not."""
-    offline, tried = sorted(chosen - online), sorted(chosen & online & idle)
-    spare = sorted((free & online) - idle - chosen)
-    number = min(len(offline) + len(tried), len(spare))
-    if not number:
-        return chosen
-    stand_ins = sample_clients(spare, number / len(spare), seed=seed, round=finished)
-    return chosen - {*tried[: max(0, number - len(offline))]} | {*stand_ins}
 
 
 def asked_of(policy: Policy, barred: Mapping[str, str], online: Collection[str], chosen: Collection[str]) -> Drawn:

@@ -9,14 +9,13 @@
         1. _open_attempt
         2. _collect_answers
         3. Attempt.close
-        _wait_for_enough      only after an attempt that did not count
     4. lines.put, _save
     5. _finish
 
-1. Read the policy's file again, open the server's intake for uploads, and draw clients (membership.py; a private round
-   asks those that its intake names). A stand-in comes for each drawn client that is offline, if the round does not draw
-   everybody; in later attempts also for each that gave nothing usable. A policy or a quarantine that changes during a
-   round holds from its next attempt.
+1. Read the policy's file again, wait some 30 s for enough clients, open the server's intake for uploads, and draw
+   clients (membership.py; a private round asks those that its intake names). If a round does not draw everybody, others
+   stand in for clients that are offline, or gave nothing usable in an earlier attempt. A policy or a quarantine that
+   changes during a round holds from its next attempt.
 2. Send each drawn client that is online a message at its own rank (questions.py, collecting.py), and give each answer
    its fate as it comes (attempt.py). A client without an answer at the deadline is late: nobody fetches its answer, and
    its site goes back to its last work that counted.
@@ -26,10 +25,9 @@
 
 3 fails if the quorum or the robust rule asks for more usable uploads (`membership.RoundSize` says how many, and who is
 a liar to the rule). Then the server stores the old model again, with new refusals and receipts, as the checkpoint of
-the round before; waits some 30 s for enough clients; and begins again at 1, as often as the policy allows. A private
-round is the same loop with other `hooks`: it asks its clients once and has no quorum. After a crash the caller gives
-the newest sound checkpoint (`resume`): lines of later rounds are cut off, and step 5 is done again if the record shows
-that it had not ended.
+the round before, and begins again at 1, as often as the policy allows. A private round is the same loop with other
+`hooks`: it asks its clients once and has no quorum. After a crash the caller gives the newest sound checkpoint
+(`resume`): lines of later rounds are cut off, and step 5 is done again if the record shows that it had not ended.
 
 You may give another `hooks`, `codec`, `identify`, `after_round`, `choosing` or `clock`. Hooks and finishing.py also use
 what has no underscore here. Flower's loop would call `configure_train` at 1, `aggregate_train` at 3,
@@ -42,7 +40,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -57,7 +55,7 @@ from fedlora.core.echo import shown
 from fedlora.errors import BudgetSpent, ConfigError, FedLoRAError, QuorumNotMet, UploadRefused, counted
 from fedlora.flower.messages.codecs import Codec, OwnClients
 from fedlora.flower.messages.measuring import HeldOut
-from fedlora.flower.rounds.attempt import Attempt, Earlier
+from fedlora.flower.rounds.attempt import Attempt
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.collecting import Answer, Clock, Identify, collect, patiently, registered_names
 from fedlora.flower.rounds.events import Awaited, Began, Done, Ended, Event, EventWriter
@@ -65,7 +63,6 @@ from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of, log_to_stdout
 from fedlora.flower.rounds.membership import (
-    Drawn,
     RoundSize,
     asked_of,
     check_enough,
@@ -213,9 +210,10 @@ class FedLoRA:
 
     def _play_attempts(self, grid: Grid) -> tuple[FlowerState, Mapping[str, Any]]:
         """Make attempts until one counts, as many as the policy allows. The next state, and the round's line."""
-        earlier, began = Earlier(), self.clock.monotonic()
+        nth, began = 0, self.clock.monotonic()
         while True:
-            attempt = self._open_attempt(grid, earlier)
+            nth += 1
+            attempt = self._open_attempt(grid, nth)
             self._collect_answers(grid, attempt)
             try:
                 flower_state, line = attempt.close()
@@ -225,17 +223,16 @@ class FedLoRA:
                 self._save()
                 failed = attempt.failed(error, quarantined(self.policy, self.flower_state.refusals))
                 self._report(failed)
-                earlier = attempt.earlier()
-                if earlier.attempts > self.policy.retries:
+                if nth > self.policy.retries:
                     raise QuorumNotMet(failed.why) from error
             del attempt  # its uploads
-            self._wait_for_enough(grid, earlier)
 
-    def _open_attempt(self, grid: Grid, earlier: Earlier) -> Attempt:
+    def _open_attempt(self, grid: Grid, nth: int) -> Attempt:
         """Draw the clients, and open the intake for their uploads, both by the policy as it is now. Raises
         `ConfigError` if quarantine leaves too few clients."""
         self.read_policy()
         self._hooks.before_attempt(self, grid)
+        self._wait_for_enough(grid)
         maker = self._message_maker(grid)
         intake = with_largest_share(self.server, self.policy).open(self.flower_state.state.server)
         barred, size = self._size()
@@ -243,11 +240,14 @@ class FedLoRA:
         for name in size.liars:
             intake.refuse(UploadRefused(name, barred[name]))
         if intake.asked is None:
-            drawn = self._draw(maker.online, earlier)
+            drawn = draw(
+                self.policy, barred, maker.online, size.draws, seed=self._seed, finished=self.round,
+                tried={name: before.times for name, before in self.flower_state.unusable.items()},
+            )  # fmt: skip
         else:  # a private round decides by itself
             drawn = asked_of(self.policy, barred, maker.online, intake.asked)
         not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
-        attempt = Attempt(maker, drawn, intake, earlier, self.deadline, self._report)
+        attempt = Attempt(maker, drawn, intake, nth, self.deadline, self._report)
         self._report(Began(attempt.round, attempt.nth, drawn.asked, not_asked, self.deadline))
         return attempt
 
@@ -256,20 +256,16 @@ class FedLoRA:
         barred = quarantined(self.policy, self.flower_state.refusals)
         return barred, round_size(self.policy, barred, self.server.quorum, self.server.rule, self.participation)
 
-    def _draw(self, online: Collection[str], earlier: Earlier) -> Drawn:
-        """The clients of the round's next attempt."""
-        barred, size = self._size()
-        return draw(
-            self.policy, barred, online, size.draws, seed=self._seed, finished=self.round, idle=earlier.idle
-        )  # fmt: skip
-
-    def _wait_for_enough(self, grid: Grid, earlier: Earlier) -> None:
-        """Wait until the next attempt could ask as many clients as a round needs; not at all if quarantine leaves
-        fewer, because the next attempt then says so. 30 s, or longer while the SuperLink fails."""
-        least = self._size()[1].least
+    def _wait_for_enough(self, grid: Grid) -> None:
+        """Wait until as many clients are online as a round needs, so that none trains in vain; not at all if quarantine
+        leaves fewer, because `check_enough` then says so. 30 s, or longer while the SuperLink fails."""
         until = self.clock.monotonic() + min(30.0, self.deadline)
-        while self.clock.monotonic() < until and len(self._draw(self.online(grid), earlier).asked) < least:
+        while self.clock.monotonic() < until:
+            barred, size = self._size()
+            if len({*self.online(grid)} & (self.policy.clients.keys() - barred.keys())) >= size.least:
+                return
             self.clock.sleep(1.0)
+            self.read_policy()
 
     def _collect_answers(self, grid: Grid, attempt: Attempt) -> None:
         """Ask the drawn clients, and give each its fate, until all have answered or the deadline has come."""
