@@ -86,6 +86,7 @@ def flower_supernode():
     {body}
 fake.flower_supernode = flower_supernode
 sys.modules["flwr.supernode.cli"] = fake
+sys.argv.append(__file__)  # beside a site.toml
 from fedlora.flower.site.supernode import main
 main()
 """
@@ -124,7 +125,7 @@ def test_the_command_of_a_supernode(tmp_path: Path) -> None:
 
     site = SiteFolder(tmp_path / "a site's folder, with blanks")
     command = supernode_command(site, "fl.example.org:443")
-    assert command[:3] == [sys.executable, "-m", "fedlora.flower.site.supernode"]
+    assert command[:4] == [sys.executable, "-m", "fedlora.flower.site.supernode", str(site.site)]
     config = command[command.index("--node-config") + 1]
     assert parse_config_args([config]) == {"site": str(site.site)}
     assert command[command.index("--auth-supernode-private-key") + 1] == str(site.key)

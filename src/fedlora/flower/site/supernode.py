@@ -11,7 +11,9 @@ And Flower's loop pulls one message and sends one reply. If a SuperLink dies bet
 from then on each reply waits for the next message: every round gets that site's reply late. An idle loop therefore
 sends what is left.
 
-    python -m fedlora.flower.site.supernode ARGUMENTS OF flower-supernode
+It also has the site's trainer (`resident`), a child process that ends with it.
+
+    python -m fedlora.flower.site.supernode SITE/site.toml ARGUMENTS OF flower-supernode
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import tomllib
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fedlora.core.echo import quoted
 from fedlora.flower.bundle import bundle, digest
+from fedlora.flower.places import SiteFolder
+from fedlora.flower.site.resident import Trainer, TrainerFailed, listening_at, pass_on, socket_of
 
 BROKEN_OFF = 70  # exit code: the connection broke in a way that Flower does not retry
 
@@ -38,7 +42,12 @@ def main() -> None:
     from flwr.supernode.cli import flower_supernode
 
     loop._pull_and_store_message = telling(with_replies_left(with_approved_app(loop._pull_and_store_message)), online)
-    sys.argv[0] = "flower-supernode"
+    sys.argv[:2], site = ["flower-supernode"], SiteFolder(Path(sys.argv[1]).parent)
+    try:
+        listening = listening_at(site)
+    except (OSError, TrainerFailed) as error:
+        _leave(f"{socket_of(site)} cannot be made: {error}")
+    threading.Thread(target=pass_on, args=(listening, Trainer(site).work, site.path), daemon=True).start()
     try:
         flower_supernode()  # raises its own exception if it ends on purpose
     except SystemExit as ended:
@@ -160,7 +169,7 @@ def _thread_failed(failed: threading.ExceptHookArgs) -> None:
     _leave(f"the thread {name} ended with {failed.exc_type.__name__}: {failed.exc_value}")
 
 
-def _leave(why: str) -> None:
+def _leave(why: str) -> NoReturn:
     say(f"the SuperNode ends: {why}")
     os._exit(BROKEN_OFF)
 
