@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fedlora.flower.terms.agreement import (
     versions_apart,
     versions_here,
 )  # fmt: skip
-from fedlora.flower.terms.facts import admitted, agreed, loaded_facts, model_facts, of_model, server_facts, write_agreed
+from fedlora.flower.terms.facts import admitted, agreed, model_facts, of_model, server_facts, targets_of, write_agreed
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.preparation import prepare
@@ -243,14 +244,16 @@ def test_which_versions_may_meet(changes: dict[str, str | None], refused: str) -
 
 
 def test_a_loaded_trainer_and_the_files_say_the_same(model: Path, tmp_path: Path) -> None:
-    """What `fedlora flower site` computes without a model is what the trainer says once it has loaded one."""
+    """What `fedlora flower site` computes without a model holds of the model that trains: only the targets are new."""
     (tmp_path / "d.csv").write_text("text,label\n" + "".join(f"w{k} w{k + 1},{k % 2}\n" for k in range(20)))
     site = Site(name="a", data=str(tmp_path / "d.csv"), model=str(model))
-    loaded = loaded_facts(prepare(settings().for_site(site)), settings())
-    files = model_facts(site.model, settings())
-    assert loaded.targets and not files.targets
-    assert {k: v for k, v in loaded.table().items() if k != "targets"} == files.table()
-    check(server_facts(settings(), of_model(files)), loaded, "a")
+    files, loaded = model_facts(site.model, settings()), prepare(settings().for_site(site))
+    assert tokenizer_digest(loaded.model.tokenizer) == files.tokenizer
+    assert {part.label_names for part in loaded.parts.values()} == {files.labels}
+    assert (loaded.model.settings.unit, loaded.config.data.max_length) == (files.scaling, files.max_length)
+    trained = replace(files, targets=targets_of(loaded.seed_adapter.modules))
+    check(server_facts(settings(), of_model(files), loaded.seed_adapter.modules), trained, "a")
+    assert trained.targets and not files.targets
     assert files.architecture["hidden_size"] == 32 and "transformers_version" not in files.architecture
 
 

@@ -47,11 +47,10 @@ def node(
         raise ConfigError(f"{found}. Nothing was sent. Repair it, and check with: fedlora doctor {typed(folder)}")
     for line in told:
         say(line)
-    server = site_checks.server_of(join, here)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
     say(f"site {join.site} of {join.federation}, server {join.address}")
     waiting = doing("waiting until the server lets this site in")
     with ending_for_systemd(), node_process.held(here) as lock, waiting:
-        node_process.wait_until_admitted(lambda: look(server, here.key), say)
+        node_process.wait_until_admitted(lambda: look(join, here), say)
         node_process.become_supernode(node_process.supernode_command(here, join.address), here, lock)

@@ -21,22 +21,10 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
+from fedlora.flower.places import SiteFolder
+from fedlora.flower.terms.joining import JoinFile
 
 EARLIEST, LATEST = -5.0, 305.0  # seconds by which a message may be older than the SuperLink's clock (flwr 1.41, 1.42)
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server's address. ca: the file with the trusted authority."""
-
-    name: str
-    port: int
-    ca: Path
-
-    @property
-    def address(self) -> str:
-        """The address in Flower's form: host:port."""
-        return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
 
 
 @dataclass(frozen=True)
@@ -47,18 +35,18 @@ class Found:
     why: str
 
 
-def look(server: Server, key: Path) -> Found:
-    """Ask the server whether it would let this site in. key: the site's private key."""
+def look(server: JoinFile, here: SiteFolder) -> Found:
+    """Ask the server, as the site's join file names it, whether it would let this site in."""
     import httpx
 
     try:
-        return _asked(server, private_key(key))
+        return _asked(server, here.ca.read_bytes(), private_key(here.key))
     except httpx.TransportError as error:
         return _unreached(server, error)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Found("stranger", f"{server.address} gives an answer that is not from Flower: {shown(error)}.")
     except ssl.SSLError as error:
-        return Found("certificate", f"{server.ca} is not a file of certificates: {shown(error)}.")
+        return Found("certificate", f"{here.ca} is not a file of certificates: {shown(error)}.")
 
 
 _OBSTACLES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, str], ...] = (
@@ -98,7 +86,7 @@ _OBSTACLES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], s
 )
 
 
-def _unreached(server: Server, error: BaseException) -> Found:
+def _unreached(server: JoinFile, error: BaseException) -> Found:
     """Why the request did not get through: its name, its port, TLS or its certificate."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
@@ -106,7 +94,7 @@ def _unreached(server: Server, error: BaseException) -> Found:
     fate, why = next((fate, why) for kinds, fate, why in _OBSTACLES if isinstance(error, kinds))
     said = shown(words or type(error).__name__)
     return Found(
-        fate, why.format(at=server.address, name=server.name, port=server.port, said=said, now=datetime.now(UTC))
+        fate, why.format(at=server.address, name=server.server, port=server.port, said=said, now=datetime.now(UTC))
     )
 
 
@@ -123,7 +111,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     return found
 
 
-def _asked(server: Server, secret: ec.EllipticCurvePrivateKey) -> Found:
+def _asked(server: JoinFile, ca: bytes, secret: ec.EllipticCurvePrivateKey) -> Found:
     """The request. Raises httpx.TransportError if it does not get through."""
     import httpx
     from flwr.proto.fleet_pb2 import ActivateNodeRequest
@@ -136,7 +124,6 @@ def _asked(server: Server, secret: ec.EllipticCurvePrivateKey) -> Found:
         RuntimeVersionHttpInterceptor(component_name="SuperNode"),
         NodeAuthHttpInterceptor(secret, secret.public_key()),
     ]
-    ca = server.ca.read_bytes()
     with FleetHttpClient.from_server_address(server.address, False, ca, interceptors=known) as client:
         asked_at = time.time()
         try:
@@ -155,7 +142,7 @@ def _asked(server: Server, secret: ec.EllipticCurvePrivateKey) -> Found:
     return _said(server, code, _flower_code(reply), "" if ahead is None else clock_trouble(ahead))
 
 
-def _said(server: Server, status: int, code: int, clock: str) -> Found:
+def _said(server: JoinFile, status: int, code: int, clock: str) -> Found:
     """The meaning of the server's answer. `code`: Flower's own, 0 if there is none. clock: what is wrong with it."""
     where = server.address
     if clock and (code in (2003, 2004) or status == 401):  # it may answer before it checks the time
@@ -230,4 +217,4 @@ def _flower_code(reply: Any) -> int:
         return 0
 
 
-__all__ = ["EARLIEST", "LATEST", "Found", "Server", "clock_trouble", "look", "private_key"]
+__all__ = ["EARLIEST", "LATEST", "Found", "clock_trouble", "look", "private_key"]

@@ -13,7 +13,7 @@ from fedlora.data import TextData
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.reach import Server, look, private_key
+from fedlora.flower.site.reach import look, private_key
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts, check
 from fedlora.flower.terms.joining import JoinFile, Request
@@ -163,14 +163,9 @@ def _base(settings: FederationSettings, join: JoinFile, site: Site, cache: Path 
 
 def checked_server(join: JoinFile, here: SiteFolder) -> list[Row]:
     """Whether the server is there, lets this site in, and has the same time."""
-    found = look(server_of(join, here), here.key)
+    found = look(join, here)
     sound = None if found.fate == "not admitted" else found.fate == "admitted"
     return [("server", found.why, sound)]
-
-
-def server_of(join: JoinFile, here: SiteFolder) -> Server:
-    """The server that gets a site's requests."""
-    return Server(join.server, join.port, here.ca)
 
 
 def _key(here: SiteFolder) -> Row:
@@ -196,6 +191,5 @@ def _open(path: Path) -> Row | None:
 
 
 __all__ = [
-    "Row", "app_row", "before_start", "checked_files", "checked_server", "checked_site", "checked_work",
-    "is_site", "server_of",
+    "Row", "app_row", "before_start", "checked_files", "checked_server", "checked_site", "checked_work", "is_site",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
-from fedlora.core.folders import check_target, replacing_folder
+from fedlora.core.folders import check_target
 from fedlora.errors import ConfigError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.terms import certificates
@@ -16,27 +16,23 @@ from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.site_file import Site
 
 
-def make_site(folder: Path, join: Path, site: Site, facts: Mapping[str, Any]) -> Request:
-    """Make a site's folder, completely or not at all. facts: its base model and versions; they go to the server.
+def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any]) -> Request:
+    """Write a site's files into an existing folder.
+
+    Args:
+        join: the content of the server's join file. facts: the site's, about its base model and its versions; they go
+            to the server.
 
     Raises:
-        ConfigError: the folder is not empty, this is not a join file, or the place cannot be written.
+        ConfigError: this is not a join file.
     """
-    refuse_existing(folder)
-    JoinFile.read(join)
-    content = join.read_bytes()
-    with replacing_folder(folder) as building:
-        building.chmod(0o700)
-        return fill_site(building, content, site, facts)
-
-
-def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any]) -> Request:
-    """Write a site's files into an existing folder. Raises `ConfigError`."""
     from fedlora.flower.site.held_out import record_of  # loads torch
 
     here = SiteFolder(folder)
     for place in (here.state, here.logs):
-        place.mkdir(mode=0o700, exist_ok=True)
+        place.mkdir(exist_ok=True)
+    for place in (here.path, here.state, here.logs):
+        place.chmod(0o700)
     files.write(here.join, join)
     said = JoinFile.read(here.join)
     files.write(record_of(here.state, said.federation, said.site), "{}")  # a site that joins holds out rows anew
@@ -102,4 +98,4 @@ def _with_key(here: SiteFolder, join: JoinFile, facts: Mapping[str, Any]) -> Req
     return request
 
 
-__all__ = ["fill_site", "make_site", "refuse_existing", "rotate_key", "take_join"]
+__all__ = ["fill_site", "refuse_existing", "rotate_key", "take_join"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -66,7 +67,7 @@ class SiteWork:
         from fedlora.flower.site.held_out import keep_held_out, record_of
         from fedlora.flower.site.node import Node
         from fedlora.flower.terms.agreement import Facts, check
-        from fedlora.flower.terms.facts import loaded_facts, model_facts
+        from fedlora.flower.terms.facts import model_facts, targets_of
         from fedlora.flower.terms.settings import FederationSettings
         from fedlora.flower.terms.site_file import Site
         from fedlora.runs.preparation import prepare
@@ -84,7 +85,7 @@ class SiteWork:
         return Node(
             site.name, prepared.trainer, state, form=settings.server.upload,
             evaluators={"validation": prepared.validation, "test": prepared.test},
-            facts=loaded_facts(prepared, settings, cache),
+            facts=replace(files, targets=targets_of(prepared.seed_adapter.modules)),
         )  # fmt: skip
 
 
