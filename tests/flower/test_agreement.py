@@ -162,7 +162,7 @@ OTHERS: dict[str, tuple[Any, list[str]]] = {
     "tokenizer": ("d" * 64, ["777777777777", "dddddddddddd", "tokenizer.json"]),
     "template": ("d" * 64, ["cccccccccccc", "dddddddddddd", "data.template"]),
     "labels": (("yes", "no"), ["['no', 'yes']", "['yes', 'no']", "data.labels"]),
-    "scaling": (1.0, ["is 2", "1;", "lora.scaling"]),
+    "scaling": (1.0, ["is 2", "has 1:", "lora.scaling"]),
     "max_length": (64, ["128", "64", "data.max_length"]),
     "targets": (("a.q 8x8", "a.v 8x9"), ["'a.v 8x8'", "'a.v 8x9'", "lora.targets"]),
     "architecture": ({"rope_theta": 5e5}, ["10000.0 at the server", "500000.0 at", "config.json"]),
@@ -267,7 +267,7 @@ def test_the_first_site_tells_a_server_that_has_no_model(model: Path, tmp_path: 
     assert again == known and admitted(settings(), again, "cork", first) == (again, ())
     there = copy(model, tmp_path / "other")
     save_file({n: t + 1 for n, t in load_file(there / "model.safetensors").items()}, there / "model.safetensors")
-    with pytest.raises(Disagreement, match=r"base model has .*'cork'"):
+    with pytest.raises(Disagreement, match=r"base model has .*cork has"):
         admitted(settings(), again, "cork", model_facts(str(there), settings()))
     (tmp_path / "agreement.json").write_text("{")
     with pytest.raises(ConfigError, match=r"agreement\.json cannot be read.* admit the sites again"):

@@ -72,12 +72,11 @@ class SiteWork:
         from fedlora.flower.terms.site_file import Site
         from fedlora.runs.preparation import prepare
 
-        server = Facts.from_text(envelope.facts) if envelope.facts else Facts()
         settings, site = FederationSettings.from_travelling(envelope.settings), Site.read(self._file)
         here = SiteFolder(self._file.parent)
         state, cache = here.state, here.base_cache
         files = model_facts(site.model, settings, cache)  # before the model is loaded, whose errors hide the cause
-        check(server, files, site.name, whole=False)
+        check(Facts.from_text(envelope.facts), files, site.name, whole=False)
         parcel, run = record_parcel(record)
         kept = record_of(state, run, site.name)
         keep = partial(keep_held_out, record=kept, first=parcel.round == 0, counted=receipt_of(record).counted > 0)
