@@ -19,7 +19,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.node_process import GONE, held, supernode_command, wait_until_admitted
 from fedlora.flower.site.reach import Found
-from fedlora.flower.site.supernode import telling
+from fedlora.flower.site.supernode import watched
 from support.processes import Program
 
 ADMITTED = Found("admitted", "fl:443 answers and knows this site's key.")
@@ -134,7 +134,7 @@ def test_the_command_of_a_supernode(tmp_path: Path) -> None:
 
 def test_that_it_is_online_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     """At Flower's first pull."""
-    came = [None, 5, 6]
-    pull = telling(lambda *, receive: receive(), threading.Event())
-    assert [pull(receive=lambda: came.pop(0)) for _ in list(came)] == [None, 5, 6]
+    came, given = [5, 6], dict.fromkeys(("get_run", "get_fab", "object_store", "state"))
+    pull = watched(lambda *, receive, **more: receive(), threading.Event())
+    assert [pull(receive=came.pop, **given) for _ in list(came)] == [6, 5]
     assert capfd.readouterr().err == "admitted: online, waiting for work.\n"
