@@ -65,7 +65,7 @@ def test_doctor_says_what_serve_would(words: str, tmp_path: Path) -> None:
     for table, keys in FAULTS[words].items():
         raw[table] |= keys
     played(fed, 2)
-    FederationSettings.model_validate(raw).write(fed.settings)
+    fed.settings.write_text(FederationSettings.model_validate(raw).toml())
     with pytest.raises(FedLoRAError, match=words) as refused:
         check_derived(fed)
         opening(fed.path)
