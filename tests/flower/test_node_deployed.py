@@ -47,7 +47,7 @@ def made(tmp_path: Path, app: bytes) -> tuple[SuperLink, SiteFolder]:
 UNCHECKED = """
 from fedlora.cli import main
 from fedlora.flower.site import site_checks
-site_checks.before_start = lambda here: ([], [])  # it has neither data nor a base model
+site_checks.checked_site = lambda folder, server: []  # it has neither data nor a base model
 main()
 """
 

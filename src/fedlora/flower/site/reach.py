@@ -142,44 +142,41 @@ def _asked(server: JoinFile, ca: bytes, secret: ec.EllipticCurvePrivateKey) -> F
     return _said(server, code, _flower_code(reply), "" if ahead is None else clock_trouble(ahead))
 
 
+# Flower's code, or an HTTP status -> the fate, and what it means
+_ANSWERS: dict[int, tuple[str, str]] = {
+    2003: ("admitted", "{at} answers and knows this site's key."),
+    2004: (
+        "not admitted",
+        "{at} answers, but this site's key is not registered there. Send request.toml to the server; the site "
+        "continues by itself after `fedlora flower admit` there. If it took part before, ask whether it was removed.",
+    ),
+    401: (
+        "refused",
+        "{at} does not accept this site's signature (401), and the clocks agree. Does its key belong to this "
+        "federation?",
+    ),
+    403: ("stranger", "{at} answers, but forbids Flower's path (403): its proxy does not pass /v1/fleet/."),
+    **dict.fromkeys((429, 503), (
+        "no federation", "{at} accepts no more requests from this address for now ({status})."
+    )),
+    **dict.fromkeys((502, 504), (
+        "no federation",
+        "{at} answers, but no SuperLink stands behind it ({status}): `fedlora flower serve` is not running there, or "
+        "is just starting, or has played all rounds: ask its operator whether the federation is over.",
+    )),
+}  # fmt: skip
+_ODD_CODE = ("refused", "{at} refuses this site with Flower's code {code} (status {status}).")
+_NOT_FLOWER = (
+    "stranger", "{at} answers with status {status}, and not as Flower does. Is {port} the port of the federation?"
+)  # fmt: skip
+
+
 def _said(server: JoinFile, status: int, code: int, clock: str) -> Found:
     """The meaning of the server's answer. `code`: Flower's own, 0 if there is none. clock: what is wrong with it."""
-    where = server.address
     if clock and (code in (2003, 2004) or status == 401):  # it may answer before it checks the time
         return Found("clock", clock)
-    if code == 2003:
-        return Found("admitted", f"{where} answers and knows this site's key.")
-    if code == 2004:
-        return Found(
-            "not admitted",
-            f"{where} answers, but this site's key is not registered there. Send request.toml to the server; the site "
-            f"continues by itself after `fedlora flower admit` there. If it took part before, ask whether it was "
-            f"removed.",
-        )
-    if status == 401:
-        return Found(
-            "refused",
-            f"{where} does not accept this site's signature (401), and the clocks agree. Does its key belong to this "
-            f"federation?",
-        )
-    if status in (429, 503):
-        return Found("no federation", f"{where} accepts no more requests from this address for now ({status}).")
-    if status in (502, 504):
-        return Found(
-            "no federation",
-            f"{where} answers, but no SuperLink stands behind it ({status}): `fedlora flower serve` is not running "
-            f"there, or is just starting, or has played all rounds: ask its operator whether the federation is over.",
-        )
-    if status == 403:
-        return Found(
-            "stranger", f"{where} answers, but forbids Flower's path (403): its proxy does not pass /v1/fleet/."
-        )
-    if code:
-        return Found("refused", f"{where} refuses this site with Flower's code {code} (status {status}).")
-    return Found(
-        "stranger",
-        f"{where} answers with status {status}, and not as Flower does. Is {server.port} the port of the federation?",
-    )
+    fate, why = _ANSWERS.get(code) or _ANSWERS.get(status) or (_ODD_CODE if code else _NOT_FLOWER)
+    return Found(fate, why.format(at=server.address, port=server.port, status=status, code=code))
 
 
 def clock_trouble(ahead: float) -> str:

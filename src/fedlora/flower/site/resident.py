@@ -60,10 +60,15 @@ def ask(site_file: Path, do: Do, record: RecordDict) -> RecordDict:
                 client.connect(address)
             connection = Connection(client.detach())
         with connection:
-            send_message(connection, {"do": do}, record)
-            said, reply = receive_message(connection)
+            return _exchanged(connection, do, record)
     except (OSError, EOFError) as error:
         raise TrainerFailed("its node has ended", f"its node is not reached: {error}") from error
+
+
+def _exchanged(connection: Connection, do: Do, record: RecordDict) -> RecordDict:
+    """The reply at the other end. Raises `TrainerFailed` for words in its place; `OSError`, `EOFError`."""
+    send_message(connection, {"do": do}, record)
+    said, reply = receive_message(connection)
     if reply is None:
         raise TrainerFailed(str(said["told"]), str(said["error"]))
     return reply
@@ -130,13 +135,9 @@ class Trainer:
             self._pipe, self._content = self._started(), content
         assert self._pipe is not None
         try:
-            send_message(self._pipe, {"do": do}, record)
-            said, reply = receive_message(self._pipe)
+            return _exchanged(self._pipe, do, record)
         except (OSError, EOFError) as error:
             raise self._died(self.end()) from error
-        if reply is None:
-            raise TrainerFailed(str(said["told"]), str(said["error"]))
-        return reply
 
     def end(self) -> int:
         """End the process, with its model and its own children. Returns its exit code."""

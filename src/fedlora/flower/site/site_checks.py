@@ -31,28 +31,14 @@ def is_site(folder: Path) -> bool:
     return SiteFolder(folder).site.is_file() or SiteFolder(folder).join.is_file()
 
 
-def checked_site(folder: Path) -> list[Row]:
-    """All checks of a site's folder."""
+def checked_site(folder: Path, *, server: bool = True) -> list[Row]:
+    """All checks of a site's folder; those of its server, if asked for."""
     here = SiteFolder(folder.resolve())
     rows, known = checked_files(here)
     if known is None:
         return rows
-    join, site = known
-    work, _ = checked_work(join, site, here)
-    return [*rows, *work, *checked_server(join, here)]
-
-
-def before_start(here: SiteFolder) -> tuple[list[str], list[str]]:
-    """The faults in a site's data, base model and folder, and notes worth a line, in sentences. A full disk is not a
-    fault here, because it may get room again."""
-    rows, known = checked_files(here)
-    if known is not None:
-        rows += checked_work(*known, here)[0]
-    wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
-    worth = ("nothing of", ": little")
-    told = [f"{what}: {found}" for what, found, _ in rows
-            if what == "privacy" or any(words in found for words in worth)]  # fmt: skip
-    return wrong, told
+    work, _ = checked_work(*known, here)
+    return [*rows, *work, *(checked_server(known[0], here) if server else ())]
 
 
 def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | None]:
@@ -191,5 +177,5 @@ def _open(path: Path) -> Row | None:
 
 
 __all__ = [
-    "Row", "app_row", "before_start", "checked_files", "checked_server", "checked_site", "checked_work", "is_site",
+    "Row", "app_row", "checked_files", "checked_server", "checked_site", "checked_work", "is_site",
 ]  # fmt: skip
