@@ -125,10 +125,10 @@ class Request(Section):
         assert isinstance(key, ec.EllipticCurvePrivateKey), "a node's key is on an elliptic curve"
         form = (serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
         public = key.public_key().public_bytes(*form).decode()
-        facts = _without_none(facts)
-        said = _signed(join.federation, join.site, public, facts)
+        own: dict[str, Any] = _without_none(facts)
+        said = _signed(join.federation, join.site, public, own)
         signature = base64.b64encode(key.sign(said, ec.ECDSA(hashes.SHA384()))).decode()
-        return cls(federation=join.federation, site=join.site, public_key=public, signature=signature, facts=facts)
+        return cls(federation=join.federation, site=join.site, public_key=public, signature=signature, facts=own)
 
     @property
     def fingerprint(self) -> str:
