@@ -76,16 +76,8 @@ def site(
 def _rotate(folder: Path) -> None:
     from fedlora.flower.places import SiteFolder
     from fedlora.flower.site.site_folder import rotate_key
-    from fedlora.flower.terms.facts import model_facts
-    from fedlora.flower.terms.joining import JoinFile
-    from fedlora.flower.terms.settings import FederationSettings
-    from fedlora.flower.terms.site_file import Site
 
-    here = SiteFolder(folder.resolve())
-    join = JoinFile.read(here.join)
-    model = Site.read(here.site).model
-    facts = model_facts(model, FederationSettings.from_travelling(join.settings), here.base_cache)
-    request = rotate_key(folder, facts.table())
+    request, here = rotate_key(folder), SiteFolder(folder.resolve())
     console.print(
         f"{folder}: a new key, {request.fingerprint}, in place of the old one. Send {here.request} to the server, "
         f"where it is admitted with: fedlora flower admit FED request.toml --rotate. A running node keeps the old key "

@@ -13,6 +13,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile, Request
+from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 
 
@@ -75,16 +76,19 @@ def refuse_existing(folder: Path) -> None:
     check_target(folder)
 
 
-def rotate_key(folder: Path, facts: Mapping[str, Any]) -> Request:
+def rotate_key(folder: Path) -> Request:
     """Replace a site's key, and make the request with the new one. A running node holds the old key until the server
     admits the new one: then its connection ends, and its next start reads the new one.
 
     Raises:
-        ConfigError: this is not a site's folder.
+        ConfigError: this is not a site's folder, or its base model cannot be read.
     """
-    here = SiteFolder(folder)
-    join = JoinFile.read(here.join)
-    return _with_key(here, join, facts)
+    from fedlora.flower.terms.facts import model_facts  # loads torch
+
+    here = SiteFolder(folder.resolve())
+    join, model = JoinFile.read(here.join), Site.read(here.site).model
+    facts = model_facts(model, FederationSettings.from_travelling(join.settings), here.base_cache)
+    return _with_key(here, join, facts.table())
 
 
 def _with_key(here: SiteFolder, join: JoinFile, facts: Mapping[str, Any]) -> Request:
