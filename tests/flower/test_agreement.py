@@ -229,6 +229,10 @@ V = {"protocol": PROTOCOL, "fedlora": "0.1.0", "torch": "2.12.0+cpu", "transform
         ({"fedlora": "0.10.0"}, r"fedlora is 0\.1\.0.*0\.10\.0"),
         ({"fedlora": "1.1.0"}, r"fedlora is 0\.1\.0.*1\.1\.0"),
         ({"protocol": "fedlora/2"}, r"fedlora/5' and acme 'fedlora/2': install one version"),
+        (
+            {"torch": "9" * 5000},
+            r"torch is 2\.12\.0",
+        ),  # more digits than Python's int takes: it was a traceback of `admit`
         ({"torch": None}, ""),
     ],
 )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Annotated, Any
 
+from packaging.version import Version
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -197,13 +198,11 @@ def versions_apart(server: Mapping[str, str], site: Mapping[str, str], name: str
 
 
 def _number_of(text: str) -> tuple[int, ...]:
-    """ "2.13.0+cpu" as (2, 13, 0); it ends at the first part that is not a number."""
-    found: list[int] = []
-    for part in text.partition("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        found.append(int(part))
-    return tuple(found)
+    """ "2.13.0+cpu" as (2, 13, 0); () for what is no version."""
+    try:
+        return Version(text).release
+    except ValueError:  # also for a number with too many digits for Python
+        return ()
 
 
 def versions_here() -> dict[str, str]:
