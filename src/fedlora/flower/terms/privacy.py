@@ -31,17 +31,13 @@ class FederationPrivacy(PrivacySection):
     members: list[Annotated[str, Field(min_length=1)]] | None = None
 
     @model_validator(mode="after")
-    def _all_every_round(self) -> FederationPrivacy:
+    def _of_real_sites(self) -> FederationPrivacy:
         if self.sampling == "poisson":
             raise ValueError(
                 "privacy.sampling = 'poisson' makes epsilon smaller only while nobody can see who takes part. On a "
                 "network, traffic and timing show it. So a federation's ledger uses q = 1, and every round asks all "
                 "members. Leave sampling out; the secret draw is for `fedlora run`, in one process"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _real(self) -> FederationPrivacy:
         if self.population == SIMULATED:
             raise ValueError(
                 f"privacy.population = {SIMULATED!r} means that an experiment simulates its clients, but a "
