@@ -18,13 +18,15 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.terms.joining import JoinFile
 
-EARLIEST, LATEST = -5.0, 305.0  # seconds by which a message may be older than the SuperLink's clock (flwr 1.41, 1.42)
+# Seconds by which a site's clock may be ahead of the SuperLink's, or behind it: the age of a message that it takes.
+AHEAD, BEHIND = SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -181,12 +183,12 @@ def _said(server: JoinFile, status: int, code: int, clock: str) -> Found:
 
 def clock_trouble(ahead: float) -> str:
     """Why these clocks are too far apart, in a sentence; "" if they are not. ahead: of this machine's, in seconds."""
-    if -LATEST + 5 < ahead < -EARLIEST - 1:  # the measurement is accurate to a second
+    if 5 - BEHIND < ahead < AHEAD - 1:  # the measurement is accurate to a second
         return ""
     way = "ahead of" if ahead > 0 else "behind"
     return (
         f"this machine's clock is {_long(abs(ahead))} {way} the server's, and the server refuses what is signed more "
-        f"than {-EARLIEST:.0f} seconds ahead or {LATEST:.0f} seconds behind its own time. Set the clock (timedatectl "
+        f"than {AHEAD:.0f} seconds ahead or {BEHIND:.0f} seconds behind its own time. Set the clock (timedatectl "
         f"set-ntp true), here or there."
     )
 
@@ -214,4 +216,4 @@ def _flower_code(reply: Any) -> int:
         return 0
 
 
-__all__ = ["EARLIEST", "LATEST", "Found", "clock_trouble", "look", "private_key"]
+__all__ = ["Found", "clock_trouble", "look", "private_key"]
