@@ -40,7 +40,6 @@ from fedlora.flower.site.resident import (
     ask,
     listening_at,
     pass_on,
-    private_directory,
     serve,
     socket_of,
 )
@@ -100,7 +99,6 @@ def test_the_resident_trainer_answers_over_its_socket(tmp_path: Path, deep: bool
 
     serving(site, work)
     record = question()
-    assert site.state.stat().st_mode & 0o777 == 0o700  # a stranger cannot get at what is in it
     reply = ask(site.site, "train", record)
     alone = Node("one", Toy(), tmp_path / "other").work(record)
     assert same(reply, alone)
@@ -181,7 +179,6 @@ def test_a_trainer_that_a_full_disk_ends_is_told_so(tmp_path: Path, monkeypatch:
     from fedlora.flower.site import resident
 
     site = a_site(tmp_path, tmp_path)
-    private_directory(site.state)
     monkeypatch.setattr(resident, "opened_here", no_room)
     serving(site, Trainer(site).work)
     with pytest.raises(TrainerFailed, match="no space"):
@@ -379,7 +376,6 @@ def test_real_trainers_change_and_end_with_their_owner(tmp_path: Path, base: Pat
 
 def test_a_trainer_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     site = a_site(tmp_path, tmp_path)
-    private_directory(site.state)
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(TrainerFailed, match="with code 1 "):
         Trainer(site).work("train", question(envelope=Envelope("settings")))
@@ -400,12 +396,6 @@ def test_no_path_of_a_site_is_told(tmp_path: Path) -> None:
     (tmp_path / "site.toml").write_text(Site(name="a", data="/secret/d.csv", model="/secret/m").toml())
     words = told_to_server(ConfigError(f"/secret/m of {tmp_path}/site.toml; /secret/d.csv"), tmp_path)
     assert words == "ConfigError: <its model> of <site>/site.toml; <its data>"
-
-
-def test_a_directory_that_others_can_read_becomes_private(tmp_path: Path) -> None:
-    (tmp_path / "open").mkdir(mode=0o755)
-    private_directory(tmp_path / "open")
-    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
 
 
 def test_the_socket_format_is_lossless_and_breaks_off_cleanly() -> None:

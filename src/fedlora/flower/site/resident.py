@@ -3,7 +3,8 @@
 Flower starts a new process for each message to a node. That process (`ask`) passes the message through a UNIX socket in
 the site's folder to the SuperNode's process (`pass_on`), whose `Trainer` is a child process, started with the first
 message. A trainer serves one content of site.toml and of the server's settings: if either changes, another one takes
-its place. It ends with the SuperNode. Only this user can reach the socket, because its folder is private.
+its place. It ends with the SuperNode. Only this user can reach the socket: a node starts only in a folder of mode
+0700, and what it makes is for this user (umask 077).
 
     python -m fedlora.flower.site.resident SITE/site.toml DESCRIPTOR
 """
@@ -93,9 +94,9 @@ def answered(work: Work, do: Do, record: RecordDict, folder: Path) -> Answer:
 
 
 def listening_at(site: SiteFolder) -> socket.socket:
-    """The site's socket, in a folder that only this user can read. Raises `OSError`, `TrainerFailed`."""
-    private_directory(site.state)
+    """The site's socket. Raises `OSError`."""
     path = socket_of(site)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with _address(path) as address:
@@ -152,7 +153,7 @@ class Trainer:
         return process.returncode
 
     def _started(self) -> Connection:
-        private_directory(self._site.logs)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # a trainer's log is its own, and that before it is kept
             os.replace(self._log, self._log.with_name("trainer.log.1"))
         here, there = Pipe()
@@ -187,16 +188,6 @@ def _address(path: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}/{path.name}"
     finally:
         os.close(descriptor)
-
-
-def private_directory(folder: Path) -> None:
-    """Make the folder for this user only; raise if it belongs to somebody else."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    facts = folder.stat()
-    if facts.st_uid != os.getuid():
-        raise TrainerFailed("its folder belongs to another user", f"{folder} belongs to another user.")
-    if facts.st_mode & 0o077:
-        folder.chmod(0o700)
 
 
 # --------------------------------------------------------------------------------------------------- in the trainer

@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 from fedlora.core.echo import quoted
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.resident import Trainer, TrainerFailed, listening_at, pass_on, socket_of
+from fedlora.flower.site.resident import Trainer, listening_at, pass_on, socket_of
 
 BROKEN_OFF = 70  # exit code: the connection broke in a way that Flower does not retry
 
@@ -45,7 +45,7 @@ def main() -> None:
     sys.argv[:2], site = ["flower-supernode"], SiteFolder(Path(sys.argv[1]).parent)
     try:
         listening = listening_at(site)
-    except (OSError, TrainerFailed) as error:
+    except OSError as error:
         _leave(f"{socket_of(site)} cannot be made: {error}")
     threading.Thread(target=pass_on, args=(listening, Trainer(site).work, site.path), daemon=True).start()
     try:
