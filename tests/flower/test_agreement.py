@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from fedlora.flower.terms.agreement import (
     versions_apart,
     versions_here,
 )  # fmt: skip
-from fedlora.flower.terms.facts import admitted, agreed, loaded_facts, model_facts, of_model, server_facts, write_agreed
+from fedlora.flower.terms.facts import admitted, agreed, model_facts, of_model, server_facts, targets_of, write_agreed
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.preparation import prepare
@@ -161,7 +162,7 @@ OTHERS: dict[str, tuple[Any, list[str]]] = {
     "tokenizer": ("d" * 64, ["777777777777", "dddddddddddd", "tokenizer.json"]),
     "template": ("d" * 64, ["cccccccccccc", "dddddddddddd", "data.template"]),
     "labels": (("yes", "no"), ["['no', 'yes']", "['yes', 'no']", "data.labels"]),
-    "scaling": (1.0, ["is 2", "1;", "lora.scaling"]),
+    "scaling": (1.0, ["is 2", "has 1:", "lora.scaling"]),
     "max_length": (64, ["128", "64", "data.max_length"]),
     "targets": (("a.q 8x8", "a.v 8x9"), ["'a.v 8x8'", "'a.v 8x9'", "lora.targets"]),
     "architecture": ({"rope_theta": 5e5}, ["10000.0 at the server", "500000.0 at", "config.json"]),
@@ -228,6 +229,10 @@ V = {"protocol": PROTOCOL, "fedlora": "0.1.0", "torch": "2.12.0+cpu", "transform
         ({"fedlora": "0.10.0"}, r"fedlora is 0\.1\.0.*0\.10\.0"),
         ({"fedlora": "1.1.0"}, r"fedlora is 0\.1\.0.*1\.1\.0"),
         ({"protocol": "fedlora/2"}, r"fedlora/5' and acme 'fedlora/2': install one version"),
+        (
+            {"torch": "9" * 5000},
+            r"torch is 2\.12\.0",
+        ),  # more digits than Python's int takes: it was a traceback of `admit`
         ({"torch": None}, ""),
     ],
 )
@@ -243,14 +248,16 @@ def test_which_versions_may_meet(changes: dict[str, str | None], refused: str) -
 
 
 def test_a_loaded_trainer_and_the_files_say_the_same(model: Path, tmp_path: Path) -> None:
-    """What `fedlora flower site` computes without a model is what the trainer says once it has loaded one."""
+    """What `fedlora flower site` computes without a model holds of the model that trains: only the targets are new."""
     (tmp_path / "d.csv").write_text("text,label\n" + "".join(f"w{k} w{k + 1},{k % 2}\n" for k in range(20)))
     site = Site(name="a", data=str(tmp_path / "d.csv"), model=str(model))
-    loaded = loaded_facts(prepare(settings().for_site(site)), settings())
-    files = model_facts(site.model, settings())
-    assert loaded.targets and not files.targets
-    assert {k: v for k, v in loaded.table().items() if k != "targets"} == files.table()
-    check(server_facts(settings(), of_model(files)), loaded, "a")
+    files, loaded = model_facts(site.model, settings()), prepare(settings().for_site(site))
+    assert tokenizer_digest(loaded.model.tokenizer) == files.tokenizer
+    assert {part.label_names for part in loaded.parts.values()} == {files.labels}
+    assert (loaded.model.settings.unit, loaded.config.data.max_length) == (files.scaling, files.max_length)
+    trained = replace(files, targets=targets_of(loaded.seed_adapter.modules))
+    check(server_facts(settings(), of_model(files), loaded.seed_adapter.modules), trained, "a")
+    assert trained.targets and not files.targets
     assert files.architecture["hidden_size"] == 32 and "transformers_version" not in files.architecture
 
 
@@ -264,7 +271,7 @@ def test_the_first_site_tells_a_server_that_has_no_model(model: Path, tmp_path: 
     assert again == known and admitted(settings(), again, "cork", first) == (again, ())
     there = copy(model, tmp_path / "other")
     save_file({n: t + 1 for n, t in load_file(there / "model.safetensors").items()}, there / "model.safetensors")
-    with pytest.raises(Disagreement, match=r"base model has .*'cork'"):
+    with pytest.raises(Disagreement, match=r"base model has .*cork has"):
         admitted(settings(), again, "cork", model_facts(str(there), settings()))
     (tmp_path / "agreement.json").write_text("{")
     with pytest.raises(ConfigError, match=r"agreement\.json cannot be read.* admit the sites again"):

@@ -32,7 +32,7 @@ def test_a_rule_is_of_the_servers_settings_and_travels(tmp_path: Path) -> None:
     assert settings.defence.build() == Mixing(MultiKrum(2), 2)
     assert FederationSettings.from_travelling(settings.travelling()).defence == settings.defence
     assert settings.for_site(Site(name="a", data="a.csv", model="m")).defence.build() is None  # it weighs nobody
-    settings.write(path)
+    path.write_text(settings.toml())
     assert FederationSettings.load(path) == settings
     path.write_text(SAID + '[defence]\nrule = "multi-krum"\nliars = 2\ntau = 1.0\n')
     with pytest.raises(ConfigError, match=r"defence\.tau = 1\.0 has no effect"):

@@ -66,7 +66,7 @@ def test_a_request_is_signed_by_its_key(join: JoinFile, tmp_path: Path) -> None:
     path = tmp_path / "request.toml"
     path.write_text(request.text().replace("\n", "\r\n"))
     read = Request.read(path)
-    assert (read.federation, read.site, read.public) == ("fed-1", "acme", public.decode().strip())
+    assert (read.federation, read.site, read.public_key) == ("fed-1", "acme", public.decode().strip())
     assert read.facts == {"base": "cd", "labels": ["no", "yes"]} and read.fingerprint in path.read_text()
     other = certificates.new_key()[1].decode().strip()
     for old, new in (

@@ -561,7 +561,7 @@ def test_the_doctor_knows_what_a_rule_needs(fed: FederationFolder, table: str, s
     keys, settings = tomllib.loads(table), FederationSettings.load(fed.settings)
     server = settings.server.model_copy(update={"weighting": keys.pop("weighting", None)})
     rule = DefenceSection.model_validate(keys)
-    settings.model_copy(update={"defence": rule, "server": server}).write(fed.settings)
+    fed.settings.write_text(settings.model_copy(update={"defence": rule, "server": server}).toml())
     found = rows(fed)["serve"]
     assert said in found[0] and found[1] is sound
 
@@ -570,7 +570,7 @@ def test_the_doctor_knows_what_a_rule_needs(fed: FederationFolder, table: str, s
 def of_one_rank(fed: FederationFolder) -> FederationFolder:
     """A method that serves one rank only, and three sites of it."""
     settings = FederationSettings.load(fed.settings)
-    settings.model_copy(update={"method": MethodSection(name="fedsa-lora")}).write(fed.settings)
+    fed.settings.write_text(settings.model_copy(update={"method": MethodSection(name="fedsa-lora")}).toml())
     fed.policy.write_text(re.sub(r"(acme|berlin|cork) = \d", r"\1 = 8", fed.policy.read_text()))
     opening(fed.path)
     return fed
@@ -608,7 +608,7 @@ def test_no_removal_leaves_rounds_that_cannot_be_played(fed: FederationFolder) -
     """Multi-krum with one liar needs 2 x 1 + 3 clients. Before, only the quorum was looked at."""
     fed.policy.write_text(fed.policy.read_text() + "dublin = 4\nessen = 4\nfaro = 4\n")
     rule = DefenceSection(rule="multi-krum", liars=1)
-    FederationSettings.load(fed.settings).model_copy(update={"defence": rule}).write(fed.settings)
+    fed.settings.write_text(FederationSettings.load(fed.settings).model_copy(update={"defence": rule}).toml())
     members.remove(fed.path, "faro")
     before = snapshot(fed)
     with pytest.raises(ConfigError, match=r"without 'essen': .* among 4 clients needs 5.* Nothing was changed"):

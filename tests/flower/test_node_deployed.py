@@ -19,7 +19,7 @@ pytest.importorskip("flwr")
 from fedlora.flower.bundle import digest
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.serving.superlink import SuperLink
-from fedlora.flower.site.site_folder import make_site
+from fedlora.flower.site.site_folder import fill_site
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
@@ -39,15 +39,15 @@ def made(tmp_path: Path, app: bytes) -> tuple[SuperLink, SiteFolder]:
     settings = FederationSettings.from_travelling('{"id": "fed-1", "data": {"labels": ["no", "yes"]}}')
     ca = (link.folder.certificates / "ca.crt").read_text()
     join = JoinFile("fed-1", "acme", 4, host, int(port), ca, settings.travelling(), {}, digest(app))
-    (tmp_path / "join.toml").write_text(join.text())
-    make_site(here.path, tmp_path / "join.toml", Site(name="acme", data="notes.csv", model="base"), {})
+    here.path.mkdir()
+    fill_site(here.path, join.text().encode(), Site(name="acme", data="notes.csv", model="base"), {})
     return link, here
 
 
 UNCHECKED = """
 from fedlora.cli import main
 from fedlora.flower.site import site_checks
-site_checks.before_start = lambda here: ([], [])  # it has neither data nor a base model
+site_checks.checked_site = lambda folder, server: []  # it has neither data nor a base model
 main()
 """
 

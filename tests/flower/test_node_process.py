@@ -19,7 +19,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.node_process import GONE, held, supernode_command, wait_until_admitted
 from fedlora.flower.site.reach import Found
-from fedlora.flower.site.supernode import telling
+from fedlora.flower.site.supernode import watched
 from support.processes import Program
 
 ADMITTED = Found("admitted", "fl:443 answers and knows this site's key.")
@@ -86,6 +86,7 @@ def flower_supernode():
     {body}
 fake.flower_supernode = flower_supernode
 sys.modules["flwr.supernode.cli"] = fake
+sys.argv.append(__file__)  # beside a site.toml
 from fedlora.flower.site.supernode import main
 main()
 """
@@ -124,7 +125,7 @@ def test_the_command_of_a_supernode(tmp_path: Path) -> None:
 
     site = SiteFolder(tmp_path / "a site's folder, with blanks")
     command = supernode_command(site, "fl.example.org:443")
-    assert command[:3] == [sys.executable, "-m", "fedlora.flower.site.supernode"]
+    assert command[:4] == [sys.executable, "-m", "fedlora.flower.site.supernode", str(site.site)]
     config = command[command.index("--node-config") + 1]
     assert parse_config_args([config]) == {"site": str(site.site)}
     assert command[command.index("--auth-supernode-private-key") + 1] == str(site.key)
@@ -133,7 +134,7 @@ def test_the_command_of_a_supernode(tmp_path: Path) -> None:
 
 def test_that_it_is_online_is_said_once(capfd: pytest.CaptureFixture[str]) -> None:
     """At Flower's first pull."""
-    came = [None, 5, 6]
-    pull = telling(lambda *, receive: receive(), threading.Event())
-    assert [pull(receive=lambda: came.pop(0)) for _ in list(came)] == [None, 5, 6]
+    came, given = [5, 6], dict.fromkeys(("get_run", "get_fab", "object_store", "state"))
+    pull = watched(lambda *, receive, **more: receive(), threading.Event())
+    assert [pull(receive=came.pop, **given) for _ in list(came)] == [6, 5]
     assert capfd.readouterr().err == "admitted: online, waiting for work.\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 pytest.importorskip("flwr")
 
@@ -44,12 +45,12 @@ def test_a_share_that_so_few_cannot_keep_makes_all_alike() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "no table [clients]"),
-        ("[clients]\n", "no clients"),
+        ("", "clients: Field required"),
+        ("[clients]\n", "nobody could take part"),
         ("[clients]\na = 0\n", "whole number from 1"),
         ("[clients]\na = {q = true}\n", "whole number from 1"),
-        ("colour = 1\n[clients]\na = 8\n", "unknown field 'colour'"),
-        ("max_weight_share = 0\n[clients]\na = 8\n", "positive number"),
+        ("colour = 1\n[clients]\na = 8\n", "colour: Unexpected keyword argument"),
+        ("max_weight_share = 0\n[clients]\na = 8\n", "max_weight_share: Input should be greater than 0"),
         ("[clients\n", "is not TOML"),
     ],
 )
@@ -70,5 +71,5 @@ def test_without_a_word_nobody_of_four_or_more_has_more_than_half(sites: int, sh
 
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "4", True])
 def test_an_uploads_limit_is_a_positive_number(value: object) -> None:
-    with pytest.raises(ConfigError, match="max_upload_mb is a positive number"):
+    with pytest.raises(ValidationError, match="max_upload_mb"):
         Policy({"a": 1}, max_upload_mb=value)  # type: ignore[arg-type]

@@ -73,7 +73,7 @@ def test_the_table_sets_what_nobody_set_and_the_ledger_stays_at_the_server(tmp_p
     assert "ledger" not in said and said["members"] == list(RANKS) and str(tmp_path) not in settings.travelling()
     there = FederationSettings.from_travelling(settings.travelling())
     assert there.travelling() == settings.travelling()
-    settings.write(tmp_path / "again.toml")
+    (tmp_path / "again.toml").write_text(settings.toml())
     assert FederationSettings.load(tmp_path / "again.toml") == settings
     assert there.for_site(Site(name="acme", data="a.csv", model="m")).privacy is None  # nothing of it is a site's
 

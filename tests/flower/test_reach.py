@@ -20,8 +20,10 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from fedlora.errors import ConfigError
+from fedlora.flower.places import SiteFolder
 from fedlora.flower.site import reach
-from fedlora.flower.site.reach import Found, Server, clock_trouble, look, private_key
+from fedlora.flower.site.reach import Found, clock_trouble, look, private_key
+from fedlora.flower.terms.joining import JoinFile
 from support.shown_certificates import answering, authority, server_files
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -34,6 +36,12 @@ def written_key(path: Path, key: object = None) -> Path:
     return path
 
 
+def found_at(port: int, folder: Path, name: str = "127.0.0.1") -> Found:
+    """What the site with this folder, which has the authority's certificate, finds there with a new key."""
+    written_key(folder / "key")
+    return look(JoinFile("fed-1", "acme", 4, name, port, "", "{}", {}, "0" * 64), SiteFolder(folder))
+
+
 def _hasty(request: httpx.Request) -> httpx.Request:
     request.extensions["timeout"] = httpx.Timeout(0.3).as_dict()
     return request
@@ -42,13 +50,13 @@ def _hasty(request: httpx.Request) -> httpx.Request:
 @pytest.fixture
 def asked(tmp_path: Path) -> Callable[..., Found]:
     """What a site finds at a server that answers so, with TLS and a certificate of 127.0.0.1."""
-    ca, key = authority(), written_key(tmp_path / "key")
+    ca = authority()
     (tmp_path / "ca.crt").write_text(ca.pem)
     files = server_files(tmp_path / "server", ca, ["127.0.0.1"])
 
     def ask(status: int, body: bytes = b"", **how: object) -> Found:
         with answering(status, body, files=files, **how) as port:  # type: ignore[arg-type]
-            return look(Server("127.0.0.1", port, tmp_path / "ca.crt"), key)
+            return found_at(port, tmp_path)
 
     return ask
 
@@ -86,10 +94,8 @@ def test_a_clock_that_is_off_is_told_with_its_number(asked: Callable[..., Found]
 
 
 def test_what_the_superlink_takes_is_no_trouble() -> None:
-    """flwr takes a signature whose age by the server's clock is above -5 s and below 305 s."""
-    from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
-
-    assert (reach.EARLIEST, reach.LATEST) == (-SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE)
+    """flwr takes a signature whose age by the server's clock is above -5 s and below 305 s, as our pages say."""
+    assert (reach.AHEAD, reach.BEHIND) == (5, 305)
     assert not clock_trouble(3.0) and not clock_trouble(-250.0)
     assert "6 seconds ahead" in clock_trouble(6.0) and "310 seconds" not in clock_trouble(-310.0)
     assert "2 hours behind" in clock_trouble(-7_200.0) and "9 days ahead" in clock_trouble(9 * 86_400.0)
@@ -99,7 +105,7 @@ def test_a_server_that_says_no_time_and_one_without_tls(asked: Callable[..., Fou
     found = asked(401, b"", dated=False)
     assert found.fate == "refused"
     with answering(412, b'{"code": 2004}') as port:
-        found = look(Server("127.0.0.1", port, tmp_path / "ca.crt"), tmp_path / "key")
+        found = found_at(port, tmp_path)
     assert found.fate == "plain" and "but not TLS" in found.why
 
 
@@ -121,8 +127,7 @@ def test_a_tls_port_that_is_too_busy_for_a_handshake_is_not_said_to_speak_http(t
         listening.listen(8)
         (tmp_path / "ca.crt").write_text(authority().pem)
         threading.Thread(target=busy, args=(listening,), daemon=True).start()
-        server = Server("127.0.0.1", listening.getsockname()[1], tmp_path / "ca.crt")
-        found = look(server, written_key(tmp_path / "key"))
+        found = found_at(listening.getsockname()[1], tmp_path)
     assert found.fate == "plain" and "http" not in found.why
 
 
@@ -142,7 +147,7 @@ def test_each_kind_of_certificate_that_is_not_believed(
     (tmp_path / "ca.crt").write_text(ca.pem)
     files = server_files(tmp_path / "s", another if other else ca, names, begin, end)
     with answering(400, files=files) as port:
-        found = look(Server("127.0.0.1", port, tmp_path / "ca.crt"), written_key(tmp_path / "key"))
+        found = found_at(port, tmp_path)
     assert found.fate == "certificate" and words in found.why, found  # OpenSSL's words, and now by this clock
     assert f"{datetime.now(UTC):%Y-%m-%d}" in found.why
 
@@ -151,7 +156,7 @@ def test_another_authority_of_the_same_name_is_another_one(tmp_path: Path) -> No
     ca, twin = authority(), authority()
     (tmp_path / "ca.crt").write_text(ca.pem)
     with answering(400, files=server_files(tmp_path / "s", twin, ["127.0.0.1"])) as port:
-        found = look(Server("127.0.0.1", port, tmp_path / "ca.crt"), written_key(tmp_path / "key"))
+        found = found_at(port, tmp_path)
     assert found.fate == "certificate" and "join file" in found.why
 
 
@@ -159,17 +164,16 @@ def test_a_closed_port_an_unknown_name_a_silent_port(tmp_path: Path, monkeypatch
     sending = httpx.Client.send
     monkeypatch.setattr(httpx.Client, "send", lambda self, request, **how: sending(self, _hasty(request), **how))
     (tmp_path / "ca.crt").write_text(authority().pem)
-    key = written_key(tmp_path / "key")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        closed = look(Server("127.0.0.1", free.getsockname()[1], tmp_path / "ca.crt"), key)
+        closed = found_at(free.getsockname()[1], tmp_path)
     assert closed.fate == "closed" and "nothing listens at port" in closed.why
-    unknown = look(Server("no-such-host.invalid", 443, tmp_path / "ca.crt"), key)
+    unknown = found_at(443, tmp_path, "no-such-host.invalid")
     assert unknown.fate == "name" and "'no-such-host.invalid' is not known" in unknown.why
     with socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen(8)
-        said = look(Server("127.0.0.1", mute.getsockname()[1], tmp_path / "ca.crt"), key)
+        said = found_at(mute.getsockname()[1], tmp_path)
     assert said.fate == "silent" and "handshake" in said.why
 
 
@@ -182,6 +186,5 @@ def test_a_key_of_another_kind_or_a_broken_one_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"broken .*OpenSSH"):
         private_key(tmp_path / "broken")
     (tmp_path / "ca.crt").write_text("nonsense")
-    (tmp_path / "key").write_text("")
-    found = look(Server("127.0.0.1", 9, tmp_path / "ca.crt"), written_key(tmp_path / "key"))
+    found = found_at(9, tmp_path)
     assert found.fate == "certificate" and "ca.crt" in found.why and "certificate" in found.why

@@ -7,16 +7,13 @@ import errno
 import json
 import os
 import re
-import select
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,14 +29,21 @@ from flwr.app import ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from fedlora import Client, Server, build
 from fedlora.core.parcels import pack
 from fedlora.errors import CheckpointError, ConfigError, DataError
-from fedlora.flower.children import OWNER, owner_of_this
 from fedlora.flower.messages.envelope import Envelope
-from fedlora.flower.messages.records import SALTED, parcel_record, to_array, to_tensor
+from fedlora.flower.messages.records import SALTED, RecordError, parcel_record, to_array, to_tensor
 from fedlora.flower.messages.wire import receive_message, send_message
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.node import Node
-from fedlora.flower.site.resident import TrainerFailed, ask, private_directory, serve, socket_of
-from fedlora.flower.site.site_work import Changed, SiteWork, told_to_server
+from fedlora.flower.site.resident import (
+    Trainer,
+    TrainerFailed,
+    ask,
+    listening_at,
+    pass_on,
+    serve,
+    socket_of,
+)
+from fedlora.flower.site.site_work import SiteWork, content_of, told_to_server
 from fedlora.flower.terms.agreement import Facts
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
@@ -59,10 +63,10 @@ def question(client: str = "one", **more: Any) -> RecordDict:
     return parcel_record(pack(server.download(state, Client(client, 2)), None), RUN, **more)
 
 
-def serving(site: SiteFolder, work: Any, **more: Any) -> threading.Thread:
-    thread = threading.Thread(target=serve, args=(work, socket_of(site)), kwargs={"owner": None, **more}, daemon=True)
+def serving(site: SiteFolder, work: Any) -> threading.Thread:
+    """A SuperNode whose trainer is that work, for as long as this test's process lives."""
+    thread = threading.Thread(target=pass_on, args=(listening_at(site), work, site.path), daemon=True)
     thread.start()
-    until_true(lambda: socket_of(site).exists())
     return thread
 
 
@@ -93,17 +97,13 @@ def test_the_resident_trainer_answers_over_its_socket(tmp_path: Path, deep: bool
     def work(do: str, record: RecordDict) -> RecordDict:
         return node.work(record)
 
-    thread = serving(site, work, idle=1.5)
+    serving(site, work)
     record = question()
-    assert site.state.stat().st_mode & 0o777 == 0o700 and socket_of(site).stat().st_mode & 0o777 == 0o600
     reply = ask(site.site, "train", record)
     alone = Node("one", Toy(), tmp_path / "other").work(record)
     assert same(reply, alone)
     with pytest.raises(TrainerFailed, match=r"'one', .* for 'two'"):
         ask(site.site, "train", question("two"))
-    if deep:  # else it ends by itself, unwatched
-        thread.join(10)
-        assert not thread.is_alive() and not socket_of(site).exists()
 
 
 def test_what_is_asked_for_reaches_the_work(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_what_is_asked_for_reaches_the_work(tmp_path: Path) -> None:
         return record
 
     site = SiteFolder(tmp_path)
-    serving(site, work, idle=2)
+    serving(site, work)
     ask(site.site, "train", question())
     ask(site.site, "evaluate", question())
     assert asked == ["train", "evaluate"]
@@ -127,7 +127,7 @@ def test_an_error_of_the_data_stays_at_home(tmp_path: Path) -> None:
         raise DataError("row 3: label 'Jane Doe, HIV' is not among the classes")
 
     site = SiteFolder(tmp_path)
-    serving(site, work, idle=2)
+    serving(site, work)
     with pytest.raises(TrainerFailed) as error:
         ask(site.site, "train", question())
     assert "Jane" not in str(error.value) and "DataError" in str(error.value) and "trainer.log" in str(error.value)
@@ -136,44 +136,6 @@ def test_an_error_of_the_data_stays_at_home(tmp_path: Path) -> None:
         raise KeyError("Jane Doe")
     except KeyError as unforeseen:
         assert "Jane" not in told_to_server(unforeseen, tmp_path)
-
-
-def test_a_trainer_that_ends_with_a_message_in_its_queue_costs_it_nothing(tmp_path: Path) -> None:
-    """A connection that was made and not yet taken is reset when its trainer ends: another one takes the work."""
-    site = SiteFolder(tmp_path)
-    private_directory(site.state)
-    ending = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    ending.bind(str(socket_of(site)))
-    ending.listen(4)
-    record, replies = question(), []
-    asking = threading.Thread(target=lambda: replies.append(ask(site.site, "train", record)))
-    asking.start()
-    select.select([ending], [], [], 20)  # it is in the queue
-    old = socket_of(site).stat().st_ino
-    serving(site, lambda do, record: record, idle=5)
-    until_true(lambda: socket_of(site).stat().st_ino != old)
-    ending.close()
-    asking.join(20)
-    assert [reply.keys() for reply in replies] == [record.keys()]
-
-
-def test_trainers_that_all_end_in_time_are_not_waited_for_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from fedlora.flower.site import resident
-
-    made = []
-
-    def reset(site: SiteFolder) -> Connection:
-        here, there = Pipe()
-        there.close()
-        made.append(here)
-        return here
-
-    monkeypatch.setattr(resident, "_connected", reset)
-    with pytest.raises(TrainerFailed, match=r"5 trainers, one after the other"):
-        ask(tmp_path / "site.toml", "train", question())
-    assert len(made) == 5 and all(connection.closed for connection in made)
 
 
 def test_a_full_disk_is_told(tmp_path: Path) -> None:
@@ -200,30 +162,32 @@ def test_a_full_disk_does_not_end_the_trainer_before_it_has_answered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its log is on the same disk, and takes no line."""
-    site = SiteFolder(tmp_path)
     monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=no_room, flush=no_room))
-    thread = serving(site, no_room, idle=3)
+    here, there = Pipe()
+    thread = threading.Thread(target=serve, args=(no_room, there, tmp_path), daemon=True)
+    thread.start()
     for _ in range(2):
-        with pytest.raises(TrainerFailed, match="no space"):
-            ask(site.site, "train", question())
-    assert thread.is_alive()
+        send_message(here, {"do": "train"}, question())
+        assert "no space" in receive_message(here)[0]["told"]
+    here.close()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_trainer_that_a_full_disk_ends_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It can be neither locked, nor started, nor ended with a word."""
+    """It can neither be started nor ended with a word."""
     from fedlora.flower.site import resident
 
-    site = SiteFolder(tmp_path)
-
+    site = a_site(tmp_path, tmp_path)
     monkeypatch.setattr(resident, "opened_here", no_room)
+    serving(site, Trainer(site).work)
     with pytest.raises(TrainerFailed, match="no space"):
-        ask(site.site, "train", RecordDict())
+        ask(site.site, "train", question(envelope=Envelope("settings")))
     monkeypatch.undo()
     monkeypatch.setattr(resident.shutil, "disk_usage", lambda path: SimpleNamespace(free=4096))
-    assert "no space" in str(resident._died(site))
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(TrainerFailed, match="no space"):
-        ask(site.site, "train", RecordDict())
+    with pytest.raises(TrainerFailed, match=r"with code 1 .*No space"):
+        ask(site.site, "train", question(envelope=Envelope("settings")))
 
 
 # ---- one site.toml, one content of the settings ----------------------------------------------------------------------
@@ -258,16 +222,18 @@ def test_a_site_works_by_the_settings_that_come_with_the_message(tmp_path: Path,
     """It is loaded with the first message; other settings, or another site.toml, are another trainer's."""
     site = a_site(tmp_path / "s", base)
     work, record = SiteWork(site.site), asked_of(agreed(), site)
+    content = content_of(site.site, record)
     reply = work("train", record)
     said = json.loads(str(reply["config"]["agreement"]))
     assert said["labels"] == ["0", "1", "2"] and said["max_length"] == 16 and said["targets"]
     assert (site.state / "fed-1" / "one").is_dir() and (site.state / "base.json").is_file()
     assert work("train", record)["arrays"].keys() == reply["arrays"].keys()
-    with pytest.raises(Changed):
-        work("train", asked_of(agreed(train={"steps": 2}), site))
+    assert content_of(site.site, asked_of(agreed(), site)) == content
+    assert content_of(site.site, asked_of(agreed(train={"steps": 2}), site)) != content
     site.site.write_text(site.site.read_text() + "threads = 2\n")
-    with pytest.raises(Changed):
-        work("train", record)
+    assert content_of(site.site, record) != content
+    with pytest.raises(RecordError, match="no settings"):
+        content_of(site.site, question())
 
 
 @pytest.mark.parametrize(
@@ -335,97 +301,91 @@ def another_works(site: SiteFolder, than: int) -> bool:
     return any(psutil.Process(pid).cpu_times().user > 20 for pid in trainers(site) if pid != than)
 
 
-@pytest.fixture
-def owner(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    """Whoever the trainers work for."""
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
-        try:
-            monkeypatch.setenv(OWNER, str(process.pid))
-            assert owner_of_this() == process.pid
-            yield process
-        finally:
-            process.kill()  # or a test that fails here fails the next one too, by a warning of this one's process
-
-
-def killed_at_work(site: SiteFolder, record: RecordDict, at_work: Callable[[], bool]) -> str:
+def killed_at_work(trainer: Trainer, site: SiteFolder, record: RecordDict, at_work: Callable[[], bool]) -> str:
     """What is said of a message whose trainer, by then the only one, is killed when it is at work."""
     failed: list[TrainerFailed] = []
 
     def asking() -> None:
         try:
-            ask(site.site, "train", record)
+            trainer.work("train", record)
         except TrainerFailed as error:
             failed.append(error)
 
     thread = threading.Thread(target=asking)
     thread.start()
     until_true(at_work, 200)
-    until_true(lambda: len(trainers(site)) == 1, 200)  # its predecessor is gone
     os.kill(*trainers(site), signal.SIGKILL)
     thread.join(60)
     return str(failed[0])
 
 
 @pytest.mark.timeout(600)
-def test_a_real_trainer_stays_and_dies(tmp_path: Path, base: Path, owner: subprocess.Popen[bytes]) -> None:
+def test_a_real_trainer_stays_and_dies(tmp_path: Path, base: Path) -> None:
     """One process for all messages of one content of the settings; killed in the middle of its work, the reply says so.
     The first messages ask for a score without saying on which rows: they are refused, which takes no time."""
     site = a_site(tmp_path / "s", base)
-    record, seen = asked_of(agreed(train={"steps": 10**6}), site), []
+    record, seen, resident = asked_of(agreed(train={"steps": 10**6}), site), [], Trainer(site)
     for _ in range(2):
         with pytest.raises(TrainerFailed, match="validation, test"):
-            ask(site.site, "evaluate", record)
+            resident.work("evaluate", record)
         seen += trainers(site)
     assert len(seen) == 2 and seen[0] == seen[1]
     trainer = psutil.Process(seen[0])
     idle = trainer.cpu_times().user
-    said = killed_at_work(site, record, lambda: trainer.cpu_times().user > idle + 0.5)
-    assert "ended without a word" in said and "memory" in said
+    said = killed_at_work(resident, site, record, lambda: trainer.cpu_times().user > idle + 0.5)
+    assert "SIGKILL" in said and "memory" in said
+    assert resident.end() == 0 and not trainers(site)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.timeout(600)
-def test_real_trainers_change_and_end_with_their_owner(
-    tmp_path: Path, base: Path, owner: subprocess.Popen[bytes]
-) -> None:
+def test_real_trainers_change_and_end_with_their_owner(tmp_path: Path, base: Path) -> None:
     """Another process, and no second, for another content of the settings; after one that was killed the next message
-    finds a new one, and it ends with its owner."""
-    site = a_site(tmp_path / "s", base)
+    finds a new one, and it ends with its owner, at its work."""
+    site, script = a_site(tmp_path / "s", base), tmp_path / "owner.py"
     one, long = asked_of(agreed(), site), asked_of(agreed(train={"steps": 10**6}), site)
-    first = ask(site.site, "train", one)
+    resident = Trainer(site)
+    first = resident.work("train", one)
     (pid,) = trainers(site)
-    assert same(ask(site.site, "train", one), first)
+    assert same(resident.work("train", one), first)
     assert trainers(site) == [pid]
-    assert "ended without a word" in killed_at_work(site, long, lambda: another_works(site, pid))
+    assert "SIGKILL" in killed_at_work(resident, site, long, lambda: another_works(site, pid))
     assert pid not in trainers(site)
-    ask(site.site, "train", one)
-    (last,) = trainers(site)
-    owner.kill()
-    owner.wait()
+    resident.work("train", one)
+    assert len(trainers(site)) == 1 and resident.end() == 0
+    script.write_text(
+        "import sys; from pathlib import Path; from fedlora.flower.places import SiteFolder\n"
+        "from fedlora.flower.site.resident import Trainer, listening_at, pass_on\n"
+        "site = SiteFolder(Path(sys.argv[1])); pass_on(listening_at(site), Trainer(site).work, site.path)\n"
+    )
+    with subprocess.Popen([sys.executable, script, site.path]) as owner:
+        until_true(socket_of(site).exists)
+
+        def asking() -> None:
+            with pytest.raises(TrainerFailed, match="its node has ended"):
+                ask(site.site, "train", long)
+
+        thread = threading.Thread(target=asking)
+        thread.start()
+        until_true(lambda: another_works(site, pid), 200)
+        (last,) = trainers(site)
+        owner.kill()
+    thread.join(20)
     until_true(lambda: ended(last))
 
 
-def test_a_trainer_that_is_nobodys_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With --isolation process no SuperNode is above it; nothing would ever end it."""
-    from fedlora.flower.site import resident
-
-    assert resident.ALONE < 300 < resident.IDLE
-    monkeypatch.setattr(resident, "ALONE", 0.2)
-    began = time.monotonic()
-    serving(SiteFolder(tmp_path), lambda do, record: record).join(10)
-    assert time.monotonic() - began < 8
-
-
 def test_a_trainer_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = a_site(tmp_path, tmp_path)
     monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(TrainerFailed, match="did not start") as error:
-        ask(tmp_path / "site.toml", "train", RecordDict())
-    assert "no word" in error.value.full
+    with pytest.raises(TrainerFailed, match="with code 1 "):
+        Trainer(site).work("train", question(envelope=Envelope("settings")))
+    with pytest.raises(TrainerFailed, match="its node has ended"):  # nobody listens
+        ask(site.site, "train", RecordDict())
 
 
 def test_a_site_file_that_is_not_there_is_told_without_its_place(tmp_path: Path) -> None:
     site = SiteFolder(tmp_path)
-    serving(site, SiteWork(site.site), idle=2)
+    serving(site, Trainer(site).work)
     with pytest.raises(TrainerFailed, match=r"ConfigError: .*<site>/site\.toml cannot be read") as error:
         ask(site.site, "train", question(envelope=Envelope(agreed().travelling())))
     assert str(tmp_path) in error.value.full
@@ -436,12 +396,6 @@ def test_no_path_of_a_site_is_told(tmp_path: Path) -> None:
     (tmp_path / "site.toml").write_text(Site(name="a", data="/secret/d.csv", model="/secret/m").toml())
     words = told_to_server(ConfigError(f"/secret/m of {tmp_path}/site.toml; /secret/d.csv"), tmp_path)
     assert words == "ConfigError: <its model> of <site>/site.toml; <its data>"
-
-
-def test_a_directory_that_others_can_read_becomes_private(tmp_path: Path) -> None:
-    (tmp_path / "open").mkdir(mode=0o755)
-    private_directory(tmp_path / "open")
-    assert (tmp_path / "open").stat().st_mode & 0o777 == 0o700
 
 
 def test_the_socket_format_is_lossless_and_breaks_off_cleanly() -> None:

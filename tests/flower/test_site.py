@@ -90,7 +90,11 @@ def test_a_site_is_made_from_the_join_file_and_says_what_comes_next(place: Place
     assert said.code == 0, said.err
     here = place.site
     request = Request.read(here.request)
-    assert (request.federation, request.site, request.public) == ("fed-1", "acme", here.public_key.read_text().strip())
+    assert (request.federation, request.site, request.public_key) == (
+        "fed-1",
+        "acme",
+        here.public_key.read_text().strip(),
+    )
     private_key(here.key)
     assert here.key.stat().st_mode & 0o777 == 0o600 and here.path.stat().st_mode & 0o777 == 0o700
     assert "PRIVATE" not in here.request.read_text() and "notes" not in here.request.read_text()
@@ -195,7 +199,7 @@ def test_a_key_is_rotated_with_its_request(place: Place, made: Callable[..., Sai
     new = Request.read(here.request)
     assert new.fingerprint != old.fingerprint and new.fingerprint in said.out and "--rotate" in said.out
     assert here.key.read_bytes() != before and here.key.stat().st_mode & 0o777 == 0o600
-    assert here.public_key.read_text().strip() == new.public
+    assert here.public_key.read_text().strip() == new.public_key
     rows = {what: sound for what, _, sound in site_checks.checked_files(here)[0]}
     assert rows["key"] is True and not here.key.with_name("key.new").exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import io
+import threading
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from flwr.supernode import start_client_internal as loop
 from flwr.supernode.nodestate.in_memory_nodestate import InMemoryNodeState
 
 from fedlora.flower.bundle import bundle, digest
-from fedlora.flower.site.supernode import with_approved_app, with_replies_left
+from fedlora.flower.site.supernode import left_over, watched
 
 
 def message(name: str, run: int, reply_to: str) -> SimpleNamespace:
@@ -35,15 +36,16 @@ def test_an_idle_loop_sends_what_is_left_over() -> None:
     """None stays None where only questions, and replies that were sent, are there; Flower's own state marks a reply as
     sent when the loop takes it, so that nothing is sent twice."""
     state = InMemoryNodeState(object_store=None)
-    pulled = with_replies_left(lambda *, state, receive: receive())
-    assert pulled(state=state, receive=lambda: None) is None
+    assert left_over(state) is None
     state.msg_store.update(a=entry("a", 5, "", False), b=entry("b", 6, "a", True))
-    assert pulled(state=state, receive=lambda: None) is None
+    assert left_over(state) is None
     state.msg_store["c"] = entry("c", 7, "a", False)
-    assert pulled(state=state, receive=lambda: 9) == 9, "a message that came goes first"
-    assert pulled(state=state, receive=lambda: None) == 7
+    came, given = [None, 9], dict.fromkeys(("get_run", "get_fab", "object_store"))
+    pulled = watched(lambda *, receive, **more: receive(), threading.Event())
+    assert pulled(state=state, receive=came.pop, **given) == 9, "a message that came goes first"
+    assert pulled(state=state, receive=came.pop, **given) == 7
     assert [found.metadata.message_id for found in state.get_messages_legacy(is_reply=True)] == ["c"]
-    assert pulled(state=state, receive=lambda: None) is None
+    assert left_over(state) is None
 
 
 def test_flower_s_loop_is_the_one_that_we_know() -> None:
@@ -68,7 +70,8 @@ def test_bytes_that_are_not_approved_never_get_to_flower(
 ) -> None:
     """The SHA-256 of the received bytes counts, not the hash that the server claims. The answer is an error in the same
     words; with the digest in site.toml the same bytes pass. Before, Flower unpacked and ran any bytes."""
-    app, opened, answers = bundle(), list[bytes](), list[Message]()
+    app, opened, answers, online = bundle(), list[bytes](), list[Message](), threading.Event()
+    online.set()
     other, found = "0" * 64, hashlib.sha256(app).hexdigest()
     site = tmp_path / "site.toml"
     site.write_text(line.format(other=other))
@@ -78,7 +81,7 @@ def test_bytes_that_are_not_approved_never_get_to_flower(
         opened.append(get_fab(get_run(5).fab_hash, 5).content)
         return 5
 
-    pull = with_approved_app(flower)
+    pull = watched(flower, online)
     run = SimpleNamespace(
         fab_id="fedlora/fedlora-app", fab_version="1.0.0", fab_hash=other
     )  # an approved one's, it claims

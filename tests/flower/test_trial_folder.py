@@ -110,7 +110,7 @@ def test_every_site_is_admitted_and_its_folder_is_a_real_one(tmp_path: Path) -> 
         site, join = fed.site(name), JoinFile.read(fed.site(name).join)
         assert join.address == "127.0.0.1:18081" and join.ca == (fed.certificates / "ca.crt").read_text()
         assert site.public_key.read_bytes() == fed.key(name).read_bytes()
-        assert Request.read(fed.request(name)).public == site.public_key.read_text().strip()
+        assert Request.read(fed.request(name)).public_key == site.public_key.read_text().strip()
         assert site.key.stat().st_mode & 0o077 == 0
     assert not fed.public.exists() and not fed.proxy.exists()
 

@@ -17,7 +17,7 @@ import fedlora.cli.flower.serve
 import fedlora.flower.serving.trial  # noqa: F401
 from fedlora.core import checkpoint
 from fedlora.errors import ConfigError, FedLoRAError
-from fedlora.flower.places import FederationFolder, SiteFolder
+from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import opening
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.serving.connection import check_derived
@@ -65,7 +65,7 @@ def test_doctor_says_what_serve_would(words: str, tmp_path: Path) -> None:
     for table, keys in FAULTS[words].items():
         raw[table] |= keys
     played(fed, 2)
-    FederationSettings.model_validate(raw).write(fed.settings)
+    fed.settings.write_text(FederationSettings.model_validate(raw).toml())
     with pytest.raises(FedLoRAError, match=words) as refused:
         check_derived(fed)
         opening(fed.path)
@@ -196,11 +196,11 @@ def test_a_node_that_finds_no_memory_for_its_check_is_started_again(
 ) -> None:
     """Code 1. That data which are not there are code 2 is asked in `test_site`."""
 
-    def check(here: SiteFolder) -> None:
+    def check(folder: Path, **more: bool) -> None:
         raise MemoryError
 
     fed = federation_folder(tmp_path / "fed")
     site = site_folder(tmp_path / "site", fed.join("one"))
-    monkeypatch.setattr(site_checks, "before_start", check)
+    monkeypatch.setattr(site_checks, "checked_site", check)
     said = main("flower", "node", site.path)
     assert said.code == 1 and "MemoryError" in said.err

@@ -11,7 +11,7 @@ from fedlora import Adapter, AdapterSpec, LoRA
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup.project import Federation, make_federation
 from fedlora.flower.setup.start import Start
-from fedlora.flower.site.site_folder import make_site
+from fedlora.flower.site.site_folder import fill_site
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 
@@ -30,5 +30,6 @@ def federation_folder(path: Path, port: int = 443, **tables: object) -> Federati
 
 def site_folder(path: Path, join: Path) -> SiteFolder:
     """Of a join file's site, whose data and model are nowhere."""
-    make_site(path, join, Site(name=join.stem, data="/nowhere/notes.csv", model="/nowhere/model"), {})
+    path.mkdir(parents=True)
+    fill_site(path, join.read_bytes(), Site(name=join.stem, data="/nowhere/notes.csv", model="/nowhere/model"), {})
     return SiteFolder(path)

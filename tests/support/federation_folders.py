@@ -12,7 +12,7 @@ from flwr.app import RecordDict
 
 from fedlora.adapters.io import write_adapter
 from fedlora.flower.rounds.playing import play
-from fedlora.flower.site.site_work import Changed, Do, SiteWork
+from fedlora.flower.site.site_work import Do, SiteWork, content_of
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.sections import ModelSection
@@ -43,7 +43,7 @@ class SiteNode:
     """A site's trainer in this process: another one is made when the settings change, as its resident one is."""
 
     def __init__(self, site_file: Path) -> None:
-        self._file, self._site = site_file, SiteWork(site_file)
+        self._file, self._site, self._content = site_file, SiteWork(site_file), b""
 
     def work(self, record: RecordDict) -> RecordDict:
         return self._do("train", record)
@@ -52,11 +52,9 @@ class SiteNode:
         return self._do("evaluate", record)
 
     def _do(self, do: Do, record: RecordDict) -> RecordDict:
-        try:
-            return self._site(do, record)
-        except Changed:
-            self._site = SiteWork(self._file)
-            return self._site(do, record)
+        if (content := content_of(self._file, record)) != self._content:
+            self._site, self._content = SiteWork(self._file), content
+        return self._site(do, record)
 
 
 class FederationOnDisk:

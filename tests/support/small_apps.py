@@ -74,7 +74,7 @@ def packed(version: str) -> bytes:
 def settings_with_port(home: Path, port: int) -> None:
     """A server's settings, of which its SuperLink reads the port alone."""
     settings = FederationSettings(id="f", data={"labels": ["a", "b"]}, network={"superlink_port": port})  # type: ignore[arg-type]
-    settings.write(home / "federation.toml")
+    (home / "federation.toml").write_text(settings.toml())
 
 
 def small_link(home: Path) -> SuperLink:

@@ -38,7 +38,7 @@ GIVES_BACK = {
 }
 SUPERLINK = "fedlora.flower.serving.superlink_process"
 OF = "FEDLORA_PROCESSOF"
-OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that its SuperNode starts: its trainer ends with it
+OWNER = "FEDLORA_NODE_PID"  # set by `fedlora flower node`, for all that its SuperNode starts: ClientApps end with it
 _LOOPBACK = ("127.0.0.1", "localhost")
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -71,10 +71,9 @@ def end_all_of(flower_home: Path) -> None:
 
 
 def owner_of_this() -> int | None:
-    """The process for which a trainer started by this one works, from the environment; None if the SuperNode was
-    started by hand: then two idle minutes end the trainer."""
+    """The SuperNode's process, from the environment of what it starts; None if it was started by hand."""
     named = os.environ.get(OWNER, "")
-    return int(named) if named.isdecimal() and int(named) > 1 and Path(f"/proc/{named}").exists() else None
+    return int(named) if named.isdecimal() and int(named) > 1 else None
 
 
 def end_with(owner: int) -> None:

@@ -141,7 +141,7 @@ def stock_strategy(
     state = start(server, adapter)
     return StockFedLoRA(
         server,
-        Policy(dict.fromkeys(clients, r), deadline=deadline),
+        Policy.made({"clients": dict.fromkeys(clients, r), "deadline": deadline}, "stock_strategy"),
         state,
         run="stock",
         folder=folder,

@@ -11,6 +11,7 @@ import typer
 
 from fedlora.cli.flower.common import ending_for_systemd, needed, typed
 from fedlora.cli.screen import say
+from fedlora.core.echo import shown
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
 
@@ -41,17 +42,16 @@ def node(
     say("reading data and base model ...")
     with ending_for_systemd():
         quiet_libraries()
-        wrong, told = site_checks.before_start(here)
-    if wrong:
+        rows = site_checks.checked_site(folder, server=False)
+    wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
+    if wrong:  # a full disk may get room again
         found = "; ".join(wrong).removesuffix(".")
         raise ConfigError(f"{found}. Nothing was sent. Repair it, and check with: fedlora doctor {typed(folder)}")
-    for line in told:
-        say(line)
-    server = site_checks.server_of(join, here)
+    for what, found, _ in rows:
+        say(f"{what}: {shown(found, 2000)}")
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: sys.exit(0))
-    say(f"site {join.site} of {join.federation}, server {join.address}")
     waiting = doing("waiting until the server lets this site in")
     with ending_for_systemd(), node_process.held(here) as lock, waiting:
-        node_process.wait_until_admitted(lambda: look(server, here.key), say)
+        node_process.wait_until_admitted(lambda: look(join, here), say)
         node_process.become_supernode(node_process.supernode_command(here, join.address), here, lock)

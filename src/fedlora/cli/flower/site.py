@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -12,8 +11,8 @@ from rich.text import Text
 
 from fedlora.cli.flower.common import needed, typed
 from fedlora.cli.screen import Table, console, notes
-from fedlora.core import files
 from fedlora.core.echo import shown
+from fedlora.core.folders import replacing_folder
 from fedlora.errors import ConfigError
 
 
@@ -77,16 +76,8 @@ def site(
 def _rotate(folder: Path) -> None:
     from fedlora.flower.places import SiteFolder
     from fedlora.flower.site.site_folder import rotate_key
-    from fedlora.flower.terms.facts import model_facts
-    from fedlora.flower.terms.joining import JoinFile
-    from fedlora.flower.terms.settings import FederationSettings
-    from fedlora.flower.terms.site_file import Site
 
-    here = SiteFolder(folder.resolve())
-    join = JoinFile.read(here.join)
-    model = Site.read(here.site).model
-    facts = model_facts(model, FederationSettings.from_travelling(join.settings), here.base_cache)
-    request = rotate_key(folder, facts.table())
+    request, here = rotate_key(folder), SiteFolder(folder.resolve())
     console.print(
         f"{folder}: a new key, {request.fingerprint}, in place of the old one. Send {here.request} to the server, "
         f"where it is admitted with: fedlora flower admit FED request.toml --rotate. A running node keeps the old key "
@@ -114,7 +105,7 @@ def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
     """settings: the options typed for site.toml."""
     from fedlora.flower.places import SiteFolder
     from fedlora.flower.site.site_checks import app_row, checked_server, checked_work
-    from fedlora.flower.site.site_folder import make_site, refuse_existing
+    from fedlora.flower.site.site_folder import fill_site, refuse_existing
     from fedlora.flower.terms.joining import JoinFile
     from fedlora.flower.terms.site_file import Site
     from fedlora.runs.reading import checked
@@ -123,15 +114,12 @@ def _make(folder: Path, join: Path, settings: Mapping[str, Any]) -> None:
     here, said = SiteFolder(folder.resolve()), JoinFile.read(join)
     found = checked(Site, {"name": said.site, **settings}).located(Path.cwd())
     notes.print("reading the data and the base model ...")
-    with TemporaryDirectory() as place:  # read the weights once; their cache moves into the folder once it exists
-        meanwhile = SiteFolder(Path(place))
-        rows, facts = checked_work(said, found, meanwhile)
+    with replacing_folder(folder) as building:
+        rows, facts = checked_work(said, found, SiteFolder(building))
         if wrong := [text for _, text, sound in rows if sound is False]:
             raise ConfigError(f"{' '.join(wrong)} {folder} was not made, and nothing was sent.")
-        rows.append(app_row(said, said.app))
-        request = make_site(folder, join, found, facts.table())
-        if meanwhile.base_cache.is_file():
-            files.write(here.base_cache, meanwhile.base_cache.read_bytes())
+        request = fill_site(building, join.read_bytes(), found, facts.table())
+    rows.append(app_row(said, said.app))
     server = [row for row in checked_server(said, here) if not row[2]]
     table = Table("", "found", "")
     for what, text, sound in [*rows, *server]:

@@ -40,6 +40,7 @@ def admit(
     """
     needed()
     from fedlora.flower.setup import members
+    from fedlora.flower.terms.names import named_rank
 
     given = requests or []
     if bool(given) == (new is not None):
@@ -50,10 +51,8 @@ def admit(
     if new is not None:
         if rank is not None or rotate:
             raise ConfigError("--new invites a site, with its rank in it (NAME=RANK): leave --rank and --rotate out.")
-        name, equals, said = (part.strip() for part in new.partition("="))
-        if equals and not (said.isascii() and said.isdecimal() and len(said) < 9):
-            raise ConfigError(f"--new takes NAME=RANK, such as dublin=4; got {new!r}.")
-        place = members.invite(folder, name, int(said) if equals else None)
+        name, known = named_rank(new)
+        place = members.invite(folder, name, known)
         _say(f"{place}: hand it to {name}. It holds no secret. Then: fedlora flower admit {typed(folder)} request.toml")
         return
     if len(given) > 1 and (rank is not None or rotate):

@@ -215,8 +215,7 @@ def record_upload(
             not requested, or bytes that do not match their declaration. The server checks values.
     """
     try:
-        theirs = opened(record, "it", "this server").facts
-        check(facts, Facts.from_text(theirs) if theirs else Facts(), client.id)
+        check(facts, Facts.from_text(opened(record, "it", "this server").facts), client.id)
     except Disagreement as error:
         raise RecordError(str(error)) from error
     said = _said(record, "upload")

@@ -92,7 +92,7 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         if old is not None:
             _retire(there, name, "rotated", [there.key(name)], copy=True)
         files.write(there.request(name), request.read_bytes())
-        files.write(there.key(name), f"{asked.public}\n")
+        files.write(there.key(name), f"{asked.public_key.strip()}\n")
         if learned:
             write_agreed(there.agreement, model)
         if now != before:

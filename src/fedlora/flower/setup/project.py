@@ -49,7 +49,7 @@ def write_federation(building: Path, home: Path, made: Federation) -> None:
     """
     building.chmod(0o700)
     there = FederationFolder(building)
-    made.settings.write(there.settings)
+    there.settings.write_text(made.settings.toml(), encoding="utf-8")
     there.policy.write_text(made.policy, encoding="utf-8")
     write_adapter(there.start, made.start.adapter, made.start.spec)
     for place in (there.path / "keys", there.path / "requests", *there.written):

@@ -133,8 +133,7 @@ class Node:
 
     def _read(self, record: RecordDict) -> tuple[Parcel, str, Receipt]:
         """The parcel, the federation's name, and the receipt, from a server that agrees with this site."""
-        theirs = opened(record, "the server", "this site").facts
-        check(Facts.from_text(theirs) if theirs else Facts(), self._facts, self._client)
+        check(Facts.from_text(opened(record, "the server", "this site").facts), self._facts, self._client)
         parcel, run = record_parcel(record)
         if parcel.client.id != self._client:
             raise ConfigError(f"this node is {self._client!r}, and the work is for {parcel.client.id!r}.")

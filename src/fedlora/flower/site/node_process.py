@@ -62,9 +62,9 @@ def held(site: SiteFolder) -> Iterator[int]:
 
 def supernode_command(site: SiteFolder, address: str) -> list[str]:
     """The command that starts this site's SuperNode; its own API gets a free port on loopback."""
-    command = [sys.executable, "-m", "fedlora.flower.site.supernode", "--superlink", address, "--host", "127.0.0.1"]
-    command += ["--port", str(free_port()), "--node-config", f"site={json.dumps(str(site.site))}"]
-    command += ["--max-wait-time", str(GONE)]
+    command = [sys.executable, "-m", "fedlora.flower.site.supernode", str(site.site), "--superlink", address]
+    command += ["--host", "127.0.0.1", "--port", str(free_port()), "--max-wait-time", str(GONE)]
+    command += ["--node-config", f"site={json.dumps(str(site.site))}"]
     return [*command, "--root-certificates", str(site.ca), "--auth-supernode-private-key", str(site.key)]
 
 

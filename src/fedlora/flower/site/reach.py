@@ -18,25 +18,15 @@ from typing import Any
 
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE
 
 from fedlora.core.echo import shown
 from fedlora.errors import ConfigError
+from fedlora.flower.places import SiteFolder
+from fedlora.flower.terms.joining import JoinFile
 
-EARLIEST, LATEST = -5.0, 305.0  # seconds by which a message may be older than the SuperLink's clock (flwr 1.41, 1.42)
-
-
-@dataclass(frozen=True)
-class Server:
-    """A server's address. ca: the file with the trusted authority."""
-
-    name: str
-    port: int
-    ca: Path
-
-    @property
-    def address(self) -> str:
-        """The address in Flower's form: host:port."""
-        return f"[{self.name}]:{self.port}" if ":" in self.name else f"{self.name}:{self.port}"
+# Seconds by which a site's clock may be ahead of the SuperLink's, or behind it: the age of a message that it takes.
+AHEAD, BEHIND = SYSTEM_TIME_TOLERANCE, TIMESTAMP_TOLERANCE + SYSTEM_TIME_TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -47,18 +37,18 @@ class Found:
     why: str
 
 
-def look(server: Server, key: Path) -> Found:
-    """Ask the server whether it would let this site in. key: the site's private key."""
+def look(server: JoinFile, here: SiteFolder) -> Found:
+    """Ask the server, as the site's join file names it, whether it would let this site in."""
     import httpx
 
     try:
-        return _asked(server, private_key(key))
+        return _asked(server, here.ca.read_bytes(), private_key(here.key))
     except httpx.TransportError as error:
         return _unreached(server, error)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         return Found("stranger", f"{server.address} gives an answer that is not from Flower: {shown(error)}.")
     except ssl.SSLError as error:
-        return Found("certificate", f"{server.ca} is not a file of certificates: {shown(error)}.")
+        return Found("certificate", f"{here.ca} is not a file of certificates: {shown(error)}.")
 
 
 _OBSTACLES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], str, str], ...] = (
@@ -98,7 +88,7 @@ _OBSTACLES: tuple[tuple[type[BaseException] | tuple[type[BaseException], ...], s
 )
 
 
-def _unreached(server: Server, error: BaseException) -> Found:
+def _unreached(server: JoinFile, error: BaseException) -> Found:
     """Why the request did not get through: its name, its port, TLS or its certificate."""
     while (cause := error.__cause__ or error.__context__) is not None:
         error = cause
@@ -106,7 +96,7 @@ def _unreached(server: Server, error: BaseException) -> Found:
     fate, why = next((fate, why) for kinds, fate, why in _OBSTACLES if isinstance(error, kinds))
     said = shown(words or type(error).__name__)
     return Found(
-        fate, why.format(at=server.address, name=server.name, port=server.port, said=said, now=datetime.now(UTC))
+        fate, why.format(at=server.address, name=server.server, port=server.port, said=said, now=datetime.now(UTC))
     )
 
 
@@ -123,7 +113,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     return found
 
 
-def _asked(server: Server, secret: ec.EllipticCurvePrivateKey) -> Found:
+def _asked(server: JoinFile, ca: bytes, secret: ec.EllipticCurvePrivateKey) -> Found:
     """The request. Raises httpx.TransportError if it does not get through."""
     import httpx
     from flwr.proto.fleet_pb2 import ActivateNodeRequest
@@ -136,7 +126,6 @@ def _asked(server: Server, secret: ec.EllipticCurvePrivateKey) -> Found:
         RuntimeVersionHttpInterceptor(component_name="SuperNode"),
         NodeAuthHttpInterceptor(secret, secret.public_key()),
     ]
-    ca = server.ca.read_bytes()
     with FleetHttpClient.from_server_address(server.address, False, ca, interceptors=known) as client:
         asked_at = time.time()
         try:
@@ -155,54 +144,51 @@ def _asked(server: Server, secret: ec.EllipticCurvePrivateKey) -> Found:
     return _said(server, code, _flower_code(reply), "" if ahead is None else clock_trouble(ahead))
 
 
-def _said(server: Server, status: int, code: int, clock: str) -> Found:
+# Flower's code, or an HTTP status -> the fate, and what it means
+_ANSWERS: dict[int, tuple[str, str]] = {
+    2003: ("admitted", "{at} answers and knows this site's key."),
+    2004: (
+        "not admitted",
+        "{at} answers, but this site's key is not registered there. Send request.toml to the server; the site "
+        "continues by itself after `fedlora flower admit` there. If it took part before, ask whether it was removed.",
+    ),
+    401: (
+        "refused",
+        "{at} does not accept this site's signature (401), and the clocks agree. Does its key belong to this "
+        "federation?",
+    ),
+    403: ("stranger", "{at} answers, but forbids Flower's path (403): its proxy does not pass /v1/fleet/."),
+    **dict.fromkeys((429, 503), (
+        "no federation", "{at} accepts no more requests from this address for now ({status})."
+    )),
+    **dict.fromkeys((502, 504), (
+        "no federation",
+        "{at} answers, but no SuperLink stands behind it ({status}): `fedlora flower serve` is not running there, or "
+        "is just starting, or has played all rounds: ask its operator whether the federation is over.",
+    )),
+}  # fmt: skip
+_ODD_CODE = ("refused", "{at} refuses this site with Flower's code {code} (status {status}).")
+_NOT_FLOWER = (
+    "stranger", "{at} answers with status {status}, and not as Flower does. Is {port} the port of the federation?"
+)  # fmt: skip
+
+
+def _said(server: JoinFile, status: int, code: int, clock: str) -> Found:
     """The meaning of the server's answer. `code`: Flower's own, 0 if there is none. clock: what is wrong with it."""
-    where = server.address
     if clock and (code in (2003, 2004) or status == 401):  # it may answer before it checks the time
         return Found("clock", clock)
-    if code == 2003:
-        return Found("admitted", f"{where} answers and knows this site's key.")
-    if code == 2004:
-        return Found(
-            "not admitted",
-            f"{where} answers, but this site's key is not registered there. Send request.toml to the server; the site "
-            f"continues by itself after `fedlora flower admit` there. If it took part before, ask whether it was "
-            f"removed.",
-        )
-    if status == 401:
-        return Found(
-            "refused",
-            f"{where} does not accept this site's signature (401), and the clocks agree. Does its key belong to this "
-            f"federation?",
-        )
-    if status in (429, 503):
-        return Found("no federation", f"{where} accepts no more requests from this address for now ({status}).")
-    if status in (502, 504):
-        return Found(
-            "no federation",
-            f"{where} answers, but no SuperLink stands behind it ({status}): `fedlora flower serve` is not running "
-            f"there, or is just starting, or has played all rounds: ask its operator whether the federation is over.",
-        )
-    if status == 403:
-        return Found(
-            "stranger", f"{where} answers, but forbids Flower's path (403): its proxy does not pass /v1/fleet/."
-        )
-    if code:
-        return Found("refused", f"{where} refuses this site with Flower's code {code} (status {status}).")
-    return Found(
-        "stranger",
-        f"{where} answers with status {status}, and not as Flower does. Is {server.port} the port of the federation?",
-    )
+    fate, why = _ANSWERS.get(code) or _ANSWERS.get(status) or (_ODD_CODE if code else _NOT_FLOWER)
+    return Found(fate, why.format(at=server.address, port=server.port, status=status, code=code))
 
 
 def clock_trouble(ahead: float) -> str:
     """Why these clocks are too far apart, in a sentence; "" if they are not. ahead: of this machine's, in seconds."""
-    if -LATEST + 5 < ahead < -EARLIEST - 1:  # the measurement is accurate to a second
+    if 5 - BEHIND < ahead < AHEAD - 1:  # the measurement is accurate to a second
         return ""
     way = "ahead of" if ahead > 0 else "behind"
     return (
         f"this machine's clock is {_long(abs(ahead))} {way} the server's, and the server refuses what is signed more "
-        f"than {-EARLIEST:.0f} seconds ahead or {LATEST:.0f} seconds behind its own time. Set the clock (timedatectl "
+        f"than {AHEAD:.0f} seconds ahead or {BEHIND:.0f} seconds behind its own time. Set the clock (timedatectl "
         f"set-ntp true), here or there."
     )
 
@@ -230,4 +216,4 @@ def _flower_code(reply: Any) -> int:
         return 0
 
 
-__all__ = ["EARLIEST", "LATEST", "Found", "Server", "clock_trouble", "look", "private_key"]
+__all__ = ["Found", "clock_trouble", "look", "private_key"]

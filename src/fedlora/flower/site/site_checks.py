@@ -13,7 +13,7 @@ from fedlora.data import TextData
 from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import SiteFolder
-from fedlora.flower.site.reach import Server, look, private_key
+from fedlora.flower.site.reach import look, private_key
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts, check
 from fedlora.flower.terms.joining import JoinFile, Request
@@ -31,28 +31,14 @@ def is_site(folder: Path) -> bool:
     return SiteFolder(folder).site.is_file() or SiteFolder(folder).join.is_file()
 
 
-def checked_site(folder: Path) -> list[Row]:
-    """All checks of a site's folder."""
+def checked_site(folder: Path, *, server: bool = True) -> list[Row]:
+    """All checks of a site's folder; those of its server, if asked for."""
     here = SiteFolder(folder.resolve())
     rows, known = checked_files(here)
     if known is None:
         return rows
-    join, site = known
-    work, _ = checked_work(join, site, here)
-    return [*rows, *work, *checked_server(join, here)]
-
-
-def before_start(here: SiteFolder) -> tuple[list[str], list[str]]:
-    """The faults in a site's data, base model and folder, and notes worth a line, in sentences. A full disk is not a
-    fault here, because it may get room again."""
-    rows, known = checked_files(here)
-    if known is not None:
-        rows += checked_work(*known, here)[0]
-    wrong = [f"{what}: {found}" for what, found, sound in rows if sound is False and what != "disk"]
-    worth = ("nothing of", ": little")
-    told = [f"{what}: {found}" for what, found, _ in rows
-            if what == "privacy" or any(words in found for words in worth)]  # fmt: skip
-    return wrong, told
+    work, _ = checked_work(*known, here)
+    return [*rows, *work, *(checked_server(known[0], here) if server else ())]
 
 
 def checked_files(here: SiteFolder) -> tuple[list[Row], tuple[JoinFile, Site] | None]:
@@ -163,14 +149,9 @@ def _base(settings: FederationSettings, join: JoinFile, site: Site, cache: Path 
 
 def checked_server(join: JoinFile, here: SiteFolder) -> list[Row]:
     """Whether the server is there, lets this site in, and has the same time."""
-    found = look(server_of(join, here), here.key)
+    found = look(join, here)
     sound = None if found.fate == "not admitted" else found.fate == "admitted"
     return [("server", found.why, sound)]
-
-
-def server_of(join: JoinFile, here: SiteFolder) -> Server:
-    """The server that gets a site's requests."""
-    return Server(join.server, join.port, here.ca)
 
 
 def _key(here: SiteFolder) -> Row:
@@ -196,6 +177,5 @@ def _open(path: Path) -> Row | None:
 
 
 __all__ = [
-    "Row", "app_row", "before_start", "checked_files", "checked_server", "checked_site", "checked_work",
-    "is_site", "server_of",
+    "Row", "app_row", "checked_files", "checked_server", "checked_site", "checked_work", "is_site",
 ]  # fmt: skip

@@ -8,35 +8,32 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
-from fedlora.core.folders import check_target, replacing_folder
+from fedlora.core.folders import check_target
 from fedlora.errors import ConfigError
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile, Request
+from fedlora.flower.terms.settings import FederationSettings
 from fedlora.flower.terms.site_file import Site
 
 
-def make_site(folder: Path, join: Path, site: Site, facts: Mapping[str, Any]) -> Request:
-    """Make a site's folder, completely or not at all. facts: its base model and versions; they go to the server.
+def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any]) -> Request:
+    """Write a site's files into an existing folder.
+
+    Args:
+        join: the content of the server's join file. facts: the site's, about its base model and its versions; they go
+            to the server.
 
     Raises:
-        ConfigError: the folder is not empty, this is not a join file, or the place cannot be written.
+        ConfigError: this is not a join file.
     """
-    refuse_existing(folder)
-    JoinFile.read(join)
-    content = join.read_bytes()
-    with replacing_folder(folder) as building:
-        building.chmod(0o700)
-        return fill_site(building, content, site, facts)
-
-
-def fill_site(folder: Path, join: bytes, site: Site, facts: Mapping[str, Any]) -> Request:
-    """Write a site's files into an existing folder. Raises `ConfigError`."""
     from fedlora.flower.site.held_out import record_of  # loads torch
 
     here = SiteFolder(folder)
     for place in (here.state, here.logs):
-        place.mkdir(mode=0o700, exist_ok=True)
+        place.mkdir(exist_ok=True)
+    for place in (here.path, here.state, here.logs):
+        place.chmod(0o700)
     files.write(here.join, join)
     said = JoinFile.read(here.join)
     files.write(record_of(here.state, said.federation, said.site), "{}")  # a site that joins holds out rows anew
@@ -79,16 +76,19 @@ def refuse_existing(folder: Path) -> None:
     check_target(folder)
 
 
-def rotate_key(folder: Path, facts: Mapping[str, Any]) -> Request:
+def rotate_key(folder: Path) -> Request:
     """Replace a site's key, and make the request with the new one. A running node holds the old key until the server
     admits the new one: then its connection ends, and its next start reads the new one.
 
     Raises:
-        ConfigError: this is not a site's folder.
+        ConfigError: this is not a site's folder, or its base model cannot be read.
     """
-    here = SiteFolder(folder)
-    join = JoinFile.read(here.join)
-    return _with_key(here, join, facts)
+    from fedlora.flower.terms.facts import model_facts  # loads torch
+
+    here = SiteFolder(folder.resolve())
+    join, model = JoinFile.read(here.join), Site.read(here.site).model
+    facts = model_facts(model, FederationSettings.from_travelling(join.settings), here.base_cache)
+    return _with_key(here, join, facts.table())
 
 
 def _with_key(here: SiteFolder, join: JoinFile, facts: Mapping[str, Any]) -> Request:
@@ -102,4 +102,4 @@ def _with_key(here: SiteFolder, join: JoinFile, facts: Mapping[str, Any]) -> Req
     return request
 
 
-__all__ = ["fill_site", "make_site", "refuse_existing", "rotate_key", "take_join"]
+__all__ = ["fill_site", "refuse_existing", "rotate_key", "take_join"]

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 from flwr.app import RecordDict
 
 from fedlora.core.echo import shown
-from fedlora.errors import ConfigError, FedLoRAError, KeptStateError, UploadRefused
+from fedlora.errors import ConfigError, KeptStateError, UploadRefused
 from fedlora.flower.messages.envelope import Envelope, RecordError, opened, receipt_of
 from fedlora.flower.places import SiteFolder
 
@@ -28,12 +28,20 @@ Do = Literal["train", "evaluate"]
 _TOLD = (ConfigError, RecordError, KeptStateError, UploadRefused)  # their texts contain nothing of the data
 
 
-class Changed(FedLoRAError):
-    """The loaded work does not match the current site.toml or the server's settings: another trainer must start."""
+def content_of(site_file: Path, record: RecordDict) -> bytes:
+    """What a site's work is loaded from: its site.toml, and the settings in the server's message. Raises `RecordError`
+    for a message without settings, `ConfigError`."""
+    settings = opened(record, "the server", "this site").settings
+    if not settings:
+        raise RecordError("the server's message carries no settings; it must come from `fedlora flower serve`.")
+    try:
+        return site_file.read_bytes() + b"\0" + settings.encode()
+    except OSError as error:
+        raise ConfigError(f"the site file {site_file} cannot be read: {error.strerror}.") from error
 
 
 class SiteWork:
-    """The work of one site, for one content of site.toml and one of the settings.
+    """The work of one site, for one `content_of`, from which the first message loads it.
 
     Args:
         site_file: site.toml; the site's state and facts about the base model are beside it.
@@ -42,49 +50,33 @@ class SiteWork:
     def __init__(self, site_file: Path) -> None:
         self._file = site_file
         self._node: Node | None = None
-        self._of = ""
 
     def __call__(self, do: Do, record: RecordDict) -> RecordDict:
         """The reply to the server's message.
 
         Raises:
-            Changed: site.toml or the settings differ from the loaded ones.
             Disagreement: the facts of server and site differ; nothing was trained.
             FedLoRAError, Exception: anything else.
         """
-        envelope = opened(record, "the server", "this site")
-        if not envelope.settings:
-            raise RecordError("the server's message carries no settings; it must come from `fedlora flower serve`.")
-        key = self._key(envelope)
         if self._node is None:
-            self._node, self._of = self._loaded(envelope, record), key
-        elif key != self._of:
-            raise Changed("site.toml or the server's settings have changed.")
+            self._node = self._loaded(opened(record, "the server", "this site"), record)
         return self._node.work(record) if do == "train" else self._node.measure(record)
-
-    def _key(self, envelope: Envelope) -> str:
-        try:
-            content = self._file.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"the site file {self._file} cannot be read: {error.strerror}.") from error
-        return hashlib.sha256(b"\0".join([content, envelope.settings.encode()])).hexdigest()
 
     def _loaded(self, envelope: Envelope, record: RecordDict) -> Node:
         from fedlora.flower.messages.records import record_parcel
         from fedlora.flower.site.held_out import keep_held_out, record_of
         from fedlora.flower.site.node import Node
         from fedlora.flower.terms.agreement import Facts, check
-        from fedlora.flower.terms.facts import loaded_facts, model_facts
+        from fedlora.flower.terms.facts import model_facts, targets_of
         from fedlora.flower.terms.settings import FederationSettings
         from fedlora.flower.terms.site_file import Site
         from fedlora.runs.preparation import prepare
 
-        server = Facts.from_text(envelope.facts) if envelope.facts else Facts()
         settings, site = FederationSettings.from_travelling(envelope.settings), Site.read(self._file)
         here = SiteFolder(self._file.parent)
         state, cache = here.state, here.base_cache
         files = model_facts(site.model, settings, cache)  # before the model is loaded, whose errors hide the cause
-        check(server, files, site.name, whole=False)
+        check(Facts.from_text(envelope.facts), files, site.name, whole=False)
         parcel, run = record_parcel(record)
         kept = record_of(state, run, site.name)
         keep = partial(keep_held_out, record=kept, first=parcel.round == 0, counted=receipt_of(record).counted > 0)
@@ -92,7 +84,7 @@ class SiteWork:
         return Node(
             site.name, prepared.trainer, state, form=settings.server.upload,
             evaluators={"validation": prepared.validation, "test": prepared.test},
-            facts=loaded_facts(prepared, settings, cache),
+            facts=replace(files, targets=targets_of(prepared.seed_adapter.modules)),
         )  # fmt: skip
 
 
@@ -135,4 +127,4 @@ def _places(folder: Path) -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: -len(item[0])))
 
 
-__all__ = ["Changed", "Do", "SiteWork", "told_to_server"]
+__all__ = ["Do", "SiteWork", "content_of", "told_to_server"]

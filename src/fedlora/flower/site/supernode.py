@@ -11,7 +11,9 @@ And Flower's loop pulls one message and sends one reply. If a SuperLink dies bet
 from then on each reply waits for the next message: every round gets that site's reply late. An idle loop therefore
 sends what is left.
 
-    python -m fedlora.flower.site.supernode ARGUMENTS OF flower-supernode
+It also has the site's trainer (`resident`), a child process that ends with it.
+
+    python -m fedlora.flower.site.supernode SITE/site.toml ARGUMENTS OF flower-supernode
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ import tomllib
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from fedlora.core.echo import quoted
 from fedlora.flower.bundle import bundle, digest
+from fedlora.flower.places import SiteFolder
+from fedlora.flower.site.resident import Trainer, listening_at, pass_on, socket_of
 
 BROKEN_OFF = 70  # exit code: the connection broke in a way that Flower does not retry
 
@@ -37,8 +41,13 @@ def main() -> None:
     from flwr.supernode import start_client_internal as loop
     from flwr.supernode.cli import flower_supernode
 
-    loop._pull_and_store_message = telling(with_replies_left(with_approved_app(loop._pull_and_store_message)), online)
-    sys.argv[0] = "flower-supernode"
+    loop._pull_and_store_message = watched(loop._pull_and_store_message, online)
+    sys.argv[:2], site = ["flower-supernode"], SiteFolder(Path(sys.argv[1]).parent)
+    try:
+        listening = listening_at(site)
+    except OSError as error:
+        _leave(f"{socket_of(site)} cannot be made: {error}")
+    threading.Thread(target=pass_on, args=(listening, Trainer(site).work, site.path), daemon=True).start()
     try:
         flower_supernode()  # raises its own exception if it ends on purpose
     except SystemExit as ended:
@@ -56,20 +65,19 @@ class NotApproved(Exception):
     """The server's app is not the one that this site approves; the text has both digests, and how to approve it."""
 
 
-def with_approved_app(pull: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Flower's pull, which requests the app of each run that is new to it. An app that the site's operator has not
-    approved never reaches Flower; the server's message is answered with an error that says so."""
+def watched(pull: Callable[..., int | None], online: threading.Event) -> Callable[..., int | None]:
+    """Flower's pull, first called once the site is online, which it reports. It returns the run of a message that came;
+    otherwise that of a reply that was never sent, so that the loop sends it, or None. It requests the app of each run
+    that is new to it: one that the site's operator has not approved never reaches Flower, and the server's message is
+    answered with an error that says so."""
 
-    def pulled(
-        *, receive: Any, get_run: Any, get_fab: Any, state: Any, object_store: Any, node_config: Any, **more: Any
-    ) -> Any:
+    def pulled(*, receive: Any, get_run: Any, get_fab: Any, state: Any, object_store: Any, **more: Any) -> int | None:
         came: list[Any] = []
         runs: list[Any] = []
 
         def received() -> Any:
-            found = receive()
-            came.extend(found[:1] if found is not None else ())
-            return found
+            came.append(receive())
+            return came[-1]
 
         def described(*asked: Any) -> Any:
             runs.append(get_run(*asked))
@@ -77,36 +85,36 @@ def with_approved_app(pull: Callable[..., int | None]) -> Callable[..., int | No
 
         def fetched(*asked: Any) -> Any:
             app = get_fab(*asked)
-            require_approved(app.content, Path(str(node_config["site"])))
+            require_approved(app.content, Path(str(more["node_config"]["site"])))
             require_its_names(app.content, runs[-1])
             return app
 
-        more |= {"state": state, "object_store": object_store, "node_config": node_config}
+        if not online.is_set():
+            online.set()
+            say("admitted: online, waiting for work.")
+        more |= {"state": state, "object_store": object_store}
         try:
-            return pull(receive=received, get_run=described, get_fab=fetched, **more)
+            run = pull(receive=received, get_run=described, get_fab=fetched, **more)
         except NotApproved as refused:
             from flwr.app import Error, Message
             from flwr.common.constant import ErrorCode
             from flwr.supernode import start_client_internal as loop
 
             say(f"waiting: {refused}")
-            reply = Message(Error(ErrorCode.INVALID_FAB, f"this site runs no such app: {refused}"), reply_to=came[0])
+            error = Error(ErrorCode.INVALID_FAB, f"this site runs no such app: {refused}")
+            reply = Message(error, reply_to=came[0][0])
             loop._insert_message(reply, state, object_store)
             return int(reply.metadata.run_id)
+        return left_over(state) if run is None else run
 
     return pulled
 
 
-def telling(pull: Callable[..., int | None], online: threading.Event) -> Callable[..., int | None]:
-    """Flower's pull, which is first called once the site is online: it reports this."""
-
-    def pulled(**more: Any) -> int | None:
-        if not online.is_set():
-            online.set()
-            say("admitted: online, waiting for work.")
-        return pull(**more)
-
-    return pulled
+def left_over(state: Any) -> int | None:
+    """The run of a reply in Flower's state that was never sent; None if there is none."""
+    with state.lock_msg_store:
+        left = [entry.message.metadata for entry in state.msg_store.values() if not entry.is_retrieved]
+    return next((int(found.run_id) for found in left if found.reply_to_message_id), None)
 
 
 def require_approved(app: bytes, site_file: Path) -> None:
@@ -139,28 +147,13 @@ def require_its_names(app: bytes, run: Any) -> None:
         )
 
 
-def with_replies_left(pull: Callable[..., int | None]) -> Callable[..., int | None]:
-    """Flower's pull, which returns the run of a message that came, or None; instead of None, it returns the run of a
-    reply that was never sent, so that the loop sends it."""
-
-    def pulled(*, state: Any, **more: Any) -> int | None:
-        run: int | None = pull(state=state, **more)
-        if run is not None:
-            return run
-        with state.lock_msg_store:
-            left = [entry.message.metadata for entry in state.msg_store.values() if not entry.is_retrieved]
-        return next((int(found.run_id) for found in left if found.reply_to_message_id), None)
-
-    return pulled
-
-
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
     traceback.print_exception(failed.exc_type, failed.exc_value, failed.exc_traceback)
     name = failed.thread.name if failed.thread is not None else "unknown"
     _leave(f"the thread {name} ended with {failed.exc_type.__name__}: {failed.exc_value}")
 
 
-def _leave(why: str) -> None:
+def _leave(why: str) -> NoReturn:
     say(f"the SuperNode ends: {why}")
     os._exit(BROKEN_OFF)
 

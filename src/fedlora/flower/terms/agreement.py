@@ -8,10 +8,11 @@ own with every reply.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Annotated, Any
 
+from packaging.version import Version
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
@@ -47,8 +48,8 @@ class Facts:
     the base model's configuration. versions: of the protocol and of the libraries.
 
     Example:
-        >>> differences(Facts(labels=("no", "yes")), Facts(labels=("yes", "no")))[0].split(";")[0]
-        "the server's classes are ['no', 'yes'], and this site's are ['yes', 'no']"
+        >>> differences(Facts(labels=("no", "yes")), Facts(labels=("yes", "no")))[0].split(":")[0]
+        "the server's classes are ['no', 'yes'], and this site has ['yes', 'no']"
     """
 
     base: Digest = ""
@@ -80,24 +81,12 @@ class Facts:
     def from_table(cls, table: Any) -> Facts:
         """Facts from plain values that the other side wrote. Ignores unknown fields. Raises `Disagreement` for anything
         of the wrong type."""
-        try:
-            return TypeAdapter(cls).validate_python(table)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            name = "".join(f"{part} = " for part in first["loc"][:1])
-            raise Disagreement(
-                f"the other side's facts cannot be read: {shown(name, 40)}{quoted(first['input'], 60)}."
-            ) from error
+        return _read(TypeAdapter(cls).validate_python, table)
 
     @classmethod
     def from_text(cls, text: str) -> Facts:
-        """Facts from a message. Raises `Disagreement`."""
-        try:
-            return cls.from_table(json.loads(text))
-        except (ValueError, RecursionError, TypeError) as error:
-            if isinstance(error, Disagreement):
-                raise
-            raise Disagreement("the other side's facts are not JSON.") from error
+        """Facts from a message; "" knows nothing. Raises `Disagreement`."""
+        return _read(TypeAdapter(cls).validate_json, text) if text else cls()
 
     def filled(self, other: Facts) -> Facts:
         """These facts, with unknown ones taken from the other side. Versions stay as they are."""
@@ -106,27 +95,33 @@ class Facts:
         return replace(self, **lacks)
 
 
+def _read(reader: Callable[[Any], Facts], given: Any) -> Facts:
+    try:
+        return reader(given)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name = "".join(f"{part} = " for part in first["loc"][:1])
+        raise Disagreement(
+            f"the other side's facts cannot be read: {shown(name, 40)}{quoted(first['input'], 60)}."
+        ) from error
+
+
 # -------------------------------------------------------------------------------------------------------- comparing
 
 
-_DIGESTS = (
-    (
-        "base",
-        "base model has the weights",
-        "adapters of one base model mean nothing on another. Point `model` in site.toml at a copy of the server's "
-        "files (another revision, precision or quantisation is another model)",
-    ),
-    (
-        "tokenizer",
-        "tokenizer is",
-        "the same text becomes other tokens. Copy tokenizer.json and tokenizer_config.json with the base model",
-    ),
-    (
-        "template",
-        "chat template is",
-        "prompts would stand in another frame. Copy it with the tokenizer, or let data.template name one",
-    ),
-)
+# The fact, its name, and what to do. All of it is compared in the same way.
+_COMPARED = (
+    ("base", "base model has the weights", "adapters of one base model mean nothing on another. Point `model` in "
+     "site.toml at a copy of the server's files (another revision, precision or quantisation is another model)"),
+    ("tokenizer", "tokenizer is", "the same text becomes other tokens. Copy tokenizer.json and tokenizer_config.json "
+     "with the base model"),
+    ("template", "chat template is", "prompts would stand in another frame. Copy it with the tokenizer, or let "
+     "data.template name one"),
+    ("labels", "classes are", "class k must be the k-th name everywhere. Names and order come from data.labels in the "
+     "server's federation.toml"),
+    ("scaling", "scaling is", "it comes from lora.scaling or lora.alpha in the server's federation.toml"),
+    ("max_length", "max_length is", "it comes from data.max_length in the server's federation.toml"),
+)  # fmt: skip
 
 
 def differences(server: Facts, site: Facts, name: str = "this site", *, whole: bool = False) -> list[str]:
@@ -136,17 +131,15 @@ def differences(server: Facts, site: Facts, name: str = "this site", *, whole: b
         name: the site's name in sentences. whole: the site must know everything that the server knows, like a site that
             trains; otherwise facts that one side does not know are not compared.
     """
-    its = "this site's" if name == "this site" else f"that of {name!r}"
-    them = "this site's" if name == "this site" else f"those of {name!r}"
     said: list[str] = []
     if whole:
         silent = unsaid(site, [f for f in (*ASKED, "targets") if getattr(server, f)], server.versions)
         if silent:
             said.append(f"{name} does not say its {', '.join(silent)}, which the server's must be compared with")
-    for what, called, todo in _DIGESTS:
-        mine, its_own = getattr(server, what), getattr(site, what)
-        if _unlike(mine, its_own):
-            said.append(f"the server's {called} {mine[:12]}..., and {its} {its_own[:12]}...: {todo}")
+    for what, called, todo in _COMPARED:
+        ours, theirs = getattr(server, what), getattr(site, what)
+        if ours and theirs and ours != theirs:
+            said.append(f"the server's {called} {_said(ours)}, and {name} has {_said(theirs)}: {todo}")
     odd = [k for k in server.architecture if k in site.architecture and server.architecture[k] != site.architecture[k]]
     if odd:
         pairs = "; ".join(
@@ -157,42 +150,28 @@ def differences(server: Facts, site: Facts, name: str = "this site", *, whole: b
             f"the configurations of the base models differ in {len(odd)} keys: {pairs}; copy the server's config.json "
             f"with its weights"
         )
-    if _unlike(server.labels, site.labels):
+    here, there = {*server.targets}, {*site.targets}
+    if here and there and here != there:
+        ours, theirs = ([shown(t, 80) for t in sorted(one)[:2]] or "none" for one in (here - there, there - here))
         said.append(
-            f"the server's classes are {quoted(list(server.labels))}, and {them} are {quoted(list(site.labels))}; "
-            f"class k must be the k-th name everywhere. Names and order come from data.labels in the server's "
-            f"federation.toml"
+            f"the server's adapters have {len(here)} modules and those of {name} have {len(there)}: only at the server "
+            f"{ours}, only at the site {theirs}. Both use the server's lora.targets, so their base models have "
+            f"different shapes, or the common start belongs to another model"
         )
-    for what, key in (("scaling", "lora.scaling or lora.alpha"), ("max_length", "data.max_length")):
-        mine, its_own = getattr(server, what), getattr(site, what)
-        if _unlike(mine, its_own):
-            said.append(
-                f"the server's {what} is {mine:g}, and {its} {its_own:g}; it comes from {key} in the server's "
-                f"federation.toml"
-            )
-    if _unlike(tuple(sorted(server.targets)), tuple(sorted(site.targets))):
-        said.append(_targets(server.targets, site.targets, name))
     return said
+
+
+def _said(value: str | float | tuple[str, ...]) -> str:
+    """A fact in words: of a digest the beginning."""
+    if isinstance(value, str):
+        return f"{value[:12]}..."
+    return f"{value:g}" if isinstance(value, int | float) else quoted(list(value))
 
 
 def unsaid(site: Facts, needed: Sequence[str], versions: Collection[str] = _MUST_MEET) -> list[str]:
     """The needed facts that a side leaves out, and the needed versions, among those that must match."""
     versions = [f"version of {name}" for name in _MUST_MEET if name in versions and not site.versions.get(name)]
     return [*(name.replace("_", " ") for name in needed if not getattr(site, name)), *versions]
-
-
-def _unlike(mine: Any, other: Any) -> bool:
-    return bool(mine) and bool(other) and mine != other
-
-
-def _targets(server: Sequence[str], site: Sequence[str], name: str) -> str:
-    here, there = set(server), set(site)
-    shown_ = [shown(t, 80) for t in sorted(here - there)[:2]], [shown(t, 80) for t in sorted(there - here)[:2]]
-    return (
-        f"the server's adapters have {len(here)} modules and those of {name} have {len(there)}: only at the server "
-        f"{shown_[0] or 'none'}, only at the site {shown_[1] or 'none'}. Both use the server's lora.targets, so their "
-        f"base models have different shapes, or the common start belongs to another model"
-    )
 
 
 def versions_apart(server: Mapping[str, str], site: Mapping[str, str], name: str = "this site") -> list[str]:
@@ -219,13 +198,11 @@ def versions_apart(server: Mapping[str, str], site: Mapping[str, str], name: str
 
 
 def _number_of(text: str) -> tuple[int, ...]:
-    """ "2.13.0+cpu" as (2, 13, 0); it ends at the first part that is not a number."""
-    found: list[int] = []
-    for part in text.partition("+")[0].split("."):
-        if not part.isdecimal():
-            break
-        found.append(int(part))
-    return tuple(found)
+    """ "2.13.0+cpu" as (2, 13, 0); () for what is no version."""
+    try:
+        return Version(text).release
+    except ValueError:  # also for a number with too many digits for Python
+        return ()
 
 
 def versions_here() -> dict[str, str]:

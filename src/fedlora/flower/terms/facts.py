@@ -1,4 +1,4 @@
-"""Collects facts: from a site's files before it loads anything, from a loaded trainer, and from the server's folder."""
+"""Collects facts: from a base model's files before anything is loaded, and from the server's folder."""
 
 from __future__ import annotations
 
@@ -51,23 +51,6 @@ def model_facts(model: str, settings: FederationSettings, cache: Path | None = N
         scaling=settings.lora.unit,
         max_length=settings.data.max_length,
         architecture=architecture(place),
-        versions=versions_here(),
-    )
-
-
-def loaded_facts(prepared: Any, settings: FederationSettings, cache: Path | None = None) -> Facts:
-    """The facts of a loaded trainer (`runs.preparation.Prepared`): what it actually trains with."""
-    config, model = prepared.config, prepared.model
-    label_names = next(iter(prepared.parts.values())).label_names
-    return Facts(
-        base=base_digest(config.model.location(), cache),
-        tokenizer=tokenizer_digest(model.tokenizer),
-        template=_template(settings, model.tokenizer),
-        labels=label_names,
-        scaling=model.settings.unit,
-        max_length=config.data.max_length,
-        targets=targets_of(prepared.seed_adapter.modules),
-        architecture=architecture(config.model.location()),
         versions=versions_here(),
     )
 
@@ -175,6 +158,6 @@ def admitted(settings: FederationSettings, known: Facts, name: str, facts: Facts
 
 
 __all__ = [
-    "Disagreement", "admitted", "agreed", "architecture", "loaded_facts", "model_facts", "of_model", "server_facts",
+    "Disagreement", "admitted", "agreed", "architecture", "model_facts", "of_model", "server_facts",
     "targets_of", "write_agreed",
 ]  # fmt: skip

@@ -31,6 +31,8 @@ from fedlora.errors import ConfigError
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.names import check_site, checked_rank
 from fedlora.given_files import parse_toml, read_given
+from fedlora.runs.reading import checked
+from fedlora.training.settings import Section
 
 JOIN, REQUEST = "fedlora-join/1", "fedlora-request/1"
 _MOST = 2**20  # bytes of either file: a certificate and a page of settings are a hundredth of it
@@ -106,15 +108,15 @@ class JoinFile:
         return found
 
 
-@dataclass(frozen=True)
-class Request:
-    """A site's request to be admitted. public: its key, one line of OpenSSH. facts: nothing about its data."""
+class Request(Section):
+    """A site's request to be admitted. public_key: one line of OpenSSH. facts: nothing about its data. signature: of
+    all of it, by that key."""
 
     federation: str
     site: str
-    public: str
-    facts: Mapping[str, Any]
+    public_key: str
     signature: str
+    facts: dict[str, Any]
 
     @classmethod
     def make(cls, join: JoinFile, private: bytes, facts: Mapping[str, Any]) -> Request:
@@ -123,15 +125,15 @@ class Request:
         assert isinstance(key, ec.EllipticCurvePrivateKey), "a node's key is on an elliptic curve"
         form = (serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
         public = key.public_key().public_bytes(*form).decode()
-        facts = _without_none(facts)
-        said = _signed(join.federation, join.site, public, facts)
+        own: dict[str, Any] = _without_none(facts)
+        said = _signed(join.federation, join.site, public, own)
         signature = base64.b64encode(key.sign(said, ec.ECDSA(hashes.SHA384()))).decode()
-        return cls(join.federation, join.site, public, ReadOnly(facts), signature)
+        return cls(federation=join.federation, site=join.site, public_key=public, signature=signature, facts=own)
 
     @property
     def fingerprint(self) -> str:
         """The fingerprint of its key, as `ssh-keygen -l` prints it."""
-        return certificates.fingerprint(self.public)
+        return certificates.fingerprint(self.public_key)
 
     def text(self) -> str:
         """The file."""
@@ -140,8 +142,7 @@ class Request:
             f"#   fedlora flower admit FOLDER request.toml\n"
             f"# Key: {self.fingerprint} (compare it with the site's, by telephone)\n\n"
         )
-        said = {"format": REQUEST, "federation": self.federation, "site": self.site, "public_key": self.public}
-        return head + tomli_w.dumps({**said, "signature": self.signature, "facts": dict(self.facts)})
+        return head + tomli_w.dumps({"format": REQUEST, **self.model_dump()})
 
     @classmethod
     def read(cls, path: Path) -> Request:
@@ -152,25 +153,20 @@ class Request:
         """
         what = f"the request {path}"
         raw = _read(path, what, REQUEST, "the site makes request.toml (fedlora flower site)")
-        known = {"format", "federation", "site", "public_key", "signature", "facts"}
-        wrong = sorted({*known, *raw} - (known & set(raw)))
-        if wrong:
-            extra = wrong[0] in raw
-            raise ConfigError(f"{what} {'has an unknown' if extra else 'lacks the'} key {quoted(wrong[0])}: {_ANEW}")
-        texts = [raw[key] for key in ("federation", "site", "public_key", "signature")]
-        if not all(isinstance(text, str) for text in texts) or not isinstance(raw["facts"], dict):
-            raise ConfigError(f"{what} has a value of the wrong kind: {_ANEW}")
-        federation, site, public, signature = texts
-        key = certificates.public_key(public)
-        check_site(site)
         try:
-            said = _signed(federation, site, public, raw["facts"])
-            key.verify(base64.b64decode(signature, validate=True), said, ec.ECDSA(hashes.SHA384()))
+            found = checked(cls, {key: value for key, value in raw.items() if key != "format"})
+        except ConfigError as error:
+            raise ConfigError(f"{what}: {error}: {_ANEW}") from error
+        key = certificates.public_key(found.public_key)
+        check_site(found.site)
+        try:
+            said = _signed(found.federation, found.site, found.public_key, raw["facts"])
+            key.verify(base64.b64decode(found.signature, validate=True), said, ec.ECDSA(hashes.SHA384()))
         except (InvalidSignature, ValueError, TypeError) as error:
             raise ConfigError(
-                f"{what} was changed after the site signed it with the key {certificates.fingerprint(public)}: {_ANEW}"
+                f"{what} was changed after the site signed it with the key {found.fingerprint}: {_ANEW}"
             ) from error
-        return cls(federation, site, public.strip(), ReadOnly(raw["facts"]), signature)
+        return found
 
 
 _ANEW = "ask the site for its request.toml again, as a file and not as copied text."

@@ -26,14 +26,21 @@ def sites(text: str) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for entry in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, rank = (part.strip() for part in entry.partition("="))
-        if not equals:
+        name, rank = named_rank(entry)
+        if rank is None:
             raise ConfigError(f"--sites takes NAME=RANK, such as acme=8,berlin=4; got {quoted(entry)} without a rank.")
         check_site(name, found)
-        found[name] = checked_rank(int(rank) if rank.isascii() and rank.isdecimal() and len(rank) < 9 else rank, name)
+        found[name] = rank
     if not found:
         raise ConfigError(f"--sites names no site; give, for example, acme=8,berlin=4. Got {quoted(text)}.")
     return found
+
+
+def named_rank(entry: str) -> tuple[str, int | None]:
+    """("acme", 8) from "acme=8", and ("acme", None) from "acme". Raises `ConfigError` for an invalid rank."""
+    name, equals, rank = (part.strip() for part in entry.partition("="))
+    whole = rank.isascii() and rank.isdecimal() and len(rank) < 9
+    return name, checked_rank(int(rank) if whole else rank, name) if equals else None
 
 
 def check_site(name: str, others: Sequence[str] | dict[str, int] = ()) -> None:
@@ -85,4 +92,4 @@ def server_name(name: str) -> str:
     return name.lower()
 
 
-__all__ = ["MOST_RANK", "check_site", "checked_rank", "server_name", "sites"]
+__all__ = ["MOST_RANK", "check_site", "checked_rank", "named_rank", "server_name", "sites"]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from fedlora.core.echo import quoted
+from pydantic import ConfigDict, Field, ValidationError, field_validator
+from pydantic.dataclasses import dataclass
+
 from fedlora.core.messages import Client
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site, checked_rank
@@ -27,7 +28,11 @@ def shares_lost(claimed: Mapping[str, float], counted: Mapping[str, float]) -> d
     return {name: {"claimed": p, "counted": q} for name, (p, q) in shares.items() if q < p * (1 - 1e-9)}
 
 
-@dataclass(frozen=True)
+Above = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+
+
+@dataclass(frozen=True, config=ConfigDict(strict=True, extra="forbid"))
 class Policy:
     """What the server allows.
 
@@ -40,32 +45,23 @@ class Policy:
     """
 
     clients: Mapping[str, int | Mapping[str, int]]
-    max_weight_share: float | None = None
-    max_examples: float = 1e9
-    quarantine: int = 3
-    deadline: float = 3600.0
-    retries: int = 1
-    max_upload_mb: float | None = None
+    max_weight_share: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_examples: Above = 1e9
+    quarantine: Count = 3
+    deadline: Above = 3600.0
+    retries: Count = 1
+    max_upload_mb: Above | None = None
 
-    def __post_init__(self) -> None:
-        if not self.clients:
-            raise ConfigError("the policy names no clients, so nobody could take part.")
-        for client, ranks in self.clients.items():
+    @field_validator("clients", mode="before")
+    @classmethod
+    def _named_and_ranked(cls, clients: Any) -> Any:
+        if not isinstance(clients, Mapping) or not clients:
+            raise ValueError("[clients] has a line NAME = RANK for each client; without one, nobody could take part")
+        for client, ranks in clients.items():
             check_site(client)
             for rank in ranks.values() if isinstance(ranks, Mapping) else [ranks]:
                 checked_rank(rank, client)
-        for name in ("max_weight_share", "max_examples", "max_upload_mb", "deadline"):
-            value = getattr(self, name)
-            if value is None and name in ("max_weight_share", "max_upload_mb"):
-                continue
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-                raise ConfigError(f"the policy's {name} is a positive number; got {quoted(value, 60)}.")
-        for name in ("retries", "quarantine"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"the policy's {name} is a whole number from 0; got {quoted(value, 60)}.")
-        if self.share > 1:
-            raise ConfigError(f"the policy's max_weight_share is 1 at most; got {self.share}.")
+        return clients
 
     def client(self, name: str) -> Client:
         """A client, with its rank or its ranks by module."""
@@ -96,22 +92,18 @@ class Policy:
     @classmethod
     def read(cls, path: Path) -> Policy:
         """From policy.toml: [clients] name = rank, and the fields above. Raises `ConfigError`."""
-        return cls._of(read_toml(path, "the policy"), path)
+        return cls.made(read_toml(path, "the policy"), f"the policy {path}")
 
     @classmethod
     def of(cls, text: str, path: Path) -> Policy:
         """From the text that policy.toml is about to have. path: its place. Raises `ConfigError`."""
-        return cls._of(parse_toml(text), path)
+        return cls.made(parse_toml(text), f"the policy {path}")
 
     @classmethod
-    def _of(cls, raw: dict[str, Any], path: Path) -> Policy:
-        known = [field.name for field in fields(cls)]
-        unknown = sorted(set(raw) - set(known))
-        if unknown:
-            raise ConfigError(f"the policy {path} has an unknown field {unknown[0]!r}; it knows {', '.join(known)}.")
-        if not isinstance(raw.get("clients"), dict):
-            raise ConfigError(f"the policy {path} has no table [clients] with name = rank.")
+    def made(cls, fields: dict[str, Any], what: str) -> Policy:
+        """From a person's values. what: their place, for errors. Raises `ConfigError` with each mistake."""
         try:
-            return cls(**raw)
-        except ConfigError as error:
-            raise ConfigError(f"{path}: {error}") from error
+            return cls(**fields)
+        except ValidationError as error:
+            found = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
+            raise ConfigError(f"{what}: {'; '.join(f'{key}: {said}' for key, said in found)}.") from error

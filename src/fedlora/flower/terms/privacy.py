@@ -7,16 +7,17 @@ mean by a number from the settings, whoever answers. The guarantee is the server
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
 from fedlora.errors import ConfigError, HyperparameterError
 from fedlora.flower.terms.policy import Policy
 from fedlora.privacy.accounting import epsilon_up, how_strong
-from fedlora.runs.defence import DefenceSection
 from fedlora.runs.privacy_section import SIMULATED, PrivacySection, with_private_server
-from fedlora.runs.sections import EvaluateSection, RunSection, ServerSection
+
+if TYPE_CHECKING:
+    from fedlora.flower.terms.settings import FederationSettings
 
 
 class FederationPrivacy(PrivacySection):
@@ -30,17 +31,13 @@ class FederationPrivacy(PrivacySection):
     members: list[Annotated[str, Field(min_length=1)]] | None = None
 
     @model_validator(mode="after")
-    def _all_every_round(self) -> FederationPrivacy:
+    def _of_real_sites(self) -> FederationPrivacy:
         if self.sampling == "poisson":
             raise ValueError(
                 "privacy.sampling = 'poisson' makes epsilon smaller only while nobody can see who takes part. On a "
                 "network, traffic and timing show it. So a federation's ledger uses q = 1, and every round asks all "
                 "members. Leave sampling out; the secret draw is for `fedlora run`, in one process"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _real(self) -> FederationPrivacy:
         if self.population == SIMULATED:
             raise ValueError(
                 f"privacy.population = {SIMULATED!r} means that an experiment simulates its clients, but a "
@@ -99,17 +96,9 @@ def with_private_defaults(raw: Any) -> Any:
     return {**raw, "data": {"validation": 0.0, "test": 0.0, **raw.get("data", {})}}
 
 
-def refusals(
-    run: RunSection,
-    server: ServerSection,
-    defence: DefenceSection,
-    evaluate: EvaluateSection,
-    held_out: Mapping[str, float],
-) -> Iterator[str]:
-    """A line for each setting that [privacy] excludes. `server.private_options` has the server's own lines.
-
-    held_out: "validation" and "test" -> the share that each site holds out of its own data.
-    """
+def refusals(settings: FederationSettings) -> Iterator[str]:
+    """A line for each setting that [privacy] excludes. `server.private_options` has the server's own lines."""
+    run, server, evaluate = settings.run, settings.server, settings.evaluate
     if run.participation != 1.0:
         yield (
             f"run.participation = {run.participation:g} draws some of the sites, but on a network [privacy] asks all "
@@ -120,20 +109,22 @@ def refusals(
             f"server.quorum = {server.quorum} repeats a round if too few sites answer, and whether a private round "
             f"takes place would reveal who answered. A missing site counts as zero. Leave it out"
         )
-    if defence.rule != "none":
+    if settings.defence.rule != "none":
         yield (
-            f"defence.rule = {defence.rule!r} weighs each site by the others' uploads, so one site's influence has no "
-            f"bound: leave out [defence] or [privacy]"
+            f"defence.rule = {settings.defence.rule!r} weighs each site by the others' uploads, so one site's "
+            f"influence has no bound: leave out [defence] or [privacy]"
         )
-    for part, share in held_out.items():
+    measured = "at the sites, on their own data, and releases scores without noise: leave it out"
+    for part, share in (("validation", settings.data.validation), ("test", settings.data.test)):
         if share:
             yield (
-                f"data.{part} = {share:g} measures at the sites, on their own data, and releases scores without noise: "
-                f"leave it out, and let the server measure on a file of public data (at_server.{part})"
+                f"data.{part} = {share:g} measures {measured}, and let the server measure on a file of public data "
+                f"(at_server.{part})"
             )
-    if evaluate.target == "clients" or evaluate.clients_at_end:
-        key = "evaluate.target = 'clients'" if evaluate.target == "clients" else "evaluate.clients_at_end"
-        yield f"{key} measures at the sites, on their own data, and releases scores without noise: leave it out"
+    if evaluate.target == "clients":
+        yield f"evaluate.target = 'clients' measures {measured}"
+    if evaluate.clients_at_end:
+        yield f"evaluate.clients_at_end measures {measured}"
     if run.readouts:
         yield "run.readouts writes single sites' adapters, which a private federation does not reveal: leave it out"
 

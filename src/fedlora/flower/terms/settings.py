@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,12 +17,11 @@ from typing import Annotated, Any
 import tomli_w
 from pydantic import Field, field_validator, model_validator
 
-from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.data.demo import PACKAGED
 from fedlora.data.hub import is_hub
 from fedlora.errors import ConfigError
-from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, keys_elsewhere, refuse_elsewhere
+from fedlora.flower.terms.one_machine import keys_elsewhere, refuse_elsewhere
 from fedlora.flower.terms.privacy import FederationPrivacy, refusals, with_private_defaults
 from fedlora.flower.terms.site_file import Site
 from fedlora.given_files import read_toml
@@ -31,7 +29,7 @@ from fedlora.runs.config import RunConfig
 from fedlora.runs.data_sections import ClassNames
 from fedlora.runs.defence import DefenceSection
 from fedlora.runs.idle_keys import check_used, unused
-from fedlora.runs.reading import checked
+from fedlora.runs.reading import checked, flat
 from fedlora.runs.sections import EvaluateSection, MethodSection, RunSection, ServerSection
 from fedlora.training.prompting import check_template
 from fedlora.training.settings import LoRASettings, LossOn, Positive, Section, Task, TrainSection
@@ -53,6 +51,15 @@ MEASURED = frozenset({"data.max_length", "data.template", "data.loss_on", "evalu
 
 # Keys of [privacy] that may change: the ledger, and the limit for all runs together.
 _FREE = ("privacy.ledger", "privacy.budget")
+
+# What a site's trainer takes from the settings; quorum, participation and stopping are the server's.
+_OF_SITES: dict[str, Any] = {
+    **dict.fromkeys(("model", "data", "lora", "method", "train"), True), "server": {"heads", "upload"},
+    "run": {"rounds", "seed", "threads"}, "evaluate": {"metric", "max_new_tokens", "batch_size"},
+}  # fmt: skip
+
+# A column of a site's own file -> the settings' columns that it stands in place of.
+_REPLACES = {"messages": ("prompt", "response"), "prompt": ("messages",), "response": ("messages",)}
 
 _HEAD = f"""\
 # What server and sites agree on. Sites receive it with every message: edit it here, and nowhere else.
@@ -168,12 +175,6 @@ class FederationSettings(Section):
                 "data.labels is missing: the names of the classes, in the order of their numbers. They are needed here "
                 "because no site's file has to hold all classes (fedlora flower init --labels no,yes)"
             )
-        for key in ELSEWHERE:
-            table, name = key.split(".")
-            section = getattr(self, table, None)
-            field = type(section).model_fields.get(name) if section is not None else None
-            if field is not None and getattr(section, name) != field.get_default(call_default_factory=True):
-                raise ValueError(elsewhere(key, getattr(section, name)))
         return self
 
     def check(self) -> FederationSettings:
@@ -182,11 +183,8 @@ class FederationSettings(Section):
         Raises:
             ConfigError: keys that would do nothing, or contradict each other.
         """
-        if self.privacy is not None:
-            held_out = {"validation": self.data.validation, "test": self.data.test}
-            wrong = list(refusals(self.run, self.server, self.defence, self.evaluate, held_out))
-            if wrong:
-                raise ConfigError("; ".join(wrong))
+        if self.privacy is not None and (wrong := list(refusals(self))):
+            raise ConfigError("; ".join(wrong))
         check_used(self._everything())
         return self
 
@@ -232,14 +230,8 @@ class FederationSettings(Section):
 
     def toml(self) -> str:
         """The text of federation.toml, with every key that can be set."""
-        tables = self.model_dump(
-            mode="json", exclude={name: set(keys_elsewhere(name)) for name in type(self).model_fields}
-        )
-        return _HEAD + tomli_w.dumps(_without_none(tables))
-
-    def write(self, path: Path) -> None:
-        """Write federation.toml, completely or not at all."""
-        files.write(path, self.toml())
+        without = {name: set(keys_elsewhere(name)) for name in type(self).model_fields}
+        return _HEAD + tomli_w.dumps(self.model_dump(mode="json", exclude=without, exclude_none=True))
 
     def located(self, folder: Path) -> FederationSettings:
         """The settings with the server's own paths absolute; relative ones start at `folder`."""
@@ -304,34 +296,21 @@ class FederationSettings(Section):
         )
 
     def _config(self, site: Site, rank: int = 1) -> RunConfig:
-        said = self.model_dump(exclude_defaults=True)
-        columns = site.columns
-        agreed = dict(said.get("data", {}))
-        for one, others in (
-            ("messages", ("prompt", "response")),
-            ("prompt", ("messages",)),
-            ("response", ("messages",)),
-        ):
-            if one in columns:
-                agreed = {key: value for key, value in agreed.items() if key not in others}
-        model = {**said.get("model", {}), "path": site.model, **({"device": site.device} if site.device else {})}
-        run = {key: value for key, value in said.get("run", {}).items() if key in ("rounds", "seed", "threads")}
-        heads = {key: value for key, value in said.get("server", {}).items() if key in ("heads", "upload")}
-        seen = {k: v for k, v in said.get("evaluate", {}).items() if k in ("metric", "max_new_tokens", "batch_size")}
+        said = self.model_dump(exclude_defaults=True, include=_OF_SITES)
+        columns, device = site.columns, {"device": site.device} if site.device else {}
+        replaced = {other for column in columns for other in _REPLACES.get(column, ())}
+        agreed = {key: value for key, value in said.get("data", {}).items() if key not in replaced}
         if not self.data.validation and not self.data.test:
-            seen = {}
+            said.pop("evaluate", None)
         return checked(
             RunConfig,
             {
-                "model": model,
+                **said,
+                "model": {**said.get("model", {}), "path": site.model, **device},
                 "data": {**agreed, **columns, "clients": {site.name: site.data}},
                 "clients": {"ranks": [rank]},
-                "lora": said.get("lora", {}),
-                "method": said.get("method", {}),
-                "server": heads,
                 "train": said.get("train", {}) if site.command is None else site.program,
-                "run": {**run, **({"threads": site.threads} if site.threads else {})},
-                "evaluate": seen,
+                "run": {**said.get("run", {}), **({"threads": site.threads} if site.threads else {})},
             },
         )
 
@@ -355,7 +334,7 @@ def changed(old: FederationSettings, new: FederationSettings) -> tuple[Change, .
         >>> changed(old, new)
         (Change(key='run.rounds', before=10, after=20, fixed=False),)
     """
-    before, after = _flat(old), _flat(new)
+    before, after = (flat(settings.model_dump(mode="json")) for settings in (old, new))
     keys = [key for key in dict.fromkeys([*before, *after]) if before.get(key) != after.get(key)]
     return tuple(Change(key, before.get(key), after.get(key), _is_fixed(key)) for key in keys)
 
@@ -365,21 +344,6 @@ def changed(old: FederationSettings, new: FederationSettings) -> tuple[Change, .
 
 def _is_fixed(key: str) -> bool:
     return key not in _FREE and any(key == fixed or key.startswith(f"{fixed}.") for fixed in FIXED)
-
-
-def _flat(settings: FederationSettings) -> dict[str, Any]:
-    """Key -> value, of every key."""
-    found: dict[str, Any] = {}
-    for name, value in settings.model_dump(mode="json").items():
-        if isinstance(value, dict):
-            found |= {f"{name}.{key}": inner for key, inner in value.items()}
-        else:
-            found[name] = value
-    return found
-
-
-def _without_none(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _without_none(v) if isinstance(v, dict) else v for k, v in value.items() if v is not None}
 
 
 __all__ = [

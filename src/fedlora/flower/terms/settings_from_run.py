@@ -8,11 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.errors import ConfigError
-from fedlora.flower.terms.one_machine import ELSEWHERE, elsewhere, refuse_elsewhere
+from fedlora.flower.terms.one_machine import ELSEWHERE, refuse_elsewhere
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
 from fedlora.given_files import read_toml
 from fedlora.runs.config import RunConfig, override_in
 from fedlora.runs.reading import checked
+
+# Keys that have had their effect once a trial has dealt the run's data out, to sites on this machine.
+_SPENT = {key for key in ELSEWHERE if key.startswith(("data.", "clients."))} - {"clients.starts"} | {
+    "model.device", "run.workers", "train.command", "train.time_limit",
+}  # fmt: skip
 
 
 def from_run(
@@ -101,16 +106,10 @@ def _agreed(
                 )
             data["labels"] = list(labels)
     if dealt:
-        if isinstance(clients := tables.get("clients"), dict) and "starts" in clients:  # dealing does not use it
-            raise ConfigError(elsewhere("clients.starts", clients["starts"]) + ".")
-        for key in ELSEWHERE:
-            table, name = key.split(".")
-            if table in ("data", "clients") and isinstance(tables.get(table), dict):
-                tables[table].pop(name, None)
-        tables.pop("clients", None)
-        for table, name in (("model", "device"), ("run", "workers"), ("train", "command"), ("train", "time_limit")):
-            if isinstance(tables.get(table), dict):
-                tables[table].pop(name, None)
+        kept = {
+            table: {k: v for k, v in keys.items() if f"{table}.{k}" not in _SPENT} for table, keys in tables.items()
+        }
+        tables = {table: keys for table, keys in kept.items() if keys}
     refuse_elsewhere(tables)
     return tables, here
 

@@ -91,18 +91,15 @@ class Site(Section):
             ConfigError: an error in the file, with a line for each one.
         """
         raw = read_toml(path, "the site file")
-        foreign = [key for key in raw if key not in cls.model_fields]
-        if foreign:
-            raise ConfigError(
-                f"the site file {path}: {foreign[0]!r} does not belong here. The file holds name, data, model, the "
-                f"columns of the site's own file ({', '.join(COLUMNS)}), device, threads, command, time_limit, app and "
-                f"method. Classes, "
-                f"scaling, lengths, ranks and training settings come from the server, with every message. Leave it out."
-            )
         try:
             return checked(cls, raw).located(path.parent)
         except ConfigError as error:
-            raise ConfigError(f"the site file {path}: {error}.") from error
+            hint = (
+                " Classes, lengths, ranks and training settings come from the server."
+                if {*raw} - {*cls.model_fields}
+                else ""
+            )
+            raise ConfigError(f"the site file {path}: {error}.{hint}") from error
 
     def located(self, folder: Path) -> Site:
         """The site with its paths absolute; relative ones start at `folder`."""
