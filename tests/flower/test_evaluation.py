@@ -166,10 +166,10 @@ def test_killed_anywhere_it_measures_chooses_and_stops_the_same(tmp_path: Path, 
 def test_it_stops_when_nothing_gets_better_says_so_and_goes_on_when_it_is_asked_to(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the last of equals is best."""
+    """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the first of equals is best."""
     fed = FederationOnDisk(tmp_path, train={"lr": 1e-9, "steps": 1}, evaluate={"patience": 2}, run={"rounds": 6})
     summary = fed.play()
-    assert summary["stopped_early"]["round"] == summary["rounds"] == 3 and summary["best_round"] == 3
+    assert summary["stopped_early"]["round"] == summary["rounds"] == 3 and summary["best_round"] == 1
     events = read_events(fed.home / "server" / "events.jsonl")
     assert [e.why for e in events if isinstance(e, Ended)] == ["stopped early"]
     caplog.set_level("INFO")

@@ -18,6 +18,7 @@ from fedlora.runs.observers import Checkpoints, Log, Observer, Trackers, Uploads
 from fedlora.runs.opening import opened
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_run import PrivateRun, check_affordable, opened_private
+from fedlora.runs.stopping import Ranking
 from fedlora.runs.tracking import Called
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
@@ -73,8 +74,8 @@ def _executed(
     trackers = Trackers(prepared, folder, lines, resumed, called)
     checkpoints = Checkpoints(prepared, folder, of, lines)
     observers: tuple[Observer, ...] = (Uploads(prepared, folder), Log(folder, link), trackers, checkpoints)
-    patience = config.evaluate.stopping()
-    stopped = patience.stop(lines, config.run.rounds) if patience else None
+    ranking, patience = Ranking(prepared.metric), config.evaluate.stopping()
+    stopped = ranking.stop(lines, config.run.rounds, patience)
     for event in _events(prepared, state, config.run.rounds if stopped is None else state.round, private):
         if isinstance(event, str):
             why = f"{event}. `fedlora privacy LEDGER --budget` raises it, permanently and visibly to all; then --resume"
@@ -85,9 +86,8 @@ def _executed(
             yield event
             continue
         before, state = state, event.state
-        if patience:
-            seen = [*lines, plain({"round": event.round, "metrics": event.metrics})]
-            stopped = patience.stop(seen, config.run.rounds)
+        seen = [*lines, plain({"round": event.round, "metrics": event.metrics})]
+        stopped = ranking.stop(seen, config.run.rounds, patience)
         last = state.round == config.run.rounds or stopped is not None
         played = diagnosed(prepared, before, event, last=last, private=private)
         lines.append(plain(played.line))

@@ -15,11 +15,11 @@ from fedlora.runs.card import model_card
 from fedlora.runs.exported import clear_exports, client_adapter, export_folder, global_adapter, write_export
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.observers import Trackers
-from fedlora.runs.opening import best_line
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import private_summary, without_times
 from fedlora.runs.private_run import PrivateRun, told
 from fedlora.runs.samples import write_samples
+from fedlora.runs.stopping import Ranking
 from fedlora.server.judged import of_run
 from fedlora.server.state import RunState
 from fedlora.training.evaluation import Measured
@@ -138,7 +138,7 @@ def finish(
     of: the run's identity. stopped: why it ends before its last round.
     """
     server, lines = prepared.server, folder.metrics()
-    best = best_line(prepared.metric, lines)
+    best = Ranking(prepared.metric).best(lines)
     judged = of_run(lines) if server.rule is not None else None
     spent = None if private is None else private.spent(state.round)
     exports = _Exports(prepared, folder, None if spent is None else told(spent), judged)

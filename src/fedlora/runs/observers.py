@@ -22,15 +22,14 @@ from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs.attack_section import attack_note
 from fedlora.runs.exported import UPLOADS
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.opening import best_line
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import private_line, shown_config
 from fedlora.runs.private_run import PrivateRun
+from fedlora.runs.stopping import Ranking
 from fedlora.runs.tracking import Called, Tracker, make_tracker, numbers, numbers_of_test
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.simulation import RoundRecord
-from fedlora.training.metrics import is_better
 
 
 @dataclass(frozen=True)
@@ -150,14 +149,13 @@ class Checkpoints:
     """Keeps the run.keep_checkpoints newest states, and the best one by validation. of: the run's identity."""
 
     def __init__(self, prepared: Prepared, folder: RunFolder, of: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        self._run, self._metric, self._folder, self._of = prepared.config.run, prepared.metric, folder, of
-        best = best_line(prepared.metric, lines)
-        self._best: float | None = best["metrics"][prepared.metric] if best else None
+        self._run, self._ranking, self._folder, self._of = prepared.config.run, Ranking(prepared.metric), folder, of
+        self._best = self._ranking.best(lines)
 
     def see(self, played: Played) -> None:
-        state, metrics = played.record.state, played.record.metrics
-        if metrics and is_better(self._metric, metrics[self._metric], self._best):
-            self._best = metrics[self._metric]
+        state = played.record.state
+        if self._ranking.better(played.line, self._best):
+            self._best = played.line
             checkpoint.save(self._folder.best_checkpoint, state.round, state, of=self._of, keep=1)
         if played.last or state.round % self._run.checkpoint_every == 0:
             self.keep(state)

@@ -30,7 +30,7 @@ from fedlora.flower.rounds.events import Fated, read_events
 from fedlora.flower.rounds.federation import Opening
 from fedlora.flower.rounds.log_lines import measurement_lines
 from fedlora.flower.rounds.private_words import public_summary
-from fedlora.flower.rounds.recording import Line, Recorder
+from fedlora.flower.rounds.recording import Recorder
 from fedlora.flower.rounds.site_evaluation import SiteRound
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
@@ -43,6 +43,7 @@ from fedlora.runs.finishing import MOST_CLASSES
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts
 from fedlora.runs.private_run import PrivateRun, told
+from fedlora.runs.stopping import Line
 from fedlora.server.judged import of_run, remarks
 from fedlora.server.state import RunState
 from fedlora.training.evaluation import Measured

@@ -18,11 +18,11 @@ from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.private_words import RELEASED, public_numbers
 from fedlora.flower.rounds.progress import numbers_of_round
 from fedlora.runs.folder import plain
+from fedlora.runs.stopping import Line
 from fedlora.runs.tracking import Called, Tracker, make_tracker, numbers_of_test
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
-Line = Mapping[str, Any]
 
 
 class Recorder:
@@ -74,7 +74,7 @@ class Recorder:
         facts = {"metrics": plain(dict(scores))}
         whole = {**plain(dict(line)), **facts}
         before = [old for old in lines if old["round"] < line["round"]]
-        if self._opening.choosing.replaces(whole, self.best(before)):
+        if self._opening.choosing.better(whole, self.best(before)):
             checkpoint.keep_also(self._best, self._opening.home.checkpoints, state.round, keep=2)
         self._tell_trackers(whole)
         stopped = self.stopped([*before, whole])
