@@ -6,27 +6,25 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedlora.core import checkpoint
-from fedlora.core.lora import Adapter
 from fedlora.errors import CheckpointError
-from fedlora.runs.card import model_card
-from fedlora.runs.exported import clear_exports, client_adapter, export_folder, global_adapter, write_export
+from fedlora.runs.exported import FOLDERS, Exports, clear_exports, client_adapter, export_folder, global_adapter
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.observers import Trackers
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import private_summary, without_times
 from fedlora.runs.private_run import PrivateRun, told
 from fedlora.runs.samples import write_samples
-from fedlora.runs.stopping import Ranking
+from fedlora.runs.stopping import Line, Ranking
 from fedlora.server.judged import of_run
 from fedlora.server.state import RunState
 from fedlora.training.evaluation import Measured
-from fedlora.training.prompting import is_jinja
 
 log = logging.getLogger("fedlora.runs")
-MOST_CLASSES = 100  # in a stored confusion matrix, whose size is their square
+T = TypeVar("T")
+_MOST_CLASSES = 100  # in a stored confusion matrix, whose size is their square
 
 
 @dataclass(frozen=True)
@@ -85,44 +83,6 @@ class _Tested:
         return cls(state, measured, probes)
 
 
-class _Exports:
-    """A run's adapter folders, each with its card. They share one tokenizer, so later ones link its files.
-
-    privacy: a private run's guarantee, in words. judged: what a robust rule did.
-    """
-
-    def __init__(
-        self, prepared: Prepared, folder: RunFolder, privacy: str | None, judged: Mapping[str, Any] | None
-    ) -> None:
-        self._prepared, self._folder, self._privacy, self._judged = prepared, folder, privacy, judged
-        self.made: list[Path] = []
-
-    def write(
-        self, name: str, adapter: Adapter, round: int, scores: Mapping[str, float], client: str | None = None,
-        on: str = "test", validation: Mapping[str, float] | None = None,
-    ) -> None:  # fmt: skip
-        """name: the folder's. client: the adapter's owner, if it is a client's own. on: the data of the scores.
-        validation: the round's scores there, beside those on the test set."""
-        p, template = self._prepared, self._prepared.config.data.prompting()
-        card = model_card(
-            p.manifest, p.config, adapter, round, scores,
-            on=on, client=client, privacy=self._privacy, judged=self._judged, validation=validation,
-        )  # fmt: skip
-        write_export(
-            self._folder.path / name, adapter, p.spec, p.tokenizer, p.manifest["data"]["labels"], card,
-            like=self.made[0] if self.made else None, chat_template=template if is_jinja(template) else None,
-            kind=export_folder(p.tokenizer),
-        )  # fmt: skip
-        self.made.append(self._folder.path / name)
-
-    def names(self) -> list[str]:
-        """Names of the folders within the run's."""
-        return sorted({place.relative_to(self._folder.path).parts[0] for place in self.made})
-
-    def files(self) -> list[Path]:
-        return [path for place in self.made for path in place.rglob("*") if path.is_file()]
-
-
 def finish(
     prepared: Prepared,
     folder: RunFolder,
@@ -141,8 +101,14 @@ def finish(
     best = Ranking(prepared.metric).best(lines)
     judged = of_run(lines) if server.rule is not None else None
     spent = None if private is None else private.spent(state.round)
-    exports = _Exports(prepared, folder, None if spent is None else told(spent), judged)
-    tested = _tested(prepared, folder, state, of, best)
+    exports = Exports(
+        prepared.manifest, prepared.config, prepared.spec, prepared.tokenizer, prepared.manifest["data"]["labels"],
+        export_folder(prepared.tokenizer), privacy=None if spent is None else told(spent), judged=judged,
+    )  # fmt: skip
+    tested = {"last": _Tested.of(prepared, state)}
+    found = best_state(folder.best_checkpoint, RunState, server.method.State, of, best)
+    if found is not None:
+        tested["best"] = tested["last"] if found.round == state.round else _Tested.of(prepared, found)
     validation = {line["round"]: line["metrics"] for line in lines}
     if server.has_global_model(state.server):
         for name, one in tested.items():
@@ -150,27 +116,31 @@ def finish(
             if not scores and validation.get(round):
                 scores, on = validation[round], "validation"
             beside = validation.get(round) if on == "test" else None
-            exports.write(name, global_adapter(server, one.state), round, scores, on=on, validation=beside)
+            place = folder.path / FOLDERS[name]
+            exports.write(place, global_adapter(server, one.state), round, scores, on=on, validation=beside)
     asked = prepared.config.evaluate.clients_at_end
     each = prepared.test.measure_clients(server, state) if prepared.test and asked else {}
     common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}
     if prepared.config.run.readouts or not server.has_global_model(state.server):
         for client in prepared.clients:
             own = client_adapter(server, state, client)
-            exports.write(f"clients/{client.id}", own, state.round, each.get(client.id, {}), client.id)
+            place = folder.path / "clients" / client.id
+            exports.write(place, own, state.round, each.get(client.id, {}), client=client.id)
     # before the summary: if a kill interrupts this, a resume reports it again
     trackers.close((name, one.state.round, one.measured.scores) for name, one in tested.items())
     clear_exports(folder, prepared.tokenizer, [client.id for client in prepared.clients], exports.made)
     samples = write_samples(prepared, folder, state)
-    summary = _summary(prepared, state, lines, best, tested, stopped, each, common, exports, judged).plain()
-    folder.finish(summary if spent is None else private_summary(summary, spent), [*samples, *exports.files()])
+    parts = sorted({place.relative_to(folder.path).parts[0] for place in exports.made})
+    summary = _summary(prepared, state, lines, best, tested, stopped, each, common, parts, judged).plain()
+    made = [path for place in exports.made for path in place.rglob("*") if path.is_file()]
+    folder.finish(summary if spent is None else private_summary(summary, spent), [*samples, *made])
     without_times(folder, prepared.config)
 
 
 def _summary(
     prepared: Prepared, state: RunState, lines: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None,
     tested: Mapping[str, _Tested], stopped: Mapping[str, Any] | None, each: Mapping[str, Mapping[str, float]],
-    common: Mapping[str, Mapping[str, float]], exports: _Exports, judged: Mapping[str, Any] | None,
+    common: Mapping[str, Mapping[str, float]], exports: Sequence[str], judged: Mapping[str, Any] | None,
 ) -> Summary:  # fmt: skip
     """each, common: `finish`'s measurements of the clients, on their own test sets and on the common one."""
     server = prepared.server
@@ -186,7 +156,7 @@ def _summary(
         best_round=best["round"] if best else None,
         stopped_early=stopped,
         test=_both(tested, lambda one: one.measured.scores),
-        confusion=_confusion(prepared, tested),
+        confusion=confusion(prepared.manifest["data"]["labels"], {name: one.measured for name, one in tested.items()}),
         probes=_both(tested, lambda one: one.probes),
         clients_at_end=each,
         clients_at_end_common=common,
@@ -197,25 +167,15 @@ def _summary(
         gauge_drift=last.get("gauge_drift"),
         gauge_drift_as_sent=last.get("gauge_drift_as_sent"),
         refused=sum(len(line["refused"]) for line in lines),
-        exports=exports.names(),
+        exports=exports,
         diagnostics=server.diagnostics(state.server),
         attack=prepared.manifest["attack"] if prepared.adversary is not None else None,
         defence=judged,
     )
 
 
-def _tested(
-    prepared: Prepared, folder: RunFolder, state: RunState, of: str, best: Mapping[str, Any] | None
-) -> dict[str, _Tested]:
-    """ "adapter" -> the last state, and "best" -> the best by validation, if there is one."""
-    last = _Tested.of(prepared, state)
-    if best is None or (found := _best_state(prepared, folder, of, best["round"])) is None:
-        return {"adapter": last}
-    return {"adapter": last, "best": last if found.round == state.round else _Tested.of(prepared, found)}
-
-
 def _both(tested: Mapping[str, _Tested], what: Callable[[_Tested], Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    return {"last": what(tested["adapter"]), "best": what(tested["best"]) if "best" in tested else {}}
+    return {name: what(tested[name]) if name in tested else {} for name in FOLDERS}
 
 
 def _summed(lines: Sequence[Mapping[str, Any]], table: str) -> dict[str, Any]:
@@ -224,23 +184,27 @@ def _summed(lines: Sequence[Mapping[str, Any]], table: str) -> dict[str, Any]:
     return {key: sum(line[table].get(key, 0) for line in lines) for key in keys}
 
 
-def _confusion(prepared: Prepared, tested: Mapping[str, _Tested]) -> dict[str, Any] | None:
+def confusion(classes: Sequence[str], tested: Mapping[str, Measured]) -> dict[str, Any] | None:
     """The test set's confusion matrices with class names: a row is a true class, a column a predicted one. None for a
-    language model, without a test set, and for more than 100 classes."""
-    classes = prepared.manifest["data"]["labels"]
-    last, best = tested["adapter"].measured, tested.get("best")
-    if last.confusion is None or len(classes) > MOST_CLASSES:
+    language model, without a test set, and for more than 100 classes. tested: "last", and "best" if there is one."""
+    found = {name: tested[name].confusion if name in tested else None for name in FOLDERS}
+    return None if found["last"] is None or len(classes) > _MOST_CLASSES else {"classes": classes, **found}
+
+
+def best_state(folder: Path, kind: type[T], of_method: type, of: str, best: Line | None) -> T | None:
+    """The checkpoint of the best round; None without one, and, with a log line, if it is lost.
+
+    folder: of the best rounds' checkpoints. kind: what they hold. of_method: the class of the method's own state. of:
+    the run's identity. best: the round's line.
+    """
+    if best is None:
         return None
-    return {"classes": classes, "last": last.confusion, "best": best.measured.confusion if best else None}
-
-
-def _best_state(prepared: Prepared, folder: RunFolder, of: str, round: int) -> RunState | None:
-    kind, why = prepared.server.method.State, f"the state of round {round} is not there"
+    round, why = best["round"], "it is not there"
     try:
-        found = checkpoint.load_newest(folder.best_checkpoint, RunState, kind, of=of, upto=round, tell=log.warning)
+        found = checkpoint.load_newest(folder, kind, of_method, of=of, upto=round, tell=log.warning)
         if found is not None and found[0] == round:
             return found[1]
     except CheckpointError as error:
         why = str(error)
-    log.warning("best/ is not written: %s", why)  # the run itself is complete
+    log.warning("best/ is not written: the state of round %d, the best one: %s", round, why)  # all else is complete
     return None

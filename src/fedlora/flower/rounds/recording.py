@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core import checkpoint
-from fedlora.errors import CheckpointError
 from fedlora.flower.rounds.choosing import due
 from fedlora.flower.rounds.federation import Opening
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
 from fedlora.flower.rounds.private_words import RELEASED, public_numbers
 from fedlora.flower.rounds.progress import numbers_of_round
+from fedlora.runs.finishing import best_state
 from fedlora.runs.folder import plain
 from fedlora.runs.stopping import Line
 from fedlora.runs.tracking import Called, Tracker, make_tracker, numbers_of_test
@@ -43,19 +43,10 @@ class Recorder:
 
     def best_state(self, line: Line | None) -> RunState | None:
         """The stored state of that round, the best one; None, with a log line, if it is lost."""
-        if line is None:
-            return None
-        round, why = line["round"], "it is not there any more"
         server, opening = self._opening.server, self._opening
-        kind, of = server.method.State, run_identity(opening.settings.id, server, opening.state.server)
-        try:
-            found = checkpoint.load_newest(self._best, FlowerState, kind, of=of, upto=round, tell=log.warning)
-            if found is not None and found[0] == round:
-                return found[1].state
-        except CheckpointError as error:
-            why = str(error)
-        log.warning("best/ is not written: the state of round %d, the best one: %s", round, why)
-        return None
+        of = run_identity(opening.settings.id, server, opening.state.server)
+        found = best_state(self._best, FlowerState, server.method.State, of, line)
+        return None if found is None else found.state
 
     def track(self, lines: Sequence[Line]) -> None:
         """Start trackers with all rounds before: after a restart they get them again."""
