@@ -324,7 +324,7 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr("fedlora.flower.rounds.recording.make_tracker", Tracker)
+    monkeypatch.setattr("fedlora.runs.tracking.make_tracker", Tracker)
     monkeypatch.setattr("fedlora.flower.rounds.choosing.check_trackers", lambda names: None)
     fed = FederationOnDisk(tmp_path, run={"rounds": 3, "track": ["tensorboard"]})
     grid = fed.grid()

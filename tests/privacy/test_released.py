@@ -118,11 +118,16 @@ def test_what_a_tracker_is_told_is_on_the_list() -> None:
     told |= tracking.numbers_of_test({"accuracy": 0.5}, best=True) | tracking.numbers_of_test(
         {"accuracy": 0.5}, best=False
     )
-    assert unlisted("tracker", told) == [] and "loss/a" in told
+    scores = {"site_metrics": {"a": {"accuracy": 0.5}}, "site_mean": {"accuracy": 0.5}, "norms": {"a": 1.0}}
+    told |= tracking.numbers({**scores, "seconds": 1.0})  # of a federation
+    assert unlisted("tracker", told) == [] and {"loss/a", "site/a/accuracy", "norm/a", "seconds"} <= set(told)
     assert set(filtered("tracker", told)) == {"server_rank"}
     assert set(filtered("tracker", told, public=True)) == {
         "server_rank", "metrics/accuracy", "test/accuracy", "test_best/accuracy",
     }  # fmt: skip
+    private = {**observers.describe(a_record()), **scores, "privacy": {"epsilon": 1.0, "epsilon_planned": 8.0}}
+    spent = {"privacy/epsilon", "privacy/epsilon_planned"}
+    assert set(tracking.numbers(private)) == {"server_rank", "metrics/accuracy", *spent}
 
 
 def test_a_download_is_on_the_list() -> None:

@@ -200,9 +200,10 @@ RELEASES: tuple[Item, ...] = (
     *_items("tracker", "released", MADE, "server_rank"),
     *_items("tracker", "released", LEDGER, "privacy"),
     *_items("tracker", "if-public", TESTED, "metrics", "test", "test_best"),
-    *_items("tracker", "dropped", LOSS, "loss"),
-    *_items("tracker", "dropped", TRAFFIC, "seconds", "bytes", "clients"),
-    *_items("tracker", "dropped", UPLOADS, "padded_error", "norms"),
+    *_items("tracker", "dropped", LOSS, "loss", "site", "sites"),
+    *_items("tracker", "dropped", WHO, "weight", "clients"),
+    *_items("tracker", "dropped", TRAFFIC, "seconds", "bytes"),
+    *_items("tracker", "dropped", UPLOADS, "padded_error", "norm"),
     *_items("tracker", "dropped", REFUSED, "change", "weight_after"),
     *FEDERATION,
 )

@@ -12,12 +12,12 @@ from fedlora.core import checkpoint
 from fedlora.errors import CheckpointError
 from fedlora.runs.exported import FOLDERS, Exports, clear_exports, client_adapter, export_folder, global_adapter
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.observers import Trackers
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import private_summary, without_times
 from fedlora.runs.private_run import PrivateRun, told
 from fedlora.runs.samples import write_samples
 from fedlora.runs.stopping import Line, Ranking
+from fedlora.runs.tracking import Trackers
 from fedlora.server.judged import of_run
 from fedlora.server.state import RunState
 from fedlora.training.evaluation import Measured
@@ -127,13 +127,15 @@ def finish(
             place = folder.path / "clients" / client.id
             exports.write(place, own, state.round, each.get(client.id, {}), client=client.id)
     # before the summary: if a kill interrupts this, a resume reports it again
-    trackers.close((name, one.state.round, one.measured.scores) for name, one in tested.items())
+    trackers.close({name: (one.state.round, one.measured.scores) for name, one in tested.items()})
     clear_exports(folder, prepared.tokenizer, [client.id for client in prepared.clients], exports.made)
     samples = write_samples(prepared, folder, state)
     parts = sorted({place.relative_to(folder.path).parts[0] for place in exports.made})
     summary = _summary(prepared, state, lines, best, tested, stopped, each, common, parts, judged).plain()
     made = [path for place in exports.made for path in place.rglob("*") if path.is_file()]
-    folder.finish(summary if spent is None else private_summary(summary, spent), [*samples, *made])
+    if spent is not None:
+        summary = private_summary(summary, spent, "manifest.json", "metrics.jsonl", "summary.json")
+    folder.finish(summary, [*samples, *made])
     without_times(folder, prepared.config)
 
 

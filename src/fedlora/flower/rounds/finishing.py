@@ -22,7 +22,6 @@ from fedlora.core import files
 from fedlora.flower.rounds.choosing import sites_test
 from fedlora.flower.rounds.federation import Opening
 from fedlora.flower.rounds.log_lines import measurement_lines
-from fedlora.flower.rounds.private_words import public_summary
 from fedlora.flower.rounds.recording import Recorder
 from fedlora.flower.rounds.site_evaluation import SiteRound
 from fedlora.flower.rounds.strategy import FedLoRA
@@ -33,6 +32,7 @@ from fedlora.runs.exported import FOLDERS, Exports, client_adapter, global_adapt
 from fedlora.runs.finishing import confusion
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts, shown_rank
+from fedlora.runs.private_outputs import private_summary
 from fedlora.runs.private_run import PrivateRun, told
 from fedlora.runs.stopping import Line
 from fedlora.server.judged import of_run, remarks
@@ -75,14 +75,14 @@ def finish(
             exports.write(
                 home.server / "clients" / name, own, state.round, said.scores if said is not None else {}, client=name
             )
-    recorder.close({k: (one.round, tested[k].scores if k in tested else {}) for k, one in chosen.items()})
+    recorder.trackers.close({k: (one.round, tested[k].scores if k in tested else {}) for k, one in chosen.items()})
     stopped = recorder.stopped(lines)
     if stopped is None and private is not None and strategy.stopped == "budget":
         why = private.releases.why_spent(state.round)
         stopped = {"round": state.round, "of": settings.run.rounds, "best_round": None, "best": None, "why": why}
     summary = _summary(opening, strategy, best, at_sites, tested, judged, stopped)
     if spent is not None:
-        summary = public_summary(summary, spent)
+        summary = private_summary(summary, spent, "rounds.jsonl", "federation summary.json")
     files.write(home.summary, json.dumps(plain(summary), indent=2, sort_keys=True) + "\n")
     return dict(plain(summary))
 
@@ -106,7 +106,7 @@ def _summary(
     opening: Opening, strategy: FedLoRA, best: Line | None, at_sites: SiteRound, tested: Mapping[str, Measured],
     judged: Mapping[str, Any] | None, stopped: Mapping[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Any federation's summary; `public_summary` removes what a private one may not release."""
+    """Any federation's summary; `private_summary` removes what a private one may not release."""
     settings, state, lines = opening.settings, strategy.flower_state.state, strategy.lines.finished()
     key = "site_mean" if opening.choosing.by == "sites" else "metrics"
     scored = [line for line in lines if line.get(key)]

@@ -87,21 +87,3 @@ def spent_of(line: Mapping[str, Any]) -> tuple[float, float] | None:
     found = [privacy.get(name) for name in ("epsilon", "epsilon_planned")]
     so_far, planned = (float(x) if isinstance(x, int | float) else math.inf for x in found)
     return so_far, planned
-
-
-def numbers_of_round(line: Mapping[str, Any]) -> dict[str, float]:
-    """A round's numbers for a tracker (run.track) or Prometheus: the finite numbers of its line by name.
-
-    metrics/NAME of the server, sites/NAME the sites' weighted mean, site/SITE/NAME, loss the round's,
-    loss/CLIENT, norm/CLIENT, weight/CLIENT, clients and seconds; with a robust rule weight_after/CLIENT.
-    """
-    found: dict[str, Any] = {f"metrics/{name}": value for name, value in (line.get("metrics") or {}).items()}
-    found |= {f"sites/{name}": value for name, value in (line.get("site_mean") or {}).items()}
-    for site, scores in (line.get("site_metrics") or {}).items():
-        found |= {f"site/{site}/{name}": value for name, value in scores.items()}
-    for word, key in (("loss", "losses"), ("norm", "norms"), ("weight", "weights")):
-        found |= {f"{word}/{client}": value for client, value in (line.get(key) or {}).items()}
-    for client, one in ((line.get("defence") or {}).get("clients") or {}).items():
-        found[f"weight_after/{client}"] = one["after"]
-    found |= {"loss": line.get("loss"), "clients": len(line.get("weights") or ()), "seconds": line.get("seconds")}
-    return {name: float(v) for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
