@@ -216,16 +216,5 @@ def test_a_disk_that_refuses_half_way_leaves_no_half_line(tmp_path: Path, monkey
     assert path.read_bytes() == before and read_events(path) == whole
 
 
-def test_an_event_does_not_change(tmp_path: Path) -> None:
-    EventWriter(tmp_path / "e").write(ALL[0])
-    EventWriter(tmp_path / "e").write(ALL[5])
-    began, done = read_events(tmp_path / "e")
-    assert isinstance(began, Began) and isinstance(done, Done)
-    with pytest.raises(TypeError, match="cannot change"):
-        began.not_asked["acme"] = {}  # type: ignore[index]
-    with pytest.raises(TypeError, match="cannot change"):
-        done.line["losses"]["acme"] = 0.0
-
-
 def test_nothing_is_written_without_a_path() -> None:
     EventWriter(None).write(ALL[0])

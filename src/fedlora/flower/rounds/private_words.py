@@ -44,14 +44,9 @@ def public_event(event: Event, members: Sequence[str]) -> Event | None:
     return type(event)(**told[event.NAME]) if told.get(event.NAME) else None
 
 
-def private_folder(home: FederationFolder) -> Path:
-    """FED/server/private."""
-    return home.server / "private"
-
-
 def has_released(home: FederationFolder) -> bool:
     """Whether a noised sum was ever made here."""
-    return any((private_folder(home) / "journal").glob("*"))
+    return any((home.private / "journal").glob("*"))
 
 
 def append_secret(folder: Path, line: str) -> None:

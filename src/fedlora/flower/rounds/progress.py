@@ -41,7 +41,7 @@ def after(progress: Progress, event: Event) -> Progress:
     """The progress after one more event. A round that is played again after a crash counts once."""
     progress = replace(progress, began=progress.began or event.at or "", heard=event.at or "")
     if isinstance(event, Began):
-        barred = {name: str(one.get("why")) for name, one in event.not_asked.items() if one["fate"] == "quarantined"}
+        barred = {name: one["why"] for name, one in event.not_asked.items() if one["fate"] == "quarantined"}
         back = min(progress.round, event.round - 1)
         return replace(progress, playing=event, fates={}, barred=barred, ended="", round=back)
     if isinstance(event, Fated):

@@ -1,21 +1,20 @@
 """FED/server/settings.json: the settings of all rounds so far, and whether a federation may continue with others.
 
-A list, the newest last: {"at", "rounds": the number finished by then, "settings": as they travel, "held_out": the data
-that rounds are measured on, "changed": {key: [before, after]}}. It contains no path of the server.
+A list, the newest last: {"rounds": the number finished by then, "settings": as they travel, "held_out": the data that
+rounds are measured on, "changed": {key: [before, after]}}. It contains no path of the server.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.flower.terms.settings import MEASURED, FederationSettings, changed
+from fedlora.flower.terms.settings import MEASURED, Change, FederationSettings, changed
 from fedlora.given_files import RECORDS, parse_json, read_given
 
 
@@ -23,7 +22,7 @@ from fedlora.given_files import RECORDS, parse_json, read_given
 class History:
     """The entries of settings.json, the newest last."""
 
-    entries: Sequence[Mapping[str, Any]] = ()
+    entries: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> History:
@@ -47,26 +46,20 @@ class History:
             return None
         return FederationSettings.from_travelling(json.dumps(self.entries[-1]["settings"]))
 
-    @property
-    def held_out(self) -> str:
-        """The data on which the last rounds were measured."""
-        return str(self.entries[-1]["held_out"]) if self.entries else ""
-
     def comparable_since(self) -> int:
         """The round after which all rounds were measured on the same examples, in the same way."""
         pairs = zip(self.entries, self.entries[1:], strict=False)
         return max((int(new["rounds"]) for old, new in pairs if _measured_otherwise(old, new)), default=0)
 
     def with_(self, settings: FederationSettings, rounds: int, held_out: str) -> History:
-        """The history with these settings from that round on; itself if nothing is new.
+        """The history with these settings from that round on.
 
         Raises:
             ConfigError: a setting that may not change between rounds did: each key with both values.
         """
-        kept = [old for old in self.entries if old["rounds"] < rounds]  # no round was played with any other
-        before = History(kept).before() or self.before()
-        changes = changed(before, FederationSettings.from_travelling(settings.travelling())) if before else ()
-        if rounds and before is not None:
+        played = History(tuple(old for old in self.entries if old["rounds"] < rounds))  # no round had any other
+        before, changes = played.before(), played._changes(settings)
+        if before is not None:
             wrong = [c for c in changes if c.fixed]
             if wrong:
                 named = "; ".join(f"{c.key} was {_shown(c.before)} and is {_shown(c.after)} now" for c in wrong)
@@ -76,17 +69,15 @@ class History:
                     f"measured on what they trained on. Set it back, or make another federation (fedlora flower init)."
                 )
             _check_rounds(before, settings, rounds)
-        said = {"settings": json.loads(settings.travelling()), "held_out": held_out}
-        for entries in (self.entries, kept):  # nothing is new, or what was new is taken back
-            if entries and said.items() <= entries[-1].items():
-                return self if entries is self.entries else History(tuple(kept))
+        if before is not None and not changes and played.entries[-1]["held_out"] == held_out:
+            return played
         entry = {
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "rounds": rounds,
-            **said,
+            "settings": json.loads(settings.travelling()),
+            "held_out": held_out,
             "changed": {change.key: [change.before, change.after] for change in changes},
         }
-        return History((*kept, entry))
+        return History((*played.entries, entry))
 
     def told(self, last: int | None = None) -> tuple[str, ...]:
         """The changes since round 1, and the round after which each holds. last: only the newest so many times."""
@@ -101,16 +92,19 @@ class History:
 
     def waiting(self, settings: FederationSettings, rounds: int) -> str:
         """How federation.toml differs from the settings of the current rounds; "" if it does not."""
-        before = self.before()
-        changes = changed(before, FederationSettings.from_travelling(settings.travelling())) if before else ()
+        changes = self._changes(settings)
         if not changes:
             return ""
         try:
-            self.with_(settings, rounds, self.held_out)
+            self.with_(settings, rounds, "")
         except ConfigError as error:
             return str(error)
         named = "; ".join(f"{one.key} = {_shown(one.after)} (it was {_shown(one.before)})" for one in changes)
         return f"federation.toml has {named}. Rounds that are being played go on as they began; the next start takes it"
+
+    def _changes(self, settings: FederationSettings) -> tuple[Change, ...]:
+        before = self.before()
+        return () if before is None else changed(before, FederationSettings.from_travelling(settings.travelling()))
 
     def write(self, path: Path) -> None:
         """Write the file, completely or not at all."""

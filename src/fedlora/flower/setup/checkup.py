@@ -19,7 +19,6 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import opening
 from fedlora.flower.rounds.log_lines import size_of
 from fedlora.flower.rounds.membership import quarantined
-from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving.connection import check_derived, connection
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.start import check_max_length
@@ -130,7 +129,7 @@ def _certificates(there: FederationFolder, network: NetworkSection) -> list[Row]
 
 def _private(there: FederationFolder) -> list[Row]:
     """Files that must be readable only by this user."""
-    secret = [private_folder(there)] if private_folder(there).is_dir() else []
+    secret = [there.private] if there.private.is_dir() else []
     secret += [there.certificates / "server.key", there.public / "server.key", there.public / "ca.key", there.database]
     secret += sorted(there.state.glob("superlink.db-*"))
     rows: list[Row] = []
