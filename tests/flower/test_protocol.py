@@ -25,7 +25,7 @@ from fedlora.flower import apps
 from fedlora.flower.children import OWNER
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.messages.envelope import PROTOCOL, opened
-from fedlora.flower.messages.records import RecordError
+from fedlora.flower.messages.records import RecordError, record_parcel
 from fedlora.flower.site.node import Node
 from fedlora.flower.site.resident import TrainerFailed
 from fedlora.flower.terms.agreement import Facts
@@ -73,6 +73,25 @@ def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
     with pytest.raises(RecordError, match="this site speaks fedlora/5") as error:
         Node("one", Toy(), tmp_path).work(record)
     assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        None,
+        {},
+        {"tensor": "/nothing"},
+        {"dataclass": "os.path", "fields": {}},
+        {"dataclass": "client/1", "fields": {"id": "one", "rank": 2}},
+        {"dataclass": "fedlora.core.parcels.Parcel", "fields": {"round": 0}},
+    ],
+)
+def test_a_parcel_that_is_none_is_refused(tree: Any) -> None:
+    _, _, asked = download()
+    record = OwnClients().question(asked, None, RUN)
+    record.config_records["config"]["parcel"] = json.dumps({"run": RUN, "parcel": tree})
+    with pytest.raises(RecordError, match="the server's message cannot be read"):
+        record_parcel(record)
 
 
 def test_why_a_trainer_failed_is_the_sites_answer_word_for_word(

@@ -14,7 +14,6 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import numpy.lib.format as npy
@@ -22,12 +21,12 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedlora.core.checkpoint import decoded, encoded
 from fedlora.core.echo import shown
 from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.messages import Client, Form, Held, Upload
-from fedlora.core.method import Roles, TailPenalty
+from fedlora.core.messages import Client, Form, Upload
+from fedlora.core.method import Roles
 from fedlora.core.parcels import Parcel
-from fedlora.core.read_only import ReadOnly
 from fedlora.flower.messages.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened, put_receipt
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.salt import SALT, salted, unsalted
@@ -107,19 +106,9 @@ def parcel_record(
 ) -> RecordDict:
     """A client's message with a parcel. `run`: the federation's name, so that no other federation's state is used.
     envelope: the current settings, and the server's facts. receipt: for the client's earlier work."""
-    p = parcel
-    said = {
-        "run": run,
-        "client": p.client.id,
-        "rank": p.client.rank if isinstance(p.client.rank, int) else dict(p.client.rank),
-        "round": p.round,
-        "roles": asdict(p.roles),
-        "ranks": dict(p.ranks),
-        "left_out": list(p.left_out),
-        "versions": dict(p.versions),
-        "held": None if p.held is None else vars(p.held),
-    }
-    arrays = ArrayRecord({name: to_array(tensor) for name, tensor in p.tensors().items()})
+    tree, tensors = encoded(parcel)
+    arrays = ArrayRecord({name: to_array(tensor) for name, tensor in tensors.items()})
+    said = {"run": run, "round": parcel.round, "parcel": tree}
     config = ConfigRecord({"protocol": PROTOCOL, "parcel": json.dumps(said, sort_keys=True)})
     return enclose(put_receipt(RecordDict({"arrays": arrays, "config": config}), receipt), envelope)
 
@@ -128,37 +117,12 @@ def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
     """The received parcel, and the federation's name. Raises `RecordError`."""
     opened(record, "the server", "this site")
     said = _said(record, "parcel")
-    groups: dict[str, dict[str, dict[str, Tensor]]] = {}
-    heads: dict[str, dict[str, Tensor]] = {"heads": {}, "start-heads": {}}
-    for name, array in parts(record, ArrayRecord)["arrays"].items():
-        group, _, rest = name.partition("/")
-        tensor = to_tensor(array, [None] * len(array.shape), name)
-        if group in heads:
-            heads[group][rest] = tensor
-        else:
-            factor, _, module = rest.partition("/")
-            groups.setdefault(group, {}).setdefault(module, {})[factor] = tensor
-    pairs = {group: {m: LoRA(t.get("B"), t.get("A")) for m, t in found.items()} for group, found in groups.items()}
+    arrays = parts(record, ArrayRecord)["arrays"]
+    tensors = {name: to_tensor(array, [None] * len(array.shape), name) for name, array in arrays.items()}
     try:
-        roles = dict(said["roles"])
-        penalty = roles.pop("penalty")
-        held = said["held"]
-        parcel = Parcel(
-            client=Client(said["client"], said["rank"]),
-            round=said["round"],
-            roles=Roles(**roles, penalty=None if penalty is None else TailPenalty(**penalty)),
-            ranks=ReadOnly(said["ranks"]),
-            left_out=tuple(said["left_out"]),
-            adapter=Adapter(pairs.get("adapter", {}), heads["heads"]),
-            start=Adapter(pairs.get("start", {}), heads["start-heads"]),
-            base=ReadOnly(pairs.get("base", {})),
-            steps=ReadOnly(pairs.get("steps", {})),
-            versions=ReadOnly(said["versions"]),
-            held=None if held is None else Held(**{**held, "local": tuple(held["local"])}),
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        return decoded(said["parcel"], tensors, Parcel), str(said["run"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"the server's message cannot be read: {error!r}.") from error
-    return parcel, str(said["run"])
 
 
 # ------------------------------------------------------------------------------------------------------ to the server
