@@ -143,24 +143,13 @@ class EventWriter:
         self._path = path
 
     def write(self, event: Event) -> None:
-        """Write one line at once. Raises `OSError` if the disk refuses; then nothing was added."""
+        """Write one line at once. Raises `OSError` if the disk refuses; half of the line may be there then."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = opened_here(self._path, os.O_RDWR | os.O_APPEND)
-        try:
-            size = os.fstat(descriptor).st_size
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            line = (b"\n" if torn else b"") + as_line(event).encode()
-            try:
-                written = 0
-                while written < len(line):
-                    written += os.write(descriptor, line[written:])
-            except OSError:
-                os.ftruncate(descriptor, size)
-                raise
-        finally:
-            os.close(descriptor)
+        with open(opened_here(self._path, os.O_RDWR | os.O_APPEND), "r+b") as file:
+            torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+            file.write((b"\n" if torn else b"") + as_line(event).encode())
 
 
 class EventReader:

@@ -7,7 +7,7 @@ rounds are measured on, "changed": {key: [before, after]}}. It contains no path 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,6 @@ class History:
             ) from error
         return cls(tuple(found))
 
-    def before(self) -> FederationSettings | None:
-        """The settings of the previous rounds."""
-        if not self.entries:
-            return None
-        return FederationSettings.from_travelling(json.dumps(self.entries[-1]["settings"]))
-
     def comparable_since(self) -> int:
         """The round after which all rounds were measured on the same examples, in the same way."""
         pairs = zip(self.entries, self.entries[1:], strict=False)
@@ -58,18 +52,9 @@ class History:
             ConfigError: a setting that may not change between rounds did: each key with both values.
         """
         played = History(tuple(old for old in self.entries if old["rounds"] < rounds))  # no round had any other
-        before, changes = played.before(), played._changes(settings)
-        if before is not None:
-            wrong = [c for c in changes if c.fixed]
-            if wrong:
-                named = "; ".join(f"{c.key} was {_shown(c.before)} and is {_shown(c.after)} now" for c in wrong)
-                raise ConfigError(
-                    f"{rounds} rounds are played, and federation.toml says something else than it did for them: "
-                    f"{named}. Sites and server would hold parts that do not belong together, or sites would be "
-                    f"measured on what they trained on. Set it back, or make another federation (fedlora flower init)."
-                )
-            _check_rounds(before, settings, rounds)
-        if before is not None and not changes and played.entries[-1]["held_out"] == held_out:
+        changes = played._changes(settings)
+        _check(changes, settings, rounds)
+        if played.entries and not changes and played.entries[-1]["held_out"] == held_out:
             return played
         entry = {
             "rounds": rounds,
@@ -87,7 +72,7 @@ class History:
             said = [f"{key} is {_shown(now)} in place of {_shown(was)}" for key, (was, now) in new["changed"].items()]
             if _measured_otherwise(old, new):
                 said.append("it is measured on other examples or otherwise, and rounds before it are not compared")
-            found += [f"after round {new['rounds']}: {one}" for one in said if new["rounds"]]
+            found += [f"after round {new['rounds']}: {one}" for one in said]
         return tuple(found)
 
     def waiting(self, settings: FederationSettings, rounds: int) -> str:
@@ -103,8 +88,10 @@ class History:
         return f"federation.toml has {named}. Rounds that are being played go on as they began; the next start takes it"
 
     def _changes(self, settings: FederationSettings) -> tuple[Change, ...]:
-        before = self.before()
-        return () if before is None else changed(before, FederationSettings.from_travelling(settings.travelling()))
+        if not self.entries:
+            return ()
+        before = FederationSettings.from_travelling(json.dumps(self.entries[-1]["settings"]))
+        return changed(before, FederationSettings.from_travelling(settings.travelling()))
 
     def write(self, path: Path) -> None:
         """Write the file, completely or not at all."""
@@ -116,19 +103,26 @@ def _measured_otherwise(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return bool(old["held_out"] != new["held_out"] or not MEASURED.isdisjoint(new["changed"]))
 
 
-def _check_rounds(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
-    """Raises `ConfigError` if the planned number of rounds was the base of a schedule, or of a promise of epsilon."""
-    was, now = before.run.rounds, settings.run.rounds
-    told = f"run.rounds was {was} and is {now} now: "
-    if was != now and settings.train.schedule != "constant":
+def _check(changes: Sequence[Change], settings: FederationSettings, rounds: int) -> None:
+    """Raises `ConfigError` for a setting that may not change after so many rounds; for their planned number, if it was
+    the base of a schedule, or of a promise of epsilon."""
+    named = {one.key: f"{one.key} was {_shown(one.before)} and is {_shown(one.after)} now" for one in changes}
+    if fixed := [named[one.key] for one in changes if one.fixed]:
         raise ConfigError(
-            f"{told}with train.schedule = {settings.train.schedule!r} the learning rate of every round depends on "
-            f"their number, and {rounds} are played. Set it back, or set train.schedule = 'constant' too."
+            f"{rounds} rounds are played, and federation.toml says something else than it did for them: "
+            f"{'; '.join(fixed)}. Sites and server would hold parts that do not belong together, or sites would be "
+            f"measured on what they trained on. Set it back, or make another federation (fedlora flower init)."
         )
-    if was != now and settings.privacy is not None:
+    if "run.rounds" in named and settings.train.schedule != "constant":
         raise ConfigError(
-            f"{told}{rounds} private rounds are played, and epsilon was promised for {was}. Set it back. For more "
-            f"rounds make another federation that charges the same ledger."
+            f"{named['run.rounds']}: with train.schedule = {settings.train.schedule!r} the learning rate of every "
+            f"round depends on their number, and {rounds} are played. Set it back, or set train.schedule = 'constant' "
+            f"too."
+        )
+    if "run.rounds" in named and settings.privacy is not None:
+        raise ConfigError(
+            f"{named['run.rounds']}: {rounds} private rounds are played, and epsilon was promised for another number. "
+            f"Set it back. For more rounds make another federation that charges the same ledger."
         )
 
 
