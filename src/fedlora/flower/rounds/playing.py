@@ -129,8 +129,7 @@ def _strategy(
         codec=OwnClients(
             settings.server.upload,
             settings.travelling(),
-            server_facts(settings, b.known, b.seed_adapter.modules),
-            known=lambda: agreed(b.home.agreement),
+            lambda: server_facts(settings, agreed(b.home.agreement), b.seed_adapter.modules),
         ),
         identify=identify,
         after_round=after_round,
