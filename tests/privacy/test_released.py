@@ -72,9 +72,10 @@ def test_a_round_s_line_is_on_the_list_and_shows_no_client() -> None:
 
 
 def test_a_summary_is_on_the_list() -> None:
-    """The fields of `runs.finishing.Summary`."""
+    """The keys as `runs.finishing` has them."""
     finishing = pytest.importorskip("fedlora.runs.finishing")
-    keys = {field.name for field in fields(finishing.Summary)}
+    keys = keys_of(finishing.results, "metric") | keys_of(finishing._own_results, "bytes")
+    keys |= keys_of(finishing.finish, "exports") | {"attack", "defence"}
     listed = {item.name.split(".")[0] for item in items("summary.json")}
     assert keys <= listed and len(keys) > 15
     for place in ("summary.json", "metrics.jsonl", "manifest.json"):
@@ -175,7 +176,8 @@ def test_a_federation_s_lines_are_on_the_list() -> None:
     sites = pytest.importorskip("fedlora.flower.rounds.site_evaluation")
     listed = {place: {item.name.split(".")[0] for item in items(place)} for place in places()}
     assert keys_of(attempt, "capped") | keys_of(sites, "site_mean") <= listed["rounds.jsonl"]
-    assert keys_of(finishing._summary, "stopped_early") <= listed["federation summary.json"]
+    common = keys_of(pytest.importorskip("fedlora.runs.finishing").results, "metric") | {"defence"}
+    assert keys_of(finishing._summary, "site_test") | common <= listed["federation summary.json"]
     for kind in get_args(events.Event):  # each kind as a whole, or field by field
         facts = {kind.NAME: {field.name: 0 for field in fields(kind)}}
         assert unlisted("events.jsonl", facts) == [] or fate_of("events.jsonl", kind.NAME) is not None, kind

@@ -44,7 +44,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("metrics.jsonl", "dropped", TRAFFIC, "seconds", "bytes"),
     *_items("metrics.jsonl", "dropped", UPLOADS, "padded_error", "gauge_drift", "gauge_drift_as_sent"),
     *_items("metrics.jsonl", "dropped", REFUSED, "attack", "defence"),
-    # RUN/summary.json: `runs.finishing.Summary`
+    # RUN/summary.json: `runs.finishing.results` and `_own_results`
     *_items("summary.json", "released", PUBLIC, "method", "rounds", "clients", "target", "metric"),
     *_items("summary.json", "released", PUBLIC, "withheld"),
     *_items("summary.json", "released", MADE, "server_rank", "exports"),

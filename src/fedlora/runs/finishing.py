@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,53 +19,13 @@ from fedlora.runs.samples import write_samples
 from fedlora.runs.stopping import Line, Ranking
 from fedlora.runs.tracking import Trackers
 from fedlora.server.judged import of_run
+from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.training.evaluation import Measured
 
 log = logging.getLogger("fedlora.runs")
 T = TypeVar("T")
 _MOST_CLASSES = 100  # in a stored confusion matrix, whose size is their square
-
-
-@dataclass(frozen=True)
-class Summary:
-    """summary.json: a run's results.
-
-    validation, test, probes: scores of the "last" round and the "best" one. stopped_early: where and why; None if all
-    rounds were played. seconds, bytes: sums over the rounds. refused: number of uploads. exports: the folders with
-    adapters. attack, defence: None if there was none; then omitted from the file.
-    """
-
-    method: str
-    rounds: int
-    clients: int
-    target: str
-    metric: str
-    validation: Mapping[str, Mapping[str, float]]
-    best_round: int | None
-    stopped_early: Mapping[str, Any] | None
-    test: Mapping[str, Mapping[str, float]]
-    confusion: Mapping[str, Any] | None
-    probes: Mapping[str, Mapping[str, Mapping[str, float]]]
-    clients_at_end: Mapping[str, Mapping[str, float]]
-    clients_at_end_common: Mapping[str, Mapping[str, float]]
-    seconds: Mapping[str, float]
-    bytes: Mapping[str, int]
-    server_rank: float | None
-    padded_error: float | None
-    gauge_drift: Mapping[str, float] | None
-    gauge_drift_as_sent: Mapping[str, float] | None
-    refused: int
-    exports: Sequence[str]
-    diagnostics: Mapping[str, Any]
-    attack: Mapping[str, Any] | None = None
-    defence: Mapping[str, Any] | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """The file's content."""
-        return {
-            key: value for key, value in vars(self).items() if value is not None or key not in ("attack", "defence")
-        }
 
 
 @dataclass(frozen=True)
@@ -93,7 +53,8 @@ def finish(
     trackers: Trackers,
     private: PrivateRun | None,
 ) -> None:
-    """Write adapters, the test result and the summary. The summary comes last: if it exists, the run is complete.
+    """Write adapters, the test result and the summary. The summary comes last: if it exists, the run is complete; after
+    a kill before it, trackers are told everything again.
 
     of: the run's identity. stopped: why it ends before its last round.
     """
@@ -123,15 +84,21 @@ def finish(
     common = prepared.test.measure_clients(server, state, common=True) if prepared.test and asked == "both" else {}
     if prepared.config.run.readouts or not server.has_global_model(state.server):
         for client in prepared.clients:
-            own = client_adapter(server, state, client)
-            place = folder.path / "clients" / client.id
+            own, place = client_adapter(server, state, client), folder.path / "clients" / client.id
             exports.write(place, own, state.round, each.get(client.id, {}), client=client.id)
-    # before the summary: if a kill interrupts this, a resume reports it again
     trackers.close({name: (one.state.round, one.measured.scores) for name, one in tested.items()})
     clear_exports(folder, prepared.tokenizer, [client.id for client in prepared.clients], exports.made)
     samples = write_samples(prepared, folder, state)
-    parts = sorted({place.relative_to(folder.path).parts[0] for place in exports.made})
-    summary = _summary(prepared, state, lines, best, tested, stopped, each, common, parts, judged).plain()
+    summary = {
+        **results(
+            server, state, prepared.metric, lines, best, {name: one.measured for name, one in tested.items()},
+            prepared.manifest["data"]["labels"], stopped, judged,
+        ),
+        **_own_results(prepared, lines, tested),
+        "clients_at_end": each,
+        "clients_at_end_common": common,
+        "exports": sorted({place.relative_to(folder.path).parts[0] for place in exports.made}),
+    }  # fmt: skip
     made = [path for place in exports.made for path in place.rglob("*") if path.is_file()]
     if spent is not None:
         summary = private_summary(summary, spent, "manifest.json", "metrics.jsonl", "summary.json")
@@ -139,58 +106,61 @@ def finish(
     without_times(folder, prepared.config)
 
 
-def _summary(
-    prepared: Prepared, state: RunState, lines: Sequence[Mapping[str, Any]], best: Mapping[str, Any] | None,
-    tested: Mapping[str, _Tested], stopped: Mapping[str, Any] | None, each: Mapping[str, Mapping[str, float]],
-    common: Mapping[str, Mapping[str, float]], exports: Sequence[str], judged: Mapping[str, Any] | None,
-) -> Summary:  # fmt: skip
-    """each, common: `finish`'s measurements of the clients, on their own test sets and on the common one."""
-    server = prepared.server
+def results(
+    server: Server, state: RunState, metric: str, lines: Sequence[Line], best: Line | None,
+    tested: Mapping[str, Measured], classes: Sequence[str], stopped: Mapping[str, Any] | None,
+    judged: Mapping[str, Any] | None, *, scores: str = "metrics",
+) -> dict[str, Any]:  # fmt: skip
+    """What the summaries of a run and of a federation have in common.
+
+    validation, test: scores of the "last" round and the "best" one. confusion: of the test set, with class names: a row
+    is a true class, a column a predicted one; None for a language model, without a test set, and for more than 100
+    classes. stopped_early: where and why; None if all rounds were played. defence: only with a robust rule.
+
+    Args:
+        best: the best round's line. tested: "last", and "best" if there is one. scores: the table of a line by which
+            rounds are compared.
+    """
+    scored = [line for line in lines if line.get(scores)]
+    matrices = {name: tested[name].confusion if name in tested else None for name in FOLDERS}
+    few = matrices["last"] is not None and len(classes) <= _MOST_CLASSES
+    return {
+        "method": server.method.name,
+        "rounds": state.round,
+        "metric": metric,
+        "validation": {"last": scored[-1][scores] if scored else {}, "best": best[scores] if best else {}},
+        "best_round": best["round"] if best else None,
+        "stopped_early": stopped,
+        "test": {name: tested[name].scores if name in tested else {} for name in FOLDERS},
+        "confusion": {"classes": classes, **matrices} if few else None,
+        "diagnostics": server.diagnostics(state.server),
+        **({"defence": judged} if judged is not None else {}),
+    }
+
+
+def _own_results(prepared: Prepared, lines: Sequence[Line], tested: Mapping[str, _Tested]) -> dict[str, Any]:
+    """What only a run's summary has. seconds, bytes: sums over the rounds. refused: number of uploads. attack: only if
+    there was one."""
     last = lines[-1] if lines else {}
-    scored = [line for line in lines if line["metrics"]]
-    return Summary(
-        method=server.method.name,
-        rounds=state.round,
-        clients=len(prepared.clients),
-        target=prepared.target,
-        metric=prepared.metric,
-        validation={"last": scored[-1]["metrics"] if scored else {}, "best": best["metrics"] if best else {}},
-        best_round=best["round"] if best else None,
-        stopped_early=stopped,
-        test=_both(tested, lambda one: one.measured.scores),
-        confusion=confusion(prepared.manifest["data"]["labels"], {name: one.measured for name, one in tested.items()}),
-        probes=_both(tested, lambda one: one.probes),
-        clients_at_end=each,
-        clients_at_end_common=common,
-        seconds=_summed(lines, "seconds"),
-        bytes=_summed(lines, "bytes"),
-        server_rank=last.get("server_rank"),
-        padded_error=last.get("padded_error"),
-        gauge_drift=last.get("gauge_drift"),
-        gauge_drift_as_sent=last.get("gauge_drift_as_sent"),
-        refused=sum(len(line["refused"]) for line in lines),
-        exports=exports,
-        diagnostics=server.diagnostics(state.server),
-        attack=prepared.manifest["attack"] if prepared.adversary is not None else None,
-        defence=judged,
-    )
-
-
-def _both(tested: Mapping[str, _Tested], what: Callable[[_Tested], Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    return {name: what(tested[name]) if name in tested else {} for name in FOLDERS}
+    return {
+        "clients": len(prepared.clients),
+        "target": prepared.target,
+        "probes": {name: tested[name].probes if name in tested else {} for name in FOLDERS},
+        "seconds": _summed(lines, "seconds"),
+        "bytes": _summed(lines, "bytes"),
+        "server_rank": last.get("server_rank"),
+        "padded_error": last.get("padded_error"),
+        "gauge_drift": last.get("gauge_drift"),
+        "gauge_drift_as_sent": last.get("gauge_drift_as_sent"),
+        "refused": sum(len(line["refused"]) for line in lines),
+        **({"attack": prepared.manifest["attack"]} if prepared.adversary is not None else {}),
+    }
 
 
 def _summed(lines: Sequence[Mapping[str, Any]], table: str) -> dict[str, Any]:
     """The sum over rounds for each entry of that table."""
     keys = sorted({key for line in lines for key in line[table]})
     return {key: sum(line[table].get(key, 0) for line in lines) for key in keys}
-
-
-def confusion(classes: Sequence[str], tested: Mapping[str, Measured]) -> dict[str, Any] | None:
-    """The test set's confusion matrices with class names: a row is a true class, a column a predicted one. None for a
-    language model, without a test set, and for more than 100 classes. tested: "last", and "best" if there is one."""
-    found = {name: tested[name].confusion if name in tested else None for name in FOLDERS}
-    return None if found["last"] is None or len(classes) > _MOST_CLASSES else {"classes": classes, **found}
 
 
 def best_state(folder: Path, kind: type[T], of_method: type, of: str, best: Line | None) -> T | None:

@@ -29,7 +29,7 @@ from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.site_file import Site
 from fedlora.runs.base_names import BaseName, base_name
 from fedlora.runs.exported import FOLDERS, Exports, client_adapter, global_adapter, named
-from fedlora.runs.finishing import confusion
+from fedlora.runs.finishing import results
 from fedlora.runs.folder import plain
 from fedlora.runs.manifest import code_facts, shown_rank
 from fedlora.runs.private_outputs import private_summary
@@ -38,7 +38,6 @@ from fedlora.runs.stopping import Line
 from fedlora.server.judged import of_run, remarks
 from fedlora.server.state import RunState
 from fedlora.training.evaluation import Measured
-from fedlora.training.metrics import score_name
 
 log = logging.getLogger(__name__)
 
@@ -107,36 +106,25 @@ def _summary(
     judged: Mapping[str, Any] | None, stopped: Mapping[str, Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Any federation's summary; `private_summary` removes what a private one may not release."""
-    settings, state, lines = opening.settings, strategy.flower_state.state, strategy.lines.finished()
-    key = "site_mean" if opening.choosing.by == "sites" else "metrics"
-    scored = [line for line in lines if line.get(key)]
+    settings, choosing, lines = opening.settings, opening.choosing, strategy.lines.finished()
     return {
+        **results(
+            strategy.server, strategy.flower_state.state, choosing.metric, lines, best, tested,
+            settings.data.labels or [], stopped, judged, scores="site_mean" if choosing.by == "sites" else "metrics",
+        ),
         "federation": settings.id,
-        "method": strategy.server.method.name,
-        "rounds": state.round,
         "of": settings.run.rounds,
-        "metric": score_name(settings.evaluate.metric),
-        "measured_by": opening.choosing.by,
-        "validation": {
-            "last": scored[-1][key] if scored else {},
-            "best": best[key] if best is not None else {},
-        },
-        "best_round": best["round"] if best is not None else None,
-        "stopped_early": stopped,
-        "test": {name: tested[name].scores if name in tested else {} for name in FOLDERS},
-        "confusion": confusion(settings.data.labels or [], tested),
+        "measured_by": choosing.by,
         "site_test": {
             "sites": at_sites.facts()["site_metrics"], "mean": at_sites.mean(), "capped": at_sites.capped(),
             "unmeasured": dict(at_sites.unmeasured),
         },
         "sites": taken_part(strategy.policy, lines),
         "refusals": dict(strategy.flower_state.refusals),
-        **({"defence": judged} if judged is not None else {}),
         "seconds": sum(line["seconds"] or 0.0 for line in lines),
         "adapter": "last" in tested,
         "versions": code_facts()["versions"],
         "settings": json.loads(settings.travelling()),
-        "diagnostics": strategy.server.diagnostics(state.server),
     }  # fmt: skip
 
 
