@@ -90,7 +90,7 @@ def test_a_parcel_that_is_none_is_refused(tree: Any) -> None:
     _, _, asked = download()
     record = OwnClients().question(asked, None, RUN)
     record.config_records["config"]["parcel"] = json.dumps({"run": RUN, "parcel": tree})
-    with pytest.raises(RecordError, match="the server's message cannot be read"):
+    with pytest.raises(RecordError, match="cannot be read"):
         record_parcel(record)
 
 
