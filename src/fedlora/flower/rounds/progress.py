@@ -66,7 +66,7 @@ def progress_of(events: Iterable[Event]) -> Progress:
     """The progress after all of a federation's events.
 
     Example:
-        >>> progress_of([Done(1, {"losses": {"acme": 0.5}}), Done(2, {"losses": {"acme": 0.4}}), Ended(2, "complete")])
+        >>> progress_of([Done(1, {"loss": 0.5}), Done(2, {"loss": 0.4}), Ended(2, "complete")])
         Progress(round=2, ...)
     """
     return reduce(after, events, Progress())
@@ -74,16 +74,13 @@ def progress_of(events: Iterable[Event]) -> Progress:
 
 def fates_of(line: Mapping[str, Any]) -> dict[str, str]:
     """client -> fate, from a line of rounds.jsonl."""
-    said = line.get("fates") or {}
-    found = {str(client): str(one.get("fate", "")) for client, one in said.items() if isinstance(one, Mapping)}
-    return found or {str(client): "trained" for client in line.get("losses") or {}}
+    return {client: str(one["fate"]) for client, one in (line.get("fates") or {}).items()}
 
 
 def spent_of(line: Mapping[str, Any]) -> tuple[float, float] | None:
     """Epsilon of a private round and those before it, and of all planned ones; None for other rounds."""
-    privacy = line.get("privacy")
-    if not isinstance(privacy, Mapping):
+    privacy = line.get("privacy")  # null: infinity
+    if privacy is None:
         return None
-    found = [privacy.get(name) for name in ("epsilon", "epsilon_planned")]
-    so_far, planned = (float(x) if isinstance(x, int | float) else math.inf for x in found)
+    so_far, planned = (math.inf if privacy[name] is None else privacy[name] for name in ("epsilon", "epsilon_planned"))
     return so_far, planned
