@@ -280,6 +280,10 @@ CANNOT: dict[str, tuple[dict[str, Any], str]] = {
         {"evaluate": {"patience": 2, "target": "server"}, "at_server": {"model": "MODEL", "test": "TEST"}},
         "patience = 2 looks at a score.*at_server.validation is not there",
     ),
+    "a model that the start does not fit": (
+        {"lora": {"targets": ["query"]}, "at_server": {"model": "MODEL", "test": "TEST"}},
+        r"start/.* at_server\.model .*lora\.targets .*\.value'",
+    ),
     "readouts that stay home": (
         {"run": {"readouts": True}, "method": {"name": "fedsa-lora"}},
         "run.readouts = true.*never leaves the site",
