@@ -48,11 +48,8 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
     labels = config.data.labels or next((data.label_names for data in text.values()), ())
     config.model.check_targets(config.lora.targets)
     model = config.model.load(config.lora, labels, config.run.seed)
-    check_fits(
-        model.seed_adapter(1, seed=config.run.seed)[0],
-        start,
-        f"start/, beside at_server.model = {config.model.path!r},",
-    )
+    mine, _ = model.seed_adapter(1, seed=config.run.seed)
+    check_fits(mine, start, f"start/, beside at_server.model = {config.model.path!r},")
     template = config.data.prompting() if config.model.task == "causal-lm" else None
     ends: tuple[int, ...] = ()
     if config.model.task == "causal-lm":
