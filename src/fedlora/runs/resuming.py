@@ -194,9 +194,11 @@ def _check_rounds(folder: RunFolder, there: int, here: int, schedule: str) -> No
 
 def _check_left(folder: RunFolder, config: RunConfig, late: Mapping[str, tuple[Any, Any]]) -> None:
     """Raise `CheckpointError` if keys for rounds still to be played differ, and no round is left."""
+    if not late:
+        return
     done, ranking = checkpoint.newest_round(folder.checkpoints) or 0, Ranking(score_name(config.evaluate.metric))
     stopped = ranking.stop(folder.metrics(), config.run.rounds, config.evaluate.stopping()) is not None
-    if late and (stopped or done >= config.run.rounds):
+    if stopped or done >= config.run.rounds:
         named = "; ".join(f"{key} is {theirs!r} there and {ours!r} here" for key, (theirs, ours) in late.items())
         rounds = len(folder.metrics())
         more = "" if stopped or config.privacy is not None else f", ask for more rounds (run.rounds = {rounds + 1})"
