@@ -104,9 +104,10 @@ def test_on_flower(played: tuple[Path, dict[str, Any], Any, list[str]]) -> None:
     """rounds.jsonl, what trackers and Prometheus get, Flower's own result, serve's line, the log, status."""
     from fedlora.flower.rounds.events import read_events
     from fedlora.flower.rounds.log_lines import round_line
-    from fedlora.flower.rounds.progress import numbers_of_round, progress_of
+    from fedlora.flower.rounds.progress import progress_of
     from fedlora.flower.serving.metrics import numbers
     from fedlora.flower.serving.status import Status
+    from fedlora.runs import tracking
 
     out, line, result, said = played
     assert line["fates"]["ill"]["fate"] == "refused" and line["losses"] == LOSSES
@@ -116,7 +117,7 @@ def test_on_flower(played: tuple[Path, dict[str, Any], Any, list[str]]) -> None:
     exposed = {metric.name: metric.samples[0].value for metric in numbers(status) if metric.samples}
     assert {
         "rounds.jsonl": line["loss"],
-        "tracker": numbers_of_round(line)["loss"],
+        "tracker": tracking.numbers(line)["loss"],
         "Flower": result.train_metrics_clientapp[1]["loss"],
         "Prometheus": exposed["fedlora_loss"],
         "status": status["last_rounds"][0]["loss"],

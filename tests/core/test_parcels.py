@@ -208,9 +208,26 @@ def size(tensors: Mapping[str, Tensor]) -> int:
     return len(blob) - 8 - int.from_bytes(blob[:8], "little")
 
 
+def tensors_of(parcel: Parcel) -> dict[str, Tensor]:
+    """Everything of a parcel that has a size."""
+    loras = {
+        "adapter": parcel.adapter.modules,
+        "start": parcel.start.modules,
+        "base": parcel.base,
+        "steps": parcel.steps,
+    }
+    heads = {"heads": parcel.adapter.heads, "start-heads": parcel.start.heads}
+    found = {
+        f"{group}/{factor}/{module}": tensor
+        for group, modules in loras.items() for module, lora in modules.items()
+        for factor, tensor in lora.tensors().items()
+    }  # fmt: skip
+    return found | {f"{group}/{name}": head for group, tensors in heads.items() for name, head in tensors.items()}
+
+
 def traffic(parcels: Sequence[Parcel], uploads: Sequence[Upload]) -> Traffic:
     down = [
-        sum(size({n: t for n, t in parcel.tensors().items() if n.split("/")[0] in kind}) for parcel in parcels)
+        sum(size({n: t for n, t in tensors_of(parcel).items() if n.split("/")[0] in kind}) for parcel in parcels)
         for kind in (("adapter", "start"), ("heads", "start-heads"), ("base", "steps"))
     ]
     return Traffic(sum(size(named(u.adapter)) for u in uploads), sum(size(u.adapter.heads) for u in uploads), *down)
@@ -218,7 +235,7 @@ def traffic(parcels: Sequence[Parcel], uploads: Sequence[Upload]) -> Traffic:
 
 def groups(parcel: Parcel) -> set[str]:
     """What of the adapter travelled: "adapter/B", "start/B", "heads", ..."""
-    names = (name.split("/") for name in parcel.tensors())
+    names = (name.split("/") for name in tensors_of(parcel))
     return {p[0] if "heads" in p[0] else "/".join(p[:2]) for p in names if p[0] not in ("base", "steps")}
 
 

@@ -37,7 +37,7 @@ def best(choosing: Choosing, lines: list[dict[str, Any]]) -> int | None:
     ("metric", "scores", "want"),
     [
         ("accuracy", (0.5, 0.7, 0.6), 2),
-        ("accuracy", (0.5, 0.7, 0.7), 3),  # the last of equals
+        ("accuracy", (0.5, 0.7, 0.7), 2),  # the first of equals, as in `fedlora run`
         ("accuracy", (None, None), None),
         ("accuracy", (None, 0.3, None), 2),
     ],
@@ -104,7 +104,7 @@ def test_one_site_chooses_no_round_by_claiming_many_examples() -> None:
 
 
 def test_patience_counts_what_was_measured() -> None:
-    choosing, patience = Choosing("accuracy", "sites"), Patience("accuracy", 2, 0.05)
+    choosing, patience = Choosing("accuracy", "sites"), Patience(2, 0.05)
     one = {"a": (0.5, 10)}
     lines = by_sites(one, {}, {"a": (0.54, 10)}, {}, {"a": (0.545, 10)}, {"a": (0.9, 10)})
     stopped = choosing.stop(lines, 9, patience)

@@ -166,10 +166,10 @@ def test_killed_anywhere_it_measures_chooses_and_stops_the_same(tmp_path: Path, 
 def test_it_stops_when_nothing_gets_better_says_so_and_goes_on_when_it_is_asked_to(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the last of equals is best."""
+    """Steps of next to nothing: no score moves, so two more than round 1 are looked at; the first of equals is best."""
     fed = FederationOnDisk(tmp_path, train={"lr": 1e-9, "steps": 1}, evaluate={"patience": 2}, run={"rounds": 6})
     summary = fed.play()
-    assert summary["stopped_early"]["round"] == summary["rounds"] == 3 and summary["best_round"] == 3
+    assert summary["stopped_early"]["round"] == summary["rounds"] == 3 and summary["best_round"] == 1
     events = read_events(fed.home / "server" / "events.jsonl")
     assert [e.why for e in events if isinstance(e, Ended)] == ["stopped early"]
     caplog.set_level("INFO")
@@ -280,6 +280,10 @@ CANNOT: dict[str, tuple[dict[str, Any], str]] = {
         {"evaluate": {"patience": 2, "target": "server"}, "at_server": {"model": "MODEL", "test": "TEST"}},
         "patience = 2 looks at a score.*at_server.validation is not there",
     ),
+    "a model that the start does not fit": (
+        {"lora": {"targets": ["query"]}, "at_server": {"model": "MODEL", "test": "TEST"}},
+        r"start/.* at_server\.model .*lora\.targets .*\.value'",
+    ),
     "readouts that stay home": (
         {"run": {"readouts": True}, "method": {"name": "fedsa-lora"}},
         "run.readouts = true.*never leaves the site",
@@ -324,7 +328,7 @@ def test_a_tracker_is_told_every_round_once_more_after_a_restart(
         def close(self) -> None:
             self.closed = True
 
-    monkeypatch.setattr("fedlora.flower.rounds.recording.make_tracker", Tracker)
+    monkeypatch.setattr("fedlora.runs.tracking.make_tracker", Tracker)
     monkeypatch.setattr("fedlora.flower.rounds.choosing.check_trackers", lambda names: None)
     fed = FederationOnDisk(tmp_path, run={"rounds": 3, "track": ["tensorboard"]})
     grid = fed.grid()

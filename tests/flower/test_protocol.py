@@ -25,7 +25,7 @@ from fedlora.flower import apps
 from fedlora.flower.children import OWNER
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.messages.envelope import PROTOCOL, opened
-from fedlora.flower.messages.records import RecordError
+from fedlora.flower.messages.records import RecordError, record_parcel
 from fedlora.flower.site.node import Node
 from fedlora.flower.site.resident import TrainerFailed
 from fedlora.flower.terms.agreement import Facts
@@ -73,6 +73,25 @@ def test_newer_and_foreign_ones_too(tmp_path: Path, protocol: Any) -> None:
     with pytest.raises(RecordError, match="this site speaks fedlora/5") as error:
         Node("one", Toy(), tmp_path).work(record)
     assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        None,
+        {},
+        {"tensor": "/nothing"},
+        {"dataclass": "os.path", "fields": {}},
+        {"dataclass": "client/1", "fields": {"id": "one", "rank": 2}},
+        {"dataclass": "fedlora.core.parcels.Parcel", "fields": {"round": 0}},
+    ],
+)
+def test_a_parcel_that_is_none_is_refused(tree: Any) -> None:
+    _, _, asked = download()
+    record = OwnClients().question(asked, None, RUN)
+    record.config_records["config"]["parcel"] = json.dumps({"run": RUN, "parcel": tree})
+    with pytest.raises(RecordError, match="cannot be read"):
+        record_parcel(record)
 
 
 def test_why_a_trainer_failed_is_the_sites_answer_word_for_word(
@@ -131,7 +150,7 @@ def nodes(folder: Path, **others: Facts) -> dict[str, Node]:
 
 
 def test_settings_and_facts_travel_with_every_message_and_facts_come_back(tmp_path: Path) -> None:
-    codec = OwnClients(settings='{"id": "x"}', facts=FACTS)
+    codec = OwnClients(settings='{"id": "x"}', facts=lambda: FACTS)
     strategy, grid = federation(tmp_path, Server(build("glora")), nodes=nodes(tmp_path), codec=codec)
     strategy.start(grid, num_rounds=2)
     assert strategy.flower_state.state.round == 2
@@ -146,7 +165,7 @@ def test_what_becomes_known_in_between_holds_for_the_next_message() -> None:
     """A site is admitted while rounds are played, and with it a base model that nobody had named."""
     _, _, asked = download()
     learned = [Facts(scaling=2.0)]
-    codec = OwnClients(facts=Facts(labels=("no", "yes")), known=lambda: learned[0])
+    codec = OwnClients(facts=lambda: Facts(labels=("no", "yes")).filled(learned[0]))
     learned[0] = Facts(base="b" * 64)
     said = Facts.from_text(opened(codec.question(asked, None, RUN), "a", "b").facts)
     assert (said.base, said.labels, said.scaling) == ("b" * 64, ("no", "yes"), 0)
@@ -157,7 +176,9 @@ def test_a_site_with_another_base_model_trains_nothing_and_is_named(tmp_path: Pa
 
     odd = replace(FACTS, base="d" * 64)
     made = nodes(tmp_path, two=odd)
-    strategy, grid = federation(tmp_path, Server(build("glora"), quorum=2), nodes=made, codec=OwnClients(facts=FACTS))
+    strategy, grid = federation(
+        tmp_path, Server(build("glora"), quorum=2), nodes=made, codec=OwnClients(facts=lambda: FACTS)
+    )
     strategy.start(grid, num_rounds=1)
     assert not (tmp_path / "two").exists() and (tmp_path / "one").exists()
     line = strategy.lines.get(1)
@@ -177,9 +198,9 @@ def test_the_server_compares_again(theirs: Facts) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fedlora.flower.site.node.check", lambda *_: ())
         patch.setattr("fedlora.core.checkpoint.save", lambda *_, **__: None)
-        reply = node.work(OwnClients(facts=FACTS).question(asked, None, RUN))
+        reply = node.work(OwnClients(facts=lambda: FACTS).question(asked, None, RUN))
     with pytest.raises(RecordError, match=r"server's|does not say"):
-        OwnClients(facts=FACTS).reply(reply, asked, state, RUN)
+        OwnClients(facts=lambda: FACTS).reply(reply, asked, state, RUN)
     OwnClients().reply(reply, asked, state, RUN)
 
 
@@ -189,11 +210,13 @@ def test_forged_facts_are_refused(tmp_path: Path) -> None:
     for text in ("{", "[1]", '{"base": 3}', 7, "[" * 100_000):
         reply.config_records["config"]["agreement"] = text
         with pytest.raises(RecordError):
-            OwnClients(facts=FACTS).reply(reply, asked, state, RUN)
+            OwnClients(facts=lambda: FACTS).reply(reply, asked, state, RUN)
 
 
 def test_nobody_agrees_no_round(tmp_path: Path) -> None:
     other = Facts(labels=("yes", "no"))
-    strategy, grid = federation(tmp_path, Server(build("glora")), nodes=nodes(tmp_path), codec=OwnClients(facts=other))
+    strategy, grid = federation(
+        tmp_path, Server(build("glora")), nodes=nodes(tmp_path), codec=OwnClients(facts=lambda: other)
+    )
     with pytest.raises(QuorumNotMet, match="yes"):
         strategy.start(grid, num_rounds=1)

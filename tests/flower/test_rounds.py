@@ -30,7 +30,7 @@ from fedlora.core.messages import Client, Upload
 from fedlora.core.trainer import Trained
 from fedlora.errors import CheckpointError, ConfigError, QuorumNotMet
 from fedlora.flower import rounds as rounds_package
-from fedlora.flower.messages.envelope import Receipt, put_receipt, receipt_of
+from fedlora.flower.messages.envelope import Receipt, receipt_of
 from fedlora.flower.messages.records import record_parcel, to_array, to_tensor
 from fedlora.flower.rounds.attempt import far_ones, update_norm
 from fedlora.flower.rounds.choosing import Choosing
@@ -298,7 +298,7 @@ def test_a_site_s_own_lines_say_what_the_server_told_it(tmp_path: Path, capfd: p
     from fedlora.flower.apps import _say_receipt
 
     why = "round 1: ... did not count: late"
-    _say_receipt(put_receipt(RecordDict({"config": ConfigRecord()}), Receipt(why=why)))
+    _say_receipt(RecordDict({"config": ConfigRecord({"receipt": Receipt(why=why).text()})}))
     _say_receipt(RecordDict({"config": ConfigRecord({"protocol": "fedlora/1"})}))
     assert capfd.readouterr().err.splitlines() == ["the server says: round 1: ... did not count: late"]
 

@@ -103,7 +103,7 @@ def test_a_flowertune_server_adopts_it_in_two_lines(tmp_path: Path) -> None:
         ({"alpha": float("nan")}, "above 0; got nan"),
         ({"clients": "c0"}, "list of different names.*got 'c0'"),
         ({"clients": ["x", "x"]}, "list of different names"),
-        ({"resume": True, "folder": tmp_path / "typo"}, "typo does not exist"),
+        ({"resume": True, "folder": tmp_path / "typo"}, "typo is not there"),
         ({"peft_state": {k: t for k, t in state.items() if "lora_A" in k}}, "has no lora_B"),
     ]
     for said, words in wrong:

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("flwr")
 
 from fedlora import doing
-from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
+from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, FedLoRAError, LedgerError
 from fedlora.flower import apps
 from fedlora.flower.ownership import holder, serving
 from fedlora.flower.rounds.events import REFUSED
@@ -207,7 +207,10 @@ def test_wrong_settings_are_told_as_such(tmp_path: Path) -> None:
         served(home)
 
 
-@pytest.mark.parametrize("error", [ConfigError, AdapterFormatError, Disagreement, ValueError, MemoryError])
+_FINAL = [ConfigError, AdapterFormatError, Disagreement, BudgetSpent, LedgerError]
+
+
+@pytest.mark.parametrize("error", [*_FINAL, ValueError, MemoryError])
 def test_the_app_says_what_would_fail_the_same_way_again(
     error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +220,7 @@ def test_the_app_says_what_would_fail_the_same_way_again(
         raise error("it is so")
 
     monkeypatch.setattr("fedlora.flower.rounds.playing.play", play)
-    wrong = error in (ConfigError, AdapterFormatError, Disagreement)
+    wrong = error in _FINAL
     context = SimpleNamespace(run_config={"folder": str(tmp_path)})
     with pytest.raises(FedLoRAError if wrong else error, match=f"^{REFUSED if wrong else ''}it is so$"):
         apps.main(SimpleNamespace(), context)  # type: ignore[arg-type]
@@ -306,7 +309,7 @@ def test_a_full_disk_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(supervisor, "room_of", lambda folder: free.pop() if free else 10**12)
     now, link, said = served(home, [rounds(1, 2, 3), completes(3)])
     assert now.done == 3 and not free and link.done[0] == "start"
-    assert sum("is full: 0 B free, 16 MB needed" in line for line in said) == 1
+    assert sum("is full: 0 bytes free, 16.0 MB needed" in line for line in said) == 1
 
 
 def test_a_disk_that_fills_up_during_a_round_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -72,9 +72,10 @@ def test_a_round_s_line_is_on_the_list_and_shows_no_client() -> None:
 
 
 def test_a_summary_is_on_the_list() -> None:
-    """The fields of `runs.finishing.Summary`."""
+    """The keys as `runs.finishing` has them."""
     finishing = pytest.importorskip("fedlora.runs.finishing")
-    keys = {field.name for field in fields(finishing.Summary)}
+    keys = keys_of(finishing.results, "metric") | keys_of(finishing._own_results, "bytes")
+    keys |= keys_of(finishing.finish, "exports") | {"attack", "defence"}
     listed = {item.name.split(".")[0] for item in items("summary.json")}
     assert keys <= listed and len(keys) > 15
     for place in ("summary.json", "metrics.jsonl", "manifest.json"):
@@ -118,11 +119,16 @@ def test_what_a_tracker_is_told_is_on_the_list() -> None:
     told |= tracking.numbers_of_test({"accuracy": 0.5}, best=True) | tracking.numbers_of_test(
         {"accuracy": 0.5}, best=False
     )
-    assert unlisted("tracker", told) == [] and "loss/a" in told
+    scores = {"site_metrics": {"a": {"accuracy": 0.5}}, "site_mean": {"accuracy": 0.5}, "norms": {"a": 1.0}}
+    told |= tracking.numbers({**scores, "seconds": 1.0})  # of a federation
+    assert unlisted("tracker", told) == [] and {"loss/a", "site/a/accuracy", "norm/a", "seconds"} <= set(told)
     assert set(filtered("tracker", told)) == {"server_rank"}
     assert set(filtered("tracker", told, public=True)) == {
         "server_rank", "metrics/accuracy", "test/accuracy", "test_best/accuracy",
     }  # fmt: skip
+    private = {**observers.describe(a_record()), **scores, "privacy": {"epsilon": 1.0, "epsilon_planned": 8.0}}
+    spent = {"privacy/epsilon", "privacy/epsilon_planned"}
+    assert set(tracking.numbers(private)) == {"server_rank", "metrics/accuracy", *spent}
 
 
 def test_a_download_is_on_the_list() -> None:
@@ -170,7 +176,8 @@ def test_a_federation_s_lines_are_on_the_list() -> None:
     sites = pytest.importorskip("fedlora.flower.rounds.site_evaluation")
     listed = {place: {item.name.split(".")[0] for item in items(place)} for place in places()}
     assert keys_of(attempt, "capped") | keys_of(sites, "site_mean") <= listed["rounds.jsonl"]
-    assert keys_of(finishing._summary, "stopped_early") <= listed["federation summary.json"]
+    common = keys_of(pytest.importorskip("fedlora.runs.finishing").results, "metric") | {"defence"}
+    assert keys_of(finishing._summary, "site_test") | common <= listed["federation summary.json"]
     for kind in get_args(events.Event):  # each kind as a whole, or field by field
         facts = {kind.NAME: {field.name: 0 for field in fields(kind)}}
         assert unlisted("events.jsonl", facts) == [] or fate_of("events.jsonl", kind.NAME) is not None, kind

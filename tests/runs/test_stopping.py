@@ -18,7 +18,7 @@ from fedlora.errors import ConfigError
 from fedlora.runs.config import parse_config
 from fedlora.runs.folder import RunFolder
 from fedlora.runs.preparation import prepare
-from fedlora.runs.stopping import Patience
+from fedlora.runs.stopping import Patience, Ranking
 from support.command_line import Said
 from support.known_warnings import FUTURE_NAMES, NOT_ON_THE_HUB
 from support.processes import lines_in, started, wait_for
@@ -42,21 +42,21 @@ def rounds_of(*scores: float | None) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("scores", "patience", "stops"),
+    ("scores", "metric", "patience", "stops"),
     [
-        ((0.5, 0.6, 0.6, 0.6), Patience("accuracy", 2), 4),  # as good is not better
-        ((0.5, 0.6, 0.5, 0.7, 0.6, 0.5), Patience("accuracy", 2), 6),  # the count starts again at a better one
-        ((0.5, 0.6, 0.5, 0.7), Patience("accuracy", 2), None),
-        ((0.5, 0.4, 0.3, 0.3), Patience("loss", 1), 4),  # a loss falls
-        ((0.5, 0.4, 0.3), Patience("loss", 1), None),
-        ((0.50, 0.51, 0.52, 0.53), Patience("accuracy", 2, 0.015), None),  # 0.52 is better than 0.50 by more
-        ((0.50, 0.51, 0.52, 0.53), Patience("accuracy", 2, 0.05), 3),
-        ((None, None), Patience("loss", 2), 2),  # NaN: diverged from the start
-        ((0.5, None, None), Patience("loss", 2), 3),
+        ((0.5, 0.6, 0.6, 0.6), "accuracy", Patience(2), 4),  # as good is not better
+        ((0.5, 0.6, 0.5, 0.7, 0.6, 0.5), "accuracy", Patience(2), 6),  # the count starts again at a better one
+        ((0.5, 0.6, 0.5, 0.7), "accuracy", Patience(2), None),
+        ((0.5, 0.4, 0.3, 0.3), "loss", Patience(1), 4),  # a loss falls
+        ((0.5, 0.4, 0.3), "loss", Patience(1), None),
+        ((0.50, 0.51, 0.52, 0.53), "accuracy", Patience(2, 0.015), None),  # 0.52 is better than 0.50 by more
+        ((0.50, 0.51, 0.52, 0.53), "accuracy", Patience(2, 0.05), 3),
+        ((None, None), "loss", Patience(2), 2),  # NaN: diverged from the start
+        ((0.5, None, None), "loss", Patience(2), 3),
     ],
 )
-def test_when_a_run_stops(scores: tuple[float | None, ...], patience: Patience, stops: int | None) -> None:
-    found = patience.stop(rounds_of(*scores), 100)
+def test_when_a_run_stops(scores: tuple[float | None, ...], metric: str, patience: Patience, stops: int | None) -> None:
+    found = Ranking(metric).stop(rounds_of(*scores), 100, patience)
     assert (found["round"] if found else None) == stops
 
 
@@ -64,11 +64,11 @@ def test_rounds_without_evaluation_do_not_count_and_the_last_round_is_no_early_o
     lines: list[dict[str, Any]] = []
     for line in rounds_of(0.5, 0.4, 0.4):
         lines += [{"round": 2 * line["round"] - 1, "metrics": {}}, {**line, "round": 2 * line["round"]}]
-    found = Patience("accuracy", 2).stop(lines, 8)
+    found = Ranking("accuracy").stop(lines, 8, Patience(2))
     assert found is not None
     assert (found["round"], found["of"], found["best_round"], found["best"]) == (6, 8, 2, 0.5)
     assert re.search("2 evaluations on validation .*accuracy than round 2's", found["why"])
-    assert Patience("accuracy", 2).stop(lines, 6) is None
+    assert Ranking("accuracy").stop(lines, 6, Patience(2)) is None
 
 
 # ---- whole runs --------------------------------------------------------------------------------------------------

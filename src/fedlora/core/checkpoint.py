@@ -56,8 +56,7 @@ def save(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2
 def saving(directory: Path, round: int, value: Any, *, of: str = "", keep: int = 2) -> Iterator[Path]:
     """`save` as a context manager, for work that must be visible before the checkpoint: the data are on disk when the
     block begins, and a rename at its end publishes them. If the block fails there is no checkpoint."""
-    tensors: dict[str, Tensor] = {}
-    tree = _encode(value, "", tensors)
+    tree, tensors = encoded(value)
     try:
         content = tensor_file(tensors, {"round": str(round), "run": of, "tree": json.dumps(tree)})
     except KeyError as error:
@@ -193,11 +192,30 @@ def _read(path: Path, round: int, digest: str, of: str, kind: type[T], extra: tu
         what = f"of round {told[1]}: it was copied or renamed" if told[0] == of else other
         raise CheckpointError(f"checkpoint {path.name} is {what}.")
     try:
-        tensors = safetensors.torch.load_file(path)
-        known = {_type_name(cls): cls for cls in _dataclasses(kind, *extra)}  # type: ignore[arg-type]
-        value: T = _decode(tree, tensors, known)
+        return decoded(tree, safetensors.torch.load_file(path), kind, *extra)
     except (SafetensorError, KeyError, ValueError, TypeError) as error:
         raise CheckpointError(f"checkpoint {path.name} does not hold a {kind.__name__}: {error}.") from error
+
+
+def encoded(value: Any) -> tuple[Any, dict[str, Tensor]]:
+    """The value as JSON, and its tensors by their paths in it. Messages to sites use it too.
+
+    Raises:
+        CheckpointError: the value holds something that is neither.
+    """
+    tensors: dict[str, Tensor] = {}
+    return _encode(value, "", tensors), tensors
+
+
+def decoded(tree: Any, tensors: Mapping[str, Tensor], kind: type[T], *extra: type) -> T:
+    """The value that `encoded` took apart. kind, extra: as in `load_newest`.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is another's. RecursionError: it is nested too deep.
+    """
+    value: T = _decode(tree, tensors, {_type_name(cls): cls for cls in _dataclasses(kind, *extra)})  # type: ignore[arg-type]
+    if not isinstance(value, kind):
+        raise ValueError(f"it is no {kind.__name__}")
     return value
 
 

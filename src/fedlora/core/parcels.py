@@ -7,7 +7,7 @@
 A part that clients do not train travels once, and again whenever it changes, whoever replaced it: a digest identifies
 what the client holds. A part that they train need not travel to a client that measured this download, and stored it.
 For the base weights' change, only the steps that the client missed travel, or the total if that is smaller. The
-in-process engine uses `pack` to count bytes; networks send a parcel's `tensors`.
+in-process engine uses `pack` to count bytes; networks send the parcel.
 """
 
 from __future__ import annotations
@@ -63,17 +63,6 @@ class Parcel:
     steps: Mapping[str, LoRA]
     versions: Mapping[str, int]
     held: Held | None
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything with a size, under its name on the wire."""
-        named: dict[str, Tensor] = {}
-        groups = {"adapter": self.adapter.modules, "start": self.start.modules, "base": self.base, "steps": self.steps}
-        for group, loras in groups.items():
-            for module, lora in loras.items():
-                named |= {f"{group}/{factor}/{module}": tensor for factor, tensor in lora.tensors().items()}
-        for group, heads in {"heads": self.adapter.heads, "start-heads": self.start.heads}.items():
-            named |= {f"{group}/{name}": head for name, head in heads.items()}
-        return named
 
 
 def pack(download: Download, held: Held | None) -> Parcel:

@@ -21,7 +21,7 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid, ServerApp
 
 from fedlora.core.echo import shown
-from fedlora.errors import AdapterFormatError, ConfigError, FedLoRAError
+from fedlora.errors import AdapterFormatError, BudgetSpent, ConfigError, FedLoRAError, LedgerError
 from fedlora.flower import children
 from fedlora.flower.messages.envelope import receipt_of
 from fedlora.flower.messages.parts import parts
@@ -50,7 +50,7 @@ def main(grid: Grid, context: Context) -> None:
     with _kept_log(FederationFolder(folder).logs / "serverapp.log"), heartbeats_outlive_errors(grid):
         try:
             summary = play(grid, folder)
-        except (ConfigError, AdapterFormatError, Disagreement) as error:
+        except (ConfigError, AdapterFormatError, Disagreement, BudgetSpent, LedgerError) as error:
             log.exception("the rounds are refused")
             raise FedLoRAError(f"{REFUSED}{error}") from error
         except Exception:

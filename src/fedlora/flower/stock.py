@@ -120,9 +120,13 @@ def stock_strategy(
             resume from that does not exist, a method that such clients cannot run, or a rule that needs more clients
             in a round.
     """
-    _check_arguments(alpha, clients, names, folder if resume else None)
-    if resume and folder is None:
-        raise ConfigError("resume=True needs the folder of the run's checkpoints: give folder=PATH too.")
+    _check_arguments(alpha, clients, names)
+    if resume and (folder is None or not folder.is_dir()):
+        raise ConfigError(
+            f"resume=True needs folder=PATH, the folder of the run's checkpoints; {folder or 'it'} is not there, and "
+            f"the run would begin again at round 1. Correct the path; for a new run, leave resume out, or make the "
+            f"folder."
+        )
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in peft_state.items():
         found = stock_key(key)
@@ -153,19 +157,14 @@ def stock_strategy(
     )
 
 
-def _check_arguments(alpha: float, clients: Sequence[str], names: str, resumed: Path | None) -> None:
-    """Raises `ConfigError`. resumed: the folder to resume from, if there is one."""
+def _check_arguments(alpha: float, clients: Sequence[str], names: str) -> None:
+    """Raises `ConfigError`."""
     if names not in ("registered", "order"):
         raise ConfigError(f"names is 'registered' or 'order'; got {names!r}.")
     if isinstance(clients, str) or len(set(clients)) != len(clients):
         raise ConfigError(f"clients is a list of different names, such as ['site-1', 'site-2']; got {clients!r}.")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha < math.inf:
         raise ConfigError(f"alpha is the clients' lora_alpha, a number above 0; got {alpha!r}.")
-    if resumed is not None and not resumed.is_dir():
-        raise ConfigError(
-            f"resume=True, but the folder {resumed} does not exist, so the run would begin again at round 1. Correct "
-            f"the path; for a new run, leave resume out, or make the folder."
-        )
 
 
 def _in_order(clients: Sequence[str]) -> Identify:

@@ -86,7 +86,7 @@ FEDERATION: tuple[Item, ...] = (
     *as_items("federation summary.json", "dropped", TRAFFIC, "seconds"),
     *as_items("federation summary.json", "dropped", REFUSED, "defence"),
     # FED/server/settings.json: `flower.rounds.settings_history`
-    *as_items("settings.json", "released", PUBLIC, "at", "rounds", "settings", "held_out", "changed"),
+    *as_items("settings.json", "released", PUBLIC, "rounds", "settings", "held_out", "changed"),
     # fedlora flower status, and --json, from which Prometheus' numbers are taken; a round of its last_rounds
     *as_items(
         "status",

@@ -44,7 +44,7 @@ RELEASES: tuple[Item, ...] = (
     *_items("metrics.jsonl", "dropped", TRAFFIC, "seconds", "bytes"),
     *_items("metrics.jsonl", "dropped", UPLOADS, "padded_error", "gauge_drift", "gauge_drift_as_sent"),
     *_items("metrics.jsonl", "dropped", REFUSED, "attack", "defence"),
-    # RUN/summary.json: `runs.finishing.Summary`
+    # RUN/summary.json: `runs.finishing.results` and `_own_results`
     *_items("summary.json", "released", PUBLIC, "method", "rounds", "clients", "target", "metric"),
     *_items("summary.json", "released", PUBLIC, "withheld"),
     *_items("summary.json", "released", MADE, "server_rank", "exports"),
@@ -200,9 +200,10 @@ RELEASES: tuple[Item, ...] = (
     *_items("tracker", "released", MADE, "server_rank"),
     *_items("tracker", "released", LEDGER, "privacy"),
     *_items("tracker", "if-public", TESTED, "metrics", "test", "test_best"),
-    *_items("tracker", "dropped", LOSS, "loss"),
-    *_items("tracker", "dropped", TRAFFIC, "seconds", "bytes", "clients"),
-    *_items("tracker", "dropped", UPLOADS, "padded_error", "norms"),
+    *_items("tracker", "dropped", LOSS, "loss", "site", "sites"),
+    *_items("tracker", "dropped", WHO, "weight", "clients"),
+    *_items("tracker", "dropped", TRAFFIC, "seconds", "bytes"),
+    *_items("tracker", "dropped", UPLOADS, "padded_error", "norm"),
     *_items("tracker", "dropped", REFUSED, "change", "weight_after"),
     *FEDERATION,
 )

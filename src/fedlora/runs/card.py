@@ -105,6 +105,7 @@ def model_card(
     round: int,
     metrics: Mapping[str, float],
     *,
+    by: str | None = None,
     on: str = "test",
     client: str | None = None,
     base: BaseName | None = None,
@@ -115,11 +116,11 @@ def model_card(
 ) -> str:
     """The README.md for a run's adapter, with front matter for the hub.
 
-    on: "test" or "validation", the data of the metrics. client: the owner, for a client's own adapter. base: the base
-    model's name, if manifest and configuration lack it. tokenizer: whether its files lie beside the card; otherwise the
-    card takes it from the base model. privacy: a private run's guarantee, in words; example counts are then omitted.
-    judged: what a robust rule did (`server.judged.of_run`). validation: the round's scores there, if the metrics are
-    of the test set.
+    by: who measured; None: the manifest says so. on: "test" or "validation", the data of the metrics. client: the
+    owner, for a client's own adapter. base: the base model's name, if manifest and configuration lack it. tokenizer:
+    whether its files lie beside the card; otherwise the card takes it from the base model. privacy: a private run's
+    guarantee, in words; example counts are then omitted. judged: what a robust rule did (`server.judged.of_run`).
+    validation: the round's scores there, if the metrics are of the test set.
     """
     base = base or base_name(config.model.path, manifest["model"]["sha256"])
     train = manifest["data"]["train"]
@@ -152,7 +153,7 @@ def model_card(
         planned=config.run.rounds,
         changes="".join(f"| changed {_cell(one).replace(': ', ' | ', 1)} |\n" for one in manifest.get("changes", ())),
         seed=config.run.seed,
-        target=manifest["evaluation_target"] if client is None else client,
+        target=client or by or manifest["evaluation_target"],
         metrics=_scores(metrics) or "none",
         validation=f"| validation | {_scores(validation)} |\n" if validation else "",
         on=on,

@@ -6,6 +6,7 @@ again on the same folder continues with the same bits.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -15,11 +16,13 @@ from fedlora.errors import BudgetSpent
 from fedlora.runs.crew import crewed
 from fedlora.runs.finishing import finish
 from fedlora.runs.folder import RunFolder, plain
-from fedlora.runs.observers import Checkpoints, Log, Observer, Trackers, Uploads, diagnosed
+from fedlora.runs.observers import Checkpoints, Log, Observer, Uploads, diagnosed
 from fedlora.runs.opening import opened
 from fedlora.runs.preparation import Prepared
+from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_run import PrivateRun, check_affordable, opened_private
-from fedlora.runs.tracking import Called
+from fedlora.runs.stopping import Ranking
+from fedlora.runs.tracking import Called, Trackers
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.simulation import ClientDone, RoundRecord, play
@@ -72,11 +75,12 @@ def _executed(
     if private is not None:
         prepared = replace(prepared, server=private.server)
     lines, link = folder.rewind(state.round, of)
-    trackers = Trackers(prepared, folder, lines, resumed, called)
+    told = json.loads(shown_config(config).canonical())
+    trackers = Trackers(config.run.track, folder.path, told, lines, anew=resumed, called=called)
     checkpoints = Checkpoints(prepared, folder, of, lines)
-    observers: tuple[Observer, ...] = (Uploads(prepared, folder), Log(folder, link), trackers, checkpoints)
-    patience = config.evaluate.stopping()
-    stopped = patience.stop(lines, config.run.rounds) if patience else None
+    observers: tuple[Observer, ...] = (Uploads(prepared, folder), Log(folder, link), checkpoints)
+    ranking, patience = Ranking(prepared.metric), config.evaluate.stopping()
+    stopped = ranking.stop(lines, config.run.rounds, patience)
     for event in _events(prepared, state, config.run.rounds if stopped is None else state.round, private):
         if isinstance(event, str):
             why = f"{event}. `fedlora privacy LEDGER --budget` raises it, permanently and visibly to all; then --resume"
@@ -87,14 +91,14 @@ def _executed(
             yield event
             continue
         before, state = state, event.state
-        if patience:
-            seen = [*lines, plain({"round": event.round, "metrics": event.metrics})]
-            stopped = patience.stop(seen, config.run.rounds)
+        seen = [*lines, plain({"round": event.round, "metrics": event.metrics})]
+        stopped = ranking.stop(seen, config.run.rounds, patience)
         last = state.round == config.run.rounds or stopped is not None
         played = diagnosed(prepared, before, event, last=last, private=private)
         lines.append(plain(played.line))
         for observer in observers:
             observer.see(played)
+        trackers.log(lines[-1])
         yield played.record
         if last:
             break

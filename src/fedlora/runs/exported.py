@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,16 @@ from fedlora.core.folders import ANY_FOLDER, FolderKind, check_target, replacing
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Client, ClientMemory
 from fedlora.core.read_only import ReadOnly
+from fedlora.runs.base_names import BaseName
+from fedlora.runs.card import model_card
+from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.training.looks import client_model
+from fedlora.training.prompting import is_jinja
 
+FOLDERS = {"last": "adapter", "best": "best"}  # a tested state -> the folder of its model
 UPLOADS_BY = "fedlora"  # the mark in a run's uploads: `write_upload`
 CHAT_TEMPLATE_FILE = "chat_template.jinja"  # transformers' name for it
 # Tokenizer files in every transformers version; each tokenizer class names its own vocabulary files.
@@ -40,7 +45,7 @@ _TOKENIZER = (
 
 
 def export_folder(tokenizer: Any) -> FolderKind:
-    """The folder that `write_export` leaves in a run; its weights record that a run wrote them."""
+    """The folder that `Exports` leaves in a run; its weights record that a run wrote them."""
     own = getattr(tokenizer, "vocab_files_names", None) or {}
     names = "|".join(map(re.escape, (CONFIG_FILE, WEIGHTS_FILE, LABELS_FILE, "README.md", *sorted(own.values()))))
     return FolderKind(
@@ -52,32 +57,49 @@ def export_folder(tokenizer: Any) -> FolderKind:
     )
 
 
-def write_export(
-    folder: Path,
-    adapter: Adapter,
-    spec: AdapterSpec,
-    tokenizer: Any,
-    labels: Sequence[str],
-    card: str,
-    like: Path | None = None,
-    chat_template: str | None = None,
-    kind: FolderKind = ANY_FOLDER,
-) -> None:
-    """Write one adapter's folder, which appears whole and replaces an existing one of that kind.
+@dataclass(frozen=True, eq=False)
+class Exports:
+    """Writes adapters, each in a folder of its own with its card, tokenizer and class names.
 
-    tokenizer: None if there is none to copy. labels: empty for a language model. like: a folder with the same
-    tokenizer, whose files are linked, so that many clients share one copy. chat_template: replaces the tokenizer's own.
+    facts, config: for the cards, as in `model_card`; there also base, privacy and judged. tokenizer: None if there is
+    none to copy; of many adapters all but the first link its files. labels: empty for a language model. kind: which
+    folders may be replaced. made: the folders so far.
     """
-    with replacing_folder(folder, force=True, kind=kind) as building:
-        write_adapter(building, adapter, spec, card=card, by=RUN)
-        if like is not None:
-            _link_tokenizer(building, like)
-        elif tokenizer is not None:
-            tokenizer.save_pretrained(building)
-            if chat_template is not None:
-                files.write(building / CHAT_TEMPLATE_FILE, chat_template)
-        if labels:
-            write_labels(building, labels)
+
+    facts: Mapping[str, Any]
+    config: RunConfig
+    spec: AdapterSpec
+    tokenizer: Any
+    labels: Sequence[str]
+    kind: FolderKind = ANY_FOLDER
+    base: BaseName | None = None
+    privacy: str | None = None
+    judged: Mapping[str, Any] | None = None
+    made: list[Path] = field(default_factory=list)
+
+    def write(
+        self, folder: Path, adapter: Adapter, round: int, scores: Mapping[str, float], *, client: str | None = None,
+        by: str | None = None, on: str = "test", validation: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        """Write one adapter's folder, which appears whole and replaces an existing one of that kind. client, by, on,
+        validation: as in `model_card`."""
+        card = model_card(
+            self.facts, self.config, adapter, round, scores,
+            by=by, on=on, client=client, base=self.base, tokenizer=self.tokenizer is not None, privacy=self.privacy,
+            judged=self.judged, validation=validation,
+        )  # fmt: skip
+        template = self.config.data.prompting()
+        with replacing_folder(folder, force=True, kind=self.kind) as building:
+            write_adapter(building, adapter, self.spec, card=card, by=RUN)
+            if self.made:
+                _link_tokenizer(building, self.made[0])
+            elif self.tokenizer is not None:
+                self.tokenizer.save_pretrained(building)
+                if is_jinja(template):
+                    files.write(building / CHAT_TEMPLATE_FILE, template)
+            if self.labels:
+                write_labels(building, self.labels)
+        self.made.append(folder)
 
 
 def named(spec: AdapterSpec, base: str | None) -> AdapterSpec:

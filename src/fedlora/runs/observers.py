@@ -1,4 +1,4 @@
-"""Observers that process each round a run has played, in order: kept uploads, the log, trackers, checkpoints.
+"""Observers that process each round a run has played, in order: kept uploads, the log, checkpoints.
 
 An observer is told of a round before anybody outside is. `diagnosed` makes what they look at: the round's record with
 its diagnosis, as one line of metrics.jsonl.
@@ -6,9 +6,8 @@ its diagnosis, as one line of metrics.jsonl.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -22,15 +21,13 @@ from fedlora.methods.padded_average import PaddedAverage
 from fedlora.runs.attack_section import attack_note
 from fedlora.runs.exported import UPLOADS
 from fedlora.runs.folder import RunFolder
-from fedlora.runs.opening import best_line
 from fedlora.runs.preparation import Prepared
-from fedlora.runs.private_outputs import private_line, shown_config
+from fedlora.runs.private_outputs import private_line
 from fedlora.runs.private_run import PrivateRun
-from fedlora.runs.tracking import Called, Tracker, make_tracker, numbers, numbers_of_test
+from fedlora.runs.stopping import Ranking
 from fedlora.server.server import Server
 from fedlora.server.state import RunState
 from fedlora.simulation import RoundRecord
-from fedlora.training.metrics import is_better
 
 
 @dataclass(frozen=True)
@@ -118,46 +115,17 @@ class Log:
         self._link = self._folder.append_metrics(played.line, self._link)
 
 
-class Trackers:
-    """The trackers in run.track. After a resume they get all earlier rounds again."""
-
-    def __init__(
-        self, prepared: Prepared, folder: RunFolder, lines: Sequence[Mapping[str, Any]], resumed: bool,
-        called: Called | None = None,
-    ) -> None:  # fmt: skip
-        config = prepared.config
-        self._trackers: list[Tracker] = []
-        for name in config.run.track:
-            told = json.loads(shown_config(config).canonical())
-            self._trackers.append(tracker := make_tracker(name, folder.path, told, anew=resumed, called=called))
-            for line in lines:
-                tracker.log(line["round"], numbers(line))
-
-    def see(self, played: Played) -> None:
-        for tracker in self._trackers:
-            tracker.log(played.record.round, numbers(played.line))
-
-    def close(self, tests: Iterable[tuple[str, int, Mapping[str, float]]]) -> None:
-        """tests: for each tested state its name ("adapter" or "best"), round and scores."""
-        tests = list(tests)
-        for tracker in self._trackers:
-            for name, round, scores in tests:
-                tracker.log(round, numbers_of_test(scores, best=name == "best"))
-            tracker.close()
-
-
 class Checkpoints:
     """Keeps the run.keep_checkpoints newest states, and the best one by validation. of: the run's identity."""
 
     def __init__(self, prepared: Prepared, folder: RunFolder, of: str, lines: Sequence[Mapping[str, Any]]) -> None:
-        self._run, self._metric, self._folder, self._of = prepared.config.run, prepared.metric, folder, of
-        best = best_line(prepared.metric, lines)
-        self._best: float | None = best["metrics"][prepared.metric] if best else None
+        self._run, self._ranking, self._folder, self._of = prepared.config.run, Ranking(prepared.metric), folder, of
+        self._best = self._ranking.best(lines)
 
     def see(self, played: Played) -> None:
-        state, metrics = played.record.state, played.record.metrics
-        if metrics and is_better(self._metric, metrics[self._metric], self._best):
-            self._best = metrics[self._metric]
+        state = played.record.state
+        if self._ranking.better(played.line, self._best):
+            self._best = played.line
             checkpoint.save(self._folder.best_checkpoint, state.round, state, of=self._of, keep=1)
         if played.last or state.round % self._run.checkpoint_every == 0:
             self.keep(state)

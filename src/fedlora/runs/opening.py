@@ -17,9 +17,9 @@ from fedlora.runs.inputs import identity
 from fedlora.runs.preparation import Prepared
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_releases import begin, keep_config, read_private
+from fedlora.runs.stopping import Ranking
 from fedlora.server.server import start
 from fedlora.server.state import RunState
-from fedlora.training.metrics import best_of
 
 log = logging.getLogger("fedlora.runs")
 
@@ -87,7 +87,7 @@ def _check_best(prepared: Prepared, folder: RunFolder, of: str, lines: Sequence[
         CheckpointError: neither has it.
     """
     metric, kind = prepared.metric, prepared.server.method.State
-    best = best_line(metric, lines)
+    best = Ranking(metric).best(lines)
     if best is None:
         return
     round, why = best["round"], "none is there"
@@ -105,8 +105,3 @@ def _check_best(prepared: Prepared, folder: RunFolder, of: str, lines: Sequence[
         raise CheckpointError(f"{said}, and checkpoints/ no longer has it. Restore it, or choose another --out.")
     log.warning("%s: taking it from checkpoints/", said)
     checkpoint.save(folder.best_checkpoint, round, found[1], of=of, keep=1)
-
-
-def best_line(metric: str, lines: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The line of the best round by validation; None if no round was measured."""
-    return best_of(metric, [line for line in lines if line["metrics"]], lambda line: line["metrics"][metric])

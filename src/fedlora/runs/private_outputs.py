@@ -42,15 +42,13 @@ def private_line(line: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[st
     return filtered("metrics.jsonl", {**line, "privacy": privacy}, public=True, blank=True)
 
 
-def private_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:
+def private_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any], *places: str) -> dict[str, Any]:
     """A summary.json. Its entry `withheld` lists, by file, the names that private runs never report: a null or empty
-    value under one of them was withheld, whatever it was."""
-    withheld = {
-        place: [item.name for item in items(place) if item.fate == "dropped"]
-        for place in ("manifest.json", "metrics.jsonl", "summary.json")
-    }
+    value under one of them was withheld, whatever it was. places: the files in the list of releases, the summary last.
+    """
+    withheld = {place: [item.name for item in items(place) if item.fate == "dropped"] for place in places}
     told = {**summary, "privacy": privacy, "withheld": withheld}
-    return filtered("summary.json", told, public=True, blank=True)
+    return filtered(places[-1], told, public=True, blank=True)
 
 
 def without_times(folder: RunFolder, config: RunConfig) -> None:

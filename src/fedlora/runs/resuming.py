@@ -21,6 +21,8 @@ from fedlora.runs.idle_keys import has_no_effect
 from fedlora.runs.inputs import DATA, differing, is_lasting, placeless, there_now
 from fedlora.runs.private_outputs import shown_config
 from fedlora.runs.private_releases import keep_config, read_private
+from fedlora.runs.stopping import Ranking
+from fedlora.training.metrics import score_name
 
 
 def changes(folder: RunFolder, config: RunConfig) -> bool:
@@ -192,9 +194,11 @@ def _check_rounds(folder: RunFolder, there: int, here: int, schedule: str) -> No
 
 def _check_left(folder: RunFolder, config: RunConfig, late: Mapping[str, tuple[Any, Any]]) -> None:
     """Raise `CheckpointError` if keys for rounds still to be played differ, and no round is left."""
-    done, patience = checkpoint.newest_round(folder.checkpoints) or 0, config.evaluate.stopping()
-    stopped = patience is not None and patience.stop(folder.metrics(), config.run.rounds) is not None
-    if late and (stopped or done >= config.run.rounds):
+    if not late:
+        return
+    done, ranking = checkpoint.newest_round(folder.checkpoints) or 0, Ranking(score_name(config.evaluate.metric))
+    stopped = ranking.stop(folder.metrics(), config.run.rounds, config.evaluate.stopping()) is not None
+    if stopped or done >= config.run.rounds:
         named = "; ".join(f"{key} is {theirs!r} there and {ours!r} here" for key, (theirs, ours) in late.items())
         rounds = len(folder.metrics())
         more = "" if stopped or config.privacy is not None else f", ask for more rounds (run.rounds = {rounds + 1})"

@@ -29,7 +29,7 @@ from fedlora.server.terms import Weighting
 from fedlora.simulation import UploadHook
 from fedlora.training.content import model_place
 from fedlora.training.evaluation import ModelEvaluator, Target
-from fedlora.training.metrics import MetricName, score_name
+from fedlora.training.metrics import MetricName
 from fedlora.training.models import AdaptedModel
 from fedlora.training.settings import DType, Key, LongResponses, LoRASettings, Positive, Section, Targets, Task
 from fedlora.training.targets import check_targets
@@ -271,7 +271,7 @@ class EvaluateSection(Section):
         """When to stop early."""
         if self.patience is None:
             return None
-        return Patience(score_name(self.metric), self.patience, self.min_delta, self.every)
+        return Patience(self.patience, self.min_delta, self.every)
 
     def evaluator(
         self,

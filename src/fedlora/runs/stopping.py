@@ -1,20 +1,17 @@
-"""Early stopping, decided from the scores of a run's rounds alone."""
+"""Which of a run's rounds is the best, and whether to stop early: decided from the scores in the rounds' lines, so
+that a run that was killed and resumed decides as if it had not been.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from fedlora.training.metrics import is_better
 
-
-class Better(Protocol):
-    """Compares two rounds."""
-
-    def __call__(self, line: Mapping[str, Any], best: Mapping[str, Any] | None, *, by: float) -> bool:
-        """Whether `line` is better than `best` (None: there is none yet) by more than `by`."""
+Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -26,61 +23,67 @@ class Patience:
     diverged run) is no improvement either.
     """
 
-    metric: str
     evaluations: int
     min_delta: float = 0.0
     every: int = 1
 
-    def stop(
-        self,
-        lines: Iterable[Mapping[str, Any]],
-        rounds: int,
-        *,
-        score: Callable[[Mapping[str, Any]], float | None] | None = None,
-        better: Better | None = None,
-        where: str = "on validation",
-    ) -> dict[str, Any] | None:
-        """Where and why a run ends early, or None: the entry "stopped_early" in summary.json.
 
-        Args:
-            lines: a run's rounds from metrics.jsonl, from the first on. Nothing else counts, so that a run that was
-                killed and resumed stops where it would have stopped. rounds: the planned number.
-            score: a round's, None if it was not measured; default: the metric in its line's "metrics".
-            better: whether a round is better than the best before it; default: by that score. where: for the message.
-        """
-        score = score or self._score
-        better = better or self._better
-        best: Mapping[str, Any] | None = None
+@dataclass(frozen=True)
+class Ranking:
+    """The order of a run's rounds. metric: the name of a score in a line's "metrics"."""
+
+    metric: str
+
+    @property
+    def where(self) -> str:
+        """Where rounds are measured, for messages."""
+        return "on validation"
+
+    def score(self, line: Line) -> float | None:
+        """A round's score. None if it was not measured."""
+        return self._of(line["metrics"])
+
+    def better(self, line: Line, best: Line | None, *, by: float = 0.0) -> bool:
+        """Whether `line` is better than `best` (None: there is none yet) by more than `by`."""
+        return is_better(self.metric, self.score(line), None if best is None else self.score(best), by=by)
+
+    def best(self, lines: Iterable[Line]) -> Line | None:
+        """The best round's line, the first of equals; None if none was measured."""
+        best: Line | None = None
+        for line in lines:
+            if self.better(line, best):
+                best = line
+        return best
+
+    def stop(self, lines: Iterable[Line], rounds: int, patience: Patience | None) -> dict[str, Any] | None:
+        """Where and why a run ends early, or None: the entry "stopped_early" in summary.json. lines: its rounds, from
+        the first on. rounds: the planned number."""
+        if patience is None:
+            return None
+        best: Line | None = None
         since = 0
         for line in lines:
-            if score(line) is None or (line["round"] % self.every and line["round"] != rounds):
+            if self.score(line) is None or (line["round"] % patience.every and line["round"] != rounds):
                 continue
-            if better(line, best, by=self.min_delta):
+            if self.better(line, best, by=patience.min_delta):
                 best, since = line, 0
                 continue
             since += 1
-            if since >= self.evaluations and line["round"] < rounds:
+            if since >= patience.evaluations and line["round"] < rounds:
                 best_round = None if best is None else best["round"]
                 return {
                     "round": line["round"], "of": rounds, "best_round": best_round,
-                    "best": None if best is None else score(best), "why": self._why(best_round, where),
+                    "best": None if best is None else self.score(best), "why": self._why(best_round, patience),
                 }  # fmt: skip
         return None
 
-    def _score(self, line: Mapping[str, Any]) -> float | None:
-        if not line["metrics"]:
-            return None
-        value = line["metrics"][self.metric]
-        return math.nan if value is None else float(value)
+    def _of(self, scores: Mapping[str, Any]) -> float | None:
+        value = scores.get(self.metric)
+        return math.nan if value is None and scores else value  # NaN is null in a file
 
-    def _better(self, line: Mapping[str, Any], best: Mapping[str, Any] | None, *, by: float) -> bool:
-        return is_better(self.metric, self._score(line), None if best is None else self._score(best), by=by)
-
-    def _why(self, best_round: int | None, where: str) -> str:
+    def _why(self, best_round: int | None, patience: Patience) -> str:
+        looked = f"{patience.evaluations} evaluations {self.where}"
         if best_round is None:
-            return f"{self.evaluations} evaluations {where} in which {self.metric} was not a number"
-        more = f" by more than {self.min_delta:g}" if self.min_delta else ""
-        return (
-            f"{self.evaluations} evaluations {where} in a row without a better {self.metric} than round "
-            f"{best_round}'s{more}"
-        )
+            return f"{looked} in which {self.metric} was not a number"
+        more = f" by more than {patience.min_delta:g}" if patience.min_delta else ""
+        return f"{looked} in a row without a better {self.metric} than round {best_round}'s{more}"

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fedlora.errors import ConfigError
+from fedlora.privacy.released import filtered
 from fedlora.runs.reading import flat
 
 TrackerName = Literal["tensorboard", "trackio", "wandb", "mlflow"]
@@ -129,22 +130,63 @@ def make_tracker(
     return MLflow(called, config) if name == "mlflow" else Logger(name, called, config)
 
 
+class Trackers:
+    """The trackers of one run. After a resume they get all earlier rounds again.
+
+    names: run.track. config: for each. anew, called: as in `make_tracker`. lines: of the rounds before.
+    """
+
+    def __init__(
+        self, names: Sequence[TrackerName], folder: Path, config: Mapping[str, Any], lines: Sequence[Mapping[str, Any]],
+        *, anew: bool, called: Called | None = None,
+    ) -> None:  # fmt: skip
+        self._trackers = [make_tracker(name, folder, config, anew=anew, called=called) for name in names]
+        for line in lines:
+            self.log(line)
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Report a round."""
+        for tracker in self._trackers:
+            tracker.log(line["round"], numbers(line))
+
+    def close(self, tests: Mapping[str, tuple[int, Mapping[str, float]]]) -> None:
+        """tests: for each tested state, "last" or "best", its round and its scores on the test set."""
+        for tracker in self._trackers:
+            for name, (round, scores) in tests.items():
+                tracker.log(round, numbers_of_test(scores, best=name == "best"))
+            tracker.close()
+
+
+# A table of a line -> the word before its names at a tracker
+_TABLES = {
+    "metrics": "metrics", "site_mean": "sites", "losses": "loss", "weights": "weight", "norms": "norm",
+    "seconds": "seconds",
+}  # fmt: skip
+
+
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """A metrics.jsonl line as numbers for a tracker: metrics/NAME with all details, loss (the round's) and loss/CLIENT,
-    seconds/PHASE, bytes, server_rank and padded_error; with a robust rule change/CLIENT (its norm) and
-    weight_after/CLIENT. NaN is left out."""
-    found = {f"metrics/{name}": value for name, value in line["metrics"].items()}
-    found |= {f"loss/{client}": loss for client, loss in line["losses"].items()}
-    found |= {f"seconds/{phase}": spent for phase, spent in line["seconds"].items()}
-    found |= {
-        "loss": line.get("loss"),
-        "bytes": line["bytes"].get("total"),
-        "server_rank": line["server_rank"],
-        "padded_error": line["padded_error"],
-    }
-    for client, one in (line.get("defence") or {"clients": {}})["clients"].items():
+    """A round's line, of metrics.jsonl or of a federation's rounds.jsonl, as numbers for a tracker, without NaN; of a
+    private round what may be released.
+
+    metrics/NAME with all details, loss (the round's) and loss/CLIENT, weight/CLIENT, seconds or seconds/PHASE, bytes,
+    server_rank, padded_error; of a federation sites/NAME (the sites' weighted mean), site/SITE/NAME, norm/CLIENT; with
+    a robust rule change/CLIENT (a change's norm) and weight_after/CLIENT; of a private round privacy/epsilon and
+    privacy/epsilon_planned.
+    """
+    found: dict[str, Any] = {key: line.get(key) for key in ("loss", "seconds", "server_rank", "padded_error")}
+    found |= {"bytes": (line.get("bytes") or {}).get("total")}
+    found |= {"clients": len(line["weights"])} if "weights" in line else {}
+    tables = {word: line.get(key) for key, word in _TABLES.items()}
+    tables |= {f"site/{site}": scores for site, scores in (line.get("site_metrics") or {}).items()}
+    for word, table in tables.items():
+        found |= {f"{word}/{name}": value for name, value in table.items()} if isinstance(table, Mapping) else {}
+    for client, one in ((line.get("defence") or {}).get("clients") or {}).items():
         found |= {f"change/{client}": one["norm"], f"weight_after/{client}": one["after"]}
-    return _finite(found)
+    spent = line.get("privacy")
+    if spent is None:
+        return _finite(found)
+    found |= {f"privacy/{name}": spent[name] for name in ("epsilon", "epsilon_planned")}
+    return _finite(filtered("tracker", found, public=True))
 
 
 def numbers_of_test(scores: Mapping[str, float], *, best: bool) -> dict[str, float]:
@@ -152,8 +194,8 @@ def numbers_of_test(scores: Mapping[str, float], *, best: bool) -> dict[str, flo
     return _finite({f"{'test_best' if best else 'test'}/{name}": value for name, value in scores.items()})
 
 
-def _finite(found: Mapping[str, float | None]) -> dict[str, float]:
-    return {name: float(value) for name, value in found.items() if value is not None and math.isfinite(value)}
+def _finite(found: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(v) for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
 def _library(name: TrackerName) -> Any:

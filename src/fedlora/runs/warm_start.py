@@ -37,8 +37,7 @@ def warm_start(config: RunConfig, fresh: Adapter, labels: Sequence[str]) -> Adap
     given, spec = read_adapter(folder, scaling=config.lora.unit)
     where = f"model.adapter = {folder.name!r}"
     _check_base(config, spec, folder)
-    _check_modules(fresh, given, where)
-    _check_heads(fresh, given, where)
+    check_fits(fresh, given, where)
     own = labels_of(folder)
     if own and labels and list(own) != list(labels):
         raise ConfigError(
@@ -70,6 +69,13 @@ def _weights_of(folder: Path) -> dict[str, str]:
         except (CheckpointError, KeyError, TypeError):
             return {}
     return {name: digest for name, digest in dict(told or {}).items() if name.endswith(WEIGHTS)}
+
+
+def check_fits(fresh: Adapter, given: Adapter, where: str) -> None:
+    """Raises `ConfigError` unless a start fits a model: the same modules and heads, of the same sizes. fresh: the
+    model's own start. where: the given one's name."""
+    _check_modules(fresh, given, where)
+    _check_heads(fresh, given, where)
 
 
 def _check_modules(fresh: Adapter, given: Adapter, where: str) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.filesize import decimal
 
 from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, typed
 from fedlora.cli.options import AsJson
@@ -140,7 +141,6 @@ def _metrics(place: Any, address: str | None) -> Iterator[None]:
 
 
 def _show(found: Any, rounds: int) -> None:
-    from fedlora.flower.rounds.log_lines import size_of
     from fedlora.flower.serving.status import since
 
     console.print(found.headline())
@@ -158,7 +158,7 @@ def _show(found: Any, rounds: int) -> None:
             cell(name), cell(site.rank), site.node, f"{since(site.last_seen)} ago" if site.last_seen else
             "never" if found.answers else "unknown", cell(site.fate or "-"),
             _number(site.loss), _number(site.norm), *weights, str(site.fates.get("trained", 0)),
-            size_of(site.upload_bytes),
+            decimal(site.upload_bytes),
         )  # fmt: skip
     console.print(table)
     for name, site in found.sites.items():
@@ -167,7 +167,7 @@ def _show(found: Any, rounds: int) -> None:
     _tell_rule(found.progress, found.standing.ranks)
     if rounds and found.progress.lines:
         console.print(_rounds_table(found.progress, rounds))
-    console.print(f"the SuperLink's database holds {size_of(found.database)}; {size_of(found.free)} of disk are free")
+    console.print(f"the SuperLink's database holds {decimal(found.database)}; {decimal(found.free)} of disk are free")
 
 
 def _show_private(found: Any, rounds: int) -> None:

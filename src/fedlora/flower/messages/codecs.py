@@ -56,33 +56,24 @@ class OwnClients:
     """fedlora's own ClientApp: parcels to it, uploads back.
 
     form: the uploads' form. settings: the current ones, as `FederationSettings.travelling`, sent with every message.
-    facts: the server's; sites compare theirs before they train, and the server compares theirs in replies. known:
-    returns facts that became known since, for every message, because sites can be admitted between rounds.
+    facts: returns the server's; sites compare theirs before they train, and the server compares theirs in replies. It
+    is called for every message, because sites can be admitted between rounds.
     """
 
     form: Form = "factors"
     settings: str = ""
-    facts: Facts = field(default_factory=Facts)
-    known: Callable[[], Facts] = Facts
-
-    @property
-    def envelope(self) -> Envelope:
-        """What every message says besides its work."""
-        return Envelope(self.settings, self._agreed().text())
-
-    def _agreed(self) -> Facts:
-        return self.facts.filled(self.known())
+    facts: Callable[[], Facts] = Facts
 
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
         """Accepts any method."""
 
     def question(self, download: Download, held: Held | None, run: str, receipt: Receipt = _NONE) -> RecordDict:
-        return parcel_record(pack(download, held), run, self.envelope, receipt)
+        return parcel_record(pack(download, held), run, Envelope(self.settings, self.facts().text()), receipt)
 
     def reply(self, content: RecordDict, asked: Download, state: ServerState, run: str) -> Reply:
         upload, loss, kept = record_upload(
             content, asked.client, run=run, round=asked.round, shapes=_shapes(asked.client, state), roles=asked.roles,
-            heads=state.heads, form=self.form, facts=self._agreed(),
+            heads=state.heads, form=self.form, facts=self.facts(),
         )  # fmt: skip
         ranks = upload.adapter.ranks if asked.roles.penalty is not None else None
         return Reply(upload, loss, replace(held_after(asked), local=tuple(kept)), ranks)
@@ -92,18 +83,17 @@ class OwnClients:
 class StockClients:
     """Clients that send get_peft_model_state_dict, all with one rank r and alpha.
 
-    scaling: the server's own alpha / r. config: settings that they read besides "server-round".
+    config: settings that they read besides "server-round".
     """
 
     r: int
     alpha: float
-    scaling: float = 1.0
     config: Mapping[str, Any] = field(default_factory=ReadOnly)
 
     @property
     def factor(self) -> float:
-        """The factor that converts a client's B to the server's scale."""
-        return self.alpha / self.r / self.scaling
+        """The factor that converts a client's B to the server's scale, 1."""
+        return self.alpha / self.r
 
     def require(self, server: Server, state: ServerState, policy: Policy) -> None:
         roles = server.roles(state)

@@ -80,11 +80,9 @@ class Receipt:
     sure: bool = True
     why: str = ""
 
-
-def put_receipt(record: RecordDict, receipt: Receipt) -> RecordDict:
-    """Adds it to a message, and returns that."""
-    parts(record, ConfigRecord)["config"]["receipt"] = json.dumps(asdict(receipt))
-    return record
+    def text(self) -> str:
+        """The receipt as JSON, for a message."""
+        return json.dumps(asdict(self))
 
 
 def receipt_of(record: RecordDict) -> Receipt:
@@ -100,5 +98,5 @@ def receipt_of(record: RecordDict) -> Receipt:
 
 
 __all__ = [
-    "PROTOCOL", "Envelope", "Receipt", "RecordError", "enclose", "opened", "put_receipt", "receipt_of",
+    "PROTOCOL", "Envelope", "Receipt", "RecordError", "enclose", "opened", "receipt_of",
 ]  # fmt: skip

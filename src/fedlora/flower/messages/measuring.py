@@ -20,9 +20,10 @@ from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter
 from fedlora.core.messages import Download
 from fedlora.errors import ConfigError
+from fedlora.flower.messages.envelope import Envelope, RecordError, enclose, opened
 from fedlora.flower.messages.parts import parts
-from fedlora.flower.messages.records import PROTOCOL, RecordError, kept_names
-from fedlora.flower.messages.salt import IN_SALT, with_salt
+from fedlora.flower.messages.records import kept_names
+from fedlora.flower.messages.salt import IN_SALT
 from fedlora.training.evaluation import ModelEvaluator
 from fedlora.training.metrics import METRICS, score_name
 
@@ -80,10 +81,9 @@ def measured_record(
     named = {f"score-{name}": float(v) for name, v in scores.items() if "/" not in name and math.isfinite(v)}
     said = {"run": run, "round": download.round, "measure": part}
     names = [*kept.modules, *kept.heads] if kept is not None else []
-    return with_salt(RecordDict({
-        "metrics": MetricRecord({"num-examples": evaluator.count(client), **named}),
-        "config": ConfigRecord({"protocol": PROTOCOL, "measured": json.dumps(said, sort_keys=True), "kept": names}),
-    }))  # fmt: skip
+    metrics = MetricRecord({"num-examples": evaluator.count(client), **named})
+    config = ConfigRecord({"measured": json.dumps(said, sort_keys=True), "kept": names})
+    return enclose(RecordDict({"metrics": metrics, "config": config}), Envelope())
 
 
 def record_measured(
@@ -97,9 +97,8 @@ def record_measured(
     Raises:
         RecordError: the answer fails a check.
     """
-    config = parts(record, ConfigRecord).get("config")
-    if config is None or config.get("protocol") != PROTOCOL:
-        raise RecordError(f"its measurement is not in {PROTOCOL}; do both sides run the same fedlora?")
+    opened(record, "it", "this server")
+    config = parts(record, ConfigRecord)["config"]
     want = json.dumps({"run": run, "round": round, "measure": part}, sort_keys=True)
     if config.get("measured") != want:
         raise RecordError(f"its measurement is {quoted(config.get('measured'), 120)}; {want} was asked for.")

@@ -14,21 +14,21 @@ import json
 import math
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import numpy.lib.format as npy
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, MetricRecord, RecordDict
 from torch import Tensor
 
+from fedlora.core.checkpoint import decoded, encoded
 from fedlora.core.echo import shown
 from fedlora.core.lora import Adapter, LoRA
-from fedlora.core.messages import Client, Form, Held, Upload
-from fedlora.core.method import Roles, TailPenalty
+from fedlora.core.messages import Client, Form, Upload
+from fedlora.core.method import Roles
 from fedlora.core.parcels import Parcel
-from fedlora.core.read_only import ReadOnly
-from fedlora.flower.messages.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened, put_receipt
+from fedlora.flower.messages.envelope import PROTOCOL, Envelope, Receipt, RecordError, enclose, opened
 from fedlora.flower.messages.parts import parts
 from fedlora.flower.messages.salt import SALT, salted, unsalted
 from fedlora.flower.terms.agreement import Disagreement, Facts, check
@@ -61,7 +61,7 @@ def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
         raise RecordError(f"{what} is declared as {array.dtype[:20]!r}; it must be one of {', '.join(_TYPES)}.")
     dtype = _TYPES[array.dtype]
     needed = math.prod(declared) * dtype.itemsize
-    begin, by_columns = _numpy_data(array, declared, what) if array.stype == NUMPY else (SALT, False)
+    begin = _after_header(array, declared, what) if array.stype == NUMPY else SALT
     if array.stype not in (NUMPY, SALTED):
         raise RecordError(f"{what} is packed as {array.stype[:40]!r}, which is not read.")
     if any(d < 0 for d in declared) or len(array.data) - begin != needed:
@@ -69,27 +69,24 @@ def to_tensor(array: Array, shape: Sequence[int | None], what: str) -> Tensor:
         raise RecordError(f"{what} is declared with {needed:,} bytes, and {came:,} came.")
     if not needed:
         return torch.empty(declared, dtype=dtype)
-    data = bytearray(memoryview(array.data)[begin:]) if array.stype == NUMPY else unsalted(array.data)
-    values = torch.frombuffer(data, dtype=dtype)
-    if by_columns:
-        return values.reshape(declared[::-1]).permute(*reversed(range(len(declared)))).contiguous()
-    return values.reshape(declared)
+    if array.stype == NUMPY:  # maybe in Fortran's order, as a transposed array's
+        return torch.from_numpy(np.load(io.BytesIO(array.data), allow_pickle=False)).contiguous()
+    return torch.frombuffer(unsalted(array.data), dtype=dtype).reshape(declared)
 
 
-def _numpy_data(array: Array, declared: tuple[int, ...], what: str) -> tuple[int, bool]:
-    """The offset of a .npy's data, and whether they are in Fortran order (as a transposed array's are), after its
-    header matched the record. Nothing is allocated because of the header."""
+def _after_header(array: Array, declared: tuple[int, ...], what: str) -> int:
+    """The offset of a .npy's data, after its header matched the record. Nothing is allocated because of the header."""
     file = io.BytesIO(array.data[: _HEADER + 12])
     try:
         version = npy.read_magic(file)
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
-        shape, fortran, dtype = read(file, max_header_size=_HEADER)
+        shape, _, dtype = read(file, max_header_size=_HEADER)
     except Exception as error:  # a forged header can raise anything, and its sender is to blame
         raise RecordError(f"{what} has a numpy header that is not read: {shown(error, 200)}.") from error
     said = (_NUMPY_TYPES.get(dtype.str, dtype.str), shape)
     if said != (array.dtype, declared):
         raise RecordError(f"{what} is declared as {array.dtype} {declared}, and its header says {said[0]} {said[1]}.")
-    return file.tell(), bool(fortran)
+    return file.tell()
 
 
 def _shown(shape: Sequence[int | None]) -> str:
@@ -107,58 +104,23 @@ def parcel_record(
 ) -> RecordDict:
     """A client's message with a parcel. `run`: the federation's name, so that no other federation's state is used.
     envelope: the current settings, and the server's facts. receipt: for the client's earlier work."""
-    p = parcel
-    said = {
-        "run": run,
-        "client": p.client.id,
-        "rank": p.client.rank if isinstance(p.client.rank, int) else dict(p.client.rank),
-        "round": p.round,
-        "roles": asdict(p.roles),
-        "ranks": dict(p.ranks),
-        "left_out": list(p.left_out),
-        "versions": dict(p.versions),
-        "held": None if p.held is None else vars(p.held),
-    }
-    arrays = ArrayRecord({name: to_array(tensor) for name, tensor in p.tensors().items()})
-    config = ConfigRecord({"protocol": PROTOCOL, "parcel": json.dumps(said, sort_keys=True)})
-    return enclose(put_receipt(RecordDict({"arrays": arrays, "config": config}), receipt), envelope)
+    tree, tensors = encoded(parcel)
+    arrays = ArrayRecord({name: to_array(tensor) for name, tensor in tensors.items()})
+    said = {"run": run, "round": parcel.round, "parcel": tree}
+    config = ConfigRecord({"parcel": json.dumps(said, sort_keys=True), "receipt": receipt.text()})
+    return enclose(RecordDict({"arrays": arrays, "config": config}), envelope)
 
 
 def record_parcel(record: RecordDict) -> tuple[Parcel, str]:
     """The received parcel, and the federation's name. Raises `RecordError`."""
     opened(record, "the server", "this site")
     said = _said(record, "parcel")
-    groups: dict[str, dict[str, dict[str, Tensor]]] = {}
-    heads: dict[str, dict[str, Tensor]] = {"heads": {}, "start-heads": {}}
-    for name, array in parts(record, ArrayRecord)["arrays"].items():
-        group, _, rest = name.partition("/")
-        tensor = to_tensor(array, [None] * len(array.shape), name)
-        if group in heads:
-            heads[group][rest] = tensor
-        else:
-            factor, _, module = rest.partition("/")
-            groups.setdefault(group, {}).setdefault(module, {})[factor] = tensor
-    pairs = {group: {m: LoRA(t.get("B"), t.get("A")) for m, t in found.items()} for group, found in groups.items()}
+    arrays = parts(record, ArrayRecord)["arrays"]
+    tensors = {name: to_tensor(array, [None] * len(array.shape), name) for name, array in arrays.items()}
     try:
-        roles = dict(said["roles"])
-        penalty = roles.pop("penalty")
-        held = said["held"]
-        parcel = Parcel(
-            client=Client(said["client"], said["rank"]),
-            round=said["round"],
-            roles=Roles(**roles, penalty=None if penalty is None else TailPenalty(**penalty)),
-            ranks=ReadOnly(said["ranks"]),
-            left_out=tuple(said["left_out"]),
-            adapter=Adapter(pairs.get("adapter", {}), heads["heads"]),
-            start=Adapter(pairs.get("start", {}), heads["start-heads"]),
-            base=ReadOnly(pairs.get("base", {})),
-            steps=ReadOnly(pairs.get("steps", {})),
-            versions=ReadOnly(said["versions"]),
-            held=None if held is None else Held(**{**held, "local": tuple(held["local"])}),
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        return decoded(said["parcel"], tensors, Parcel), str(said["run"])
+    except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise RecordError(f"the server's message cannot be read: {error!r}.") from error
-    return parcel, str(said["run"])
 
 
 # ------------------------------------------------------------------------------------------------------ to the server
@@ -179,12 +141,12 @@ def upload_record(
         for module, lora in upload.adapter.modules.items()
         for factor, tensor in lora.tensors().items()
     } | {f"heads/{name}": head for name, head in upload.adapter.heads.items()}
-    said = {"run": run, "round": round, "form": upload.form, "ranks": dict(upload.adapter.ranks), "kept": list(kept)}
+    said = {"run": run, "round": round, "form": upload.form, "kept": list(kept)}
     record = RecordDict(
         {
             "arrays": ArrayRecord({name: to_array(tensor) for name, tensor in named.items()}),
             "metrics": MetricRecord({"num-examples": float(upload.num_examples), "loss": float(loss)}),
-            "config": ConfigRecord({"protocol": PROTOCOL, "upload": json.dumps(said, sort_keys=True)}),
+            "config": ConfigRecord({"upload": json.dumps(said, sort_keys=True)}),
         }
     )
     return enclose(record, Envelope(facts=facts.text()))

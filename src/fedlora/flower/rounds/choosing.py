@@ -1,5 +1,4 @@
-"""Who measures a federation's rounds, on what data, by its settings; which round is the best, and when to stop, from
-the lines of rounds.jsonl alone, so that a federation that was killed and continues decides as if it had not been.
+"""Who measures a federation's rounds, on what data, by its settings; and which of two rounds is better.
 
 The server measures on its own file, if [at_server] names one and evaluate.target is not "clients"; each site measures
 on its held-out share, unless evaluate.target is "server". With both, rounds are compared by the server's scores. With
@@ -12,13 +11,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.settings import FederationSettings
-from fedlora.runs.stopping import Patience
+from fedlora.runs.stopping import Line, Ranking
 from fedlora.runs.tracking import check_trackers
 from fedlora.server.closing import held_to_share
 from fedlora.training.metrics import is_better, score_name
@@ -27,71 +26,43 @@ if TYPE_CHECKING:
     from fedlora.flower.rounds.server_evaluation import AtServer
 
 log = logging.getLogger(__name__)
-Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Choosing:
-    """The comparison of rounds. metric: a score's name. by: whose scores; None: no round is measured. sites_due:
-    whether the sites measure a round, even if the server's scores count."""
+class Choosing(Ranking):
+    """The order of a federation's rounds. by: whose scores; None: no round is measured. sites_due: whether the sites
+    measure a round, even if the server's scores count."""
 
-    metric: str
     by: Literal["server", "sites"] | None
     sites_due: Callable[[int], bool] = lambda round: False
+
+    @property
+    def where(self) -> str:
+        return "at the server" if self.by == "server" else "at the sites"
 
     def score(self, line: Line) -> float | None:
         """A round's own score: the server's, or the sites' weighted mean. None if it was not measured."""
         if self.by is None:
             return None
-        scores: Mapping[str, Any] = line.get("metrics" if self.by == "server" else "site_mean") or {}
-        value = scores.get(self.metric)
-        return math.nan if value is None and scores else value  # NaN is null in a file
+        return self._of(line.get("metrics" if self.by == "server" else "site_mean") or {})
 
     def better(self, line: Line, best: Line | None, *, by: float = 0.0) -> bool:
-        """Whether a round is better than the previous best by more than `by`."""
-        scores = self._scores(line, best)
-        return scores is not None and is_better(self.metric, *scores, by=by)
-
-    def replaces(self, line: Line, best: Line | None) -> bool:
-        """Whether a round becomes the best: better than the previous best, or equal, because it was trained longer."""
-        scores = self._scores(line, best)
-        new, old = scores or (None, None)
-        if new is None or best is None:
-            return new is not None
-        return is_better(self.metric, new, old) or not (math.isnan(new) or is_better(self.metric, old, new))
-
-    def _scores(self, line: Line, best: Line | None) -> tuple[float | None, float | None] | None:
-        """A round's score and the previous best's, on the sites that measured both, weighted by their current counts.
-        None if no such site is known."""
-        if best is None or self.by == "server":
-            return self.score(line), None if best is None else self.score(best)
+        """With scores of sites: on those that measured both rounds, weighted by their current counts. False if no such
+        site is known."""
+        if best is None or self.by != "sites":
+            return super().better(line, best, by=by)
         new, old = line["site_metrics"], best["site_metrics"]
         both = {site for site in new if all(of.get(site, {}).get(self.metric) is not None for of in (new, old))}
         counts = {site: n for site, n in (line.get("site_counts") or {}).items() if n > 0 and site in both}
         if not counts:  # the best may have been measured by another metric, and any number is better than none
             before = self.score(best)
-            return (self.score(line), before) if before is None or math.isnan(before) else None
+            return (before is None or math.isnan(before)) and super().better(line, best, by=by)
         weights = held_to_share(counts, line["site_share"])
         total = math.fsum(weights.values())
         after, before = (
             math.fsum(said[site][self.metric] * n for site, n in weights.items()) / total for said in (new, old)
         )
-        return after, before
-
-    def best(self, lines: Sequence[Line]) -> Line | None:
-        """The best round's line, the last of equals; None if none was measured."""
-        best: Line | None = None
-        for line in lines:
-            if self.replaces(line, best):
-                best = line
-        return best
-
-    def stop(self, lines: Sequence[Line], rounds: int, patience: Patience | None) -> dict[str, Any] | None:
-        """Where and why the federation ends early, or None."""
-        if patience is None:
-            return None
-        where = "at the server" if self.by == "server" else "at the sites"
-        return patience.stop(lines, rounds, score=self.score, better=self.better, where=where)
+        return is_better(self.metric, after, before, by=by)
 
 
 def check(settings: FederationSettings) -> None:

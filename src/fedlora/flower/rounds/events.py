@@ -18,13 +18,11 @@ from collections.abc import Mapping
 from dataclasses import field, fields
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import PlainValidator
 from pydantic.dataclasses import dataclass
 
 from fedlora.core.echo import shown
-from fedlora.core.read_only import ReadOnly
 from fedlora.flower.ownership import opened_here
 from fedlora.given_files import opened, parse_json
 from fedlora.runs.folder import plain
@@ -32,23 +30,8 @@ from fedlora.runs.folder import plain
 Fate = Literal["trained", "abstained", "refused", "failed", "late", "offline", "not sent", "quarantined", "not drawn"]
 REFUSED = "it would fail again: "  # begins a run's words about the folder's own files, for `serve` (exit code 2)
 _MOST = 1000  # letters in a text
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return ReadOnly({key: _frozen(item) for key, item in value.items()})
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
-
-
-def _table(value: object) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ValueError("no table")
-    found: Mapping[str, Any] = _frozen(value)
-    return found
-
-
 Names = tuple[str, ...]
-Table = Annotated[Mapping[str, Any], PlainValidator(_table)]
+Table = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -69,7 +52,7 @@ class Began(_Event):
     NAME = "began"
     attempt: int
     asked: Names
-    not_asked: Table
+    not_asked: Mapping[str, Mapping[str, str]]
     deadline: float | None
 
 
@@ -118,7 +101,7 @@ class AttemptFailed(_Event):
     NAME = "again"
     attempt: int
     why: str
-    barred: Table = field(default_factory=ReadOnly)
+    barred: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,9 +111,9 @@ class PolicyChanged(_Event):
     the run ends."""
 
     NAME = "policy"
-    added: Table = field(default_factory=ReadOnly)
+    added: Table = field(default_factory=dict)
     removed: Names = ()
-    changed: Table = field(default_factory=ReadOnly)
+    changed: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     why: str = ""
 
 
@@ -160,24 +143,13 @@ class EventWriter:
         self._path = path
 
     def write(self, event: Event) -> None:
-        """Write one line at once. Raises `OSError` if the disk refuses; then nothing was added."""
+        """Write one line at once. Raises `OSError` if the disk refuses; half of the line may be there then."""
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = opened_here(self._path, os.O_RDWR | os.O_APPEND)
-        try:
-            size = os.fstat(descriptor).st_size
-            torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-            line = (b"\n" if torn else b"") + as_line(event).encode()
-            try:
-                written = 0
-                while written < len(line):
-                    written += os.write(descriptor, line[written:])
-            except OSError:
-                os.ftruncate(descriptor, size)
-                raise
-        finally:
-            os.close(descriptor)
+        with open(opened_here(self._path, os.O_RDWR | os.O_APPEND), "r+b") as file:
+            torn = file.seek(0, os.SEEK_END) > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
+            file.write((b"\n" if torn else b"") + as_line(event).encode())
 
 
 class EventReader:

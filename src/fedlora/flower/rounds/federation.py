@@ -121,7 +121,7 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
             f"Restore them from a backup. To play these rounds again, remove their lines from {home.rounds.name} by "
             f"hand, or make a new federation in another folder. Nothing was changed."
         )
-    history = History.read(home.server / "settings.json")
+    history = History.read(home.history)
     examples = at_server.examples if choosing.by == "server" else None
     held_out = f"server:{examples[:16]}" if examples is not None else "sites"
     history = history.with_(settings, rounds, held_out)

@@ -85,19 +85,6 @@ def nodes_line(online: Sequence[str], expected: Sequence[str], needs: str, heard
     return f"{there}; missing: {', '.join(missing)} ({needs})"
 
 
-def size_of(count: float) -> str:
-    """Bytes in a readable unit.
-
-    Example:
-        >>> size_of(0), size_of(81_920), size_of(3.2e9)
-        ('0 B', '82 kB', '3.2 GB')
-    """
-    for unit, least in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= least:
-            return f"{count / least:.1f} {unit}" if count < 10 * least else f"{count / least:.0f} {unit}"
-    return f"{count:.0f} B"
-
-
 def time_of(seconds: float) -> str:
     """A time span in a readable unit.
 

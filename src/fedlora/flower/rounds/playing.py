@@ -12,7 +12,6 @@ from typing import Any
 
 from flwr.serverapp import Grid
 
-from fedlora.errors import BudgetSpent, ConfigError, LedgerError
 from fedlora.flower.messages.codecs import OwnClients
 from fedlora.flower.ownership import locked
 from fedlora.flower.places import FederationFolder
@@ -53,16 +52,13 @@ def play(grid: Grid, folder: Path, *, identify: Identify = registered_names, clo
         if summary is not None and (strategy.round == settings.run.rounds or stopped is not None):
             log.info("%s", ending(summary))
             return summary
-        b.history.write(home.server / "settings.json")
+        b.history.write(home.history)
         for line in b.history.told():
             log.info("settings: %s", line)
         home.summary.unlink(missing_ok=True)
         recorder.track(strategy.lines.finished())
         if stopped is None:
-            try:
-                strategy.start(grid, num_rounds=settings.run.rounds)
-            except (BudgetSpent, LedgerError) as error:  # it would fail again
-                raise ConfigError(str(error)) from error
+            strategy.start(grid, num_rounds=settings.run.rounds)
         return finish(grid, b, strategy, recorder, private)
 
 
@@ -133,8 +129,7 @@ def _strategy(
         codec=OwnClients(
             settings.server.upload,
             settings.travelling(),
-            server_facts(settings, b.known, b.seed_adapter.modules),
-            known=lambda: agreed(b.home.agreement),
+            lambda: server_facts(settings, agreed(b.home.agreement), b.seed_adapter.modules),
         ),
         identify=identify,
         after_round=after_round,

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from fedlora.core import files
 from fedlora.core.lora import Adapter
-from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, HyperparameterError, LedgerError
+from fedlora.errors import CheckpointError, ConfigError, HyperparameterError
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs import private_run
 from fedlora.runs.private_releases import OnDisk, Planned
@@ -49,14 +48,11 @@ def check_affordable(settings: FederationSettings, private: Server, plan: Privac
     """Check the cost before anything is released.
 
     Raises:
-        ConfigError: the noise would leave nothing, or all rounds would exceed the population's budget; nothing is
-            charged.
+        ConfigError: the noise would leave nothing. BudgetSpent: all rounds would exceed the population's budget.
+            LedgerError. Nothing is charged.
     """
     assert private.privacy is not None, "`planned` made it"
-    try:
-        private_run.check_plan(plan, private.privacy, _releases(settings, Path(), "planned"))
-    except (BudgetSpent, LedgerError) as error:
-        raise ConfigError(str(error)) from error
+    private_run.check_plan(plan, private.privacy, _releases(settings, Path(), "planned"))
 
 
 def opened_private(
@@ -65,18 +61,18 @@ def opened_private(
     """The federation after `done` rounds, ready to continue. The first call writes its id.
 
     Raises:
-        ConfigError: a ledger without rounds that were released. CheckpointError.
+        ConfigError: a ledger without rounds that were released. BudgetSpent, LedgerError. CheckpointError: the id is
+            lost.
     """
     assert private.privacy is not None, "`planned` made it"
-    folder = private_folder(home)
-    path = folder / "run.json"
+    path = home.private / "run.json"
     if not path.is_file():
         if done:
             raise CheckpointError(
                 f"{path} is missing, but {done} private rounds are played; nothing else says how they were charged. "
-                f"Restore {folder} from a backup."
+                f"Restore {home.private} from a backup."
             )
-        for secret in (folder, home.checkpoints):  # they show who took part
+        for secret in (home.private, home.checkpoints):  # they show who took part
             secret.mkdir(parents=True, exist_ok=True)
             secret.chmod(0o700)
         files.write(path, json.dumps({"run": secrets.token_hex(8)}))
@@ -85,8 +81,8 @@ def opened_private(
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}); restore it from a backup.") from error
     try:
-        return private_run.going_on(private, private.privacy, _releases(settings, folder, run), plan, done)
-    except (CheckpointError, LedgerError, BudgetSpent) as error:
+        return private_run.going_on(private, private.privacy, _releases(settings, home.private, run), plan, done)
+    except CheckpointError as error:  # another ledger: it would fail again
         raise ConfigError(str(error)) from error
 
 

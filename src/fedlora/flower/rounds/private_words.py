@@ -16,7 +16,7 @@ from fedlora.core.echo import shown
 from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Began, Ended, Event, PolicyChanged
-from fedlora.privacy.released import fate_of, filtered, items
+from fedlora.privacy.released import fate_of, filtered
 
 RELEASED = {"released": True}  # marks a log record that may be shown: `extra=RELEASED`
 _WORDS = ("complete", "stopped early", "budget", "interrupted")
@@ -44,32 +44,9 @@ def public_event(event: Event, members: Sequence[str]) -> Event | None:
     return type(event)(**told[event.NAME]) if told.get(event.NAME) else None
 
 
-def public_summary(summary: Mapping[str, Any], privacy: Mapping[str, Any]) -> dict[str, Any]:
-    """A federation's summary.json. withheld: the names that no private federation reports, by file: a null or empty
-    value under one of them was withheld, whatever it was."""
-    withheld = {
-        place: [item.name for item in items(place) if item.fate == "dropped"]
-        for place in ("rounds.jsonl", "federation summary.json")
-    }
-    told = {**summary, "privacy": privacy, "withheld": withheld}
-    return filtered("federation summary.json", told, public=True, blank=True)
-
-
-def public_numbers(numbers: Mapping[str, float], line: Mapping[str, Any]) -> dict[str, float]:
-    """A round's numbers for trackers."""
-    privacy = line.get("privacy") or {}
-    spent = {f"privacy/{name}": float(privacy[name]) for name in ("epsilon", "epsilon_planned") if name in privacy}
-    return filtered("tracker", {**numbers, **spent}, public=True)
-
-
-def private_folder(home: FederationFolder) -> Path:
-    """FED/server/private."""
-    return home.server / "private"
-
-
 def has_released(home: FederationFolder) -> bool:
     """Whether a noised sum was ever made here."""
-    return any((private_folder(home) / "journal").glob("*"))
+    return any((home.private / "journal").glob("*"))
 
 
 def append_secret(folder: Path, line: str) -> None:

@@ -41,7 +41,7 @@ def after(progress: Progress, event: Event) -> Progress:
     """The progress after one more event. A round that is played again after a crash counts once."""
     progress = replace(progress, began=progress.began or event.at or "", heard=event.at or "")
     if isinstance(event, Began):
-        barred = {name: str(one.get("why")) for name, one in event.not_asked.items() if one["fate"] == "quarantined"}
+        barred = {name: one["why"] for name, one in event.not_asked.items() if one["fate"] == "quarantined"}
         back = min(progress.round, event.round - 1)
         return replace(progress, playing=event, fates={}, barred=barred, ended="", round=back)
     if isinstance(event, Fated):
@@ -66,7 +66,7 @@ def progress_of(events: Iterable[Event]) -> Progress:
     """The progress after all of a federation's events.
 
     Example:
-        >>> progress_of([Done(1, {"losses": {"acme": 0.5}}), Done(2, {"losses": {"acme": 0.4}}), Ended(2, "complete")])
+        >>> progress_of([Done(1, {"loss": 0.5}), Done(2, {"loss": 0.4}), Ended(2, "complete")])
         Progress(round=2, ...)
     """
     return reduce(after, events, Progress())
@@ -74,34 +74,13 @@ def progress_of(events: Iterable[Event]) -> Progress:
 
 def fates_of(line: Mapping[str, Any]) -> dict[str, str]:
     """client -> fate, from a line of rounds.jsonl."""
-    said = line.get("fates") or {}
-    found = {str(client): str(one.get("fate", "")) for client, one in said.items() if isinstance(one, Mapping)}
-    return found or {str(client): "trained" for client in line.get("losses") or {}}
+    return {client: str(one["fate"]) for client, one in (line.get("fates") or {}).items()}
 
 
 def spent_of(line: Mapping[str, Any]) -> tuple[float, float] | None:
     """Epsilon of a private round and those before it, and of all planned ones; None for other rounds."""
-    privacy = line.get("privacy")
-    if not isinstance(privacy, Mapping):
+    privacy = line.get("privacy")  # null: infinity
+    if privacy is None:
         return None
-    found = [privacy.get(name) for name in ("epsilon", "epsilon_planned")]
-    so_far, planned = (float(x) if isinstance(x, int | float) else math.inf for x in found)
+    so_far, planned = (math.inf if privacy[name] is None else privacy[name] for name in ("epsilon", "epsilon_planned"))
     return so_far, planned
-
-
-def numbers_of_round(line: Mapping[str, Any]) -> dict[str, float]:
-    """A round's numbers for a tracker (run.track) or Prometheus: the finite numbers of its line by name.
-
-    metrics/NAME of the server, sites/NAME the sites' weighted mean, site/SITE/NAME, loss the round's,
-    loss/CLIENT, norm/CLIENT, weight/CLIENT, clients and seconds; with a robust rule weight_after/CLIENT.
-    """
-    found: dict[str, Any] = {f"metrics/{name}": value for name, value in (line.get("metrics") or {}).items()}
-    found |= {f"sites/{name}": value for name, value in (line.get("site_mean") or {}).items()}
-    for site, scores in (line.get("site_metrics") or {}).items():
-        found |= {f"site/{site}/{name}": value for name, value in scores.items()}
-    for word, key in (("loss", "losses"), ("norm", "norms"), ("weight", "weights")):
-        found |= {f"{word}/{client}": value for client, value in (line.get(key) or {}).items()}
-    for client, one in ((line.get("defence") or {}).get("clients") or {}).items():
-        found[f"weight_after/{client}"] = one["after"]
-    found |= {"loss": line.get("loss"), "clients": len(line.get("weights") or ()), "seconds": line.get("seconds")}
-    return {name: float(v) for name, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}

@@ -11,26 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from fedlora.core import checkpoint
-from fedlora.errors import CheckpointError
 from fedlora.flower.rounds.choosing import due
 from fedlora.flower.rounds.federation import Opening
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
-from fedlora.flower.rounds.private_words import RELEASED, public_numbers
-from fedlora.flower.rounds.progress import numbers_of_round
+from fedlora.flower.rounds.private_words import RELEASED
+from fedlora.runs.finishing import best_state
 from fedlora.runs.folder import plain
-from fedlora.runs.tracking import Called, Tracker, make_tracker, numbers_of_test
+from fedlora.runs.stopping import Line
+from fedlora.runs.tracking import Called, Trackers
 from fedlora.server.state import RunState
 
 log = logging.getLogger(__name__)
-Line = Mapping[str, Any]
 
 
 class Recorder:
-    """One federation's recorder. Call `see` for each round; `close` when all are over."""
+    """One federation's recorder. Call `track`, then `see` for each round. trackers: close them when all are over."""
+
+    trackers: Trackers
 
     def __init__(self, opening: Opening) -> None:
         self._opening = opening
-        self._trackers: list[Tracker] = []
 
     def best(self, lines: Sequence[Line]) -> Line | None:
         """The best of these rounds, if any was measured."""
@@ -43,29 +43,18 @@ class Recorder:
 
     def best_state(self, line: Line | None) -> RunState | None:
         """The stored state of that round, the best one; None, with a log line, if it is lost."""
-        if line is None:
-            return None
-        round, why = line["round"], "it is not there any more"
         server, opening = self._opening.server, self._opening
-        kind, of = server.method.State, run_identity(opening.settings.id, server, opening.state.server)
-        try:
-            found = checkpoint.load_newest(self._best, FlowerState, kind, of=of, upto=round, tell=log.warning)
-            if found is not None and found[0] == round:
-                return found[1].state
-        except CheckpointError as error:
-            why = str(error)
-        log.warning("best/ is not written: the state of round %d, the best one: %s", round, why)
-        return None
+        of = run_identity(opening.settings.id, server, opening.state.server)
+        found = best_state(self._best, FlowerState, server.method.State, of, line)
+        return None if found is None else found.state
 
     def track(self, lines: Sequence[Line]) -> None:
         """Start trackers with all rounds before: after a restart they get them again."""
         settings = self._opening.settings
         facts = {"federation": settings.id, **json.loads(settings.travelling())}
-        for name in settings.run.track:
-            folder, anew = self._opening.home.server, bool(lines)
-            self._trackers.append(make_tracker(name, folder, facts, anew=anew, called=Called(settings.id)))
-        for line in lines:
-            self._tell_trackers(line)
+        self.trackers = Trackers(
+            settings.run.track, self._opening.home.server, facts, lines, anew=bool(lines), called=Called(settings.id)
+        )
 
     def see(self, line: Line, state: RunState, lines: Sequence[Line]) -> tuple[dict[str, Any], bool]:
         """(additions to a round's line, whether it was the last one). state: after the round, stored. lines: of the
@@ -74,20 +63,13 @@ class Recorder:
         facts = {"metrics": plain(dict(scores))}
         whole = {**plain(dict(line)), **facts}
         before = [old for old in lines if old["round"] < line["round"]]
-        if self._opening.choosing.replaces(whole, self.best(before)):
+        if self._opening.choosing.better(whole, self.best(before)):
             checkpoint.keep_also(self._best, self._opening.home.checkpoints, state.round, keep=2)
-        self._tell_trackers(whole)
+        self.trackers.log(whole)
         stopped = self.stopped([*before, whole])
         if stopped is not None:
             log.info("round %d: %s", line["round"], stopped["why"], extra=RELEASED)  # from public examples, if private
         return facts, stopped is not None
-
-    def close(self, tests: Mapping[str, tuple[int, Mapping[str, float]]]) -> None:
-        """tests: for each remaining state, "last" or "best", its round and its scores on the test set."""
-        for tracker in self._trackers:
-            for name, (round, scores) in tests.items():
-                tracker.log(round, numbers_of_test(scores, best=name == "best"))
-            tracker.close()
 
     # ---------------------------------------------------------------------------------------------------------- inside
 
@@ -101,13 +83,6 @@ class Recorder:
         if evaluator is None or self._opening.choosing.by != "server" or not due(self._opening.settings, state.round):
             return {}
         return evaluator.evaluate(self._opening.server, state)
-
-    def _tell_trackers(self, line: Line) -> None:
-        """Report a round to trackers; of a private one only what may be released."""
-        found = numbers_of_round(line) if self._trackers else {}
-        numbers = found if self._opening.server.privacy is None else public_numbers(found, line)
-        for tracker in self._trackers:
-            tracker.log(line["round"], numbers)
 
     def _comparable(self, lines: Sequence[Line]) -> list[Line]:
         since = self._opening.history.comparable_since()

@@ -33,18 +33,14 @@ class RoundLines:
         self._path = path
         text = read_given(path, RECORDS).decode(errors="replace") if path is not None and path.exists() else ""
         self._lines = {round: line for round, line in _parsed(text).items() if round <= upto}
-        if text != self._text():
-            self._write()
+        if text != _text(self._lines):
+            self._write(self._lines)
 
     def put(self, line: Mapping[str, Any]) -> None:
         """Add a round's line, or replace it. Raises `CheckpointError`; the file is then unchanged."""
-        before = dict(self._lines)
-        self._lines |= _parsed(json_line(line))  # as it would be read after a kill
-        try:
-            self._write()
-        except BaseException:
-            self._lines = before
-            raise
+        lines = self._lines | _parsed(json_line(line))  # as it would be read after a kill
+        self._write(lines)
+        self._lines = lines
 
     def get(self, round: int) -> Mapping[str, Any] | None:
         """The line of a round; None if there is none."""
@@ -52,19 +48,16 @@ class RoundLines:
 
     def all(self) -> list[Mapping[str, Any]]:
         """All lines, in the order of rounds."""
-        return [self._lines[round] for round in sorted(self._lines)]
+        return [line for _, line in sorted(self._lines.items())]
 
     def finished(self) -> list[Mapping[str, Any]]:
         """The lines of the rounds that are finished."""
         return [line for line in self.all() if is_finished(line)]
 
-    def _text(self) -> str:
-        return "".join(map(json_line, self.all()))
-
-    def _write(self) -> None:
+    def _write(self, lines: Mapping[int, Mapping[str, Any]]) -> None:
         if self._path is not None:
             try:
-                files.write(self._path, self._text())
+                files.write(self._path, _text(lines))
             except OSError as error:
                 raise CheckpointError(f"{self._path} cannot be written: {error.strerror}; it is unchanged.") from error
 
@@ -92,6 +85,10 @@ def fitting_summary(path: Path, settings: FederationSettings, rounds: int) -> di
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return dict(found) if same else None
+
+
+def _text(lines: Mapping[int, Mapping[str, Any]]) -> str:
+    return "".join(json_line(line) for _, line in sorted(lines.items()))
 
 
 def _parsed(text: str) -> dict[int, dict[str, Any]]:

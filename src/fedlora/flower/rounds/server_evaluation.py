@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedlora.core.lora import Adapter
-from fedlora.errors import ConfigError
 from fedlora.runs.client_data import read_files
 from fedlora.runs.config import RunConfig
+from fedlora.runs.warm_start import check_fits
 from fedlora.training.content import model_content
 from fedlora.training.evaluation import ModelEvaluator
 from fedlora.training.prompting import end_tokens, find_template
@@ -48,7 +48,8 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
     labels = config.data.labels or next((data.label_names for data in text.values()), ())
     config.model.check_targets(config.lora.targets)
     model = config.model.load(config.lora, labels, config.run.seed)
-    _check_fits(config, start, model.seed_adapter(1, seed=config.run.seed)[0])
+    mine, _ = model.seed_adapter(1, seed=config.run.seed)
+    check_fits(mine, start, f"start/, beside at_server.model = {config.model.path!r},")
     template = config.data.prompting() if config.model.task == "causal-lm" else None
     ends: tuple[int, ...] = ()
     if config.model.task == "causal-lm":
@@ -68,21 +69,3 @@ def load_at_server(config: RunConfig, start: Adapter) -> AtServer:
         digests=model_content(config.model.location()),
         ends=ends,
     )
-
-
-def _check_fits(config: RunConfig, start: Adapter, mine: Adapter) -> None:
-    """Raises `ConfigError` unless the common start fits this model: the same modules and heads, of the same sizes."""
-
-    def sizes(adapter: Adapter) -> dict[str, tuple[int, ...]]:
-        found = {name: (lora.factors[0].shape[0], lora.factors[1].shape[1]) for name, lora in adapter.modules.items()}
-        return found | {name: tuple(head.shape) for name, head in adapter.heads.items()}
-
-    there, here = sizes(start), sizes(mine)
-    wrong = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    if wrong:
-        name = wrong[0]
-        raise ConfigError(
-            f"at_server.model = {config.model.path!r} does not fit start/: {name!r} is "
-            f"{there.get(name, 'not there')} in start/ and {here.get(name, 'not there')} in this model ({len(wrong)} "
-            f"such). Is it another base model, or does it have other classes or lora.targets?"
-        )

@@ -1,7 +1,7 @@
 """FED/server/settings.json: the settings of all rounds so far, and whether a federation may continue with others.
 
-A list, the newest last: {"at", "rounds": the number finished by then, "settings": as they travel, "held_out": the data
-that rounds are measured on, "changed": {key: [before, after]}}. It contains no path of the server.
+A list, the newest last: {"rounds": the number finished by then, "settings": as they travel, "held_out": the data that
+rounds are measured on, "changed": {key: [before, after]}}. It contains no path of the server.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError
-from fedlora.flower.terms.settings import MEASURED, FederationSettings, changed
+from fedlora.flower.terms.settings import MEASURED, Change, FederationSettings, changed
 from fedlora.given_files import RECORDS, parse_json, read_given
 
 
@@ -23,7 +22,7 @@ from fedlora.given_files import RECORDS, parse_json, read_given
 class History:
     """The entries of settings.json, the newest last."""
 
-    entries: Sequence[Mapping[str, Any]] = ()
+    entries: tuple[Mapping[str, Any], ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> History:
@@ -41,52 +40,29 @@ class History:
             ) from error
         return cls(tuple(found))
 
-    def before(self) -> FederationSettings | None:
-        """The settings of the previous rounds."""
-        if not self.entries:
-            return None
-        return FederationSettings.from_travelling(json.dumps(self.entries[-1]["settings"]))
-
-    @property
-    def held_out(self) -> str:
-        """The data on which the last rounds were measured."""
-        return str(self.entries[-1]["held_out"]) if self.entries else ""
-
     def comparable_since(self) -> int:
         """The round after which all rounds were measured on the same examples, in the same way."""
         pairs = zip(self.entries, self.entries[1:], strict=False)
         return max((int(new["rounds"]) for old, new in pairs if _measured_otherwise(old, new)), default=0)
 
     def with_(self, settings: FederationSettings, rounds: int, held_out: str) -> History:
-        """The history with these settings from that round on; itself if nothing is new.
+        """The history with these settings from that round on.
 
         Raises:
             ConfigError: a setting that may not change between rounds did: each key with both values.
         """
-        kept = [old for old in self.entries if old["rounds"] < rounds]  # no round was played with any other
-        before = History(kept).before() or self.before()
-        changes = changed(before, FederationSettings.from_travelling(settings.travelling())) if before else ()
-        if rounds and before is not None:
-            wrong = [c for c in changes if c.fixed]
-            if wrong:
-                named = "; ".join(f"{c.key} was {_shown(c.before)} and is {_shown(c.after)} now" for c in wrong)
-                raise ConfigError(
-                    f"{rounds} rounds are played, and federation.toml says something else than it did for them: "
-                    f"{named}. Sites and server would hold parts that do not belong together, or sites would be "
-                    f"measured on what they trained on. Set it back, or make another federation (fedlora flower init)."
-                )
-            _check_rounds(before, settings, rounds)
-        said = {"settings": json.loads(settings.travelling()), "held_out": held_out}
-        for entries in (self.entries, kept):  # nothing is new, or what was new is taken back
-            if entries and said.items() <= entries[-1].items():
-                return self if entries is self.entries else History(tuple(kept))
+        played = History(tuple(old for old in self.entries if old["rounds"] < rounds))  # no round had any other
+        changes = played._changes(settings)
+        _check(changes, settings, rounds)
+        if played.entries and not changes and played.entries[-1]["held_out"] == held_out:
+            return played
         entry = {
-            "at": datetime.now(UTC).isoformat(timespec="seconds"),
             "rounds": rounds,
-            **said,
+            "settings": json.loads(settings.travelling()),
+            "held_out": held_out,
             "changed": {change.key: [change.before, change.after] for change in changes},
         }
-        return History((*kept, entry))
+        return History((*played.entries, entry))
 
     def told(self, last: int | None = None) -> tuple[str, ...]:
         """The changes since round 1, and the round after which each holds. last: only the newest so many times."""
@@ -96,21 +72,26 @@ class History:
             said = [f"{key} is {_shown(now)} in place of {_shown(was)}" for key, (was, now) in new["changed"].items()]
             if _measured_otherwise(old, new):
                 said.append("it is measured on other examples or otherwise, and rounds before it are not compared")
-            found += [f"after round {new['rounds']}: {one}" for one in said if new["rounds"]]
+            found += [f"after round {new['rounds']}: {one}" for one in said]
         return tuple(found)
 
     def waiting(self, settings: FederationSettings, rounds: int) -> str:
         """How federation.toml differs from the settings of the current rounds; "" if it does not."""
-        before = self.before()
-        changes = changed(before, FederationSettings.from_travelling(settings.travelling())) if before else ()
+        changes = self._changes(settings)
         if not changes:
             return ""
         try:
-            self.with_(settings, rounds, self.held_out)
+            self.with_(settings, rounds, "")
         except ConfigError as error:
             return str(error)
         named = "; ".join(f"{one.key} = {_shown(one.after)} (it was {_shown(one.before)})" for one in changes)
         return f"federation.toml has {named}. Rounds that are being played go on as they began; the next start takes it"
+
+    def _changes(self, settings: FederationSettings) -> tuple[Change, ...]:
+        if not self.entries:
+            return ()
+        before = FederationSettings.from_travelling(json.dumps(self.entries[-1]["settings"]))
+        return changed(before, FederationSettings.from_travelling(settings.travelling()))
 
     def write(self, path: Path) -> None:
         """Write the file, completely or not at all."""
@@ -122,19 +103,26 @@ def _measured_otherwise(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return bool(old["held_out"] != new["held_out"] or not MEASURED.isdisjoint(new["changed"]))
 
 
-def _check_rounds(before: FederationSettings, settings: FederationSettings, rounds: int) -> None:
-    """Raises `ConfigError` if the planned number of rounds was the base of a schedule, or of a promise of epsilon."""
-    was, now = before.run.rounds, settings.run.rounds
-    told = f"run.rounds was {was} and is {now} now: "
-    if was != now and settings.train.schedule != "constant":
+def _check(changes: Sequence[Change], settings: FederationSettings, rounds: int) -> None:
+    """Raises `ConfigError` for a setting that may not change after so many rounds; for their planned number, if it was
+    the base of a schedule, or of a promise of epsilon."""
+    named = {one.key: f"{one.key} was {_shown(one.before)} and is {_shown(one.after)} now" for one in changes}
+    if fixed := [named[one.key] for one in changes if one.fixed]:
         raise ConfigError(
-            f"{told}with train.schedule = {settings.train.schedule!r} the learning rate of every round depends on "
-            f"their number, and {rounds} are played. Set it back, or set train.schedule = 'constant' too."
+            f"{rounds} rounds are played, and federation.toml says something else than it did for them: "
+            f"{'; '.join(fixed)}. Sites and server would hold parts that do not belong together, or sites would be "
+            f"measured on what they trained on. Set it back, or make another federation (fedlora flower init)."
         )
-    if was != now and settings.privacy is not None:
+    if "run.rounds" in named and settings.train.schedule != "constant":
         raise ConfigError(
-            f"{told}{rounds} private rounds are played, and epsilon was promised for {was}. Set it back. For more "
-            f"rounds make another federation that charges the same ledger."
+            f"{named['run.rounds']}: with train.schedule = {settings.train.schedule!r} the learning rate of every "
+            f"round depends on their number, and {rounds} are played. Set it back, or set train.schedule = 'constant' "
+            f"too."
+        )
+    if "run.rounds" in named and settings.privacy is not None:
+        raise ConfigError(
+            f"{named['run.rounds']}: {rounds} private rounds are played, and epsilon was promised for another number. "
+            f"Set it back. For more rounds make another federation that charges the same ledger."
         )
 
 

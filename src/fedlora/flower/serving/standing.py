@@ -89,7 +89,7 @@ def standing(folder: FederationFolder, barred: Collection[str] = ()) -> Standing
 def _told(folder: FederationFolder, settings: FederationSettings, done: int) -> tuple[str, ...]:
     """The changes to federation.toml, and those that wait. The ServerApp reports a damaged history."""
     try:
-        history = History.read(folder.server / "settings.json")
+        history = History.read(folder.history)
         waiting = history.waiting(settings, done)
     except FedLoRAError:
         return ()

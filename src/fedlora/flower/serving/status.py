@@ -138,7 +138,7 @@ def status_of(folder: FederationFolder) -> Status:
     nodes, answers = _nodes(folder)
     keys = keys_of(folder)
     line = progress.lines.get(progress.round, {})
-    fates = dict(line.get("fates") or {name: {"fate": fate} for name, fate in fates_of(line).items()})
+    fates = dict(line.get("fates") or {})
     fates |= {name: {"fate": "quarantined", "why": why} for name, why in progress.barred.items()}
     sites = {}
     for name, rank in now.ranks.items():

@@ -16,14 +16,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from fedlora.doing import doing
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import children
 from fedlora.flower.ownership import serving
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import REFUSED
-from fedlora.flower.rounds.log_lines import nodes_line, size_of
-from fedlora.flower.rounds.private_words import private_folder
+from fedlora.flower.rounds.log_lines import nodes_line
 from fedlora.flower.serving.connection import check_derived
 from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
@@ -129,7 +130,7 @@ class Supervisor:
         if now.privacy is not None:
             self._say(f"private: {promise(now.privacy, now.rounds)}. docs/how-to/privacy.md")
             self._say(
-                f"this output says nothing about single sites. {private_folder(self.folder)}/log says who is online, "
+                f"this output says nothing about single sites. {self.folder.private}/log says who is online, "
                 f"late or refused, for this server's operator alone. Look there after round 1"
             )
 
@@ -142,7 +143,7 @@ class Supervisor:
         """That there is no room for a round; "" if there is."""
         room, needed = room_of(self.folder), needed_room(self.folder)
         return "" if room >= needed else (
-            f"the disk of {self.folder.path} is full: {size_of(room)} free, {size_of(needed)} needed. Make room; the "
+            f"the disk of {self.folder.path} is full: {decimal(room)} free, {decimal(needed)} needed. Make room; the "
             f"server then continues by itself"
         )  # fmt: skip
 
@@ -184,7 +185,7 @@ class Supervisor:
             else:
                 self.telling.again(
                     f"waiting until all {len(now.clients)} sites are online: a private federation begins only then, "
-                    f"and later waits for no site. {private_folder(self.folder)}/log names the missing sites; remove a "
+                    f"and later waits for no site. {self.folder.private}/log names the missing sites; remove a "
                     f"site that will not come with `fedlora flower remove`"
                 )
             self._sleep(self._pace.nodes)

@@ -11,7 +11,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import EventReader
 from fedlora.flower.rounds.log_lines import lines_of, nodes_line
-from fedlora.flower.rounds.private_words import append_secret, private_folder
+from fedlora.flower.rounds.private_words import append_secret
 from fedlora.flower.rounds.progress import Progress, after
 from fedlora.flower.serving.standing import Standing, standing
 from fedlora.flower.serving.superlink import NodeFacts
@@ -76,7 +76,7 @@ class Telling:
         if self._standing.privacy is None:
             self.say(line)
         else:
-            append_secret(private_folder(self.folder), f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {line}")
+            append_secret(self.folder.private, f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {line}")
 
     @property
     def online(self) -> list[str]:

@@ -12,14 +12,13 @@ from pathlib import Path
 import psutil
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
+from rich.filesize import decimal
 
 from fedlora.adapters.reader import AdapterFile
 from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import opening
-from fedlora.flower.rounds.log_lines import size_of
 from fedlora.flower.rounds.membership import quarantined
-from fedlora.flower.rounds.private_words import private_folder
 from fedlora.flower.serving.connection import check_derived, connection
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.start import check_max_length
@@ -82,11 +81,11 @@ def _start(there: FederationFolder, settings: FederationSettings, clients: Mappi
     message = sum((min(largest, *shape) * sum(shape)) * 4 for shape in shapes) + heads
     rows: list[Row] = [
         ("start", f"{len(shapes)} modules, {len(start.heads)} tensors beside them", True),
-        ("largest message", f"{size_of(message)}, in pieces of 5 MiB", message < 2e9),
+        ("largest message", f"{decimal(message)}, in pieces of 5 MiB", message < 2e9),
     ]
     needed = 2 * message * len(clients) * 4 + 8 * message  # the database keeps several rounds, the checkpoints two
     free = shutil.disk_usage(there.path).free
-    rows.append(("disk", f"{size_of(free)} free, about {size_of(needed)} needed", free > needed))
+    rows.append(("disk", f"{decimal(free)} free, about {decimal(needed)} needed", free > needed))
     return rows
 
 
@@ -130,7 +129,7 @@ def _certificates(there: FederationFolder, network: NetworkSection) -> list[Row]
 
 def _private(there: FederationFolder) -> list[Row]:
     """Files that must be readable only by this user."""
-    secret = [private_folder(there)] if private_folder(there).is_dir() else []
+    secret = [there.private] if there.private.is_dir() else []
     secret += [there.certificates / "server.key", there.public / "server.key", there.public / "ca.key", there.database]
     secret += sorted(there.state.glob("superlink.db-*"))
     rows: list[Row] = []
