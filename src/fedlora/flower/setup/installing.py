@@ -91,10 +91,9 @@ Made = tuple[dict[str, str], list[Path]]  # units by name, and the folders that 
 def _site(home: Path, user: str | None, memory: str | None, metrics: str | None, label: str) -> Made:
     if metrics is not None:
         raise ConfigError("--metrics is for a federation's server, not for a site. Leave it out.")
-    more = {} if memory is None else {"memory": memory}
     site = Site.read(SiteFolder(home).site)
     reads = [Path(path) for path in (site.data, site.model) if Path(path).is_absolute()]
-    unit = units.site_unit(home, user=user, label=label, reads=reads, **more)
+    unit = units.site_unit(home, user=user, label=label, reads=reads, memory=memory)
     return {units.unit_name("site", label): unit}, [SiteFolder(home).state]
 
 
@@ -106,13 +105,12 @@ def _server(home: Path, user: str | None, memory: str | None, metrics: str | Non
     ledger, known = None, None
     if settings.privacy is not None:
         ledger, known = Path(settings.privacy.ledger), _known(user or owner(home))
-    more = {} if memory is None else {"memory": memory}
     mine = settings.at_server
     reads = [Path(path) for path in (mine.model, mine.validation, mine.test) if path and Path(path).is_absolute()]
     texts = {
         units.unit_name("proxy", label): units.proxy_unit(home, settings.network.port, user=user, label=label),
         units.unit_name("server", label): units.server_unit(
-            home, user=user, metrics=metrics, ledger=ledger, known=known, label=label, reads=reads, **more
+            home, user=user, memory=memory, metrics=metrics, ledger=ledger, known=known, label=label, reads=reads
         ),
     }
     outside = [ledger.parent, known] if ledger is not None and known is not None else []
