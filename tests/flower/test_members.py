@@ -23,7 +23,7 @@ from fedlora.core import files
 from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import opening
-from fedlora.flower.serving.connection import check_derived
+from fedlora.flower.serving.standing import check_derived
 from fedlora.flower.setup import checkup, members
 from fedlora.flower.setup.init_steps import with_quorum
 from fedlora.flower.setup.renewal import renew

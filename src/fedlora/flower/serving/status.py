@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from fedlora.errors import counted
@@ -14,7 +15,6 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import read_events
 from fedlora.flower.rounds.log_lines import time_of
 from fedlora.flower.rounds.progress import Progress, fates_of, progress_of
-from fedlora.flower.serving import database
 from fedlora.flower.serving.standing import Standing, keys_of, room_of, standing
 from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
 from fedlora.flower.terms.privacy import promise
@@ -152,8 +152,15 @@ def status_of(folder: FederationFolder) -> Status:
             progress.uploaded.get(name, 0),
         )  # fmt: skip
     return Status(
-        now, progress, sites, holder(folder.lock), answers, database.size(folder.database), room_of(folder)
+        now, progress, sites, holder(folder.lock), answers, database_size(folder.database), room_of(folder)
     )  # fmt: skip
+
+
+def database_size(path: Path) -> int:
+    """Bytes of the SuperLink's database and its log; 0 if there is none. Flower keeps all payloads in it, deletes those
+    of finished runs, and reuses their room."""
+    places = (path, path.with_name(path.name + "-wal"))
+    return sum(place.stat().st_size for place in places if place.is_file())
 
 
 def time_at(seconds: float) -> str:
@@ -177,4 +184,4 @@ def _nodes(folder: FederationFolder) -> tuple[dict[str, NodeFacts], bool]:
         link.close()
 
 
-__all__ = ["SiteStatus", "Status", "since", "status_of"]
+__all__ = ["SiteStatus", "Status", "database_size", "since", "status_of"]

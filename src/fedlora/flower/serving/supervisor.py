@@ -24,8 +24,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.rounds.log_lines import nodes_line, size_of
 from fedlora.flower.rounds.private_words import private_folder
-from fedlora.flower.serving.connection import check_derived
-from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
+from fedlora.flower.serving.standing import Standing, check_derived, keys_of, needed_room, room_of, standing
 from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
 from fedlora.flower.serving.telling import Say, Telling

@@ -20,7 +20,7 @@ from fedlora.flower.rounds.federation import opening
 from fedlora.flower.rounds.log_lines import size_of
 from fedlora.flower.rounds.membership import quarantined
 from fedlora.flower.rounds.private_words import private_folder
-from fedlora.flower.serving.connection import check_derived, connection
+from fedlora.flower.serving.standing import check_derived
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.start import check_max_length
 from fedlora.flower.terms.certificates import verdict
@@ -144,7 +144,7 @@ def _private(there: FederationFolder) -> list[Row]:
 
 
 def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
-    port = int(connection(there).rpartition(":")[2])
+    port = network.superlink_port
     found = listening(port)
     open_ = [address for address in found if not is_loopback(address)]
     if open_:

@@ -14,7 +14,7 @@ from fedlora.adapters.io import write_adapter
 from fedlora.core.folders import replacing_folder
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.serving.connection import LOOPBACK
+from fedlora.flower.serving.superlink import LOOPBACK
 from fedlora.flower.setup.policy_file import Rank, policy_text
 from fedlora.flower.setup.proxy import nginx_configuration
 from fedlora.flower.setup.start import Start
