@@ -151,7 +151,7 @@ def main() -> None:
             for site in (folder / "sites").iterdir():  # what they kept is of rounds that are played anew
                 shutil.rmtree(site / "state")
                 (site / "state").mkdir(mode=0o700)
-        Trial(folder).play()
+        Trial(folder).serve()
         rows["deployment (TLS)"] = rounds_of(folder)
     print(f"{'':20}{'first round, s':>16}{'later rounds, s':>17}{'beyond training, s':>20}")
     for name, times in rows.items():

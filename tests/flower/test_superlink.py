@@ -239,5 +239,6 @@ def test_a_key_can_come_back(tmp_path: Path) -> None:
         ("\x1b[91mERROR\x1b[0m :     no room\n", "ERROR :     no room"),
     ],
 )
-def test_last_words(log: str, said: str) -> None:
-    assert children.last_words(log) == said
+def test_the_last_line(log: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(log)
+    assert children.last_line(tmp_path / "log") == said

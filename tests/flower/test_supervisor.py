@@ -49,7 +49,7 @@ def wait(link: FakeLink) -> None:
     """A look at which nothing has happened."""
 
 
-FAST = Pace(events=0.0, look=0.0, nodes=0.0, remind=100.0, pending=0.2, thin=0.0, unanswered=3)
+FAST = Pace(events=0.0, look=0.0, remind=100.0, pending=0.2, thin=0.0, unanswered=3)
 
 
 def served(
@@ -65,7 +65,7 @@ def served(
     before(link)
     for left in reversed(range(starts)):
         try:
-            now = Supervisor(home, link, said.append, pace=pace).serve()
+            now = Supervisor(link, said.append, pace=pace).serve()
             assert not left, "it was to fail more often"
             return now, link, said
         except RuntimeError as error:
@@ -277,7 +277,7 @@ def test_what_is_waited_for_is_said_again_after_a_while(tmp_path: Path) -> None:
 
         link.comes = comes
 
-    pace = Pace(events=0.0, look=0.0, nodes=0.01, remind=0.2, thin=0.0)
+    pace = Pace(events=0.0, look=0.01, remind=0.2, thin=0.0)
     _, _, said = served(home, [rounds(1, 2, 3), completes(3)], pace=pace, before=alone)
     again = "waiting for sites; online: nobody; missing: acme, berlin, cork (a round needs 2 of 3)"
     assert 1 <= said.count(again) <= 10
@@ -374,7 +374,7 @@ def test_asked_to_stop_it_ends_the_run_and_then_all(tmp_path: Path) -> None:
         stop.set()
 
     link.scripts = [[rounds(1), asked]]
-    now = Supervisor(home, link, said.append, stop=stop, pace=FAST).serve()
+    now = Supervisor(link, said.append, stop=stop, pace=FAST).serve()
     assert now.done == 1 and not now.finished
     assert link.done[-2:] == ["stop run 7", "stop"]
     assert said[-1].startswith("asked to stop")
@@ -384,7 +384,7 @@ def test_asked_to_stop_it_ends_the_run_and_then_all(tmp_path: Path) -> None:
 def test_asked_to_stop_while_it_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     home = federation_folder(tmp_path / "f")
     link, stop = FakeLink(home, [fails("no", ended="quorum")]), threading.Event()
-    slow = Pace(events=0.0, look=60.0 if when == "room" else 0.0, nodes=60.0, thin=60.0)
+    slow = Pace(events=0.0, look=60.0 if when in ("room", "nodes") else 0.0, thin=60.0)
     if when == "start":
         link.start = lambda *, give_up: stop.set() or None  # type: ignore[method-assign, func-returns-value]
     if when == "nodes":
@@ -393,7 +393,7 @@ def test_asked_to_stop_while_it_waits(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(supervisor, "room_of", lambda folder: 0)
     began = time.monotonic()
     threading.Timer(0.3, stop.set).start()
-    now = Supervisor(home, link, lambda line: None, stop=stop, pace=slow).serve()
+    now = Supervisor(link, lambda line: None, stop=stop, pace=slow).serve()
     assert not now.finished and time.monotonic() - began < 5 and link.done[-1] == "stop"
 
 

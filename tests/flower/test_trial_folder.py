@@ -17,7 +17,8 @@ from fedlora.errors import ConfigError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.superlink import SuperLink
-from fedlora.flower.serving.trial import Trial, TrialFailed
+from fedlora.flower.serving.supervisor import Lost
+from fedlora.flower.serving.trial import Trial
 from fedlora.flower.setup.init_steps import trial
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
@@ -133,8 +134,8 @@ def test_the_end_of_a_node_is_a_failure(tmp_path: Path) -> None:
         (2, "with code 2.* ends with: WARNING: no base model. "),
     ):
         trial_of_two.nodes = {"two": ended[code]}
-        with pytest.raises(TrialFailed, match=f"two .* {how}") as failed:
-            trial_of_two._look_after_nodes()
+        with pytest.raises(Lost, match=f"two .* {how}") as failed:
+            trial_of_two.also()
         assert "\x1b" not in str(failed.value)
 
 
@@ -148,9 +149,9 @@ def test_a_trial_that_was_stopped_leaves_no_process(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(SuperLink, "stop", lambda self: ended.extend(n.poll() is not None for n in mine.nodes.values()))
     stop.set()
     detached = subprocess.Popen(["sleep", "60"], env=children.environment(home), start_new_session=True)
-    mine.play()
+    mine.serve()
     assert detached.poll() is None
     mine.nodes = {"one": subprocess.Popen(["sleep", "60"], start_new_session=True)}
-    mine.play()
+    mine.serve()
     detached.wait(10)
     assert ended == [True]

@@ -40,10 +40,9 @@ def serve(
     from fedlora.flower.serving.supervisor import Supervisor
 
     place = FederationFolder(folder.resolve())
-    link = SuperLink(folder)
     with ending_for_systemd(), stopping() as stop, _metrics(place, metrics):
         opening(place.path, say)  # what the rounds would refuse is said now, not when the sites are there
-        now = Supervisor(folder, link, say, stop=stop).serve()
+        now = Supervisor(SuperLink(folder), say, stop=stop).serve()
     tell_end(folder, now, stop)
 
 

@@ -20,5 +20,5 @@ def up(folder: Folder) -> None:
     with ending_for_systemd(), stopping() as stop:
         trial = Trial(folder, say, stop=stop)
         opening(trial.folder.path, say)  # as `serve`: before anything is started
-        now = trial.play()
+        now = trial.serve()
     tell_end(folder, now, stop, "up")

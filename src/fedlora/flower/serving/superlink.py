@@ -103,7 +103,7 @@ class SuperLink:
         until = time.monotonic() + _LONG
         while not self.answers() and not give_up():
             if (code := self.process.poll()) is not None:
-                words = children.last_words(children.tail(self.log))
+                words = children.last_line(self.log)
                 raise SuperLinkError(f"the SuperLink ended with code {code}: {words} (more in {self.log})")
             if time.monotonic() > until:
                 self.stop()
