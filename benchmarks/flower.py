@@ -36,7 +36,7 @@ from fedlora.flower.messages.envelope import Envelope
 from fedlora.flower.messages.records import parcel_record, record_parcel, record_upload, upload_record
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.trial import Trial
-from fedlora.flower.setup.init_steps import trial as write_trial
+from fedlora.flower.setup.trial_folder import trial as write_trial
 from fedlora.flower.site.node_process import free_port
 from fedlora.flower.site.resident import ask
 from fedlora.flower.site.site_work import SiteWork

@@ -25,7 +25,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import opening
 from fedlora.flower.serving.standing import check_derived
 from fedlora.flower.setup import checkup, members
-from fedlora.flower.setup.init_steps import with_quorum
+from fedlora.flower.setup.project import with_sites
 from fedlora.flower.setup.renewal import renew
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Disagreement
@@ -529,9 +529,10 @@ def test_a_round_needs_more_than_half_unless_the_file_says_otherwise(
     sites: int, participation: float, quorum: int
 ) -> None:
     plain = FederationSettings(id="f", data={"labels": ["a", "b"]}, run={"participation": participation})  # type: ignore[arg-type]
-    assert with_quorum(plain, sites).server.quorum == quorum
+    of = {f"site-{k}": 4 for k in range(sites)}
+    assert with_sites(plain, of).server.quorum == quorum
     asked_for = plain.model_copy(update={"server": plain.server.model_copy(update={"quorum": 1})})
-    assert with_quorum(asked_for, sites).server.quorum == 1
+    assert with_sites(asked_for, of).server.quorum == 1
 
 
 @pytest.mark.parametrize(

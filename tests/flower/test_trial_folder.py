@@ -19,7 +19,7 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.serving.supervisor import Lost
 from fedlora.flower.serving.trial import Trial
-from fedlora.flower.setup.init_steps import trial
+from fedlora.flower.setup.trial_folder import trial
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
@@ -63,7 +63,7 @@ def test_a_key_of_one_machine_is_refused_before_the_model_is_loaded(
     loaded = load_config(
         config(tmp_path, 'train = "all.jsonl"\ntext = "words"'), ["model.dtype=bfloat16", "model.bf16=true"]
     )
-    monkeypatch.setattr("fedlora.flower.setup.init_steps.prepare", lambda *_: pytest.fail("it loads the model"))
+    monkeypatch.setattr("fedlora.flower.setup.trial_folder.prepare", lambda *_: pytest.fail("it loads the model"))
     with pytest.raises(ConfigError, match=r"model\.dtype = 'bfloat16'.* float32.*site\.toml"):
         trial(tmp_path / "f", loaded, 18080)
 

@@ -75,8 +75,7 @@ def init(
             "[lora], [train], [run] rounds), without [data] train or clients, because each site has its own."
         )
     clients, name, classes = names.sites(sites), names.server_name(server_name), _classes(labels)
-    from fedlora.flower.setup.init_steps import federation
-    from fedlora.flower.setup.project import make_federation
+    from fedlora.flower.setup.project import federation, make_federation
     from fedlora.runs.quiet import quiet_libraries
 
     quiet_libraries()
@@ -130,7 +129,7 @@ def _low_port(port: int) -> str:
 
 
 def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: int) -> None:
-    from fedlora.flower.setup.init_steps import trial
+    from fedlora.flower.setup.trial_folder import trial
     from fedlora.runs.config import load_config, located, override_in, parse_config
     from fedlora.runs.quiet import quiet_libraries
 

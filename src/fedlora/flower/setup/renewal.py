@@ -6,7 +6,6 @@ settings, policy, start and results alone.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from fedlora.adapters.io import read_adapter
 from fedlora.core import files
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.setup.members import changing
-from fedlora.flower.setup.project import Federation, write_derived
+from fedlora.flower.setup.project import Federation, derived
 from fedlora.flower.setup.start import Start
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.facts import agreed
@@ -44,16 +43,16 @@ def renew(home: Path) -> Renewed:
         made = Federation(settings, policy.clients, Start(adapter, spec), agreed(there.agreement))
         loopback, public = _certificates(there, settings)
         changed, handed = list[Path](), set[str]()
-        with tempfile.TemporaryDirectory() as scratch:
-            write_derived(Path(scratch), there.path, made, there)
-            for path in sorted(Path(scratch).rglob("*")):
-                target = there.path / path.relative_to(scratch)
-                if path.parent.name == "join" and target.is_file():
-                    old, new = JoinFile.read(target), JoinFile.read(path)
-                    handed |= {part for part in ("server", "port", "ca") if getattr(old, part) != getattr(new, part)}
-                if path.is_file() and not (target.is_file() and target.read_bytes() == path.read_bytes()):
-                    files.write(target, path.read_bytes())
-                    changed.append(target)
+        for path, text in derived(there, there.path, made).items():
+            before = path.read_text(encoding="utf-8") if path.is_file() else None
+            if before == text:
+                continue
+            old = JoinFile.read(path) if before is not None and path != there.proxy else None
+            files.write(path, text)
+            changed.append(path)
+            if old is not None:
+                new = JoinFile.read(path)
+                handed |= {part for part in ("server", "port", "ca") if getattr(old, part) != getattr(new, part)}
     return Renewed(loopback, public, tuple(sorted(handed)), tuple(changed))
 
 
