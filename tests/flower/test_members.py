@@ -489,10 +489,13 @@ def test_renewal_keeps_the_authority_and_says_another_port(fed: FederationFolder
     fed.settings.write_text(fed.settings.read_text().replace("port = 8443", "port = 9443"))
     with pytest.raises(ConfigError, match=r"network\.port = 9443, and .*nginx.*`fedlora flower renew"):
         check_derived(fed)
+    members.invite(fed.path, "dublin", 16)
+    fed.settings.write_text(fed.settings.read_text().replace("port = 9443", "port = 9444"))  # and invited before it
     done = renew(fed.path)
     check_derived(fed)
-    assert done.handed == ("port",) and fed.proxy in done.changed and "listen 9443" in fed.proxy.read_text()
-    assert tomllib.loads(fed.join("acme").read_text())["server"]["port"] == 9443
+    assert (JoinFile.read(fed.join("dublin")).port, JoinFile.read(fed.join("dublin")).rank) == (9444, 16)
+    assert done.handed == ("port",) and fed.proxy in done.changed and "listen 9444" in fed.proxy.read_text()
+    assert tomllib.loads(fed.join("acme").read_text())["server"]["port"] == 9444
     (fed.public / "ca.key").unlink()
     assert not renew(fed.path).public  # somebody else's certificate, and sound: it is left alone
 

@@ -40,17 +40,17 @@ def renew(home: Path) -> Renewed:
     """
     with changing(home) as (there, settings, policy):
         adapter, spec = read_adapter(there.start, scaling=settings.lora.unit)
-        made = Federation(settings, policy.clients, Start(adapter, spec), agreed(there.agreement))
+        joins = {path: JoinFile.read(path) for path in sorted(there.join("x").parent.glob("*.toml"))}
+        clients = {join.site: join.rank for join in joins.values()} | dict(policy.clients)  # also who is only invited
+        made = Federation(settings, clients, Start(adapter, spec), agreed(there.agreement))
         loopback, public = _certificates(there, settings)
         changed, handed = list[Path](), set[str]()
         for path, text in derived(there, there.path, made).items():
-            before = path.read_text(encoding="utf-8") if path.is_file() else None
-            if before == text:
+            if path.is_file() and path.read_text(encoding="utf-8") == text:
                 continue
-            old = JoinFile.read(path) if before is not None and path != there.proxy else None
             files.write(path, text)
             changed.append(path)
-            if old is not None:
+            if (old := joins.get(path)) is not None:
                 new = JoinFile.read(path)
                 handed |= {part for part in ("server", "port", "ca") if getattr(old, part) != getattr(new, part)}
     return Renewed(loopback, public, tuple(sorted(handed)), tuple(changed))
