@@ -264,7 +264,7 @@ def test_another_key_is_a_rotation_and_the_old_one_stays_away(fed: FederationFol
     assert old in str(error.value) and new in str(error.value)
     done = members.admit(fed.path, second, rotate=True)
     assert (done.old_key, done.fingerprint) == (old, new)
-    with pytest.raises(ConfigError, match=r"'acme', rotated"):
+    with pytest.raises(ConfigError, match=r"acme-\S*-rotated-keys\.pub.*newest"):
         members.admit(fed.path, first, rotate=True)
 
 
@@ -282,9 +282,9 @@ def test_a_site_goes_and_comes_back(fed: FederationFolder, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"'\.\./\.\./etc'.* name of a site"):
         members.remove(fed.path, "../../etc")
     fresh, before = asked(fed, "acme", tmp_path, join=joined), snapshot(fed)
-    with pytest.raises(ConfigError, match=r"'acme' was removed on \d{4}-\d\d-\d\d at .*--rank"):
+    with pytest.raises(ConfigError, match=r"'acme' is not in .*was removed .*--rank"):
         members.admit(fed.path, fresh)
-    with pytest.raises(ConfigError, match=r"of 'acme' was removed on .*-removed\.pub.* --rotate"):
+    with pytest.raises(ConfigError, match=r"acme-\d{8}T\d{6}Z-removed-keys\.pub.* --rotate"):
         members.admit(fed.path, request, rank=3)
     assert snapshot(fed) == before
     assert members.admit(fed.path, fresh, rank=3).rank == 3
@@ -307,7 +307,7 @@ def test_a_removed_key_does_not_come_back(name: str, fed: FederationFolder, tmp_
     ask(name)
     before = snapshot(fed)
     for rotate in (False, True):
-        with pytest.raises(ConfigError, match=r"of 'cork' was removed on .*fedlora flower site FOLDER --rotate"):
+        with pytest.raises(ConfigError, match=r"cork-\S*-removed-keys\.pub.*fedlora flower site FOLDER --rotate"):
             members.admit(fed.path, request, rotate=rotate)
     assert snapshot(fed) == before
     assert members.admit(fed.path, asked(fed, name, tmp_path)).rank == 2
