@@ -3,6 +3,7 @@ made by the command line from a tiny model, each fault made on purpose."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 import shutil
@@ -121,12 +122,11 @@ def test_a_given_start_needs_no_model_and_must_fit(made: Path, tmp_path: Path, m
 
     said = init("--labels", "no,yes,maybe")
     assert said.code == 0, said.err
-    assert "CAP_NET_BIND_SERVICE" in said.out
+    assert "CAP_NET_BIND_SERVICE" in said.out and "a round needs 2 of 2 (" in " ".join(said.out.split())
     start, _ = read_adapter(tmp_path / "f" / "start", scaling=2.0)
     kept, _ = read_adapter(made / "fed" / "start", scaling=2.0)
     assert all((start.modules[m].factors[1] == kept.modules[m].factors[1]).all() for m in kept.modules)
-    four = init("--labels", "no,yes,maybe", "--set", "lora.scaling=4", "--port", 8443, name="four")
-    assert four.code == 0 and "CAP_NET_BIND_SERVICE" not in four.out
+    assert init("--labels", "no,yes,maybe", "--set", "lora.scaling=4", "--port", 8443, name="four").code == 0
     other, _ = read_adapter(tmp_path / "four" / "start", scaling=2.0)  # the same update, in other units
     assert all((other.modules[m].delta() == kept.modules[m].delta()).all() for m in kept.modules)
     for more, words in (
@@ -151,9 +151,10 @@ def test_texts_longer_than_the_base_model_reads_are_refused_before_round_1(
         made / "run.toml", "--labels", "no,yes,maybe", "--set", "data.max_length=17",
     ).error()  # fmt: skip
     assert all(said in error for said in (*words, "run.toml")) and not (tmp_path / "f").exists(), error
-    assert "max_length" not in rows(fed)
+    renew(fed.path)  # it was copied to another place
+    assert rows(fed)["serve"][1] is True
     fed.settings.write_text(fed.settings.read_text().replace("max_length = 16", "max_length = 17"))
-    found, sound = rows(fed)["max_length"]
+    found, sound = rows(fed)["serve"]
     assert all(said in found for said in (*words, "federation.toml")) and sound is False
 
 
@@ -509,9 +510,8 @@ def test_which_sockets_listen_and_which_addresses_are_this_machines() -> None:
         one.listen()
         everywhere.listen()
         assert checkup.listening(one.getsockname()[1]) == ["127.0.0.1"]
-        assert checkup.listening(everywhere.getsockname()[1]) == ["0.0.0.0"] and not checkup.is_loopback("0.0.0.0")
-    assert checkup.is_loopback("::ffff:127.0.0.1") and checkup.is_loopback("::1") and not checkup.is_loopback("::")
-    assert not any(checkup.is_loopback(address) for address in checkup.own_addresses())
+        assert checkup.listening(everywhere.getsockname()[1]) == ["0.0.0.0"]
+    assert not any(ipaddress.ip_address(address).is_loopback for address in checkup.own_addresses())
 
 
 def test_the_first_request_says_what_nobody_at_the_server_knows(
