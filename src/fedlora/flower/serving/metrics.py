@@ -43,7 +43,6 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.status import status_of
 
 _TOLD = re.findall(r"^    fedlora_(\w+?)(_total)?(?:\{(\S+)\})? +(.*)$", __doc__ or "", re.MULTILINE)
-_ROUNDS = 100  # the last ones, among which the last scores are looked for
 
 
 class Exposed(Collector):
@@ -59,11 +58,11 @@ class Exposed(Collector):
     def collect(self) -> Iterator[Metric]:
         """All numbers of the current status; none while a file of the folder is broken, which `serve` reports."""
         with suppress(ConfigError):
-            yield from numbers(status_of(self._folder).as_json(_ROUNDS))
+            yield from numbers(status_of(self._folder))
 
 
 def numbers(status: Mapping[str, Any]) -> Iterator[Metric]:
-    """The numbers in a `Status.as_json`; what is not known, or not a number, is left out."""
+    """The numbers in what `status_of` tells; what is not known, or not a number, is left out."""
     rounds, sites = status["last_rounds"], status["sites"]
     last, privacy = rounds[-1] if rounds else {}, status.get("privacy") or {}
     online = {name: float(site["node"] == "online") for name, site in sites.items() if "node" in site}
