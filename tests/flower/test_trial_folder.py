@@ -122,7 +122,7 @@ def test_the_end_of_a_node_is_a_failure(tmp_path: Path) -> None:
     fed = federation_folder(tmp_path / "f")
     for name in ("one", "two"):
         site_folder(fed.site(name).path, fed.join(name))
-    trial_of_two = Trial(fed.path)
+    trial_of_two = Trial(SuperLink(fed.path))
     fed.logs.mkdir(parents=True)
     (fed.logs / "node-two.log").write_text("\x1b[93mWARNING\x1b[0m: no base model\n")
     ended = {code: subprocess.Popen(["sh", "-c", words]) for code, words in ((2, "exit 2"),)}
@@ -144,7 +144,7 @@ def test_a_trial_that_was_stopped_leaves_no_process(tmp_path: Path, monkeypatch:
     before the SuperLink: otherwise they cannot say that they leave, and the next trial waits a minute for it."""
     fed, stop, ended = federation_folder(tmp_path / "f"), threading.Event(), list[bool]()
     site_folder(fed.site("one").path, fed.join("one"))
-    mine, home = Trial(fed.path, stop=stop), fed.site("one").state / "flwr"
+    mine, home = Trial(SuperLink(fed.path), stop=stop), fed.site("one").state / "flwr"
     monkeypatch.setattr(SuperLink, "start", lambda self, give_up: None)
     monkeypatch.setattr(SuperLink, "stop", lambda self: ended.extend(n.poll() is not None for n in mine.nodes.values()))
     stop.set()

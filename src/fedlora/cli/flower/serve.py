@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,6 +15,9 @@ from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, typed
 from fedlora.cli.options import AsJson
 from fedlora.cli.screen import Table, cell, console, print_json, say
 from fedlora.errors import counted
+
+if TYPE_CHECKING:
+    from fedlora.flower.serving.supervisor import Supervisor
 
 
 def serve(
@@ -34,16 +37,22 @@ def serve(
     help. 2: an error in the folder; a restart will not help.
     """
     needed()
-    from fedlora.flower.places import FederationFolder
-    from fedlora.flower.rounds.federation import opening
-    from fedlora.flower.serving.superlink import SuperLink
     from fedlora.flower.serving.supervisor import Supervisor
 
-    place = FederationFolder(folder.resolve())
-    with ending_for_systemd(), stopping() as stop, _metrics(place, metrics):
-        opening(place.path, say)  # what the rounds would refuse is said now, not when the sites are there
-        now = Supervisor(SuperLink(folder), say, stop=stop).serve()
-    tell_end(folder, now, stop)
+    played(Supervisor, folder, "serve", metrics)
+
+
+def played(kind: type[Supervisor], folder: Path, command: str, metrics: str | None = None) -> None:
+    """Play a federation by a supervisor of this kind. command: the one that was called."""
+    from fedlora.flower.rounds.federation import opening
+    from fedlora.flower.serving.superlink import SuperLink
+
+    link = SuperLink(folder)
+    with ending_for_systemd(), stopping() as stop, _metrics(link.folder, metrics):
+        supervisor = kind(link, say, stop=stop)
+        opening(link.folder.path, say)  # what the rounds would refuse is said now, not when the sites are there
+        now = supervisor.serve()
+    tell_end(folder, now, stop, command)
 
 
 def status(

@@ -158,9 +158,8 @@ class SuperLink:
         return sorted(found, key=lambda node: (node.name, node.id))
 
     def runs(self) -> list[RunFacts]:
-        """All runs, newest first."""
-        found = self._ask("ListRuns", "ListRunsRequest").run_dict.values()
-        return [_run(run) for run in sorted(found, key=lambda run: str(run.pending_at), reverse=True)]
+        """All runs."""
+        return [_run(run) for run in self._ask("ListRuns", "ListRunsRequest").run_dict.values()]
 
     def look(self, run: int) -> RunFacts:
         """One run."""

@@ -21,7 +21,7 @@ from fedlora.flower.ownership import serving
 from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.rounds.log_lines import nodes_line, size_of
 from fedlora.flower.rounds.private_words import private_folder
-from fedlora.flower.serving.standing import Standing, check_derived, keys_of, needed_room, room_of, standing
+from fedlora.flower.serving.standing import Standing, check_derived, keys_of, needed_room, room_of
 from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
 from fedlora.flower.serving.telling import Say, Telling
@@ -65,7 +65,7 @@ class Supervisor:
         self.stop = stop or threading.Event()
         check_derived(self.folder)
         self.telling = Telling(self.folder, say, pace.remind)
-        self._keys_at, self._read = 0, link.log.stat().st_size if link.log.is_file() else 0
+        self._read = link.log.stat().st_size if link.log.is_file() else 0  # bytes of its log
 
     def on_up(self) -> None:
         """Called when the SuperLink is up."""
@@ -84,11 +84,10 @@ class Supervisor:
                 OSError: problems that a restart may solve.
         """
         with serving(self.folder.lock):
-            if standing(self.folder).finished:
-                return standing(self.folder)
+            if (now := self.telling.standing()).finished:
+                return now
             self._greet()
             try:
-                now = standing(self.folder)
                 with doing("rounds", now.rounds) as self.telling.step:
                     self.telling.step.done = now.done
                     self._wait_for_room()
@@ -146,18 +145,13 @@ class Supervisor:
             if not run.over:
                 self._say(f"an earlier run was left {run.status}: stopped")
                 self.link.stop_run(run.id)
-        self._keep_keys(always=True)
+        self._keep_keys()
         self.on_up()
 
-    def _keep_keys(self, *, always: bool = False) -> None:
+    def _keep_keys(self) -> None:
         """Register exactly the keys in keys/, including those that come or go while this runs."""
-        keys = keys_of(self.folder)
-        places = [place for place in (self.folder.path / "keys", *keys.values()) if place.exists()]
-        newest = max((place.stat().st_mtime_ns for place in places), default=0)
-        if always or newest != self._keys_at:
-            for line in self.link.keep_keys(keys):
-                self._say(line)
-            self._keys_at = newest
+        for line in self.link.keep_keys(keys_of(self.folder)):
+            self._say(line)
 
     def _wait_for_nodes(self) -> None:
         """Wait until as many sites are online as a round needs."""

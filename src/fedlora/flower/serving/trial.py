@@ -1,6 +1,6 @@
 """A trial: a federation's folder with its sites in it, played on this machine, on loopback.
 
-    now = Trial(folder, say).serve()        SuperLink, a node for each site, all rounds; then everything ends
+    now = Trial(SuperLink(folder), say).serve()   SuperLink, a node for each site, all rounds; then everything ends
 
 The server's side is that of `serve`, each site's that of `fedlora flower node`; only the proxy is missing.
 """
@@ -28,12 +28,12 @@ class Trial(Supervisor):
         ConfigError: the folder has no sites, because it is a federation of several machines, or not a federation.
     """
 
-    def __init__(self, folder: Path, say: Say = lambda line: None, *, stop: threading.Event | None = None) -> None:
-        super().__init__(SuperLink(folder), say, stop=stop)
+    def __init__(self, link: SuperLink, say: Say = lambda line: None, *, stop: threading.Event | None = None) -> None:
+        super().__init__(link, say, stop=stop)
         self.names = [name for name in standing(self.folder).clients if self.folder.site(name).site.is_file()]
         if not self.names:
             raise ConfigError(
-                f"{folder} is not a trial: its sites are on machines of their own. `fedlora flower serve {folder}` "
+                f"{self.folder.path} is not a trial: its sites are on machines of their own. `fedlora flower serve` "
                 f"runs the server's side."
             )
         self.nodes = dict[str, subprocess.Popen[bytes]]()
