@@ -76,7 +76,7 @@ def test_only_a_port_below_1024_needs_the_right_to_it(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_said_is_refused(tmp_path: Path) -> None:
-    for wrong in (lambda: server_unit(tmp_path / "line\nbreak"), lambda: server_unit(tmp_path, user="a b"),
+    for wrong in (lambda: server_unit(tmp_path / "line\nbreak", user="me"), lambda: server_unit(tmp_path, user="a b"),
                   lambda: server_unit(tmp_path, user="me", memory="lots"), lambda: unit_name("site", "a/b"),
                   *(lambda odd=odd: site_unit(tmp_path / odd, user="me") for odd in
                     ("bell\a", "quo'te", 'dou"ble', "dol$lar", "semi;c", "back\\slash"))):  # fmt: skip
@@ -85,7 +85,6 @@ def test_what_cannot_be_said_is_refused(tmp_path: Path) -> None:
 
 
 def test_roots_folder_gets_no_unit() -> None:
-    """`/srv/x` does not exist yet, so its owner would be the caller; a unit that names root is always refused."""
     for made in (server_unit, site_unit, lambda folder, user: proxy_unit(folder, 443, user=user)):
         with pytest.raises(ConfigError, match="this whole machine"):
             made(Path("/srv/x"), user="root")

@@ -30,7 +30,6 @@ from pathlib import Path
 import fedlora
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
-from fedlora.flower.ownership import owner
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup.proxy import FILES
 from fedlora.flower.setup.templates import filled
@@ -53,13 +52,13 @@ def unit_name(kind: str, label: str = "") -> str:
 
 
 def server_unit(
-    folder: Path, *, user: str | None = None, memory: str | None = None, metrics: str | None = None,
+    folder: Path, *, user: str, memory: str | None = None, metrics: str | None = None,
     ledger: Path | None = None, known: Path | None = None, label: str = "", reads: Sequence[Path] = (),
 ) -> str:  # fmt: skip
     """The unit for `fedlora flower serve FOLDER`: restarted after a failure, but not after all rounds are played.
 
     Args:
-        folder: the federation's. user: whose processes they are; default: the folder's owner. memory: its limit.
+        folder: the federation's. user: whose processes they are. memory: its limit.
             metrics: HOST:PORT for Prometheus. ledger: a private federation's; a charge also writes files beside it.
             known: the folder with facts about ledgers outside of theirs (`privacy.outside`). reads: its own
             base model and data, if any.
@@ -75,7 +74,7 @@ def server_unit(
     )  # fmt: skip
 
 
-def proxy_unit(folder: Path, port: int, *, user: str | None = None, label: str = "") -> str:
+def proxy_unit(folder: Path, port: int, *, user: str, label: str = "") -> str:
     """The unit for nginx in front of it. Only it may open a port below 1024. Raises `ConfigError`."""
     there = FederationFolder(folder)
     nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin") or "/usr/sbin/nginx"
@@ -87,7 +86,7 @@ def proxy_unit(folder: Path, port: int, *, user: str | None = None, label: str =
 
 
 def site_unit(
-    folder: Path, *, user: str | None = None, memory: str | None = None, label: str = "",
+    folder: Path, *, user: str, memory: str | None = None, label: str = "",
     reads: Sequence[Path] = (),
 ) -> str:  # fmt: skip
     """The unit for `fedlora flower node FOLDER`: always restarted, because Flower's node may end with code 0.
@@ -126,12 +125,11 @@ def _check_apart(folder: Path, own: Sequence[Path], beside: Sequence[Path]) -> N
 
 
 def _unit(
-    kind: str, what: str, folder: Path, command: list[str], *, user: str | None, memory: str, label: str,
+    kind: str, what: str, folder: Path, command: list[str], *, user: str, memory: str, label: str,
     writable: Sequence[Path], beside: Sequence[Path] = (), reads: Sequence[Path] = (), known: Path | None = None,
     low_port: bool = False,
 ) -> str:  # fmt: skip
     """beside: what it writes outside of the folder. low_port: it opens a port that Linux keeps for root."""
-    user = user or owner(folder)
     if user == "root":
         raise ConfigError(
             f"{folder} belongs to root, and a unit that runs as root gives the author of the server's app this whole "
