@@ -205,6 +205,7 @@ def test_a_new_site_is_invited_above_the_starts_rank(fed: FederationFolder, tmp_
     with pytest.raises(ConfigError, match=r"new site.* no rank"):
         members.invite(fed.path, "dublin", None)
     assert members.invite(fed.path, "dublin", 16) == fed.join("dublin")
+    assert JoinFile.read(fed.join("dublin")).facts == JoinFile.read(fed.join("acme")).facts  # targets too
     assert "dublin" not in Policy.read(fed.policy).clients  # not before its key is here
     done = members.admit(fed.path, asked(fed, "dublin", tmp_path))
     assert done.before is None and Policy.read(fed.policy).clients["dublin"] == 16

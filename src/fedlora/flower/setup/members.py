@@ -28,11 +28,11 @@ from fedlora.flower.ownership import check_owner
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import playable
 from fedlora.flower.setup.policy_file import Rank, with_client, without_client
-from fedlora.flower.setup.project import join_file
+from fedlora.flower.setup.project import Federation, derived
 from fedlora.flower.setup.start import Start, check_ranks
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts
-from fedlora.flower.terms.facts import admitted, agreed, server_facts, write_agreed
+from fedlora.flower.terms.facts import admitted, agreed, write_agreed
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.names import check_site, checked_rank
 from fedlora.flower.terms.policy import Policy
@@ -115,9 +115,8 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
                 f"{name!r} already takes part, with rank {known}: --new {name} writes its join file again. For "
                 f"another rank, admit its request again with --rank {rank}."
             )
-        facts = server_facts(settings, agreed(there.agreement))
-        made = join_file(there, settings, name, known if known is not None else rank or 1, facts.table())
-        files.write(there.join(name), made.text())
+        made = Federation.stored(there, settings, {name: known or rank or 1})
+        files.write(there.join(name), derived(there, there.path, made)[there.join(name)])
         return there.join(name)
 
 

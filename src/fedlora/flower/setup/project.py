@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
-from fedlora.adapters.io import write_adapter
+from fedlora.adapters.io import read_adapter, write_adapter
 from fedlora.core.folders import replacing_folder
 from fedlora.errors import ConfigError
 from fedlora.flower.bundle import bundle, digest
@@ -24,7 +23,7 @@ from fedlora.flower.setup.proxy import nginx_configuration
 from fedlora.flower.setup.start import Start, check_max_length, check_ranks, given_start, made_start
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts
-from fedlora.flower.terms.facts import model_facts, of_model, server_facts, write_agreed
+from fedlora.flower.terms.facts import agreed, model_facts, of_model, server_facts, write_agreed
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings, NetworkSection
@@ -39,6 +38,12 @@ class Federation:
     clients: Mapping[str, Rank]
     start: Start
     known: Facts = field(default_factory=Facts)
+
+    @classmethod
+    def stored(cls, there: FederationFolder, settings: FederationSettings, clients: Mapping[str, Rank]) -> Federation:
+        """That of a folder, for these clients. Raises `ConfigError`."""
+        start = Start(*read_adapter(there.start, scaling=settings.lora.unit))
+        return cls(settings, clients, start, agreed(there.agreement))
 
     @property
     def policy(self) -> str:
@@ -135,9 +140,15 @@ def derived(there: FederationFolder, home: Path, made: Federation) -> dict[Path,
             home, name=network.name, tensors=2 * len(adapter.modules) + len(adapter.heads), port=network.port,
             superlink_port=network.superlink_port,
         )  # fmt: skip
+    # in a trial sites dial the SuperLink itself, on loopback, otherwise the proxy
+    authority = there.certificates if network.name is None else there.public
+    server, port = (LOOPBACK, network.superlink_port) if network.name is None else (network.name, network.port)
+    ca, settings = (authority / "ca.crt").read_text(encoding="ascii"), made.settings.travelling()
     facts = server_facts(made.settings, made.known, adapter.modules).table()
     for name, rank in made.clients.items():
-        found[there.join(name)] = join_file(there, made.settings, name, rank, facts).text()
+        largest = rank if isinstance(rank, int) else max(rank.values())
+        join = JoinFile(made.settings.id, name, largest, server, port, ca, settings, facts, digest(bundle()))
+        found[there.join(name)] = join.text()
     return found
 
 
@@ -147,20 +158,7 @@ def make_federation(folder: Path, made: Federation) -> None:
         write_federation(building, folder.resolve(), made)
 
 
-def join_file(
-    there: FederationFolder, settings: FederationSettings, name: str, rank: Rank, facts: Mapping[str, Any]
-) -> JoinFile:
-    """One site's join file: in a trial it names the SuperLink itself, on loopback, otherwise the proxy."""
-    network = settings.network
-    authority = there.certificates if network.name is None else there.public
-    ca = (authority / "ca.crt").read_text(encoding="ascii")
-    server, port = (LOOPBACK, network.superlink_port) if network.name is None else (network.name, network.port)
-    largest = rank if isinstance(rank, int) else max(rank.values())
-    agreed = settings.travelling()
-    return JoinFile(settings.id, name, largest, server, port, ca, agreed, dict(facts), digest(bundle()))
-
-
 __all__ = [
-    "Federation", "check_rounds", "derived", "federation", "join_file", "make_federation", "with_sites",
+    "Federation", "check_rounds", "derived", "federation", "make_federation", "with_sites",
     "write_federation",
 ]  # fmt: skip

@@ -9,14 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlora.adapters.io import read_adapter
 from fedlora.core import files
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.setup.members import changing
 from fedlora.flower.setup.project import Federation, derived
-from fedlora.flower.setup.start import Start
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.facts import agreed
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 
@@ -39,10 +36,9 @@ def renew(home: Path) -> Renewed:
         ConfigError: no such folder, or an authority whose key is not here.
     """
     with changing(home) as (there, settings, policy):
-        adapter, spec = read_adapter(there.start, scaling=settings.lora.unit)
         joins = {path: JoinFile.read(path) for path in sorted(there.join("x").parent.glob("*.toml"))}
         clients = {join.site: join.rank for join in joins.values()} | dict(policy.clients)  # also who is only invited
-        made = Federation(settings, clients, Start(adapter, spec), agreed(there.agreement))
+        made = Federation.stored(there, settings, clients)
         loopback, public = _certificates(there, settings)
         changed, handed = list[Path](), set[str]()
         for path, text in derived(there, there.path, made).items():
