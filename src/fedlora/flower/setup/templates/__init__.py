@@ -1,4 +1,4 @@
-"""Files for other programs, in their own languages: nginx's, systemd's. Both are Jinja templates."""
+"""Files in other languages than Python, as Jinja templates: nginx's, systemd's, and the head of policy.toml."""
 
 from __future__ import annotations
 
