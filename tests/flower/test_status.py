@@ -314,11 +314,6 @@ def test_whom_a_rule_left_out_is_on_the_screen(tmp_path: Path, main: Any) -> Non
     assert "cork was left out" in said.replace("cork (rank 8, the largest)", "cork")
 
 
-def test_a_loss_of_three_hundred_digits_does_not_fill_the_screen() -> None:
-    line = {"loss": -1e300, "losses": {"a": -1e300}, "seconds": 1, "fates": {"a": {"fate": "trained"}}}
-    assert round_line(line, 1, 2) == "round 1 of 2  loss -1e+300  1 s  a -1e+300"
-
-
 def test_how_good_it_is_at_the_sites_whose_share_was_cut_and_who_was_not_measured_is_told() -> None:
     line = {
         "loss": 0.5,

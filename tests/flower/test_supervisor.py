@@ -446,18 +446,3 @@ def test_a_policy_that_is_broken_meanwhile_stops_nothing(tmp_path: Path) -> None
 
     now, _, said = served(home, [rounds(1), broken, rounds(2), mended, rounds(3), completes(3)])
     assert now.finished and sum("until this run" in line for line in said) == 1
-
-
-def test_a_run_of_some_age_whose_superlink_misses_one_look_goes_on(tmp_path: Path) -> None:
-    """Older than `pending`, and one look without an answer: neither is a run that never began."""
-    home = federation_folder(tmp_path / "f")
-
-    def busy(link: FakeLink) -> None:
-        time.sleep(FAST.pending)
-        raise SuperLinkError("busy")
-
-    now, link, said = served(home, [rounds(1), busy, rounds(2, 3), completes(3)])
-    assert now.finished and link.done.count("run") == 1 and not any("did not begin" in line for line in said)
-    home = federation_folder(tmp_path / "g")
-    now, link, said = served(home, [rounds(1), busy, busy, busy], [rounds(2, 3), completes(3)], starts=2)
-    assert now.finished and link.done.count("run") == 2 and any("does not answer" in line for line in said)
