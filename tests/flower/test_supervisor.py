@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -432,6 +432,25 @@ def test_keys_that_come_while_it_runs_are_admitted(tmp_path: Path) -> None:
     assert [line for line in link.done if line.startswith("keys")] == [
         "keys acme,berlin,cork", "keys acme,berlin,cork,dublin", "keys acme,berlin,cork,dublin,erfurt",
     ]  # fmt: skip
+
+
+def test_a_file_among_the_keys_that_is_none_stops_nothing_while_it_waits_either(tmp_path: Path) -> None:
+    """Copied there while the server waits for sites. Before, `serve` ended with code 2 then, and only then."""
+    home, seen = federation_folder(tmp_path / "f"), [[], [], list(CLIENTS)]
+
+    def copied(link: FakeLink) -> None:
+        keep = link.keep_keys
+
+        def keys(found: Mapping[str, Path]) -> list[str]:
+            if len(seen) < 3:  # a look at the nodes was made since the start
+                raise ConfigError("x.pub is not a public key")
+            return keep(found)
+
+        link.keep_keys = keys  # type: ignore[method-assign]
+        link.comes = lambda: setattr(link, "online", seen.pop(0) if len(seen) > 1 else seen[0])
+
+    now, _, said = served(home, [rounds(1, 2, 3), completes(3)], before=copied)
+    assert now.finished and said.count("x.pub is not a public key") == 1
 
 
 def test_a_policy_that_is_broken_meanwhile_stops_nothing(tmp_path: Path) -> None:

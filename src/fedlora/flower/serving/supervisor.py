@@ -157,11 +157,10 @@ class Supervisor:
         """Wait until as many sites are online as a round needs."""
         while True:
             self._require_superlink()
-            self.telling.look(self.link.nodes())
+            self._watch_nodes()
             now = self.telling.standing()
             if len(set(self.telling.online) & set(now.clients)) >= now.needed:
                 return
-            self._keep_keys()
             there = nodes_line(self.telling.online, now.clients, now.needs)
             if now.privacy is None:
                 self.telling.again(f"waiting for sites; {there}", key=there)  # repeated early if it changed
@@ -189,10 +188,10 @@ class Supervisor:
                 raise Stopped
             self._require_superlink()
             if now - looked >= self._pace.look:
-                looked = now
-                self._watch_nodes()
+                looked, facts = now, None
                 self._tell_refused()
-                facts = None
+                with suppress(SuperLinkError):  # what is not answered is counted below
+                    self._watch_nodes()
                 with suppress(SuperLinkError):
                     facts = self.link.look(run)
                 unanswered = 0 if facts is not None else unanswered + 1
@@ -253,12 +252,12 @@ class Supervisor:
                     self.telling.say_of_sites(line.decode(errors="replace").strip().removeprefix(SAYS))
 
     def _watch_nodes(self) -> None:
+        """Keep the list of keys, and report who is online. A file that is no key, or another site's, stops nothing."""
         try:
             self._keep_keys()
-            self.telling.look(self.link.nodes())
-        except (SuperLinkError, ConfigError) as error:  # a copied file that is not a key, or is another site's
-            if (self.link.ended() is None and "refuses" in str(error)) or isinstance(error, ConfigError):
-                self.telling.again(str(error))  # if it does not answer at all, the check of the run counts that
+        except (SuperLinkError, ConfigError) as error:
+            self.telling.again(str(error))
+        self.telling.look(self.link.nodes())
 
     def _require_superlink(self) -> None:
         if (code := self.link.ended()) is not None:
