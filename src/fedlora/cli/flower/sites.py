@@ -50,20 +50,17 @@ def admit(
         return
     assert request is not None
     done = members.admit(folder, request, rank=rank, rotate=rotate)
-    if done.known:
-        _say(f"{done.site}: was admitted already, with this key ({done.fingerprint}) and rank {_rank(done.rank)}.")
-    elif done.before is None or (done.old_key is None and done.before == done.rank):
-        _say(f"{done.site}: admitted, rank {_rank(done.rank)}, key {done.fingerprint}.")
-    else:
-        if done.old_key is not None:
-            _say(f"{done.site}: its key is now {done.fingerprint}, in place of {done.old_key}.")
-        if done.before != done.rank:
-            _say(f"{done.site}: rank {_rank(done.before)} before, {_rank(done.rank)} from the next round on.")
+    key, rank_now = done.fingerprint, _rank(done.rank)
+    if done.old_key is not None:
+        key += f" in place of {done.old_key}"
+    if done.before not in (None, done.rank):
+        rank_now += f" in place of {_rank(done.before)}"
+    _say(f"{done.site}: {'was admitted already' if done.known else 'admitted'}, with the key {key}, rank {rank_now}.")
     if done.learned:
         _say(f"The server took {', '.join(done.learned)} of the base model from it: all other sites must match.")
     for line in done.notes:
         _say(f"note: {line}")
-    _say("A running server lets it in within seconds.")
+    _say("A running server takes this over within seconds, a rank in the next round.")
 
 
 def remove(folder: Folder, name: Annotated[str, typer.Argument(help="the site", show_default=False)]) -> None:
