@@ -35,8 +35,9 @@ from fedlora.core.parcels import pack
 from fedlora.flower.messages.envelope import Envelope
 from fedlora.flower.messages.records import parcel_record, record_parcel, record_upload, upload_record
 from fedlora.flower.places import FederationFolder
+from fedlora.flower.serving.superlink import SuperLink
 from fedlora.flower.serving.trial import Trial
-from fedlora.flower.setup.init_steps import trial as write_trial
+from fedlora.flower.setup.trial_folder import trial as write_trial
 from fedlora.flower.site.node_process import free_port
 from fedlora.flower.site.resident import ask
 from fedlora.flower.site.site_work import SiteWork
@@ -151,7 +152,7 @@ def main() -> None:
             for site in (folder / "sites").iterdir():  # what they kept is of rounds that are played anew
                 shutil.rmtree(site / "state")
                 (site / "state").mkdir(mode=0o700)
-        Trial(folder).play()
+        Trial(SuperLink(folder)).serve()
         rows["deployment (TLS)"] = rounds_of(folder)
     print(f"{'':20}{'first round, s':>16}{'later rounds, s':>17}{'beyond training, s':>20}")
     for name, times in rows.items():

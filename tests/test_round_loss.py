@@ -11,7 +11,6 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -106,14 +105,14 @@ def test_on_flower(played: tuple[Path, dict[str, Any], Any, list[str]]) -> None:
     from fedlora.flower.rounds.log_lines import round_line
     from fedlora.flower.rounds.progress import progress_of
     from fedlora.flower.serving.metrics import numbers
-    from fedlora.flower.serving.status import Status
+    from fedlora.flower.serving.standing import Standing
+    from fedlora.flower.serving.status import facts
     from fedlora.runs import tracking
 
     out, line, result, said = played
     assert line["fates"]["ill"]["fate"] == "refused" and line["losses"] == LOSSES
     progress = progress_of(read_events(out / "events.jsonl"))
-    standing: Any = SimpleNamespace(name="f", rounds=1, done=1, finished=True, why="", needed=1, privacy=None)
-    status = Status(standing, progress, {}, None, False, None, 0)._whole(1)
+    status = facts(Standing("f", rounds=1, done=1, needed=1, ranks={}), progress, {}, ())
     exposed = {metric.name: metric.samples[0].value for metric in numbers(status) if metric.samples}
     assert {
         "rounds.jsonl": line["loss"],

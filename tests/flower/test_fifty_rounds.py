@@ -16,7 +16,7 @@ pytest.importorskip("flwr")
 from fedlora import Server, build
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.strategy import FedLoRA
-from fedlora.flower.serving import database
+from fedlora.flower.serving.status import database_size
 from fedlora.flower.site.node import Node
 from fedlora.flower.terms.policy import Policy
 from fedlora.server.server import start
@@ -54,7 +54,7 @@ def test_no_row_and_no_file_is_left_of_a_finished_round(tmp_path: Path, rounds: 
 
     def after(line: Any) -> None:
         left.append(rows(link.database))
-        sizes.append(database.size(link.database))
+        sizes.append(database_size(link.database))
         checkpoints.append(sum(one.stat().st_size for one in (tmp_path / "checkpoints").iterdir()))
 
     strategy = FedLoRA(

@@ -85,7 +85,7 @@ def test_a_site_runs_no_app_that_it_has_not_approved(tmp_path: Path) -> None:
     in words with both digests; it runs once site.toml approves it, with no restart."""
     first, second = packed("first"), packed("second")
     link, here = made(tmp_path, first)
-    node, replies, ran = Running(here, tmp_path / "lines"), link.home / "replies", here.path / "ran"
+    node, replies, ran = Running(here, tmp_path / "lines"), link.folder.path / "replies", here.path / "ran"
     try:
         link.start()
         link.keep_keys({"acme": here.public_key})

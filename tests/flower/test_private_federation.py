@@ -22,10 +22,9 @@ from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.playing import ending
 from fedlora.flower.serving.standing import standing
 from fedlora.flower.setup.checkup import checked_folder
-from fedlora.flower.setup.init_steps import federation
 from fedlora.flower.setup.members import invite
 from fedlora.flower.setup.policy_file import policy_text
-from fedlora.flower.setup.project import make_federation
+from fedlora.flower.setup.project import federation, make_federation
 from fedlora.flower.site.site_checks import checked_work
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.policy import Policy

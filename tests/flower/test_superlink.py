@@ -21,9 +21,8 @@ from cryptography.hazmat.primitives.serialization import load_pem_public_key, lo
 
 from fedlora.errors import ConfigError
 from fedlora.flower import children
-from fedlora.flower.serving import database, superlink
-from fedlora.flower.serving.connection import public_key, superlink_command
-from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError
+from fedlora.flower.serving import superlink
+from fedlora.flower.serving.superlink import NodeFacts, SuperLink, SuperLinkError, forget_unregistered, public_key
 from fedlora.flower.terms import certificates
 from support.marked import started_for
 from support.small_apps import settings_with_port
@@ -86,7 +85,7 @@ def test_its_list_becomes_that_of_the_keys(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(link, "_ask", ask)
     monkeypatch.setattr(link, "nodes", lambda: list(left))
-    monkeypatch.setattr(database, "forget_unregistered", lambda path, key: None)
+    monkeypatch.setattr(superlink, "forget_unregistered", lambda path, key: None)
     done = link.keep_keys({name: keys[name] for name in ("kept", "new", "rotated", "twice")})
     assert sorted(asked, key=str) == [
         ("RegisterNode", "new"), ("RegisterNode", "rotated"),
@@ -99,7 +98,7 @@ def test_its_list_becomes_that_of_the_keys(tmp_path: Path, monkeypatch: pytest.M
 
 def test_it_listens_on_loopback_and_knows_only_registered_nodes(tmp_path: Path) -> None:
     link = SuperLink(home(tmp_path / "f", 18123))
-    command = superlink_command(link.folder, link.address)
+    command = link.command()
     assert command[1:7] == ["-m", children.SUPERLINK, "--host", "127.0.0.1", "--port", "18123"]
     assert "--enable-supernode-auth" in command and "--insecure" not in command
     with pytest.raises(ConfigError, match=r"it has no federation\.toml"):
@@ -133,7 +132,7 @@ def test_a_port_that_is_taken_and_a_program_that_ends_are_told(tmp_path: Path, m
     folder = home(tmp_path / "g", port)
     burning = program(tmp_path / "bin", "burning", "print('│ the disk is on fire │'); raise SystemExit(104)")
     link = SuperLink(folder)
-    monkeypatch.setattr(superlink, "superlink_command", lambda folder, address: [str(burning)])
+    monkeypatch.setattr(link, "command", lambda: [str(burning)])
     with pytest.raises(SuperLinkError, match="code 104: the disk"):
         link.start()
     assert stat.S_IMODE(link.log.stat().st_mode) == 0o600
@@ -217,17 +216,6 @@ def test_one_that_will_not_end_is_killed(tmp_path: Path) -> None:
     assert process.returncode == -9
 
 
-def test_the_database_is_private(tmp_path: Path) -> None:
-    path = tmp_path / "superlink.db"
-    assert database.size(path) == 0
-    for place in (path, path.with_name("superlink.db-wal")):
-        place.write_bytes(b"payload")
-        place.chmod(0o644)
-    database.private(path)
-    assert database.size(path) == 14
-    assert {stat.S_IMODE(place.stat().st_mode) for place in tmp_path.iterdir()} == {0o600}
-
-
 def test_a_key_can_come_back(tmp_path: Path) -> None:
     """Only the row of an unregistered node goes: one that is registered keeps its key."""
     path = tmp_path / "superlink.db"
@@ -235,8 +223,8 @@ def test_a_key_can_come_back(tmp_path: Path) -> None:
         made.execute("CREATE TABLE node (node_id INT, public_key BLOB UNIQUE, status TEXT)")
         made.executemany("INSERT INTO node VALUES (?, ?, ?)", [(1, b"a", "unregistered"), (2, b"b", "online")])
     made.close()
-    database.forget_unregistered(path, b"a")
-    database.forget_unregistered(path, b"b")
+    forget_unregistered(path, b"a")
+    forget_unregistered(path, b"b")
     with sqlite3.connect(path) as found:
         assert found.execute("SELECT node_id FROM node").fetchall() == [(2,)]
     found.close()
@@ -251,5 +239,6 @@ def test_a_key_can_come_back(tmp_path: Path) -> None:
         ("\x1b[91mERROR\x1b[0m :     no room\n", "ERROR :     no room"),
     ],
 )
-def test_last_words(log: str, said: str) -> None:
-    assert children.last_words(log) == said
+def test_the_last_line(log: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "log").write_text(log)
+    assert children.last_line(tmp_path / "log") == said

@@ -17,8 +17,9 @@ from fedlora.errors import ConfigError
 from fedlora.flower import children
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.superlink import SuperLink
-from fedlora.flower.serving.trial import Trial, TrialFailed
-from fedlora.flower.setup.init_steps import trial
+from fedlora.flower.serving.supervisor import Lost
+from fedlora.flower.serving.trial import Trial
+from fedlora.flower.setup.trial_folder import trial
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
@@ -62,7 +63,7 @@ def test_a_key_of_one_machine_is_refused_before_the_model_is_loaded(
     loaded = load_config(
         config(tmp_path, 'train = "all.jsonl"\ntext = "words"'), ["model.dtype=bfloat16", "model.bf16=true"]
     )
-    monkeypatch.setattr("fedlora.flower.setup.init_steps.prepare", lambda *_: pytest.fail("it loads the model"))
+    monkeypatch.setattr("fedlora.flower.setup.trial_folder.prepare", lambda *_: pytest.fail("it loads the model"))
     with pytest.raises(ConfigError, match=r"model\.dtype = 'bfloat16'.* float32.*site\.toml"):
         trial(tmp_path / "f", loaded, 18080)
 
@@ -121,7 +122,7 @@ def test_the_end_of_a_node_is_a_failure(tmp_path: Path) -> None:
     fed = federation_folder(tmp_path / "f")
     for name in ("one", "two"):
         site_folder(fed.site(name).path, fed.join(name))
-    trial_of_two = Trial(fed.path)
+    trial_of_two = Trial(SuperLink(fed.path))
     fed.logs.mkdir(parents=True)
     (fed.logs / "node-two.log").write_text("\x1b[93mWARNING\x1b[0m: no base model\n")
     ended = {code: subprocess.Popen(["sh", "-c", words]) for code, words in ((2, "exit 2"),)}
@@ -133,8 +134,8 @@ def test_the_end_of_a_node_is_a_failure(tmp_path: Path) -> None:
         (2, "with code 2.* ends with: WARNING: no base model. "),
     ):
         trial_of_two.nodes = {"two": ended[code]}
-        with pytest.raises(TrialFailed, match=f"two .* {how}") as failed:
-            trial_of_two._look_after_nodes()
+        with pytest.raises(Lost, match=f"two .* {how}") as failed:
+            trial_of_two.also()
         assert "\x1b" not in str(failed.value)
 
 
@@ -143,14 +144,14 @@ def test_a_trial_that_was_stopped_leaves_no_process(tmp_path: Path, monkeypatch:
     before the SuperLink: otherwise they cannot say that they leave, and the next trial waits a minute for it."""
     fed, stop, ended = federation_folder(tmp_path / "f"), threading.Event(), list[bool]()
     site_folder(fed.site("one").path, fed.join("one"))
-    mine, home = Trial(fed.path, stop=stop), fed.site("one").state / "flwr"
+    mine, home = Trial(SuperLink(fed.path), stop=stop), fed.site("one").state / "flwr"
     monkeypatch.setattr(SuperLink, "start", lambda self, give_up: None)
     monkeypatch.setattr(SuperLink, "stop", lambda self: ended.extend(n.poll() is not None for n in mine.nodes.values()))
     stop.set()
     detached = subprocess.Popen(["sleep", "60"], env=children.environment(home), start_new_session=True)
-    mine.play()
+    mine.serve()
     assert detached.poll() is None
     mine.nodes = {"one": subprocess.Popen(["sleep", "60"], start_new_session=True)}
-    mine.play()
+    mine.serve()
     detached.wait(10)
     assert ended == [True]

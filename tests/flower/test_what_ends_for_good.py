@@ -20,8 +20,7 @@ from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import opening
 from fedlora.flower.rounds.flower_state import FlowerState, run_identity
-from fedlora.flower.serving.connection import check_derived
-from fedlora.flower.serving.standing import standing
+from fedlora.flower.serving.standing import check_derived, standing
 from fedlora.flower.serving.supervisor import Stopped, Supervisor
 from fedlora.flower.setup import checkup
 from fedlora.flower.site import site_checks

@@ -9,7 +9,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, get_args
 
@@ -201,45 +201,52 @@ def a_status() -> Any:
     told = progress.progress_of(
         [events.Done(1, line), events.Began(2, 1, ["a"], {}, 60.0, at="2026-01-01T00:00:00+00:00")]
     )
-    site = status.SiteStatus(4, "online", 1.0, "trained", "why", 0.5, 0.7, {"trained": 1}, 1000)
-    return status.Status(standing.Standing("f", 3, 1, 0, {"a": 4}, "", terms), told, {"a": site}, 17, True, 1000, 2000)
+    link = pytest.importorskip("fedlora.flower.serving.superlink")
+    now, nodes = standing.Standing("f", 3, 1, 0, {"a": 4}, "", terms), {"a": link.NodeFacts("a", 1, "online", b"", 1.0)}
+    here = {"served_by": 17, "superlink": True, "database_bytes": 1000, "disk_free_bytes": 2000}
+    return status.facts(now, told, nodes, ["a"]) | here
 
 
 def test_a_status_is_on_the_list_and_shows_no_site(monkeypatch: pytest.MonkeyPatch) -> None:
     """`status --json` of a private federation: members and ranks, and what was spent."""
     status = pytest.importorskip("fedlora.flower.serving.status")
     monkeypatch.setattr(status, "promise", lambda terms, rounds: "epsilon 8")
-    found = a_status()
-    whole = {**found._whole(10), "privacy": found.privacy()}
+    whole = a_status()
     assert unlisted("status", whole) == []
     assert all(unlisted("status round", one) == [] for one in whole["last_rounds"])
-    told = found.as_json()
+    told = status.released(whole)
     assert told["sites"] == {"a": {"rank": 4}} and told["playing"]["asked"] == ["a"]
     assert told["last_rounds"] == [
         {"round": 1, "metrics": {"accuracy": 1.0}, "privacy": {"epsilon": 1.0, "epsilon_planned": 8.0}}
     ]
     assert told["privacy"] == {"promise": "epsilon 8", "epsilon": 1.0, "epsilon_planned": 8.0}
     assert {"quorum", "database_bytes", "disk_free_bytes", "last_event"}.isdisjoint(told)
-    assert "no answer yet" not in found.headline()
+    assert "no answer yet" not in status.headline(told) and "no answer yet: a" in status.headline(whole)
 
 
 def test_prometheus_gets_of_a_private_federation_what_is_on_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = pytest.importorskip("fedlora.flower.serving.metrics")
-    monkeypatch.setattr(pytest.importorskip("fedlora.flower.serving.status"), "promise", lambda terms, rounds: "")
-    found = a_status()
+    status = pytest.importorskip("fedlora.flower.serving.status")
+    monkeypatch.setattr(status, "promise", lambda terms, rounds: "")
 
-    def names(status: Any) -> set[str]:
-        return {one.name.removeprefix("fedlora_") for one in metrics.numbers(status.as_json()) if one.samples}
+    def names(told: Any) -> set[str]:
+        return {one.name.removeprefix("fedlora_") for one in metrics.numbers(told) if one.samples}
 
-    assert names(found) == {"round", "rounds", "ended", "metric", "privacy_epsilon", "privacy_epsilon_planned"}
-    public = replace(found, standing=replace(found.standing, privacy=None))
-    assert {"client_loss", "node_online", "database_bytes"} <= names(public)
+    assert names(status.released(a_status())) == {
+        "round",
+        "rounds",
+        "ended",
+        "metric",
+        "privacy_epsilon",
+        "privacy_epsilon_planned",
+    }
+    assert {"client_loss", "node_online", "database_bytes"} <= names(a_status())
 
 
 def test_what_serve_says_of_a_private_round_names_nobody() -> None:
     lines = pytest.importorskip("fedlora.flower.rounds.log_lines")
-    found = a_status()
-    assert lines.round_line(found.progress.lines[1], 1, 3) == "round 1 of 3  epsilon 1.000 of 8.000  accuracy 1.000"
+    (line,) = a_status()["last_rounds"]
+    assert lines.round_line(line, 1, 3) == "round 1 of 3  epsilon 1.000 of 8.000  accuracy 1.000"
 
 
 # ---- the filter ------------------------------------------------------------------------------------------------------

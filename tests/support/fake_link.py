@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import Began, Done, Ended, EventWriter, Fated
 from fedlora.flower.serving.superlink import NodeFacts, RunFacts
 from fedlora.flower.terms.settings import FederationSettings
@@ -71,7 +72,7 @@ class FakeLink:
     address = "127.0.0.1:1"
 
     def __init__(self, home: Path, *scripts: list[Turn]) -> None:
-        self.home, self.log, self.scripts = home, home / "superlink.log", list(scripts)
+        self.folder, self.log, self.scripts = FederationFolder(home), home / "superlink.log", list(scripts)
         self.done: list[str] = []
         self.keys = set[str]()
         self.online = list(CLIENTS)
@@ -106,8 +107,10 @@ class FakeLink:
         return found or RunFacts(run, "running")
 
     def keep_keys(self, keys: Mapping[str, Path]) -> list[str]:
-        self.done.append("keys " + ",".join(keys))
-        new, self.keys = sorted(keys.keys() - self.keys), set(keys)
+        new = sorted(keys.keys() - self.keys)
+        if new or keys.keys() != self.keys:
+            self.done.append("keys " + ",".join(keys))
+        self.keys = set(keys)
         return [f"{name}: its key is admitted" for name in new if len(self.done) > 2]
 
     def run(self) -> int:
@@ -125,7 +128,7 @@ def rounds(*numbers: int, **fates: str) -> Turn:
 
     def turn(link: FakeLink) -> RunFacts | None:
         for number in numbers:
-            play_round(link.home, number, fates)
+            play_round(link.folder.path, number, fates)
         return None
 
     return turn
@@ -133,7 +136,7 @@ def rounds(*numbers: int, **fates: str) -> Turn:
 
 def completes(number: int, why: str = "complete") -> Turn:
     def turn(link: FakeLink) -> RunFacts:
-        end_rounds(link.home, number, why)
+        end_rounds(link.folder.path, number, why)
         return RunFacts(7, "finished:completed")
 
     return turn
@@ -144,7 +147,7 @@ def fails(details: str, *, ended: str = "") -> Turn:
 
     def turn(link: FakeLink) -> RunFacts:
         if ended:
-            EventWriter(link.home / "server" / "events.jsonl").write(Ended(0, ended))
+            EventWriter(link.folder.path / "server" / "events.jsonl").write(Ended(0, ended))
         return RunFacts(7, "finished:failed", details)
 
     return turn

@@ -87,9 +87,9 @@ def _wait_for(owner: int) -> None:
     os._exit(0)
 
 
-def last_words(text: str) -> str:
+def last_line(log: Path) -> str:
     """The last meaningful line of a log, without the frames and colours that Flower draws."""
-    plain = [line.strip("│╭╮╰╯─ \t\r") for line in _COLOUR.sub("", text).splitlines()]
+    plain = [line.strip("│╭╮╰╯─ \t\r") for line in _COLOUR.sub("", tail(log)).splitlines()]
     said = [line for line in plain if line and line not in ("Error", "Traceback (most recent call last):")]
     return said[-1] if said else "it said nothing"
 
@@ -113,6 +113,6 @@ def trim(log: Path, largest: int = 20_000_000) -> None:
 
 
 __all__ = [
-    "GIVES_BACK", "OF", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all_of", "end_with", "environment", "last_words",
+    "GIVES_BACK", "OF", "OWNER", "SUPERLINK", "SWITCHES", "end", "end_all_of", "end_with", "environment", "last_line",
     "owner_of_this", "started", "tail", "trim",
 ]  # fmt: skip

@@ -28,6 +28,7 @@ class FederationFolder:
     public = place("public", "Of the proxy, by the server's name: ca.crt, server.crt, server.key.")
     proxy = place("proxy/nginx.conf", "The proxy's whole configuration.")
     proxy_state = place("proxy/state", "All that the proxy may write: logs, its process id, temporary files.")
+    removed = place("removed", "Files of sites that were removed, and of keys that were rotated.")
     state = place("state", "What the server's processes write beside `server`: database, logs, locks.")
 
     @property

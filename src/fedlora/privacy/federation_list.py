@@ -96,6 +96,7 @@ FEDERATION: tuple[Item, ...] = (
         "round",
         "rounds",
         "finished",
+        "settings",
         "served_by",
         "superlink",
         "ended",
@@ -126,6 +127,7 @@ FEDERATION: tuple[Item, ...] = (
     *as_items("status round", "if-public", TESTED, "metrics"),
     *as_items("status round", "dropped", LOSS, "loss", "site_mean"),
     *as_items("status round", "dropped", WHO, "fates"),
+    *as_items("status round", "dropped", REFUSED, "defence"),
     *as_items("status round", "dropped", TRAFFIC, "seconds", "measure_seconds"),
     # FED/server/: each entry as a whole, and parts of FED/ itself that reveal who was present
     *as_items(

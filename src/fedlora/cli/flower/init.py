@@ -75,8 +75,7 @@ def init(
             "[lora], [train], [run] rounds), without [data] train or clients, because each site has its own."
         )
     clients, name, classes = names.sites(sites), names.server_name(server_name), _classes(labels)
-    from fedlora.flower.setup.init_steps import federation
-    from fedlora.flower.setup.project import make_federation
+    from fedlora.flower.setup.project import federation, make_federation
     from fedlora.runs.quiet import quiet_libraries
 
     quiet_libraries()
@@ -88,66 +87,48 @@ def init(
 
 def _next_steps(folder: Path, made: Federation) -> list[str]:
     """The next steps with a new federation's folder."""
-    here, fed, clients = folder.resolve(), typed(folder), made.clients
+    from fedlora.flower.places import FederationFolder
+    from fedlora.flower.serving.standing import standing
+    from fedlora.flower.terms.privacy import promise
+
+    here, fed, now = folder.resolve(), typed(folder), standing(FederationFolder(folder))
     lines = [
-        f"{folder}: ready, for {counted(len(clients), 'site')} ({', '.join(clients)}). Next:",
+        f"{folder}: ready, for {counted(len(now.clients), 'site')} ({', '.join(now.clients)}). Next:",
         f"  1. fedlora flower install {fed}",
-        f"     (or, in two shells: fedlora flower serve {fed}, and nginx -c {typed(here / 'proxy' / 'nginx.conf')}"
-        + _low_port(made.settings.network.port),
+        f"     (or, in two shells: fedlora flower serve {fed}, and nginx -c {typed(here / 'proxy' / 'nginx.conf')},",
+        "     which needs CAP_NET_BIND_SERVICE for a port below 1024)",
         f"  2. fedlora doctor {fed}",
         f"  3. hand each site its file, {here}/join/NAME.toml; it holds no secret",
         f"  4. admit them with the requests that they send back: fedlora flower admit {fed} REQUEST.toml ...",
     ]
-    if made.settings.privacy is None:
-        from fedlora.flower.rounds.membership import round_size
-        from fedlora.flower.terms.policy import Policy
-
-        quorum, rule, share = (
-            made.settings.server.quorum,
-            made.settings.defence.build(),
-            made.settings.run.participation,
-        )
-        least = round_size(Policy(clients), (), quorum, rule, share).least
-        why = f"server.quorum in {here}/federation.toml" if least == quorum else "the robust rule needs as many"
-        lines += [f"A round needs {least} of them ({why})."]
-        return [*lines, *_unbounded(made.settings.server.memory)]
-    from fedlora.flower.terms.privacy import promise
-
+    if now.privacy is None:
+        needs = f"With these settings {now.needs} ({here}/federation.toml: server.quorum, or what the rule needs)."
+        return [*lines, needs, *_unbounded(made.settings.server.memory)]
     return [
         *lines,
-        f"Private: {promise(made.settings.privacy, made.settings.run.rounds)}. The server asks all sites in every "
-        f"round, and a missing site counts as zero. The first round begins once all are online. Members, rounds and "
-        f"[privacy] cannot change later. To see what was spent: fedlora privacy {typed(made.settings.privacy.ledger)}",
+        f"Private: {promise(now.privacy, now.rounds)}. The server asks all sites in every round, and a missing site "
+        f"counts as zero. The first round begins once all are online. Members, rounds and [privacy] cannot change "
+        f"later. To see what was spent: fedlora privacy {typed(now.privacy.ledger)}",
     ]
 
 
-def _low_port(port: int) -> str:
-    """The end of the line about nginx by hand: what a port needs that Linux keeps for root."""
-    if port >= 1024:
-        return ")"
-    capability = "CAP_NET_BIND_SERVICE"
-    return f";\n     port {port} is below 1024, so nginx by hand needs {capability}; the unit of step 1 gives it)"
-
-
 def _trial(folder: Path, config: Path | None, sets: list[str], superlink_port: int) -> None:
-    from fedlora.flower.setup.init_steps import trial
+    from fedlora.flower.setup.trial_folder import trial
     from fedlora.runs.config import load_config, located, override_in, parse_config
     from fedlora.runs.quiet import quiet_libraries
 
-    demo = Path(sys.modules["fedlora"].__file__ or "").parent / "demo.toml"
-    three = [
-        "clients.count=3", "clients.ranks=[2,4,8]", "run.rounds=3", "server.quorum=2", "run.threads=1",
-        "evaluate.every=1", "evaluate.clients_at_end=false",
-    ]  # fmt: skip
-    private = config is None and any(key.startswith("privacy.") for key in sets)
-    if private:  # a private round has no quorum, but the demo's file sets one
-        raw = read_toml(demo, "the config")
-        raw.get("server", {}).pop("quorum", None)
-        for key in [*(key for key in three if not key.startswith("server.quorum")), *sets]:
+    if config is not None:
+        loaded = load_config(config, sets)
+    else:
+        raw = read_toml(Path(sys.modules["fedlora"].__file__ or "").parent / "demo.toml", "the config")
+        raw["server"].pop("quorum")  # the file's is of six sites; a private trial has none
+        three = (
+            "clients.count=3", "clients.ranks=[2,4,8]", "run.rounds=3", "run.threads=1", "evaluate.every=1",
+            "evaluate.clients_at_end=false",
+        )  # fmt: skip
+        for key in (*three, *sets):
             override_in(raw, key)
         loaded = located(parse_config(raw), Path.cwd())
-    else:
-        loaded = load_config(config or demo, [*(three if config is None else []), *sets])
     quiet_libraries()
     notes.print("loading the model, for the common start ...")
     trial(folder, loaded, superlink_port)

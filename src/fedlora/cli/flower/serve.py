@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
@@ -16,6 +16,9 @@ from fedlora.cli.flower.common import Folder, ending_for_systemd, needed, typed
 from fedlora.cli.options import AsJson
 from fedlora.cli.screen import Table, cell, console, print_json, say
 from fedlora.errors import counted
+
+if TYPE_CHECKING:
+    from fedlora.flower.serving.supervisor import Supervisor
 
 
 def serve(
@@ -35,17 +38,22 @@ def serve(
     help. 2: an error in the folder; a restart will not help.
     """
     needed()
-    from fedlora.flower.places import FederationFolder
-    from fedlora.flower.rounds.federation import opening
-    from fedlora.flower.serving.superlink import SuperLink
     from fedlora.flower.serving.supervisor import Supervisor
 
-    place = FederationFolder(folder.resolve())
+    played(Supervisor, folder, "serve", metrics)
+
+
+def played(kind: type[Supervisor], folder: Path, command: str, metrics: str | None = None) -> None:
+    """Play a federation by a supervisor of this kind. command: the one that was called."""
+    from fedlora.flower.rounds.federation import opening
+    from fedlora.flower.serving.superlink import SuperLink
+
     link = SuperLink(folder)
-    with ending_for_systemd(), stopping() as stop, _metrics(place, metrics):
-        opening(place.path, say)  # what the rounds would refuse is said now, not when the sites are there
-        now = Supervisor(folder, link, say, stop=stop).serve()
-    tell_end(folder, now, stop)
+    with ending_for_systemd(), stopping() as stop, _metrics(link.folder, metrics):
+        supervisor = kind(link, say, stop=stop)
+        opening(link.folder.path, say)  # what the rounds would refuse is said now, not when the sites are there
+        now = supervisor.serve()
+    tell_end(folder, now, stop, command)
 
 
 def status(
@@ -60,11 +68,11 @@ def status(
     from fedlora.flower.places import FederationFolder
     from fedlora.flower.serving.status import status_of
 
-    found = status_of(FederationFolder(folder.resolve()))
+    place = FederationFolder(folder.resolve())
     if json:
-        print_json(found.as_json(rounds))
+        print_json(status_of(place, rounds))
     else:
-        _show(found, rounds)
+        _show(status_of(place), rounds)
 
 
 class Stop(threading.Event):
@@ -95,8 +103,7 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
     Raises `typer.Exit` with code 130 if Ctrl-C ended it before its last round.
     """
     from fedlora.flower.places import FederationFolder
-    from fedlora.flower.rounds.events import read_events
-    from fedlora.flower.rounds.progress import progress_of
+    from fedlora.flower.serving.status import status_of
 
     place = FederationFolder(folder)
     if not now.finished:
@@ -104,9 +111,9 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
         if stop.interrupted:
             raise typer.Exit(130)
         return
-    progress = progress_of(read_events(place.events))
-    console.print(_rounds_table(progress, 20))
-    _tell_rule(progress, now.ranks)
+    found = status_of(place)
+    console.print(_rounds_table(found["last_rounds"][-20:]))
+    _tell_rule(found)
     text = f"{now.name}: {now.why} after {now.done} rounds; the adapter is {place.adapter}."
     if not place.adapter.is_dir():
         text = f"{now.name}: {now.why} after {now.done} rounds; the summary is {place.summary}."
@@ -116,15 +123,20 @@ def tell_end(folder: Path, now: Any, stop: Stop, command: str = "serve") -> None
     console.print(f"{text} {more}")
 
 
-def _tell_rule(progress: Any, ranks: Mapping[str, Any]) -> None:
+def _tell_rule(found: Mapping[str, Any]) -> None:
     """Print what the robust rule did in the last round, and a note on each client that it always held back."""
     from fedlora.server.judged import of_run, remarks, told
 
-    last = progress.lines.get(progress.round, {}).get("defence") or {}
-    if last.get("clients"):
+    if (last := _judged(found)).get("clients"):
         console.print(f"robust rule, last round: {told(last) or 'all changes counted as they came'}")
-        for remark in remarks(of_run(list(progress.lines.values())), ranks):
+        for remark in remarks(of_run(found["last_rounds"]), {name: s["rank"] for name, s in found["sites"].items()}):
             console.print(f"note: {remark}")
+
+
+def _judged(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What the robust rule did in the last round; {} without one."""
+    judged: Mapping[str, Any] = found["last_rounds"][-1].get("defence") or {} if found["last_rounds"] else {}
+    return judged
 
 
 @contextmanager
@@ -140,74 +152,62 @@ def _metrics(place: Any, address: str | None) -> Iterator[None]:
         yield
 
 
-def _show(found: Any, rounds: int) -> None:
-    from fedlora.flower.serving.status import since
+def _show(found: Mapping[str, Any], rounds: int) -> None:
+    from fedlora.flower.serving.status import headline, since
 
-    console.print(found.headline())
-    if found.private:
-        _show_private(found, rounds)
-        return
-    last = found.progress.lines.get(found.progress.round, {}).get("defence") or {}
-    judged = last.get("clients") or {}
-    ruled = ["weight, after the rule"] if judged else []
-    table = Table("site", "rank", "node", "last seen", "last round", "loss", "norm", *ruled, "rounds", "sent")
-    for name, site in found.sites.items():
-        one = judged.get(name)
-        weights = [f"{one['before']:.1%}, {one['after']:.1%}" if one else "-"] if judged else []
-        table.add_row(
-            cell(name), cell(site.rank), site.node, f"{since(site.last_seen)} ago" if site.last_seen else
-            "never" if found.answers else "unknown", cell(site.fate or "-"),
-            _number(site.loss), _number(site.norm), *weights, str(site.fates.get("trained", 0)),
-            decimal(site.upload_bytes),
-        )  # fmt: skip
+    console.print(headline(found))
+    private, judged = "privacy" in found, _judged(found).get("clients") or {}
+    columns = ["node", "last seen", "last round", "loss", "norm", *(["weight, after the rule"] if judged else []),
+               "rounds", "sent"]  # fmt: skip
+    table = Table("site", "rank", *([] if private else columns))
+    for name, site in found["sites"].items():
+        cells: list[Any] = []
+        if not private:
+            seen = (
+                f"{since(site['last_seen'])} ago" if site["last_seen"] else "never" if found["superlink"] else "unknown"
+            )
+            one = judged.get(name)
+            weights = [f"{one['before']:.1%}, {one['after']:.1%}" if one else "-"] if judged else []
+            cells = [
+                site["node"], seen, cell(site["fate"] or "-"), _number(site["loss"]), _number(site["norm"]), *weights,
+                str(site["fates"].get("trained", 0)), decimal(site["upload_bytes"]),
+            ]  # fmt: skip
+        table.add_row(cell(name), cell(site["rank"]), *cells)
     console.print(table)
-    for name, site in found.sites.items():
-        if site.why:
-            console.print(f"{name}: {site.fate}: {site.why}")
-    _tell_rule(found.progress, found.standing.ranks)
-    if rounds and found.progress.lines:
-        console.print(_rounds_table(found.progress, rounds))
-    console.print(f"the SuperLink's database holds {decimal(found.database)}; {decimal(found.free)} of disk are free")
+    for name, site in found["sites"].items():
+        if site.get("why"):
+            console.print(f"{name}: {site['fate']}: {site['why']}")
+    _tell_rule(found)
+    if rounds and found["last_rounds"]:
+        console.print(_rounds_table(found["last_rounds"][-rounds:]))
+    if private:
+        console.print(
+            f"private: {found['privacy']['promise']}.\nOnly the server's operator learns who is online, late or "
+            f"refused, in server/private/log."
+        )
+    else:
+        sizes = decimal(found["database_bytes"]), decimal(found["disk_free_bytes"])
+        console.print(f"the SuperLink's database holds {sizes[0]}; {sizes[1]} of disk are free")
 
 
-def _show_private(found: Any, rounds: int) -> None:
-    """Print members and ranks, which are public, and the privacy spent; never who was present."""
-    table = Table("site", "rank")
-    for name, rank in found.standing.ranks.items():
-        table.add_row(cell(name), cell(rank))
-    console.print(table)
-    if rounds and found.progress.lines:
-        console.print(_rounds_table(found.progress, rounds))
-    console.print(
-        f"private: {found.privacy()['promise']}.\nOnly the server's operator learns who is online, late or refused, "
-        f"in server/private/log."
-    )
-
-
-def _rounds_table(progress: Any, count: int) -> Table:
-    from fedlora.flower.rounds.progress import fates_of, spent_of
+def _rounds_table(rounds: Sequence[Mapping[str, Any]]) -> Table:
+    from fedlora.flower.rounds.progress import spent_of
     from fedlora.privacy.accounting import epsilon_up
 
-    shown = sorted(progress.lines.items())[-count:]
-    names = sorted({str(name) for _, line in shown for name in line.get("metrics") or {}})
-    if any(spent_of(line) is not None for _, line in shown):
-        table = Table("round", "epsilon", "of planned", *names)
-        for number, line in shown:
-            spent = spent_of(line) or (None, None)
-            metrics = line.get("metrics") or {}
-            promised = ["-" if x is None else epsilon_up(x) for x in spent]
-            table.add_row(str(number), *promised, *(_number(metrics.get(name)) for name in names))
-        return table
-    table = Table("round", "loss", "seconds", "trained", "not", *names)
-    for number, line in shown:
-        fates = fates_of(line)
-        others = ", ".join(f"{name} {fate}" for name, fate in fates.items() if fate != "trained")
+    names = sorted({str(name) for line in rounds for name in line.get("metrics") or {}})
+    private = any(spent_of(line) is not None for line in rounds)
+    columns = ("epsilon", "of planned") if private else ("loss", "seconds", "trained", "not")
+    table = Table("round", *columns, *names)
+    for line in rounds:
+        cells: list[Any]
+        if private:
+            cells = ["-" if x is None else epsilon_up(x) for x in spent_of(line) or (None, None)]
+        else:
+            others = ", ".join(f"{name} {fate}" for name, fate in line["fates"].items() if fate != "trained")
+            trained = sum(fate == "trained" for fate in line["fates"].values())
+            cells = [_number(line["loss"]), _number(line["seconds"], 0), str(trained), cell(others or "-")]
         metrics = line.get("metrics") or {}
-        table.add_row(
-            str(number), _number(line.get("loss")), _number(line.get("seconds"), 0),
-            str(sum(fate == "trained" for fate in fates.values())), cell(others or "-"),
-            *(_number(metrics.get(name)) for name in names),
-        )  # fmt: skip
+        table.add_row(str(line["round"]), *cells, *(_number(metrics.get(name)) for name in names))
     return table
 
 

@@ -60,29 +60,24 @@ def admit(
     refused: list[str] = []
     for request in given:
         try:
-            done = members.admit(folder, request, rank=rank, rotate=rotate)
+            _say_admitted(members.admit(folder, request, rank=rank, rotate=rotate))
         except FedLoRAError as error:
             if len(given) == 1:
                 raise
             refused.append(f"{request}: {error}")
-        else:
-            _say_admitted(done)
     if len(refused) < len(given):
-        _say("A running server takes it within seconds.")
+        _say("A running server takes this over within seconds, a rank in the next round.")
     if refused:
         raise ConfigError(f"{len(refused)} of {len(given)} requests are refused. {' '.join(refused)}")
 
 
 def _say_admitted(done: Admitted) -> None:
-    if done.known:
-        _say(f"{done.site}: was admitted already, with this key ({done.fingerprint}) and rank {_rank(done.rank)}.")
-    elif done.before is None or (done.old_key is None and done.before == done.rank):
-        _say(f"{done.site}: admitted, rank {_rank(done.rank)}, key {done.fingerprint}.")
-    else:
-        if done.old_key is not None:
-            _say(f"{done.site}: its key is now {done.fingerprint}, in place of {done.old_key}.")
-        if done.before != done.rank:
-            _say(f"{done.site}: rank {_rank(done.before)} before, {_rank(done.rank)} from the next round on.")
+    key, rank = done.fingerprint, _rank(done.rank)
+    if done.old_key is not None:
+        key += f" in place of {done.old_key}"
+    if done.before not in (None, done.rank):
+        rank += f" in place of {_rank(done.before)}"
+    _say(f"{done.site}: {'was admitted already' if done.known else 'admitted'}, with the key {key}, rank {rank}.")
     if done.learned:
         _say(f"The server took {', '.join(done.learned)} of the base model from it: all other sites must match.")
     for line in done.notes:

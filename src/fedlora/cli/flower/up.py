@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fedlora.cli.flower.common import Folder, ending_for_systemd, needed
-from fedlora.cli.screen import say
+from fedlora.cli.flower.common import Folder, needed
 
 
 def up(folder: Folder) -> None:
@@ -13,12 +12,7 @@ def up(folder: Folder) -> None:
     finished round; if all rounds are done, it says so. Ctrl-C ends it in order.
     """
     needed()
-    from fedlora.cli.flower.serve import stopping, tell_end
-    from fedlora.flower.rounds.federation import opening
+    from fedlora.cli.flower.serve import played
     from fedlora.flower.serving.trial import Trial
 
-    with ending_for_systemd(), stopping() as stop:
-        trial = Trial(folder, say, stop=stop)
-        opening(trial.folder.path, say)  # as `serve`: before anything is started
-        now = trial.play()
-    tell_end(folder, now, stop, "up")
+    played(Trial, folder, "up")

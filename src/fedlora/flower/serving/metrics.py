@@ -42,8 +42,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.serving.status import status_of
 
-_HELP = dict(re.findall(r"^    fedlora_(\w+?)(?:_total)?(?:\{\S+)? +(.*)$", __doc__ or "", re.MULTILINE))
-_ROUNDS = 100  # the last ones, among which the last scores are looked for
+_TOLD = re.findall(r"^    fedlora_(\w+?)(_total)?(?:\{(\S+)\})? +(.*)$", __doc__ or "", re.MULTILINE)
 
 
 class Exposed(Collector):
@@ -59,49 +58,40 @@ class Exposed(Collector):
     def collect(self) -> Iterator[Metric]:
         """All numbers of the current status; none while a file of the folder is broken, which `serve` reports."""
         with suppress(ConfigError):
-            yield from numbers(status_of(self._folder).as_json(_ROUNDS))
+            yield from numbers(status_of(self._folder))
 
 
 def numbers(status: Mapping[str, Any]) -> Iterator[Metric]:
-    """The numbers in a `Status.as_json`."""
+    """The numbers in what `status_of` tells; what is not known, or not a number, is left out."""
     rounds, sites = status["last_rounds"], status["sites"]
     last, privacy = rounds[-1] if rounds else {}, status.get("privacy") or {}
-    heard = status.get("last_event")
     online = {name: float(site["node"] == "online") for name, site in sites.items() if "node" in site}
-    for name, value in {
+    heard = status.get("last_event")
+    values: dict[str, Any] = {  # a number; or label -> number
         "round": status["round"], "rounds": status["rounds"], "ended": status["finished"] is not None,
         "round_seconds": last.get("seconds"), "loss": last.get("loss"),
-        "nodes_online": sum(online.values()) if online else None,
+        "client_loss": {name: site.get("loss") for name, site in sites.items()},
+        "client_norm": {name: site.get("norm") for name, site in sites.items()},
+        "client_fate": {(name, fate): n for name, site in sites.items() for fate, n in site.get("fates", {}).items()},
+        "upload_bytes": {name: site.get("upload_bytes") for name, site in sites.items()},
+        "metric": next((one["metrics"] for one in rounds[::-1] if one.get("metrics")), {}),
+        "site_metric": next((one["site_mean"] for one in rounds[::-1] if one.get("site_mean")), {}),
+        "nodes_online": sum(online.values()) if online else None, "node_online": online,
         "database_bytes": status.get("database_bytes"), "disk_free_bytes": status.get("disk_free_bytes"),
         "last_event_timestamp_seconds": datetime.fromisoformat(heard).timestamp() if heard else None,
         "privacy_epsilon": privacy.get("epsilon"), "privacy_epsilon_planned": privacy.get("epsilon_planned"),
         "privacy_population_epsilon": (privacy.get("ledger") or {}).get("epsilon"),
         "privacy_delta": privacy.get("delta"),
-    }.items():  # fmt: skip
-        if isinstance(value, int | float):
-            yield GaugeMetricFamily(f"fedlora_{name}", _HELP.get(name, name), value=float(value))
-    for name, label, values in (
-        ("client_loss", "client", {name: site.get("loss") for name, site in sites.items()}),
-        ("client_norm", "client", {name: site.get("norm") for name, site in sites.items()}),
-        ("node_online", "client", online),
-        ("metric", "name", next((one["metrics"] for one in rounds[::-1] if one.get("metrics")), {})),
-        ("site_metric", "name", next((one["site_mean"] for one in rounds[::-1] if one.get("site_mean")), {})),
-    ):
-        family = GaugeMetricFamily(f"fedlora_{name}", _HELP.get(name, name), labels=[label])
-        for key, number in values.items():
+    }  # fmt: skip
+    for name, total, labels, said in _TOLD:
+        kind = CounterMetricFamily if total else GaugeMetricFamily
+        family = kind(f"fedlora_{name}", said, labels=labels.split(",") if labels else [])
+        found = values[name] if labels else {(): values[name]}
+        for key, number in found.items():
             if isinstance(number, int | float):
-                family.add_metric([key], number)
-        yield family
-    fates, uploaded = (
-        CounterMetricFamily(f"fedlora_{name}", _HELP.get(name, name), labels=labels)
-        for name, labels in (("client_fate", ["client", "fate"]), ("upload_bytes", ["client"]))
-    )
-    for name, site in sites.items():
-        for fate, count in site.get("fates", {}).items():
-            fates.add_metric([name, fate], count)
-        if "upload_bytes" in site:
-            uploaded.add_metric([name], site["upload_bytes"])
-    yield from (fates, uploaded)
+                family.add_metric([key] if isinstance(key, str) else key, float(number))
+        if family.samples:
+            yield family
 
 
 @contextmanager

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.errors import FedLoRAError
+from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.membership import round_size
 from fedlora.flower.rounds.private_words import has_released
 from fedlora.flower.rounds.round_lines import fitting_summary, rounds_done
 from fedlora.flower.rounds.settings_history import History
+from fedlora.flower.serving.superlink import LOOPBACK
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy
 from fedlora.flower.terms.settings import FederationSettings
@@ -86,6 +87,29 @@ def standing(folder: FederationFolder, barred: Collection[str] = ()) -> Standing
     return Standing(settings.id, rounds, done, least, ranks, why, settings.privacy, told)
 
 
+def check_derived(folder: FederationFolder) -> None:
+    """Refuse a folder whose proxy was set up for another place or port than federation.toml names.
+
+    Raises:
+        ConfigError: they differ (the message says in what, and what to do), or settings cannot be read.
+    """
+    network = FederationSettings.load(folder.settings).network
+    if network.name is None:  # a trial
+        return
+    proxy, inner = folder.proxy.read_text(encoding="utf-8"), network.superlink_port
+    there = {
+        f"network.port = {network.port}": f"{network.port} ssl;",
+        f"network.superlink_port = {inner}": f"server {LOOPBACK}:{inner} ",
+        f"the path {folder.path}": f"{folder.public}/server.crt",
+    }
+    if other := [said for said, words in there.items() if words not in proxy]:
+        raise ConfigError(
+            f"this folder has {' and '.join(other)}, and {folder.proxy} is for another. `fedlora flower renew "
+            f"{folder.path}` writes all files that follow from it; hand every site its new join file then. Or set it "
+            f"back."
+        )
+
+
 def _told(folder: FederationFolder, settings: FederationSettings, done: int) -> tuple[str, ...]:
     """The changes to federation.toml, and those that wait. The ServerApp reports a damaged history."""
     try:
@@ -127,4 +151,4 @@ def needed_room(folder: FederationFolder) -> int:
     return _LEAST_ROOM + 2 * (max(sizes)[1] if sizes else 0)
 
 
-__all__ = ["Standing", "keys_of", "needed_room", "room_of", "standing"]
+__all__ = ["Standing", "check_derived", "keys_of", "needed_room", "room_of", "standing"]

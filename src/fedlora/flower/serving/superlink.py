@@ -17,20 +17,25 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sqlite3
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedlora.errors import FedLoRAError
+from cryptography.hazmat.primitives import serialization
+
+from fedlora.errors import ConfigError, FedLoRAError
 from fedlora.flower import children
 from fedlora.flower.bundle import bundle, digest
 from fedlora.flower.places import FederationFolder
-from fedlora.flower.serving import database
-from fedlora.flower.serving.connection import connection, public_key, superlink_command
+from fedlora.flower.terms import certificates
+from fedlora.flower.terms.settings import FederationSettings
 
+LOOPBACK = "127.0.0.1"
 _LONG = 60.0  # seconds for the SuperLink to answer after its start
 
 
@@ -73,8 +78,8 @@ class SuperLink:
 
     def __init__(self, home: Path) -> None:
         self.folder = FederationFolder(home.resolve())
-        self.home = self.folder.path
-        self.address = connection(self.folder)
+        self.port = FederationSettings.load(self.folder.settings).network.superlink_port
+        self.address = f"{LOOPBACK}:{self.port}"
         self.env = children.environment(self.folder.flower_home) | children.GIVES_BACK  # its ServerApp's, too
         self.log = self.folder.logs / "superlink.log"
         self.process: subprocess.Popen[bytes] | None = None
@@ -82,30 +87,38 @@ class SuperLink:
 
     # ------------------------------------------------------------------------------------------------- as a process
 
-    def start(self, seconds: float = _LONG, *, give_up: Callable[[], bool] = lambda: False) -> None:
+    def start(self, *, give_up: Callable[[], bool] = lambda: False) -> None:
         """Start it, and wait until it answers, or until `give_up` returns True.
 
         Raises:
             SuperLinkError: its port is in use, it ended, or it does not answer.
         """
-        host, _, port = self.address.rpartition(":")
         with socket.socket() as probe:
-            if probe.connect_ex((host, int(port))) == 0:
+            if probe.connect_ex((LOOPBACK, self.port)) == 0:
                 raise SuperLinkError(
-                    f"port {port} of {host} is in use by another program; end it, or take another port with "
+                    f"port {self.port} of {LOOPBACK} is in use by another program; end it, or take another port with "
                     f"`fedlora flower init --superlink-port`. `ss -ltnp` says who has it."
                 )
-        database.private(self.folder.database)
-        self.process = children.started(superlink_command(self.folder, self.address), self.log, self.env)
-        until = time.monotonic() + seconds
+        self.process = children.started(self.command(), self.log, self.env)
+        until = time.monotonic() + _LONG
         while not self.answers() and not give_up():
             if (code := self.process.poll()) is not None:
-                words = children.last_words(children.tail(self.log))
+                words = children.last_line(self.log)
                 raise SuperLinkError(f"the SuperLink ended with code {code}: {words} (more in {self.log})")
             if time.monotonic() > until:
                 self.stop()
-                raise SuperLinkError(f"the SuperLink did not answer within {seconds:.0f} s; its log is {self.log}.")
+                raise SuperLinkError(f"the SuperLink did not answer within {_LONG:.0f} s; its log is {self.log}.")
             time.sleep(0.3)
+
+    def command(self) -> list[str]:
+        """The command that starts it: on loopback, with its database, TLS and node authentication."""
+        certs = self.folder.certificates
+        return [
+            sys.executable, "-m", children.SUPERLINK, "--host", LOOPBACK, "--port", str(self.port),
+            "--database", str(self.folder.database), "--disable-runtime-dependency-installation",
+            "--ssl-ca-certfile", f"{certs}/ca.crt", "--ssl-certfile", f"{certs}/server.crt",
+            "--ssl-keyfile", f"{certs}/server.key", "--enable-supernode-auth",
+        ]  # fmt: skip
 
     def ended(self) -> int | None:
         """The exit code of the process that was started here; None while it lives."""
@@ -145,9 +158,8 @@ class SuperLink:
         return sorted(found, key=lambda node: (node.name, node.id))
 
     def runs(self) -> list[RunFacts]:
-        """All runs, newest first."""
-        found = self._ask("ListRuns", "ListRunsRequest").run_dict.values()
-        return [_run(run) for run in sorted(found, key=lambda run: str(run.pending_at), reverse=True)]
+        """All runs."""
+        return [_run(run) for run in self._ask("ListRuns", "ListRunsRequest").run_dict.values()]
 
     def look(self, run: int) -> RunFacts:
         """One run."""
@@ -171,7 +183,7 @@ class SuperLink:
                 which = "an older key" if node.name in wanted else "its key"
                 done.append(f"{node.name}: {which} is no longer admitted")
         for name in sorted(wanted.keys() - there):
-            database.forget_unregistered(self.folder.database, wanted[name])
+            forget_unregistered(self.folder.database, wanted[name])
             self._ask("RegisterNode", "RegisterNodeRequest", public_key=wanted[name], name=name)
             done.append(f"{name}: its key is admitted")
         return done
@@ -187,7 +199,7 @@ class SuperLink:
 
         app = bundle() if app is None else app
         fab = fab_to_proto(Fab(digest(app), app, {}))
-        here = user_config_to_proto({"folder": str(self.home)})
+        here = user_config_to_proto({"folder": str(self.folder.path)})
         found = self._ask("StartRun", "StartRunRequest", fab=fab, override_config=here)
         if not found.HasField("run_id"):
             raise SuperLinkError("the SuperLink accepted the Flower app, but started no run of it.")
@@ -219,6 +231,25 @@ class SuperLink:
 
         with _told():
             return getattr(self._speaker(), method)(getattr(control_pb2, request)(**said))
+
+
+def public_key(path: Path) -> bytes:
+    """A node's public key as Flower stores it, from an OpenSSH file. Raises `ConfigError`."""
+    try:
+        key = certificates.public_key(path.read_text(encoding="ascii"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not a public key that Flower accepts: {error}") from error
+    return key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+
+
+def forget_unregistered(database: Path, public_key: bytes) -> None:
+    """Let a key be registered again: Flower keeps the row of an unregistered node, and accepts each key only once.
+
+    Safe beside a running SuperLink: it is one row in one transaction, for a node that can no longer do anything.
+    """
+    with contextlib.closing(sqlite3.connect(database, timeout=10)) as file:
+        file.execute("DELETE FROM node WHERE public_key = ? AND status = 'unregistered'", (public_key,))
+        file.commit()
 
 
 def _seen(node: Any) -> float | None:
@@ -259,4 +290,4 @@ def _words_of(response: Any) -> str:
     return f"HTTP {response.status_code}: {response.text[:300]}"
 
 
-__all__ = ["NodeFacts", "RunFacts", "SuperLink", "SuperLinkError"]
+__all__ = ["LOOPBACK", "NodeFacts", "RunFacts", "SuperLink", "SuperLinkError", "forget_unregistered", "public_key"]

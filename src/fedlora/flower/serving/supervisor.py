@@ -11,10 +11,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.filesize import decimal
 
@@ -22,11 +20,9 @@ from fedlora.doing import doing
 from fedlora.errors import ConfigError, FedLoRAError, counted
 from fedlora.flower import children
 from fedlora.flower.ownership import serving
-from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.events import REFUSED
 from fedlora.flower.rounds.log_lines import nodes_line
-from fedlora.flower.serving.connection import check_derived
-from fedlora.flower.serving.standing import Standing, keys_of, needed_room, room_of, standing
+from fedlora.flower.serving.standing import Standing, check_derived, keys_of, needed_room, room_of
 from fedlora.flower.serving.superlink import RunFacts, SuperLink, SuperLinkError
 from fedlora.flower.serving.superlink_process import SAYS
 from fedlora.flower.serving.telling import Say, Telling
@@ -43,13 +39,12 @@ class Lost(FedLoRAError, RuntimeError):
 
 @dataclass(frozen=True)
 class Pace:
-    """Seconds. events: between two checks for events. look: between checks of the run and the processes. nodes: between
-    checks for online nodes. remind: until the same line is repeated. pending: for a run to begin. thin: until a round
-    in which too few answered is tried again. unanswered: checks without an answer until the SuperLink is given up."""
+    """Seconds. events: between two checks for events. look: between checks of the run, the processes and the nodes.
+    remind: until the same line is repeated. pending: for a run to begin. thin: until a round in which too few answered
+    is tried again. unanswered: checks without an answer until the SuperLink is given up."""
 
     events: float = 0.5
     look: float = 3.0
-    nodes: float = 5.0
     remind: float = 300.0
     pending: float = 60.0
     thin: float = 30.0
@@ -57,35 +52,30 @@ class Pace:
 
 
 class Supervisor:
-    """Serves one federation's folder.
+    """Serves the federation's folder of a SuperLink.
 
     Args:
         say: gets each line. stop: set it, from a signal's handler or another thread, and `serve` ends in order.
-        on_up: called when the SuperLink is up. also: called about once a second; an exception from it ends everything.
-            on_down: called at the end, before the SuperLink is stopped. A trial uses them to start, watch and end its
-            nodes.
 
     Raises:
         ConfigError: files of the folder name other ports than federation.toml.
     """
 
-    def __init__(
-        self,
-        home: Path,
-        link: SuperLink,
-        say: Say,
-        *,
-        stop: threading.Event | None = None,
-        pace: Pace = Pace(),
-        on_up: Callable[[], None] = lambda: None,
-        also: Callable[[], None] = lambda: None,
-        on_down: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.folder, self.link, self._say, self._pace = FederationFolder(home.resolve()), link, say, pace
-        self.stop, self._on_up, self._also, self._on_down = stop or threading.Event(), on_up, also, on_down
+    def __init__(self, link: SuperLink, say: Say, *, stop: threading.Event | None = None, pace: Pace = Pace()) -> None:
+        self.folder, self.link, self._say, self._pace = link.folder, link, say, pace
+        self.stop = stop or threading.Event()
         check_derived(self.folder)
         self.telling = Telling(self.folder, say, pace.remind)
-        self._keys_at, self._read = 0, link.log.stat().st_size if link.log.is_file() else 0
+        self._read = link.log.stat().st_size if link.log.is_file() else 0  # bytes of its log
+
+    def on_up(self) -> None:
+        """Called when the SuperLink is up."""
+
+    def also(self) -> None:
+        """Called about once a second. An exception ends everything."""
+
+    def on_down(self) -> None:
+        """Called at the end, before the SuperLink is stopped."""
 
     def serve(self) -> Standing:
         """Play the rounds to their end. Returns the standing then, or when it was asked to stop.
@@ -95,11 +85,10 @@ class Supervisor:
                 OSError: problems that a restart may solve.
         """
         with serving(self.folder.lock):
-            if standing(self.folder).finished:
-                return standing(self.folder)
+            if (now := self.telling.standing()).finished:
+                return now
             self._greet()
             try:
-                now = standing(self.folder)
                 with doing("rounds", now.rounds) as self.telling.step:
                     self.telling.step.done = now.done
                     self._wait_for_room()
@@ -113,7 +102,7 @@ class Supervisor:
                 self._say("asked to stop: ending the run; finished rounds are stored")
             finally:
                 try:
-                    self._on_down()
+                    self.on_down()
                 finally:
                     self.link.stop()
             return self.telling.standing()
@@ -157,28 +146,22 @@ class Supervisor:
             if not run.over:
                 self._say(f"an earlier run was left {run.status}: stopped")
                 self.link.stop_run(run.id)
-        self._keep_keys(always=True)
-        self._on_up()
+        self._keep_keys()
+        self.on_up()
 
-    def _keep_keys(self, *, always: bool = False) -> None:
+    def _keep_keys(self) -> None:
         """Register exactly the keys in keys/, including those that come or go while this runs."""
-        keys = keys_of(self.folder)
-        places = [place for place in (self.folder.path / "keys", *keys.values()) if place.exists()]
-        newest = max((place.stat().st_mtime_ns for place in places), default=0)
-        if always or newest != self._keys_at:
-            for line in self.link.keep_keys(keys):
-                self._say(line)
-            self._keys_at = newest
+        for line in self.link.keep_keys(keys_of(self.folder)):
+            self._say(line)
 
     def _wait_for_nodes(self) -> None:
         """Wait until as many sites are online as a round needs."""
         while True:
             self._require_superlink()
-            self.telling.look(self.link.nodes())
+            self._watch_nodes()
             now = self.telling.standing()
             if len(set(self.telling.online) & set(now.clients)) >= now.needed:
                 return
-            self._keep_keys()
             there = nodes_line(self.telling.online, now.clients, now.needs)
             if now.privacy is None:
                 self.telling.again(f"waiting for sites; {there}", key=there)  # repeated early if it changed
@@ -188,14 +171,14 @@ class Supervisor:
                     f"and later waits for no site. {self.folder.private}/log names the missing sites; remove a "
                     f"site that will not come with `fedlora flower remove`"
                 )
-            self._sleep(self._pace.nodes)
+            self._sleep(self._pace.look)
 
     # ------------------------------------------------------------------------------------------------------ the rounds
 
     def _play(self) -> RunFacts:
         """Follow a run of the Flower app to its end. Raises `Lost` if something that it needs is gone; `Stopped`."""
         run = self.link.run()
-        began = asked = time.monotonic()
+        began = time.monotonic()
         looked, unanswered, seen = 0.0, 0, False  # seen: some check found it running
         while True:
             self.telling.events()
@@ -205,13 +188,11 @@ class Supervisor:
                     self.link.stop_run(run)
                 raise Stopped
             self._require_superlink()
-            if now - asked >= self._pace.nodes:
-                asked = now
-                self._watch_nodes()
             if now - looked >= self._pace.look:
-                looked = now
+                looked, facts = now, None
                 self._tell_refused()
-                facts = None
+                with suppress(SuperLinkError):  # what is not answered is counted below
+                    self._watch_nodes()
                 with suppress(SuperLinkError):
                     facts = self.link.look(run)
                 unanswered = 0 if facts is not None else unanswered + 1
@@ -222,7 +203,10 @@ class Supervisor:
                     return facts
                 seen = seen or (facts is not None and facts.status == "running")
                 if facts is not None and not seen and now - began > self._pace.pending:
-                    raise Lost(self._never_began())
+                    raise Lost(
+                        f"the run did not begin within {self._pace.pending:.0f} s: the SuperLink's SuperExec could not "
+                        f"start the ServerApp. The SuperLink's last line: {children.last_line(self.link.log)}"
+                    )
             self._sleep(self._pace.events, raising=False)
 
     def _after(self, facts: RunFacts, new: bool) -> None:
@@ -269,29 +253,22 @@ class Supervisor:
                     self.telling.say_of_sites(line.decode(errors="replace").strip().removeprefix(SAYS))
 
     def _watch_nodes(self) -> None:
+        """Keep the list of keys, and report who is online. A file that is no key, or another site's, stops nothing."""
         try:
             self._keep_keys()
-            self.telling.look(self.link.nodes())
-        except (SuperLinkError, ConfigError) as error:  # a copied file that is not a key, or is another site's
-            if (self.link.ended() is None and "refuses" in str(error)) or isinstance(error, ConfigError):
-                self.telling.again(str(error))  # if it does not answer at all, the check of the run counts that
+        except (SuperLinkError, ConfigError) as error:
+            self.telling.again(str(error))
+        self.telling.look(self.link.nodes())
 
     def _require_superlink(self) -> None:
         if (code := self.link.ended()) is not None:
-            words = "killed" if code == -9 else children.last_words(children.tail(self.link.log))
+            words = "killed" if code == -9 else children.last_line(self.link.log)
             raise Lost(f"the SuperLink ended with code {code}: {words}")
-
-    def _never_began(self) -> str:
-        words = children.last_words(children.tail(self.link.log))
-        return (
-            f"the run did not begin within {self._pace.pending:.0f} s: the SuperLink's SuperExec could not start the "
-            f"ServerApp. The SuperLink's last line: {words}"
-        )
 
     def _sleep(self, seconds: float, *, raising: bool = True) -> None:
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            self._also()
+            self.also()
             if self.stop.wait(min(left, 1.0)):
                 break
         if raising and self.stop.is_set():

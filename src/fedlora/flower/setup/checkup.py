@@ -19,9 +19,10 @@ from fedlora.errors import FedLoRAError, counted
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import opening
 from fedlora.flower.rounds.membership import quarantined
-from fedlora.flower.serving.connection import check_derived, connection
+from fedlora.flower.serving.standing import check_derived
 from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.setup.start import check_max_length
+from fedlora.flower.site.site_checks import Row
 from fedlora.flower.terms.certificates import verdict
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import promise
@@ -29,7 +30,6 @@ from fedlora.flower.terms.settings import FederationSettings, NetworkSection
 from fedlora.privacy.accounting import epsilon_up
 from fedlora.privacy.ledger import Ledger
 
-Row = tuple[str, str, bool | None]
 CONTROL = "/v1/control/list-runs"
 
 
@@ -45,9 +45,8 @@ def checked_folder(folder: Path) -> list[Row]:
         ("federation", f"{settings.id}, {name}; {settings.method.name}, {counted(settings.run.rounds, 'round')}", True)
     ]
     parts: dict[str, Callable[[], list[Row]]] = {
-        "serve": lambda: _begins(there),
+        "serve": lambda: _begins(there, settings),
         "start": lambda: _start(there, settings, policy.clients),
-        "max_length": lambda: _length(there, settings),
         "sites": lambda: _sites(there, settings, policy),
         "ledger": lambda: _ledger(settings),
         "certificate": lambda: _certificates(there, settings.network),
@@ -62,9 +61,11 @@ def checked_folder(folder: Path) -> list[Row]:
     return rows
 
 
-def _begins(there: FederationFolder) -> list[Row]:
-    """The checks that `serve` and its ServerApp make when they start."""
+def _begins(there: FederationFolder, settings: FederationSettings) -> list[Row]:
+    """The checks that `serve` and its ServerApp make when they start, and of what would fail at the sites."""
     check_derived(there)
+    if settings.at_server.model is not None:
+        check_max_length(settings, settings.at_server.model, str(there.settings))
     damaged: list[str] = []
     found = opening(there.path, damaged.append)
     rows: list[Row] = [("checkpoint", f"{line} Is the disk failing?", False) for line in damaged]
@@ -87,12 +88,6 @@ def _start(there: FederationFolder, settings: FederationSettings, clients: Mappi
     free = shutil.disk_usage(there.path).free
     rows.append(("disk", f"{decimal(free)} free, about {decimal(needed)} needed", free > needed))
     return rows
-
-
-def _length(there: FederationFolder, settings: FederationSettings) -> list[Row]:
-    if settings.at_server.model is not None:
-        check_max_length(settings, settings.at_server.model, str(there.settings))
-    return []
 
 
 def _sites(there: FederationFolder, settings: FederationSettings, policy: Policy) -> list[Row]:
@@ -143,9 +138,9 @@ def _private(there: FederationFolder) -> list[Row]:
 
 
 def _doors(there: FederationFolder, network: NetworkSection) -> list[Row]:
-    port = int(connection(there).rpartition(":")[2])
+    port = network.superlink_port
     found = listening(port)
-    open_ = [address for address in found if not is_loopback(address)]
+    open_ = [address for address in found if not ipaddress.ip_address(address).is_loopback]
     if open_:
         why = "whoever reaches it can run Python on this machine. Start it by fedlora flower serve, which does not"
         return [("SuperLink", f"port {port} answers on {', '.join(open_)}, not on loopback alone: {why}", False)]
@@ -187,13 +182,6 @@ def own_addresses() -> list[str]:
     return [str(a) for a in found if not a.is_loopback and not a.is_link_local]
 
 
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches it; an IPv4 address within an IPv6 one counts as IPv4."""
-    found = ipaddress.ip_address(address)
-    mapped = getattr(found, "ipv4_mapped", None)
-    return (mapped or found).is_loopback
-
-
 def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> tuple[int | None, bytes]:
     """The HTTP status of Flower's control part at an address and the certificate shown there (DER), whatever it is:
     with TLS, otherwise without and b""; None if nothing speaks HTTP there."""
@@ -210,4 +198,4 @@ def control_answer(address: str, port: int, name: str, seconds: float = 5.0) -> 
     return None, b""
 
 
-__all__ = ["CONTROL", "checked_folder", "control_answer", "is_loopback", "listening", "own_addresses"]
+__all__ = ["CONTROL", "checked_folder", "control_answer", "listening", "own_addresses"]

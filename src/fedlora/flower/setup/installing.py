@@ -56,13 +56,14 @@ def steps(
             "fedlora would run as root, and anybody who can write its virtual environment would be root.)"
         )
     home = folder.resolve()
+    user = user or owner(home)
     units_of = _site if is_site(home) else _server
     texts, folders = units_of(home, user, memory, metrics, label)
     for name in texts:
         _check_free(place / name, home)
     root = () if os.geteuid() == 0 else ("sudo",)
     made = [place for place in folders if not place.is_dir()]  # a unit does not start if one is missing
-    as_user = ("runuser", "-u", user or owner(home), "--") if not root else ("sudo", "-u", user or owner(home))
+    as_user = ("runuser", "-u", user, "--") if not root else ("sudo", "-u", user)
     put = ("install", "-m", "0644", "-o", "root", "-g", "root", "/dev/stdin")
     return [
         *([Step((*as_user, "mkdir", "-p", *map(str, made)))] if made else []),
@@ -88,31 +89,29 @@ def carry_out(todo: list[Step]) -> None:
 Made = tuple[dict[str, str], list[Path]]  # units by name, and the folders that they write
 
 
-def _site(home: Path, user: str | None, memory: str | None, metrics: str | None, label: str) -> Made:
+def _site(home: Path, user: str, memory: str | None, metrics: str | None, label: str) -> Made:
     if metrics is not None:
         raise ConfigError("--metrics is for a federation's server, not for a site. Leave it out.")
-    more = {} if memory is None else {"memory": memory}
     site = Site.read(SiteFolder(home).site)
     reads = [Path(path) for path in (site.data, site.model) if Path(path).is_absolute()]
-    unit = units.site_unit(home, user=user, label=label, reads=reads, **more)
+    unit = units.site_unit(home, user=user, label=label, reads=reads, memory=memory)
     return {units.unit_name("site", label): unit}, [SiteFolder(home).state]
 
 
-def _server(home: Path, user: str | None, memory: str | None, metrics: str | None, label: str) -> Made:
+def _server(home: Path, user: str, memory: str | None, metrics: str | None, label: str) -> Made:
     there = FederationFolder(home)
     settings = FederationSettings.load(there.settings)
     if settings.network.name is None:
         raise ConfigError(f"{home} is a trial on this machine, which `fedlora flower up` plays: it has no units.")
     ledger, known = None, None
     if settings.privacy is not None:
-        ledger, known = Path(settings.privacy.ledger), _known(user or owner(home))
-    more = {} if memory is None else {"memory": memory}
+        ledger, known = Path(settings.privacy.ledger), _known(user)
     mine = settings.at_server
     reads = [Path(path) for path in (mine.model, mine.validation, mine.test) if path and Path(path).is_absolute()]
     texts = {
         units.unit_name("proxy", label): units.proxy_unit(home, settings.network.port, user=user, label=label),
         units.unit_name("server", label): units.server_unit(
-            home, user=user, metrics=metrics, ledger=ledger, known=known, label=label, reads=reads, **more
+            home, user=user, memory=memory, metrics=metrics, ledger=ledger, known=known, label=label, reads=reads
         ),
     }
     outside = [ledger.parent, known] if ledger is not None and known is not None else []

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import datetime
 import fcntl
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedlora.adapters.io import read_adapter
-from fedlora.adapters.reader import AdapterFile
 from fedlora.core import files
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError, FedLoRAError
@@ -30,17 +28,15 @@ from fedlora.flower.ownership import check_owner
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.rounds.federation import playable
 from fedlora.flower.setup.policy_file import Rank, with_client, without_client
-from fedlora.flower.setup.project import join_file
-from fedlora.flower.setup.start import check_ranks
+from fedlora.flower.setup.project import Federation, derived
+from fedlora.flower.setup.start import Start, check_ranks
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.agreement import Facts
-from fedlora.flower.terms.facts import admitted, agreed, server_facts, write_agreed
+from fedlora.flower.terms.facts import admitted, agreed, write_agreed
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.names import check_site, checked_rank
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.settings import FederationSettings
-
-_RETIRED = re.compile(r"(.+)-(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)\d\dZ(?:-request|-join)?-(rotated|removed)")
 
 
 @dataclass(frozen=True)
@@ -79,18 +75,16 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
             )
         _refuse_retired(there, asked)
         name, before = asked.site, policy.clients.get(asked.site)
-        _check_member(settings, name)
         now = _rank(there, name, before, rank, list(policy.clients))
-        _check_ranks(there, {name: now})
         old = _old_key(there, asked, rotate)
         model, learned = admitted(settings, agreed(there.agreement), name, Facts.from_table(asked.facts))
         policy_now, notes = there.policy.read_text(encoding="utf-8"), list[str]()
         if now != before:
             policy_now = with_client(policy_now, name, now)
-            notes = _check_playable(there, settings, policy, policy_now)
+            notes = _check_playable(there, settings, policy, policy_now, {name: now})
         known = there.key(name).is_file() and old is None and now == before and not learned
         if old is not None:
-            _retire(there, name, "rotated", [there.key(name)], copy=True)
+            _retire(there, "rotated", [there.key(name)])
         files.write(there.request(name), request.read_bytes())
         files.write(there.key(name), f"{asked.public_key.strip()}\n")
         if learned:
@@ -98,12 +92,6 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         if now != before:
             files.write(there.policy, policy_now)
     return Admitted(name, asked.fingerprint, now, before, old, known, learned, tuple(notes))
-
-
-def _check_member(settings: FederationSettings, name: str) -> None:
-    """Raises `ConfigError` for a site that is not among a private federation's members."""
-    if settings.privacy is not None:
-        settings.privacy.check_members([name])
 
 
 def invite(home: Path, name: str, rank: int | None) -> Path:
@@ -117,20 +105,18 @@ def invite(home: Path, name: str, rank: int | None) -> Path:
         known = policy.clients.get(name)
         if known is None:
             check_site(name, list(policy.clients))
-            _check_member(settings, name)
             if rank is None:
                 raise ConfigError(f"{quoted(name)} is a new site and has no rank yet; give one: --new {name}=8.")
             checked_rank(rank, name)
-            _check_ranks(there, {name: rank})
-            _check_playable(there, settings, policy, with_client(there.policy.read_text(encoding="utf-8"), name, rank))
+            text = with_client(there.policy.read_text(encoding="utf-8"), name, rank)
+            _check_playable(there, settings, policy, text, {name: rank})
         elif rank is not None and rank != known:
             raise ConfigError(
                 f"{name!r} already takes part, with rank {known}: --new {name} writes its join file again. For "
                 f"another rank, admit its request again with --rank {rank}."
             )
-        facts = server_facts(settings, agreed(there.agreement))
-        made = join_file(there, settings, name, known if known is not None else rank or 1, facts.table())
-        files.write(there.join(name), made.text())
+        made = Federation.stored(there, settings, {name: known or rank or 1})
+        files.write(there.join(name), derived(there, there.path, made)[there.join(name)])
         return there.join(name)
 
 
@@ -150,9 +136,11 @@ def remove(home: Path, name: str) -> list[str]:
             if len(policy.clients) == 1:
                 raise ConfigError(f"{name!r} is the only site; no other would be left. Stop the server instead.")
             text = without_client(there.policy.read_text(encoding="utf-8"), name)
-            notes = _check_playable(there, settings, policy, text, f"without {name!r}: ")
+            notes = _check_playable(there, settings, policy, text, {}, f"without {name!r}: ")
             files.write(there.policy, text)
-        _retire(there, name, "removed", present, copy=False)
+        _retire(there, "removed", present)
+        for path in present:
+            path.unlink()
         return notes
 
 
@@ -182,32 +170,28 @@ def _rank(there: FederationFolder, name: str, before: Rank | None, given: int | 
     if given is not None:
         return given
     if not there.join(name).is_file():
-        left = [when for site, when, why, _ in _retired(there, "") if site == name and why == "removed"]
-        said = f"was removed{max(left)}" if left else "was not invited"
         raise ConfigError(
-            f"the site {name!r} {said}: it is not in {there.policy}, and has no join file here. To admit it, "
-            f"give it a rank: fedlora flower admit ... --rank 8."
+            f"the site {name!r} is not in {there.policy}, and has no join file here: it was not invited, or it was "
+            f"removed (then its files are in {there.removed}). To admit it, give it a rank: fedlora flower admit ... "
+            f"--rank 8."
         )
     return JoinFile.read(there.join(name)).rank
 
 
-def _check_ranks(there: FederationFolder, clients: Mapping[str, Rank]) -> None:
-    start = AdapterFile(there.start)
-    check_ranks({module: start.update_shape(module) for module in start.modules}, clients)
-
-
 def _check_playable(
-    there: FederationFolder, settings: FederationSettings, before: Policy, text: str, said: str = ""
-) -> list[str]:
+    there: FederationFolder, settings: FederationSettings, before: Policy, text: str, new: Mapping[str, Rank],
+    said: str = "",
+) -> list[str]:  # fmt: skip
     """Raises `ConfigError` if the rounds could be played under the policy before, but not under one of this text. If
-    they could be played under neither, the change may be a step of the repair: why not, as a note. said: begins an
-    error."""
-    adapter, _ = read_adapter(there.start, scaling=settings.lora.unit)
+    they could be played under neither, the change may be a step of the repair: why not, as a note. new: ranks that are
+    given here, none of which may be useless. said: begins an error."""
+    start = Start(*read_adapter(there.start, scaling=settings.lora.unit))
+    check_ranks(start.shapes, new)
     try:
-        playable(settings, Policy.of(text, there.policy), adapter)
+        playable(settings, Policy.of(text, there.policy), start.adapter)
     except FedLoRAError as error:
         try:
-            playable(settings, before, adapter)
+            playable(settings, before, start.adapter)
         except FedLoRAError:
             return [f"the rounds cannot be played yet: {error}"]
         raise ConfigError(f"{said}{error} Nothing was changed.") from error
@@ -238,43 +222,20 @@ def _old_key(there: FederationFolder, asked: Request, rotate: bool) -> str | Non
 
 def _refuse_retired(there: FederationFolder, asked: Request) -> None:
     """Raises `ConfigError` for a key that was rotated or removed here: somebody else may have it."""
-    new = asked.fingerprint
-    for site, when, why, path in _retired(there, ".pub"):
-        if certificates.fingerprint(path.read_text()) != new:
-            continue
-        if why == "rotated" and site == asked.site:
+    for path in sorted(there.removed.glob("*.pub")):
+        if certificates.fingerprint(path.read_text()) == asked.fingerprint:
             raise ConfigError(
-                f"the key {new} is an old one of {site!r}, rotated since ({path.name}), so this is an old "
-                f"request. Ask for the newest one."
+                f"the key {asked.fingerprint} was retired here (it is {path.name} in {there.removed}), and is not "
+                f"accepted again. If this is an old request of {asked.site!r}, ask for the newest one. Otherwise let "
+                f"the site make a new key (fedlora flower site FOLDER --rotate) and send its new request.toml."
             )
-        raise ConfigError(
-            f"the key {new} of {site!r} was {why}{when} ({path.name}), and is not accepted again. Let the site "
-            f"make a new key (fedlora flower site FOLDER --rotate) and send its new request.toml."
-        )
 
 
-def _retired(there: FederationFolder, suffix: str) -> Iterator[tuple[str, str, str, Path]]:
-    """(site, " on ..." with the time, "rotated" or "removed", file) of what lies in removed/, also under other names
-    than `_retire` gives."""
-    for path in sorted((there.path / "removed").glob(f"*{suffix}")):
-        if (found := _RETIRED.fullmatch(path.stem)) is None:
-            yield path.stem, "", "removed", path
-        else:
-            site, year, month, day, hour, minute, why = found.groups()
-            yield site, f" on {year}-{month}-{day} at {hour}:{minute} UTC", why, path
-
-
-def _retire(there: FederationFolder, name: str, why: str, paths: list[Path], *, copy: bool) -> None:
-    """Put a site's files away, with the time: as a copy, or by moving them."""
+def _retire(there: FederationFolder, why: str, paths: list[Path]) -> None:
+    """Put copies of a site's files away, with the time and why."""
     at = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    place = there.path / "removed"
     for path in paths:
-        kind = {"keys": "", "requests": "-request", "join": "-join"}[path.parent.name]
-        files.write(place / f"{name}-{at}{kind}-{why}{path.suffix}", path.read_bytes())
-        if not copy:
-            path.unlink()
-    if place.is_dir():
-        place.chmod(0o700)
+        files.write(there.removed / f"{path.stem}-{at}-{why}-{path.parent.name}{path.suffix}", path.read_bytes())
 
 
 __all__ = ["Admitted", "admit", "changing", "invite", "remove"]

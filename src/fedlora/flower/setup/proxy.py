@@ -14,8 +14,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedlora.errors import ConfigError
-from fedlora.flower.setup.templates import filled
+from fedlora.flower.setup.templates import filled, plain
 
 FLEET = (
     "activate-node", "confirm-message-received", "deactivate-node", "get-fab", "get-run", "pull-messages",
@@ -69,39 +68,13 @@ def nginx_configuration(folder: Path, *, name: str, tensors: int, port: int = 44
     Raises:
         ConfigError: a path or name that an nginx configuration cannot contain.
     """
-    home = folder.resolve()
-    for word in (str(home), name):
-        if not word.isprintable() or set(word) & set("\"'\\${};"):
-            raise ConfigError(
-                f"{word!r} cannot be written into nginx's configuration: it has a quote, a backslash, one of ${{}}; or "
-                f"an unprintable character. Use another folder or name."
-            )
-    passed = "\n".join(
-        f"        proxy_set_header {header} $http_{header.lower().replace('-', '_')};" for header in _HEADERS
-    )
+    home, name = (plain(word, "nginx's configuration") for word in (folder.resolve(), name))
+    ipv6 = Path("/proc/net/if_inet6").exists()  # nginx does not start on a missing address
     return filled(
-        "nginx.conf", at=home / "proxy", certs=home / "certs", public=home / "public", name=name, port=port,
-        passed=passed, listens=_listens(port), superlink_port=superlink_port, body=BODY_LIMIT,
-        calls="|".join(FLEET), small=CALL_LIMIT, listed=listed_limit(tensors), gate=_GATE,
-        files=FILES, connections=CONNECTIONS,
+        "nginx.conf", at=f"{home}/proxy", certs=f"{home}/certs", public=f"{home}/public", name=name, port=port,
+        ipv6=ipv6, superlink_port=superlink_port, headers=_HEADERS, calls=FLEET, body=BODY_LIMIT, small=CALL_LIMIT,
+        listed=listed_limit(tensors), files=FILES, connections=CONNECTIONS,
     )  # fmt: skip
 
-
-def _listens(port: int) -> str:
-    where = [f"{port}", *([f"[::]:{port}"] if _has_ipv6() else [])]
-    return "\n".join(f"        listen {one} ssl;" for one in where)
-
-
-def _has_ipv6() -> bool:
-    """Whether this machine has IPv6, because nginx does not start on a missing address."""
-    return Path("/proc/net/if_inet6").exists()
-
-
-_GATE = """\
-            if ($passes = 0) { return 403; }
-            if ($chunked) { return 403; }
-            limit_req zone=requests burst=2000 delay=1000;
-            limit_conn connections 64;
-            proxy_pass https://superlink;"""
 
 __all__ = ["BODY_LIMIT", "CALL_LIMIT", "CONNECTIONS", "FILES", "FLEET", "listed_limit", "nginx_configuration"]

@@ -6,18 +6,14 @@ settings, policy, start and results alone.
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from fedlora.adapters.io import read_adapter
 from fedlora.core import files
 from fedlora.flower.places import FederationFolder
 from fedlora.flower.setup.members import changing
-from fedlora.flower.setup.project import Federation, write_derived
-from fedlora.flower.setup.start import Start
+from fedlora.flower.setup.project import Federation, derived
 from fedlora.flower.terms import certificates
-from fedlora.flower.terms.facts import agreed
 from fedlora.flower.terms.joining import JoinFile
 from fedlora.flower.terms.settings import FederationSettings
 
@@ -40,20 +36,19 @@ def renew(home: Path) -> Renewed:
         ConfigError: no such folder, or an authority whose key is not here.
     """
     with changing(home) as (there, settings, policy):
-        adapter, spec = read_adapter(there.start, scaling=settings.lora.unit)
-        made = Federation(settings, policy.clients, Start(adapter, spec), agreed(there.agreement))
+        joins = {path: JoinFile.read(path) for path in sorted(there.join("x").parent.glob("*.toml"))}
+        clients = {join.site: join.rank for join in joins.values()} | dict(policy.clients)  # also who is only invited
+        made = Federation.stored(there, settings, clients)
         loopback, public = _certificates(there, settings)
         changed, handed = list[Path](), set[str]()
-        with tempfile.TemporaryDirectory() as scratch:
-            write_derived(Path(scratch), there.path, made, there)
-            for path in sorted(Path(scratch).rglob("*")):
-                target = there.path / path.relative_to(scratch)
-                if path.parent.name == "join" and target.is_file():
-                    old, new = JoinFile.read(target), JoinFile.read(path)
-                    handed |= {part for part in ("server", "port", "ca") if getattr(old, part) != getattr(new, part)}
-                if path.is_file() and not (target.is_file() and target.read_bytes() == path.read_bytes()):
-                    files.write(target, path.read_bytes())
-                    changed.append(target)
+        for path, text in derived(there, there.path, made).items():
+            if path.is_file() and path.read_text(encoding="utf-8") == text:
+                continue
+            files.write(path, text)
+            changed.append(path)
+            if (old := joins.get(path)) is not None:
+                new = JoinFile.read(path)
+                handed |= {part for part in ("server", "port", "ca") if getattr(old, part) != getattr(new, part)}
     return Renewed(loopback, public, tuple(sorted(handed)), tuple(changed))
 
 

@@ -16,14 +16,13 @@ from fedlora.adapters.reader import AdapterFile
 from fedlora.core.echo import quoted
 from fedlora.core.lora import Adapter
 from fedlora.errors import ConfigError
+from fedlora.flower.setup.policy_file import Rank
 from fedlora.flower.terms.settings import FederationSettings
 from fedlora.runs.base_names import base_name
 from fedlora.runs.exported import named
 from fedlora.runs.sections import ModelSection
 from fedlora.training.content import model_content
 from fedlora.training.loading import longest_of_files
-
-Rank = int | Mapping[str, int]
 
 
 @dataclass(frozen=True, eq=False)

@@ -30,7 +30,6 @@ from pathlib import Path
 import fedlora
 from fedlora.core.echo import quoted
 from fedlora.errors import ConfigError
-from fedlora.flower.ownership import owner
 from fedlora.flower.places import FederationFolder, SiteFolder
 from fedlora.flower.setup.proxy import FILES
 from fedlora.flower.setup.templates import filled
@@ -38,22 +37,6 @@ from fedlora.flower.setup.templates import filled
 _MEMORY = re.compile(r"[1-9][0-9]{0,5}[MG]")
 _LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _SHARED = (Path("/tmp"), Path("/var/tmp"))  # a unit has its own
-_NO_DEVICES = "PrivateDevices=yes\n"
-_NO_PROCESSES = """\
-InaccessiblePaths=/proc
-SystemCallFilter=~@debug process_vm_readv process_vm_writev pidfd_open pidfd_getfd kcmp
-"""
-_ACCELERATORS = """\
-BindReadOnlyPaths=-/run/nvidia-persistenced -/run/opengl-driver
-DevicePolicy=closed
-DeviceAllow=char-nvidia rw
-DeviceAllow=char-nvidia-frontend rw
-DeviceAllow=char-nvidiactl rw
-DeviceAllow=char-nvidia-uvm rw
-DeviceAllow=char-nvidia-caps rw
-DeviceAllow=char-drm rw
-DeviceAllow=char-kfd rw
-"""
 
 
 def unit_name(kind: str, label: str = "") -> str:
@@ -69,13 +52,13 @@ def unit_name(kind: str, label: str = "") -> str:
 
 
 def server_unit(
-    folder: Path, *, user: str | None = None, memory: str = "8G", metrics: str | None = None,
+    folder: Path, *, user: str, memory: str | None = None, metrics: str | None = None,
     ledger: Path | None = None, known: Path | None = None, label: str = "", reads: Sequence[Path] = (),
 ) -> str:  # fmt: skip
     """The unit for `fedlora flower serve FOLDER`: restarted after a failure, but not after all rounds are played.
 
     Args:
-        folder: the federation's. user: whose processes they are; default: the folder's owner. memory: its limit.
+        folder: the federation's. user: whose processes they are. memory: its limit.
             metrics: HOST:PORT for Prometheus. ledger: a private federation's; a charge also writes files beside it.
             known: the folder with facts about ledgers outside of theirs (`privacy.outside`). reads: its own
             base model and data, if any.
@@ -84,30 +67,28 @@ def server_unit(
         ConfigError: a path or a user that a unit cannot name; root; a ledger beside files that must not be writable.
     """
     command = [*program(), "flower", "serve", str(folder), *(["--metrics", metrics] if metrics else [])]
-    beside = [*([ledger.parent] if ledger else []), *([known] if known else [])]
-    more = f"Environment={_word(f'FEDLORA_STATE_DIR={known}')}\n" if known else ""
+    beside = [place for place in (ledger.parent if ledger else None, known) if place is not None]
     return _unit(
-        folder, unit_name("server", label), "fedlora: a federation's server", command, user=user, memory=memory,
-        writable=FederationFolder(folder).written, beside=beside, restart="on-failure", more=more, reads=reads,
+        "server", "fedlora: a federation's server", folder, command, user=user, memory=memory or "8G", label=label,
+        writable=FederationFolder(folder).written, beside=beside, reads=reads, known=known,
     )  # fmt: skip
 
 
-def proxy_unit(folder: Path, port: int, *, user: str | None = None, label: str = "") -> str:
+def proxy_unit(folder: Path, port: int, *, user: str, label: str = "") -> str:
     """The unit for nginx in front of it. Only it may open a port below 1024. Raises `ConfigError`."""
     there = FederationFolder(folder)
     nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}{os.pathsep}/usr/sbin") or "/usr/sbin/nginx"
     command = [nginx, "-e", str(there.proxy_state / "error.log"), "-c", str(there.proxy)]
     return _unit(
-        folder, unit_name("proxy", label), "fedlora: the proxy before a federation's server", command, user=user,
-        memory="512M", writable=[there.proxy_state], restart="always", after=f" {unit_name('server', label)}",
-        capabilities="CAP_NET_BIND_SERVICE" if port < 1024 else "", compiles=False, users=port >= 1024,
-        more=f"ExecReload={_words([nginx, *command[1:], '-s', 'reload'])}\nLimitNOFILE={FILES}\n",
+        "proxy", "fedlora: the proxy before a federation's server", folder, command, user=user, memory="512M",
+        label=label, writable=[there.proxy_state], low_port=port < 1024,
     )  # fmt: skip
 
 
 def site_unit(
-    folder: Path, *, user: str | None = None, memory: str = "16G", label: str = "", reads: Sequence[Path] = ()
-) -> str:
+    folder: Path, *, user: str, memory: str | None = None, label: str = "",
+    reads: Sequence[Path] = (),
+) -> str:  # fmt: skip
     """The unit for `fedlora flower node FOLDER`: always restarted, because Flower's node may end with code 0.
 
     Args:
@@ -116,10 +97,10 @@ def site_unit(
     Raises:
         ConfigError: as in `server_unit`.
     """
+    command = [*program(), "flower", "node", str(folder)]
     return _unit(
-        folder, unit_name("site", label), "fedlora: a site of a federation",
-        [*program(), "flower", "node", str(folder)], user=user, memory=memory, writable=[SiteFolder(folder).state],
-        restart="always", accelerators=True, reads=reads,
+        "site", "fedlora: a site of a federation", folder, command, user=user, memory=memory or "16G", label=label,
+        writable=[SiteFolder(folder).state], reads=reads,
     )  # fmt: skip
 
 
@@ -129,31 +110,26 @@ def program() -> list[str]:
     return [str(beside)] if os.access(beside, os.X_OK) else [sys.executable, "-m", "fedlora.cli"]
 
 
-def check_apart(folder: Path, writable: Sequence[Path], own: Sequence[Path] = ()) -> None:
-    """Raises `ConfigError` if settings, keys or the program itself are below a path that the unit's processes may
-    write, or such a path is among them. own: places in the folder that are meant to be written."""
-    for place in writable:
-        if place.resolve().is_relative_to(folder.resolve()) and place not in own:
+def _check_apart(folder: Path, own: Sequence[Path], beside: Sequence[Path]) -> None:
+    """Raises `ConfigError` if settings, keys or the program itself could be changed by what the unit may write: its own
+    places in the folder, and others beside it."""
+    kept = [path.resolve() for path in (folder, Path(sys.prefix), Path(fedlora.__file__ or "").parent)]
+    for place in (*own, *beside):
+        within = place.resolve().is_relative_to(kept[0]) and place not in own
+        if within or any(path.is_relative_to(place.resolve()) for path in kept):
             raise ConfigError(
-                f"the unit must be able to write {place}, but it lies in {folder} among settings, keys and "
-                f"certificates, which the unit may not write. Put it elsewhere (a ledger: into a folder of its own, "
-                f"with privacy.ledger)."
+                f"the unit must be able to write {place}, but settings, keys or the program itself lie there or "
+                f"around it: code that the unit runs could change what the next start runs or trusts. Put it elsewhere "
+                f"(a ledger: into a folder of its own, with privacy.ledger)."
             )
-        for kept in (folder, Path(sys.prefix), Path(fedlora.__file__ or "").parent):
-            if kept.resolve().is_relative_to(place.resolve()):
-                raise ConfigError(
-                    f"the unit must be able to write {place}, but {kept} lies in it: code that the unit runs could "
-                    f"change what the next start runs or trusts. Put one of them elsewhere (a ledger: into a folder "
-                    f"of its own, with privacy.ledger)."
-                )
 
 
 def _unit(
-    folder: Path, name: str, what: str, command: list[str], *, user: str | None, memory: str, restart: str,
-    writable: Sequence[Path], after: str = "", capabilities: str = "", more: str = "", accelerators: bool = False,
-    compiles: bool = True, users: bool = True, reads: Sequence[Path] = (), beside: Sequence[Path] = (),
+    kind: str, what: str, folder: Path, command: list[str], *, user: str, memory: str, label: str,
+    writable: Sequence[Path], beside: Sequence[Path] = (), reads: Sequence[Path] = (), known: Path | None = None,
+    low_port: bool = False,
 ) -> str:  # fmt: skip
-    user = user or owner(folder)
+    """beside: what it writes outside of the folder. low_port: it opens a port that Linux keeps for root."""
     if user == "root":
         raise ConfigError(
             f"{folder} belongs to root, and a unit that runs as root gives the author of the server's app this whole "
@@ -164,65 +140,20 @@ def _unit(
         raise ConfigError(f"{quoted(user)} is not a user name that a unit can contain.")
     if not _MEMORY.fullmatch(memory):
         raise ConfigError(f"a unit's memory limit is such as 8G or 800M; got {quoted(memory)}.")
-    check_apart(folder, [*writable, *beside], own=writable)
-    writable = [*writable, *beside]
+    _check_apart(folder, writable, beside)
     for path in reads:
         if path.is_relative_to("/run") and not path.is_relative_to(folder):
             raise ConfigError(
                 f"{path} lies in /run, which a unit cannot see. Put it elsewhere, and name it in {folder}."
             )
-    places, bound = " ".join(map(_listed, writable)), ""
     shared = [path for path in (folder, *reads) if any(path.is_relative_to(place) for place in _SHARED)]
-    if shared:  # the unit would not see them
-        bound = f"BindReadOnlyPaths={' '.join(map(_listed, shared))}\n"
     if odd := [path for path in shared if ":" in str(path)]:  # mounts are SOURCE:DESTINATION, even in quotes
         raise ConfigError(f"{quoted(str(odd[0]))} has a ':', which systemd reads as two paths. Rename it.")
-    if folder in shared:
-        bound += f"BindPaths={places}\n"
-    last = _ACCELERATORS if accelerators else _NO_DEVICES
-    last += "" if users else _NO_PROCESSES
-    last += "" if compiles else "MemoryDenyWriteExecute=yes\n"
     return filled(
-        "unit.service", folder_=_shown(folder), name=name, what=what, user=user, after=after,
-        command=_words(command), more=more, folder=_path(folder), restart=restart,
-        mounts=" ".join(map(_listed, [folder, *reads])), memory=memory, writable=places,
-        capabilities=capabilities, bound=bound,
-        users="PrivateUsers=yes\n" if users else "", last=last,
+        "unit.service", kind=kind, what=what, name=unit_name(kind, label), after=unit_name("server", label),
+        folder=folder, command=command, user=user, memory=memory, writable=[*writable, *beside], needs=[folder, *reads],
+        shared=shared, known=known, low_port=low_port, files=FILES,
     )  # fmt: skip
 
 
-def _words(command: list[str]) -> str:
-    """A command line for systemd, with quotes, specifiers and variables escaped."""
-    return " ".join(_word(word) for word in command)
-
-
-def _word(word: str) -> str:
-    _printable(word)
-    word = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
-    return f'"{word}"' if re.search(r"""[\s"';\\]""", word) else word
-
-
-def _path(folder: Path) -> str:
-    """A path as the whole value of a setting, where only % needs escaping."""
-    text = str(folder)
-    _printable(text)
-    return text.replace("%", "%%")
-
-
-def _listed(folder: Path) -> str:
-    """A path as an item of a list."""
-    _printable(str(folder))
-    text = str(folder).replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
-    return f'"{text}"' if re.search(r"""[\s"'\\]""", text) else text
-
-
-def _shown(path: Path) -> str:
-    return str(path).replace("\n", " ")
-
-
-def _printable(text: str) -> None:
-    if not text.isprintable():
-        raise ConfigError(f"{quoted(text)} cannot be written into a systemd unit: it has unprintable characters.")
-
-
-__all__ = ["check_apart", "program", "proxy_unit", "server_unit", "site_unit", "unit_name"]
+__all__ = ["program", "proxy_unit", "server_unit", "site_unit", "unit_name"]

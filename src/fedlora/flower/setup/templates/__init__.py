@@ -1,16 +1,51 @@
-"""Files for other programs, in their own languages: nginx's, systemd's. @name@ is a placeholder."""
+"""Files in other languages than Python, as Jinja templates: nginx's, systemd's, and the head of policy.toml."""
 
 from __future__ import annotations
 
-import re
-from importlib.resources import files
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from fedlora.core.echo import quoted
+from fedlora.errors import ConfigError
 
 
 def filled(template: str, **values: Any) -> str:
-    """The text of a file in this folder with its placeholders filled in, in one pass, whatever the values contain."""
-    text = (files(__name__) / template).read_text(encoding="utf-8")
-    return re.sub(r"@(\w+)@", lambda found: str(values[found[1]]), text)
+    """The text of a file in this folder with `values` filled in. What a value contains is not read as a template."""
+    return _TEMPLATES.get_template(template).render(values)
 
 
-__all__ = ["filled"]
+def plain(word: object, file: str) -> str:
+    """A word that means itself in both languages. file: the one to be written, for the message.
+
+    Raises:
+        ConfigError: it has a letter that nginx or systemd reads as something else.
+    """
+    text = str(word)
+    if not text.isprintable() or set(text) & set("\"'\\${};"):
+        raise ConfigError(
+            f"{quoted(text)} cannot be written into {file}: it has a quote, a backslash, one of ${{}}; or an "
+            f"unprintable character. Use another folder or name."
+        )
+    return text
+
+
+def _escaped(word: object) -> str:
+    """A word as the whole value of a systemd setting, where % begins a specifier."""
+    return plain(word, "a systemd unit").replace("%", "%%")
+
+
+def _words(words: Iterable[object]) -> str:
+    """Words as a list in a systemd setting, or a command."""
+    return " ".join(f'"{word}"' if " " in word else word for word in map(_escaped, words))
+
+
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), trim_blocks=True, keep_trailing_newline=True,
+    undefined=StrictUndefined, autoescape=False,
+)  # fmt: skip
+_TEMPLATES.filters.update({"escaped": _escaped, "words": _words})
+
+__all__ = ["filled", "plain"]
