@@ -17,13 +17,16 @@ def by_server(*scores: float | None) -> list[dict[str, Any]]:
 
 
 def by_sites(*rounds: dict[str, tuple[float, int]]) -> list[dict[str, Any]]:
-    lines = []
+    """Who measured in an earlier round is away in a later one."""
+    lines, members = [], set[str]()
     for k, sites in enumerate(rounds, start=1):
         total = sum(n for _, n in sites.values())
         mean = {"accuracy": sum(s * n for s, n in sites.values()) / total, "examples": total} if sites else {}
         said = {name: {"accuracy": s, "examples": n} for name, (s, n) in sites.items()}
         counts = {name: float(n) for name, (_, n) in sites.items()}
-        more = {"site_counts": counts, "site_share": 1.0}
+        members |= {*sites}
+        away = dict.fromkeys(members - {*sites}, "it is not online")
+        more = {"site_counts": counts, "site_share": 1.0, "site_unmeasured": away}
         lines.append({"round": k, "metrics": {}, "site_metrics": said, "site_mean": mean, **more})
     return lines
 
@@ -111,5 +114,11 @@ def test_patience_counts_what_was_measured() -> None:
     assert stopped is not None and (stopped["round"], stopped["best_round"], stopped["best"]) == (5, 1, 0.5)
     assert "2 evaluations at the sites" in stopped["why"]
     assert choosing.stop(lines[:4], 9, patience) is None and choosing.stop(lines, 9, None) is None
+    others = by_sites({"a": (0.54, 9)}, *({"b": (0.5 + 0.01 * k, 9)} for k in range(4)), {"a": (0.4, 9)})
+    assert choosing.stop(others, 9, patience) is None  # only one round can be compared with the best; before, it ended
+    assert best(choosing, others) == 1
+    for line in others[1:]:
+        line["site_unmeasured"] = {}  # a has left: it will never measure again
+    assert best(choosing, others[:5]) == 5
     server = Choosing("accuracy", "server").stop(by_server(0.5, 0.5, 0.5), 9, patience)
     assert server is not None and "at the server" in server["why"] and server["round"] == 3

@@ -784,6 +784,24 @@ def test_the_deadline_given_to_start_is_that_of_all_messages(tmp_path: Path) -> 
     assert [e.deadline for e in read_events(tmp_path / "o" / "events.jsonl") if isinstance(e, Began)] == [77.0]
 
 
+def test_a_round_that_has_become_the_last_one_is_measured(tmp_path: Path) -> None:
+    """run.rounds was 10 with every = 5, and is 2 now. Before, the last round had no score of the sites'."""
+
+    def played(planned: int, upto: int) -> Any:
+        choosing = Choosing("accuracy", "sites", lambda round: round % 5 == 0 or round == planned)
+        strategy, grid = federation(
+            tmp_path, Server(build("glora")), record=tmp_path / "o", choosing=choosing, resume=True
+        )
+        strategy.start(grid, num_rounds=upto)
+        return strategy.lines.all(), grid.sent
+
+    assert not any(line["site_metrics"] or line["site_unmeasured"] for line in played(10, 2)[0])
+    lines, sent = played(2, 2)
+    assert {message.metadata.message_type for message in sent} == {"evaluate"}
+    assert [bool(line["site_metrics"] or line["site_unmeasured"]) for line in lines] == [False, True]
+    assert not played(2, 2)[1]
+
+
 # ---- what is written down --------------------------------------------------------------------------------------------
 
 

@@ -158,6 +158,26 @@ def test_a_round_that_is_played_again_counts_once() -> None:
     assert found.uploaded == {"a": 10}
 
 
+def test_what_became_of_a_site_in_an_attempt_that_did_not_count_is_counted_too() -> None:
+    """By hand. The close refuses a's upload; b is away; c is in quarantine; then a is not asked, and the round's line
+    has its fate of the first attempt."""
+    away = {"b": {"fate": "offline", "why": ""}, "c": {"fate": "quarantined", "why": "so"}}
+    first: list[Event] = [
+        Began(1, 1, ["a"], away, 9.0), Fated(1, 1, "a", "trained", bytes=5), Fated(1, 1, "a", "refused", bytes=5),
+        AttemptFailed(1, 1, "too few"),
+    ]  # fmt: skip
+    again = {"a": {"fate": "not drawn", "why": ""}, "c": {"fate": "quarantined", "why": "so"}}
+    second: list[Event] = [
+        Began(1, 2, ["b"], again, 9.0), Fated(1, 2, "b", "trained", bytes=7),
+        Done(1, line(a="refused", b="trained", c="quarantined")),
+    ]  # fmt: skip
+    found = progress_of([*first, *second])
+    assert found.uploaded == {"a": 5, "b": 7}
+    assert found.fate_counts == {
+        ("a", "refused"): 1, ("b", "offline"): 1, ("b", "trained"): 1, ("c", "quarantined"): 2,
+    }  # fmt: skip
+
+
 def test_the_end_is_forgotten_when_rounds_are_added() -> None:
     ended: list[Event] = [Done(1, line(a="trained")), Ended(1, "complete")]
     assert progress_of(ended).ended == "complete"

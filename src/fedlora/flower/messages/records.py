@@ -183,8 +183,8 @@ def record_upload(
     said = _said(record, "upload")
     if said.get("run") != run or said.get("round") != round:
         raise RecordError(
-            f"it is of run {str(said.get('run'))[:40]!r}, round {str(said.get('round'))[:9]}; this is round {round} of "
-            f"{run!r}."
+            f"it is of run {str(said.get('run'))[:40]!r}, after round {str(said.get('round'))[:9]}; {run!r} was asked "
+            f"after round {round}."
         )
     if said.get("form") != form:
         raise RecordError(f"it has the form {str(said.get('form'))[:20]!r}; {form!r} was asked for.")

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from fedlora.errors import ConfigError
@@ -30,11 +31,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Choosing(Ranking):
-    """The order of a federation's rounds. by: whose scores; None: no round is measured. sites_due: whether the sites
-    measure a round, even if the server's scores count."""
+    """The order of a federation's rounds. by: whose scores; None: no round is measured. due: which rounds are measured.
+    at_sites: whether the sites measure, even if the server's scores count."""
 
     by: Literal["server", "sites"] | None
-    sites_due: Callable[[int], bool] = lambda round: False
+    due: Callable[[int], bool] = lambda round: False
+    at_sites: bool = False
+
+    def sites_due(self, round: int) -> bool:
+        """Whether the sites measure a round."""
+        return (self.at_sites or self.by == "sites") and self.due(round)
+
+    def owes(self, line: Line) -> bool:
+        """Whether a finished round is not measured and is due now, because the settings were different then."""
+        asked = line.get("site_metrics") or line.get("site_unmeasured")
+        return (self.by == "server" and self.due(line["round"]) and not line["metrics"]) or (
+            self.sites_due(line["round"]) and not asked
+        )
 
     @property
     def where(self) -> str:
@@ -46,9 +59,9 @@ class Choosing(Ranking):
             return None
         return self._of(line.get("metrics" if self.by == "server" else "site_mean") or {})
 
-    def better(self, line: Line, best: Line | None, *, by: float = 0.0) -> bool:
-        """With scores of sites: on those that measured both rounds, weighted by their current counts. False if no such
-        site is known."""
+    def better(self, line: Line, best: Line | None, *, by: float = 0.0) -> bool | None:
+        """With scores of sites: on those that measured both rounds, weighted by their current counts. If there is none,
+        nobody can say; but if all that measured the best one have left the federation, a new one takes its place."""
         if best is None or self.by != "sites":
             return super().better(line, best, by=by)
         new, old = line["site_metrics"], best["site_metrics"]
@@ -56,7 +69,9 @@ class Choosing(Ranking):
         counts = {site: n for site, n in (line.get("site_counts") or {}).items() if n > 0 and site in both}
         if not counts:  # the best may have been measured by another metric, and any number is better than none
             before = self.score(best)
-            return (before is None or math.isnan(before)) and super().better(line, best, by=by)
+            if before is None or math.isnan(before):
+                return super().better(line, best, by=by)
+            return True if old.keys().isdisjoint({*new, *line["site_unmeasured"]}) else None
         weights = held_to_share(counts, line["site_share"])
         total = math.fsum(weights.values())
         after, before = (
@@ -95,11 +110,7 @@ def check(settings: FederationSettings) -> None:
 def choosing_of(settings: FederationSettings, at_server: AtServer, global_model: bool) -> Choosing:
     """Whose scores compare rounds. Raises `ConfigError` if patience has no scores."""
     evaluate, metric = settings.evaluate, score_name(settings.evaluate.metric)
-    at_sites = settings.data.validation > 0 and evaluate.target != "server"
-
-    def sites_due(round: int) -> bool:
-        return at_sites and due(settings, round)
-
+    at_sites, measured = settings.data.validation > 0 and evaluate.target != "server", partial(due, settings)
     if at_server.validation is not None and not global_model and evaluate.target == "server":
         raise ConfigError(
             f"{settings.method.name} keeps no model at the server to measure, and evaluate.target = 'server'. Set it "
@@ -107,13 +118,13 @@ def choosing_of(settings: FederationSettings, at_server: AtServer, global_model:
         )
     if at_server.validation is not None and global_model and evaluate.target != "clients":
         log.info("each %s is measured at the server, on at_server.validation", _rounds(evaluate.every))
-        return Choosing(metric, "server", sites_due)
+        return Choosing(metric, "server", measured, at_sites)
     if at_sites:
         share = f"{settings.data.validation:g}"
         log.info(
             "each %s is measured at the sites, on the share of %s that each holds out", _rounds(evaluate.every), share
         )
-        return Choosing(metric, "sites", sites_due)
+        return Choosing(metric, "sites", measured)
     if evaluate.patience is not None:
         raise ConfigError(
             f"evaluate.patience = {evaluate.patience} looks at a score of each round, and nothing is measured: "

@@ -104,9 +104,12 @@ def opening(folder: Path, tell: Callable[[str], None] = log.debug) -> Opening:
     found = newest(home.checkpoints, settings.id, server, state.server, skip)
     rounds = found.state.round if found is not None else 0
     if rounds > settings.run.rounds:
+        way = f"Set run.rounds = {rounds} to end here, or more to continue."
+        if settings.privacy is not None or settings.train.schedule != "constant":
+            way = "Set it back: with [privacy], or a schedule of the learning rate, the number of rounds is fixed."
         raise ConfigError(
             f"{rounds} rounds are played, but run.rounds = {settings.run.rounds} asks for fewer, and nobody can "
-            f"undo a round. Set run.rounds = {rounds} to end here, or more to continue."
+            f"undo a round. {way}"
         )
     if rounds > (last := rounds_done(home.rounds)):  # a round's line is written before its state
         raise ConfigError(

@@ -20,9 +20,9 @@ class Progress:
 
     round: the number of finished ones. lines: round -> its line of rounds.jsonl, for the last hundred. playing: the
     current attempt, with `fates` of those who have answered. barred: client -> why it is in quarantine. ended: why no
-    more rounds are played, otherwise "". fate_counts: (client, fate) -> how often, repeated attempts included, except
-    for "trained". uploaded: client -> bytes. began, heard: when the first and the last event were written, "" if
-    that is withheld.
+    more rounds are played, otherwise "". fate_counts: (client, fate) -> how often, attempts that did not count included
+    (except for "trained" and "not drawn" in these). uploaded: client -> bytes. began, heard: when the first and the
+    last event were written, "" if that is withheld.
     """
 
     round: int = 0
@@ -46,15 +46,24 @@ def after(progress: Progress, event: Event) -> Progress:
         return replace(progress, playing=event, fates={}, barred=barred, ended="", round=back)
     if isinstance(event, Fated):
         uploaded = dict(progress.uploaded)
-        uploaded[event.client] = uploaded.get(event.client, 0) + (event.bytes or 0)
+        before = progress.fates.get(event.client)  # which this one replaces
+        counted = (before.bytes or 0) if before is not None else 0
+        uploaded[event.client] = uploaded.get(event.client, 0) + (event.bytes or 0) - counted
         return replace(progress, fates={**progress.fates, event.client: event}, uploaded=uploaded)
     if isinstance(event, AttemptFailed):
-        missed = [(name, str(fated.fate)) for name, fated in progress.fates.items() if fated.fate != "trained"]
+        not_asked = progress.playing.not_asked if progress.playing is not None else {}
+        found = {name: one["fate"] for name, one in not_asked.items() if one["fate"] != "not drawn"}
+        found |= {name: fated.fate for name, fated in progress.fates.items()}
+        missed = [(name, str(fate)) for name, fate in found.items() if fate != "trained"]
         return replace(progress, fate_counts=Counter(progress.fate_counts) + Counter(missed), barred=event.barred)
     if isinstance(event, Done):
         kept = {n: line for n, line in progress.lines.items() if event.round - _KEPT < n < event.round}
         lines = {**kept, event.round: event.line}
-        new = [] if event.round in progress.lines else fates_of(event.line).items()
+        now = fates_of(event.line)
+        if progress.playing is not None:  # of others the line has the fate in an earlier attempt, which is counted
+            others = progress.playing.not_asked
+            now = {name: fate for name, fate in now.items() if name not in others or fate == others[name]["fate"]}
+        new = [] if event.round in progress.lines else now.items()
         counts = Counter(progress.fate_counts) + Counter(new)
         return replace(progress, round=event.round, lines=lines, playing=None, fate_counts=counts)
     if isinstance(event, Ended):

@@ -63,7 +63,12 @@ class Recorder:
         facts = {"metrics": plain(dict(scores))}
         whole = {**plain(dict(line)), **facts}
         before = [old for old in lines if old["round"] < line["round"]]
-        if self._opening.choosing.better(whole, self.best(before)):
+        best = self.best(before)
+        better = self._opening.choosing.better(whole, best)
+        if better is None and best is not None:
+            log.info("round %d is not compared with round %d, the best until now: no site measured both",
+                     line["round"], best["round"])  # fmt: skip
+        if better:
             checkpoint.keep_also(self._best, self._opening.home.checkpoints, state.round, keep=2)
         self.trackers.log(whole)
         stopped = self.stopped([*before, whole])

@@ -188,7 +188,8 @@ class FedLoRA:
         result, self.stopped, self._num_rounds, self._timeout = Result(), None, num_rounds, timeout
         with self._hooks.playing(self), self._reporting_the_end():
             last = self.lines.get(self.round)
-            if last is not None and not is_finished(last):  # a crash came between its checkpoint and its end
+            owes = self.choosing is not None and last is not None and is_finished(last) and self.choosing.owes(last)
+            if last is not None and (owes or not is_finished(last)):  # a crash came between its checkpoint and its end
                 self.read_policy()  # a site that was removed meanwhile is not asked to measure
                 self._finish(grid, last)
             while self.round < num_rounds and self.stopped is None:

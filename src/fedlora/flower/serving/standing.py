@@ -28,7 +28,8 @@ class Standing:
     a round needs; for a private federation, the sites that must be online before it begins, and 0 after that. ranks: of
     the clients that may take part. why: "complete" or "stopped early" if nothing is left to do, otherwise "". privacy:
     the table, if rounds are private: then nothing is said about single sites. settings: changes to federation.toml, in
-    sentences: those in force since a round, and those that wait for the next start."""
+    sentences: those in force since a round, and those that wait for the next start. barred: the clients in quarantine.
+    """
 
     name: str
     rounds: int
@@ -38,6 +39,7 @@ class Standing:
     why: str = ""
     privacy: FederationPrivacy | None = None
     settings: tuple[str, ...] = ()
+    barred: tuple[str, ...] = ()
 
     @property
     def clients(self) -> tuple[str, ...]:
@@ -53,7 +55,8 @@ class Standing:
             'a round needs 2 of 3'
         """
         if self.privacy is None:
-            return f"a round needs {self.needed} of {len(self.ranks)}"
+            others = f"; in quarantine: {', '.join(self.barred)}" if self.barred else ""
+            return f"a round needs {self.needed} of {len(self.ranks) - len(self.barred)}{others}"
         if self.needed:
             return f"round 1 waits for all {len(self.ranks)}, and no later one waits"
         return "no quorum: who is missing counts as zero"
@@ -84,7 +87,7 @@ def standing(folder: FederationFolder, barred: Collection[str] = ()) -> Standing
     if settings.privacy is not None:  # it begins when all were there, and later waits for nobody
         least = 0 if done or has_released(folder) else len(ranks)
     told = _told(folder, settings, done)
-    return Standing(settings.id, rounds, done, least, ranks, why, settings.privacy, told)
+    return Standing(settings.id, rounds, done, least, ranks, why, settings.privacy, told, tuple(barred))
 
 
 def check_derived(folder: FederationFolder) -> None:
