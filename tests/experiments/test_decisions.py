@@ -15,7 +15,6 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import check_asked, load_claims
 from fedlora.experiments.filled_pages import Stored, filled
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import searches
 from fedlora.experiments.result import Commit, Result
 from fedlora.experiments.seed_plan import rates, read_plan
 from fedlora.experiments.spec import Experiment, load_experiment
@@ -240,7 +239,7 @@ def test_a_value_that_methods_share_says_every_method_it_was_chosen_by(place: Pa
     assert (rate.of, rate.value) == ("all", 1e-3)
     held = {
         (f"{run.tuned:g}", f"{run.cell['method']}, 104"): results[run.digest].validation_best
-        for run in searches(experiment, "mini")
+        for run in Grid(experiment, "mini").searches
     }
     assert {(v, who): s for v, by in rate.validation.items() for who, s in by.items()} == pytest.approx(held, abs=1e-6)
     assert len(held) == 12 and len({round(score, 6) for score in held.values()}) == 12

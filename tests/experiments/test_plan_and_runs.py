@@ -18,9 +18,10 @@ import tomli_w
 
 from fedlora.experiments.checks import problems
 from fedlora.experiments.costs import Workloads
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.measured import Paces, measured
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import PlannedRun, mains
+from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.runner import run_all
 from fedlora.experiments.spec import load_experiment
 from fedlora.runs.observers import diagnosed
@@ -104,7 +105,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def grid(folder: Path, text: str) -> tuple[list[PlannedRun], Places]:
     (folder / "mine.toml").write_text(text)
     experiment = load_experiment(folder / "mine.toml")
-    return mains(experiment, "mini", {}), Places(folder / "results", folder / "work", None)
+    return Grid(experiment, "mini").runs, Places(folder / "results", folder / "work", None)
 
 
 @pytest.mark.parametrize("kind", ["classes", "words"])

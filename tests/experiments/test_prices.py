@@ -13,7 +13,6 @@ import pytest
 from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import mains
 from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.report import write_report
 from fedlora.experiments.result import Result
@@ -62,7 +61,7 @@ def grid(tmp_path: Path) -> Experiment:
 
 def results(experiment: Experiment) -> dict[str, Result]:
     found = {}
-    for run in mains(experiment, "mini", {}):
+    for run in Grid(experiment, "mini").runs:
         loss = LOSS[run.cell["rule"], run.cell["attack"]][run.seed]
         scores = {"loss": loss, "accuracy": 1 - loss / 2}
         found[run.digest] = stored(whole(run, "accuracy", scores))
@@ -96,7 +95,7 @@ def test_the_table_has_peace_first_and_says_what_it_is(grid: Experiment) -> None
 
 def test_a_seed_that_the_reference_lacks_does_not_count_and_one_seed_has_no_interval(grid: Experiment) -> None:
     done = results(grid)
-    for run in mains(grid, "mini", {}):
+    for run in Grid(grid, "mini").runs:
         if run.cell == {"rule": "none", "attack": "flip"} and run.seed != 1:
             del done[run.digest]
     price = next(p for p in prices(Grid(grid, "mini", done)) if (p.row, p.peaceful, p.score) == ("slow", False, "loss"))
@@ -109,7 +108,7 @@ def test_a_row_on_clients_own_data_has_no_price(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(GRID.replace("count = 5", "count = 5\nown_test = 0.3"))
     own = load_experiment(tmp_path / "own.toml")
     done = results(own)
-    for run in mains(own, "mini", {}):
+    for run in Grid(own, "mini").runs:
         if run.cell["rule"] == "slow":
             done[run.digest] = done[run.digest].model_copy(update={"target": "clients"})
     of = {price.row: price for price in prices(Grid(own, "mini", done)) if price.score == "loss" and price.peaceful}
@@ -146,7 +145,7 @@ def test_attacks_are_named_once(grid: Experiment) -> None:
 def test_the_robustness_experiment_is_at_most_150_runs_and_every_rule_meets_every_attack() -> None:
     """Profiles share runs by their digests. 20 % of 15 clients are 3, and each cell has three seeds."""
     experiment = load_experiment(ROOT / "experiments" / "robustness.toml")
-    runs = {name: mains(experiment, name, {}) for name in ("mini", "liars", "skew")}
+    runs = {name: Grid(experiment, name).runs for name in ("mini", "liars", "skew")}
     assert len({run.digest for planned in runs.values() for run in planned}) <= 150
     met = {(run.cell["rule"], run.cell["attack"]) for run in runs["mini"]}
     rules, attacks = ({pair[k] for pair in met} for k in (0, 1))

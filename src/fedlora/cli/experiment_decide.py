@@ -41,8 +41,8 @@ def plan_seeds(project: Project, names: Sequence[str], *, again: bool) -> None:
         if family is None:
             raise ConfigError(f"no family asks about the experiment {experiment.name}: there is nothing to plan.")
         project.tell_left_out([(experiment, family.pilot)])
-        pilot = read_scores(project.grid(experiment, family.pilot))
-        grid = project.grid(experiment, family.profile)
+        pilot = read_scores(project.places.grid(experiment, family.pilot))
+        grid = project.places.grid(experiment, family.profile)
         plan = make_plan(claims, grid, pilot, commit_of_code(), project.places.finished(unclean=True))
         path = path_of(project.results, experiment.name)
         _show_plan(claims, grid, write_plan(path, plan, again=again), path, name)
@@ -96,7 +96,7 @@ def show_answers(project: Project, names: Sequence[str], form: Format) -> None:
         project.tell_left_out([(experiment, next(iter(families.values())).profile)])
         found += answers_of(project, claims, experiment)
         plan = read_plan(path_of(project.results, experiment.name))
-        grid = project.grid(experiment, plan.profile).of_seeds(plan.seeds)
+        grid = project.places.grid(experiment, plan.profile).of_seeds(plan.seeds)
         past += [*plan.history, *unclean_lines(result for _, result in grid.used)]
     tables = [Table(headings(one.family), rows(one), title(one), names=2) for one in found]
     value = {"alpha": claims.alpha, "history": past, "families": [plain_answers(one) for one in found]}
@@ -118,7 +118,7 @@ def answers_of(project: Project, claims: Claims, experiment: Experiment) -> list
     check_asked(claims, known)
     plan = read_plan(path_of(project.results, experiment.name))
     check_plan(plan, claims, experiment)
-    grid = project.grid(experiment, plan.profile)
+    grid = project.places.grid(experiment, plan.profile)
     return answers_from(claims, grid, known, plan.seeds)
 
 

@@ -11,7 +11,6 @@ from fedlora.cli.experiment import CLAIMS
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, load_claims
-from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
 from fedlora.experiments.printed import PAPER_NUMBERS, PaperTable, read_paper
 from fedlora.experiments.runnable import left_out
@@ -54,11 +53,6 @@ class Project:
         beside = [self.experiments / CLAIMS.name] if self.claims == CLAIMS else []
         return next((path for path in (*beside, self.claims) if path.is_file()), None)
 
-    def grid(self, experiment: Experiment, profile: str, *, unclean: bool = False) -> Grid:
-        """The grid with its results. unclean: also from uncommitted code."""
-        done = self.places.finished(unclean=unclean)
-        return Grid(experiment, profile, done, self.places.given_up(), self.places.failed_by_machine())
-
     def named(self, name: str) -> Experiment:
         """NAME.toml in the folder, or a path. Raises `ConfigError` if there is none; the message lists the names."""
         path = Path(name) if name.endswith(".toml") else self.experiments / f"{name}.toml"
@@ -92,6 +86,5 @@ class Project:
         """Print which finished runs of these experiments and profiles are not shown, and why."""
         places = self.places
         if unclean := read_results(places.unclean):
-            told = places.finished(), unclean, places.unclean, places.given_up()
             for experiment, profile in asked:
-                notes.warn(*left_out(experiment, profile, *told))
+                notes.warn(*left_out(places.grid(experiment, profile), unclean, places.unclean))

@@ -24,7 +24,6 @@ from fedlora.experiments.prices import prices
 from fedlora.experiments.printed import PAPER_NUMBERS
 from fedlora.experiments.report import Decided, write_report
 from fedlora.experiments.runnable import other_files
-from fedlora.experiments.runner import missing
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.seed_plan import plan_there, still_open
 from fedlora.experiments.spec import Experiment
@@ -34,11 +33,11 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
     """Show the paper's table, scores, differences, prices and budgets, with the notes that a reader needs below. out: a
     file, instead of the screen."""
     experiment = project.planned(project.named(name), profile)
-    grid = project.grid(experiment, profile)
+    grid = project.places.grid(experiment, profile)
     parse_number(grid.which(metric or ""))
     show_scores(
         grid, metric or "", tables_of(grid, metric or "", project.paper(experiment)), form,
-        beside=other_files(missing(experiment, profile, project.places, grid.failed), grid.results),
+        beside=other_files(project.places.grid(experiment, profile, unclean=True).missing, grid.results),
         more={"prices": [vars(price) for price in prices(grid)]}, out=out,
     )  # fmt: skip
     project.tell_left_out([(experiment, profile)])
@@ -53,7 +52,7 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
     experiment = project.planned(project.named(name), profile)
     target = out or project.results / "plots" / f"{experiment.name}-{profile}.png"
     project.tell_left_out([(experiment, profile)])
-    grid = project.grid(experiment, profile)
+    grid = project.places.grid(experiment, profile)
     asked, decided = project.asked, list[Answers]()
     if asked is not None and profile in {family.profile for family in asked.of(experiment.name).values()}:
         decided = answers_of(project, asked, experiment)
@@ -115,7 +114,7 @@ def report(project: Project, names: Sequence[str], out: Path, profile: str) -> N
         for name in experiment.profiles:
             if name in pilots or not (name == profile or (profile == "mini" and name != "paper")):
                 continue
-            grid = project.grid(project.planned(experiment, name), name)
+            grid = project.places.grid(project.planned(experiment, name), name)
             if words := still_open(project.results, grid):
                 late.append(f"not shown: {words}, and nothing is shown until all are.")
             else:
@@ -136,6 +135,6 @@ def _decided(project: Project, claims: Claims, experiments: Sequence[Experiment]
         if plan is not None:
             found += answers_of(project, claims, experiment)
             past[experiment.name] = plan.history
-            grid = project.grid(experiment, plan.profile)
+            grid = project.places.grid(experiment, plan.profile)
             grids[experiment.name] = grid.of_seeds(plan.seeds)
     return Decided(claims, {one.name: one for one in [*project.all, *experiments]}, found, grids, past)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.plan import first_run
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.scores import of_clients, parse_number
 from fedlora.experiments.spec import Experiment, Part
 from fedlora.experiments.verdicts import ALPHA, POWER, Power, powers
@@ -201,8 +201,9 @@ def _check_data(whose: str, family: Family, experiment: Experiment) -> None:
     """Raises `ConfigError` for a pair with one label measured on clients' own data, and the other on common data.
     Mergers are measured on common data."""
     rows, axis, number = experiment.rows[0], setup_axis(experiment), parse_number("test, last")
-    cells = [] if experiment.merged else [*experiment.cells(family.profile)]
-    configs = {(cell[rows], cell[axis]): first_run(experiment, family.profile, cell).config for cell in cells}
+    grid = Grid(experiment, family.profile)
+    cells = [] if experiment.merged else grid.cells
+    configs = {(cell[rows], cell[axis]): grid.first(cell).config for cell in cells}
     own = {at for at, config in configs.items() if of_clients(config) and number.own_data(config)}
     for question in family.questions:
         mine = [label for label in (question.first, question.second) if (label, question.setup) in own]

@@ -23,7 +23,6 @@ from fedlora.experiments.claims import Claims, load_claims
 from fedlora.experiments.decisions import Answers, answers_from
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import KINDS, PLANNED, table_of
-from fedlora.experiments.plan import searches
 from fedlora.experiments.result import Result
 from fedlora.experiments.seed_plan import SeedPlan, check_plan, path_of, plan_there, read_plan, still_open
 from fedlora.experiments.spec import load_experiment
@@ -166,7 +165,7 @@ def _made(grid: Grid, plan: SeedPlan | None) -> str:
 
 def _failed(grid: Grid) -> str:
     """Which of the runs, and of their search, failed on their own; empty if none did."""
-    each = {run.digest: run for run in [*searches(grid.experiment, grid.profile), *grid.runs]}
+    each = {run.digest: run for run in [*grid.searches, *grid.runs]}
     lost = [run for digest, run in each.items() if digest in grid.failed and digest not in grid.results]
     words = "; ".join(f"{run.label} ({grid.failed[run.digest]})" for run in lost)
     return f" {len(lost)} failed: {words}." if lost else ""

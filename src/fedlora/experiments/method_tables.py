@@ -28,14 +28,13 @@ def places(source: Source) -> Table:
     number's name, or nothing. Raises `ConfigError` for one of several: cells of two set-ups have no order."""
     grid = source.grid
     scored = [cell for cell in score_cells(grid, source.words) if cell.ranked()]
-    seeds = grid.experiment.profile(grid.profile).seeds
     if grid.axes != [grid.rows]:
         raise ConfigError(
             f"'places' orders the labels of {grid.rows}, but the cells of profile {grid.profile} of "
             f"{grid.experiment.name} have {', '.join(grid.axes)}. Ask for 'scores' or 'differences', or for a profile "
             f"with one set-up."
         )
-    found = placings(scored, grid.rows) if len(scored) > 1 < len(seeds) else []
+    found = placings(scored, grid.rows) if len(scored) > 1 < len(grid.seeds) else []
     if not found:
         return Table([], [], "")
     own = min(len(found), _PLACES)

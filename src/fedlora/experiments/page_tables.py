@@ -112,7 +112,7 @@ def _scores(source: Source) -> Table:
         columns[tune.key] = lambda k: _value(grid, cells[k])
         seeds = ", ".join(map(str, tune.seeds))
         how = f"the value that the search chose on validation, on seed {seeds}, not compared here"
-        one = len(grid.experiment.profile(grid.profile).tune or tune.values) == 1
+        one = len(grid.values) == 1
         searched = f" *{tune.key}*: {'as given, of one value there is no search' if one else how}."
     rows = [[*grid.place(cells[k].cell), *(column(k) for column in columns.values())] for k in there]
     alone = "; of one seed its number" if any(len(cells[k].scores) == 1 for k in there) else ""

@@ -95,8 +95,7 @@ def legend(figure: Figure, handles: Sequence[Any]) -> None:
 def without(grid: Grid) -> str:
     """A line of a title that names labels without a result."""
     there = {run.cell[grid.rows] for run, _ in grid.used}
-    cells = grid.experiment.cells(grid.profile)
-    gone = dict.fromkeys(cell[grid.rows] for cell in cells if cell[grid.rows] not in there)
+    gone = dict.fromkeys(cell[grid.rows] for cell in grid.cells if cell[grid.rows] not in there)
     return f"\n{wrapped('no result: ' + ', '.join(gone), 56)}" if gone else ""
 
 

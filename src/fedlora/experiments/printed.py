@@ -210,7 +210,7 @@ class _Filled:
     def _caption(self) -> str:
         times = f", times {self.paper.times:g}" if self.paper.times != 1 else ""
         when = _WHEN.get(self.number, self.number)
-        seeds = len(self.grid.experiment.profile(self.grid.profile).seeds)
+        seeds = len(self.grid.seeds)
         of = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "of one seed"
         return (
             f"{self.paper.caption} *{OURS}*: profile {self.grid.profile}, {when}, {of}{times}; *{PAPER}*: as printed; "

@@ -11,7 +11,7 @@ import hashlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -24,11 +24,10 @@ from fedlora.errors import CheckpointError, FedLoRAError, FilesChanged, WorkerDi
 from fedlora.experiments.leases import Claims
 from fedlora.experiments.origin import made_by, note
 from fedlora.experiments.places import Places, by_machine
-from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
+from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.pool import LOOK, Slot, run_in_slots
 from fedlora.experiments.result import content
 from fedlora.experiments.runnable import check_private_data
-from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import MERGERS, data_of
 from fedlora.runs import resuming
 from fedlora.runs.client_data import deal
@@ -51,18 +50,6 @@ class Outcome:
     seconds: float | None
     error: str | None
     by_machine: bool = False
-
-
-def missing(experiment: Experiment, profile: str, places: Places, failed: Collection[str] = ()) -> list[PlannedRun]:
-    """The runs that can be started now: the search's, or a cell's if its search is done. failed: digests of search runs
-    that the search does without."""
-    done = places.finished(unclean=True)
-    wanted = [*searches(experiment, profile), *mains(experiment, profile, done, failed)]
-    found: dict[str, PlannedRun] = {}
-    for run in wanted:
-        if (left := run.left(done)) is not None:
-            found[run.digest] = with_mergers_of(left, found.get(run.digest))
-    return list(found.values())
 
 
 def run_all(

@@ -25,7 +25,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Question
 from fedlora.experiments.decisions import Scores, gaps_of
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import PlannedRun, first_run, searches
+from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.result import Commit, Part, Result
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.verdicts import seeds_needed, weigh
@@ -103,8 +103,8 @@ def asked(claims: Claims, experiment: str) -> str:
 def definitions(experiment: Experiment, profile: str) -> dict[str, str]:
     """Cell, in words -> a digest of its runs, whatever their seed: the configuration, by the names of its files, and a
     merger's settings."""
-    alike = experiment.with_seeds(profile, [0])
-    runs = [first_run(alike, profile, cell) for cell in alike.cells(profile)]
+    grid = Grid(experiment.with_seeds(profile, [0]), profile)
+    runs = [grid.first(cell) for cell in grid.cells]
     return {", ".join(run.cell.values()): _digest([named(run.config).digest(), run.mergers]) for run in runs}
 
 
@@ -133,10 +133,10 @@ def make_plan(
         raise ConfigError(f"no family asks the experiment {experiment.name}: there is nothing to plan.")
     spreads = {name: spreads_of(name, family, experiment, pilot) for name, family in families.items()}
     needed = needed_seeds(claims, families, spreads)
-    known = experiment.profile(grid.profile).seeds
+    known = grid.seeds
     seeds = known[: wanted_seeds(families, needed)]
     planned = grid.of_seeds(seeds).runs
-    cells = sum(1 for _ in experiment.cells(grid.profile))
+    cells = len(grid.cells)
     if len(planned) < cells * len(seeds):
         raise ConfigError(
             f"the search of {experiment.name}, profile {grid.profile}, is not done: {len(planned) // len(seeds)} of "
@@ -195,12 +195,12 @@ def spreads_of(name: str, family: Family, experiment: Experiment, pilot: Scores)
 def rates(grid: Grid) -> list[Rate]:
     """For each label of the searched axes: the chosen value, and the score on validation of each value and seed; if
     cells share one value, for each of them, by its label and the seed ("glora, 7")."""
-    experiment, profile = grid.experiment, grid.profile
+    experiment = grid.experiment
     if experiment.tune is None:
         return []
     over, axis = experiment.tune.over, experiment.merged or grid.rows
     scored: list[tuple[dict[str, str], PlannedRun, float]] = []  # (labels of the axes, run of the search, score)
-    for run in searches(experiment, profile):
+    for run in grid.searches:
         labels: Mapping[str, Mapping[str, Any]] = run.mergers or {run.cell.get(axis, ""): {}}
         found = grid.results.get(run.digest)
         for label, merger in labels.items():
@@ -212,7 +212,7 @@ def rates(grid: Grid) -> list[Rate]:
         by_run = evidence.setdefault(tuple(at[a] for a in over), {}).setdefault(f"{run.tuned:g}", {})
         by_run[", ".join([*(at[a] for a in shared), str(run.seed)])] = None if math.isnan(score) else round(score, 6)
     chosen: dict[tuple[str, ...], Rate] = {}
-    for cell in experiment.cells(profile):
+    for cell in grid.cells:
         key = tuple(cell[axis] for axis in over)
         if key not in chosen:
             made = grid.choice(cell)
@@ -281,9 +281,8 @@ def still_open(results: Path, grid: Grid) -> str:
     if plan is None or plan.profile != grid.profile:
         return ""
     planned = grid.of_seeds(plan.seeds)
-    cells = sum(1 for _ in grid.experiment.cells(grid.profile))
     ended = Counter(r.seed for r in planned.runs if r.digest in grid.failed or r.result(grid.results) is not None)
-    there = sum(count == cells for count in ended.values())
+    there = sum(count == len(grid.cells) for count in ended.values())
     if there == len(plan.seeds):
         return ""
     return f"{there} of {len(plan.seeds)} planned seeds of {grid.experiment.name} are there"

@@ -112,11 +112,8 @@ class Placing:
 
 def score_cells(grid: Grid, number: str = "") -> list[CellScore]:
     """Every cell of the profile with its finished runs. number: a name, as in `Result.score`."""
-    which, experiment = grid.which(number), grid.experiment
-    found: dict[tuple[str, ...], CellScore] = {}
-    seeds = len(experiment.profile(grid.profile).seeds)
-    for cell in experiment.cells(grid.profile):
-        found[tuple(cell.values())] = CellScore(cell, {}, seeds, grid.choice(cell).value)
+    which, seeds = grid.which(number), len(grid.seeds)
+    found = {tuple(cell.values()): CellScore(cell, {}, seeds, grid.choice(cell).value) for cell in grid.cells}
     for run in grid.runs:
         key, result = tuple(run.cell.values()), run.result(grid.results)
         mine = found[key]
