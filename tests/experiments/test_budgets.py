@@ -25,8 +25,7 @@ PAGES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if "\n<!-- filled: " i
 FILE = """
 title = "What epsilon costs"
 question = "How much?"
-rows = ["epsilon"]
-columns = ["clients"]
+rows = "epsilon"
 budgets = { axis = "epsilon", none = "no privacy", lines = "clients" }
 [run.model]
 path = "demo"

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 FILE = """
 title = "Rules"
 question = "Which?"
-rows = ["rule"]
+rows = "rule"
 reference = "plain"
 peace = { axis = "attack", label = "nobody" }
 [run.model]

@@ -26,7 +26,7 @@ from support.made_results import bare
 FILE = """
 title = "Numbers"
 question = "Which?"
-rows = ["rho"]
+rows = "rho"
 reference = "1"
 metric = "{metric}"
 [run.model]

@@ -42,8 +42,7 @@ ROOT = Path(__file__).parents[2]
 EXPERIMENT = """
 title = "Tiny"
 question = "Does it run?"
-rows = ["method"]
-columns = ["split"]
+rows = "method"
 reference = "FedIT"
 paper = "tiny"
 
@@ -215,10 +214,10 @@ def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
         ("values = [1e-3, 1e-2]", "values = [1e-3, 1e-3]", "values names 0.001 twice"),
         ("seeds = [7]", "seeds = [7, 7]", "seeds names 7 twice"),
         ('over = ["method"]', 'over = ["method", "method"]', "over names 'method' twice"),
-        ('rows = ["method"]', 'rows = ["method", "method"]', "rows.*'method' twice"),
+        ('rows = "method"', 'rows = "methods"', "'methods' is not an axis"),
+        ('rows = "method"', 'rows = ["method"]', "rows: .*string"),
         ("seeds = [7]", "seeds = [1]", "seed 1 is both .*profile mini"),
         ('reference = "FedIT"', 'reference = "fedit"', "reference .*method = 'fedit'"),
-        ('rows = ["method"]', "rows = []", "names no axis"),
         ('at = {{ split = "skewed" }}', 'at = {{ splt = "skewed" }}', "tune.at names splt = 'skewed'"),
         ('paper = "tiny"', 'paper = "tiny"\nskip = [{{ split = "odd" }}]', "skip names split = 'odd'"),
         ('paper = "tiny"', 'paper = "tiny"\nmetric = "test last"', "called 'test last'"),
@@ -289,7 +288,7 @@ def _inline(changes: dict[str, Any]) -> str:
 def _of_axes(folder: Path, tables: str) -> Experiment:
     """An experiment with these axes, and perhaps changes of its profile."""
     run = '[run.data]\ntrain = "demo"\n[run.model]\npath = "demo"\n'
-    head = 'title = "t"\nquestion = "q"\nrows = ["method"]\nprofiles.mini.seeds = [0]\n'
+    head = 'title = "t"\nquestion = "q"\nrows = "method"\nprofiles.mini.seeds = [0]\n'
     (folder / "e.toml").write_text(head + run + tables)
     return load_experiment(folder / "e.toml")
 
@@ -384,7 +383,7 @@ def test_hours_are_told_of_no_run_that_cannot_be(
 ) -> None:
     """A name, a number of ranks, a setting: what the configuration alone shows, before `--plan` or a training."""
     (tmp_path / "mine.toml").write_text(
-        'title = "T"\nquestion = "?"\nrows = ["method"]\n[run.model]\npath = "demo"\n[run.data]\ntrain = "demo"\n'
+        'title = "T"\nquestion = "?"\nrows = "method"\n[run.model]\npath = "demo"\n[run.data]\ntrain = "demo"\n'
         f"[run.clients]\ncount = 10\n[axes.method]\none = {{ {change} }}\n[profiles.mini]\nseeds = [0]\n"
     )
     where = ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]

@@ -26,8 +26,7 @@ ROOT = Path(__file__).parents[2]
 GRID = """
 title = "t"
 question = "q"
-rows = ["rule"]
-columns = ["attack"]
+rows = "rule"
 reference = "none"
 peace = { axis = "attack", label = "none" }
 [run.model]

@@ -74,7 +74,7 @@ def test_what_the_paper_prints_fits_our_experiments_and_adds_up() -> None:
             assert all(label in experiment.axes[axis] for axis, label in column.at.items())
         for block in experiment.axes[paper.blocks] if paper.blocks else [""]:
             for row, told in paper.of_block(block).items():
-                assert row in experiment.axes[experiment.rows[0]]
+                assert row in experiment.axes[experiment.rows]
                 if paper.average:
                     numbers = [float(text.split(" ")[0]) for text in told]
                     if abs(sum(numbers[:-1]) / len(numbers[:-1]) - numbers[-1]) > 0.00501:

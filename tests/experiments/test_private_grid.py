@@ -25,7 +25,7 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 EXPERIMENT = """
 title = "Tiny"
 question = "What does epsilon cost?"
-rows = ["privacy"]
+rows = "privacy"
 [run.model]
 path = "{model}"
 dropout = 0.0

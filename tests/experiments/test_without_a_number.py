@@ -129,7 +129,7 @@ def of_two_metrics(tmp_path: Path, text: str) -> Grid:
 def test_numbers_of_two_metrics_are_never_subtracted(tmp_path: Path) -> None:
     """By hand: accuracy 0.5 against log-loss 0.9 would be a gap of 0.4, of no unit."""
     last = EXPERIMENT.replace("rounds to 0.9", "test, last") + METRICS
-    by_metric = last.replace('reference = "slow"', 'rows = ["measure", "method"]\nreference = "share"')
+    by_metric = last.replace('reference = "slow"', 'rows = "measure"\nreference = "share"')
     measured = of_two_metrics(tmp_path, by_metric)
     cells = score_cells(measured)
     assert paired(cells, "measure", "share") == [] == placings(cells, "measure") == dots_of(measured)

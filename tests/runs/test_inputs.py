@@ -72,7 +72,7 @@ EXPERIMENT = """
 title = "t"
 question = "?"
 metric = "test, last"
-rows = ["method"]
+rows = "method"
 [axes.method]
 own = {{ "method.name" = "{method}" }}
 [profiles.mini]

@@ -94,13 +94,13 @@ def write_runs(folder: Path, experiment: Experiment, profile: str, loss: Rule, *
 
 
 def _result(experiment: Experiment, run: PlannedRun, loss: Rule, before: Mapping[str, object]) -> dict[str, object]:
-    setup = next((label for axis, label in run.cell.items() if axis != experiment.rows[0]), "")
+    setup = next((label for axis, label in run.cell.items() if axis != experiment.rows), "")
 
     def scores(label: str) -> dict[str, float]:
         x = loss(label, setup, run.seed) + abs((run.tuned or 1e-3) - 1e-3) * (10 if run.searching else 0)
         return {"loss": x, "accuracy": 1.3 - x}
 
-    mine = scores(run.cell[experiment.rows[0]])
+    mine = scores(run.cell[experiment.rows])
     mergers = dict(before.get("mergers", {}))  # type: ignore[call-overload]
     for label, merger in run.mergers.items():
         mergers[label] = {"merger": dict(merger), "test": scores(label), "validation": scores(label), "norm": 1.0}

@@ -14,7 +14,7 @@ from support.made_results import whole, write_result
 SMALL = """
 title = "Small"
 question = "Which?"
-rows = ["method"]
+rows = "method"
 reference = "old"
 metric = "test, last"
 [run.model]

@@ -37,6 +37,7 @@ lost.py             what is not in the tables, and why
 footnotes.py        what scores rest on: commits, machines, whose model
 decisions.py        from results to verdicts, past the gate
 seed_plan.py        how many seeds, as a file
+decided.py          the answers by a plan; what waits
 decision_words.py   verdicts in words
 censored.py         rounds to a target, with runs that never get there
 table_source.py     a table, and what it is made of

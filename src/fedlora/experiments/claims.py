@@ -24,7 +24,7 @@ class Family(Part):
     """Questions that share one error rate: is the first better than the second, in this set-up?
 
     question: the question in words, for tables and the report. experiment: the experiment that answers; it has two
-    axes. pairs: (first, second), labels of the experiment's first row axis; a gap is positive if the first is better.
+    axes. pairs: (first, second), labels of the experiment's row axis; a gap is positive if the first is better.
     setups: labels of its other axis; each pair is compared in each of them. metric: the score to compare, on the test
     set after the last round. beside: another score, shown with its intervals, without a verdict. margin: the largest
     difference that does not matter, in units of `metric` (nats of log-loss; for accuracy a share, so 0.01 is a point).
@@ -158,8 +158,8 @@ def load_claims(path: Path) -> Claims:
 
 
 def setup_axis(experiment: Experiment) -> str:
-    """The only axis besides the first row axis. Raises `ConfigError` if there are more or none."""
-    others = [axis for axis in experiment.axes if axis != experiment.rows[0]]
+    """The only axis besides the row axis. Raises `ConfigError` if there are more or none."""
+    others = [axis for axis in experiment.axes if axis != experiment.rows]
     if len(others) != 1:
         raise ConfigError(
             f"experiment {experiment.name} has the axes {', '.join(experiment.axes)}; but questions need exactly "
@@ -200,7 +200,7 @@ def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
 def _check_data(whose: str, family: Family, experiment: Experiment) -> None:
     """Raises `ConfigError` for a pair with one label measured on clients' own data, and the other on common data.
     Mergers are measured on common data."""
-    rows, axis, number = experiment.rows[0], setup_axis(experiment), parse_number("test, last")
+    rows, axis, number = experiment.rows, setup_axis(experiment), parse_number("test, last")
     grid = Grid(experiment, family.profile)
     cells = [] if experiment.merged else grid.cells
     configs = {(cell[rows], cell[axis]): grid.first(cell).config for cell in cells}
@@ -223,7 +223,7 @@ def _check_cells(
     if name not in experiments:
         raise ConfigError(f"{whose} names the experiment {name!r}, which is not there.")
     experiment = experiments[name]
-    rows, axis = experiment.rows[0], setup_axis(experiment)
+    rows, axis = experiment.rows, setup_axis(experiment)
     for which, wanted in ((rows, labels), (axis, setups)):
         for label in wanted:
             if label not in experiment.axes[which]:

@@ -60,7 +60,7 @@ class Grid:
     @property
     def rows(self) -> str:
         """The axis whose labels are compared."""
-        return self.experiment.rows[0]
+        return self.experiment.rows
 
     @cached_property
     def axes(self) -> list[str]:

@@ -24,7 +24,7 @@ _SHARED = (
 
 
 def places(source: Source) -> Table:
-    """How often each label of the first row axis was first, second, ...: of an experiment of one axis. words: a
+    """How often each label of the row axis was first, second, ...: of an experiment of one axis. words: a
     number's name, or nothing. Raises `ConfigError` for one of several: cells of two set-ups have no order."""
     grid = source.grid
     scored = [cell for cell in score_cells(grid, source.words) if cell.ranked()]

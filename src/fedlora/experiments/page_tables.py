@@ -86,11 +86,11 @@ def _prices(source: Source) -> Table:
     intervals = f", with 95 % intervals. {_ONE}" if counts[-1] > 1 else ". One seed has no interval."
     caption = "" if peace is None else (
         f"{capital(scale(source.words))} on held-out test data after the last round, the mean over {seeds}. In "
-        f"brackets, against {experiment.rows[0]} {experiment.reference}: *cost*, how much worse {name} is where "
+        f"brackets, against {experiment.rows} {experiment.reference}: *cost*, how much worse {name} is where "
         f"{peace.axis} is {peace.label}; *saved*, how much better elsewhere; paired by seed{intervals}"
     )  # fmt: skip
     told = [[cell or "not run" for cell in row] for row in rows]
-    return Table([experiment.rows[0], *columns[1:]], told, caption, notes(source.grid, ""))
+    return Table([experiment.rows, *columns[1:]], told, caption, notes(source.grid, ""))
 
 
 def _scores(source: Source) -> Table:
@@ -128,7 +128,7 @@ def _of_planned(cell: CellScore) -> str:
 
 
 def _differences(source: Source) -> Table:
-    """Paired by seed. words: the `LABEL` of the first row axis that all others are compared with, then a colon and a
+    """Paired by seed. words: the `LABEL` of the row axis that all others are compared with, then a colon and a
     number's name; both are optional."""
     label, _, number = (part.strip() for part in source.words.partition(":"))
     grid, experiment = source.grid, source.grid.experiment

@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -272,17 +271,3 @@ def check_plan(plan: SeedPlan, claims: Claims, experiment: Experiment) -> None:
             f"the questions of {experiment.name} differ from its plan of {plan.written}: {what} changed since. Undo "
             f"that, or plan again (fedlora experiment plan {experiment.called} --again); the plan will show it."
         )
-
-
-def still_open(results: Path, grid: Grid) -> str:
-    """ "2 of 4 planned seeds of small are there", for a profile whose plan waits for runs; otherwise "". A number from
-    these runs would be a look before its time."""
-    plan = plan_there(results, grid.experiment.name)
-    if plan is None or plan.profile != grid.profile:
-        return ""
-    planned = grid.of_seeds(plan.seeds)
-    ended = Counter(r.seed for r in planned.runs if r.digest in grid.failed or r.result(grid.results) is not None)
-    there = sum(count == len(grid.cells) for count in ended.values())
-    if there == len(plan.seeds):
-        return ""
-    return f"{there} of {len(plan.seeds)} planned seeds of {grid.experiment.name} are there"

@@ -1,6 +1,6 @@
 """An experiment: a base configuration, axes of named changes to it, a learning-rate search, seeds, profiles.
 
-title, question, claims         words
+title, question                 words
 [run.*]                         tables of a run's configuration, common to all; relative paths start at this file
 [axes.NAME]                     label -> changes, as { "clients.alpha" = 0.1 }; a cell is one label of each axis. An
                                 empty table removes a table that earlier axes made: { privacy = {} }
@@ -65,7 +65,7 @@ class Profile(Part):
 class Peace(Part):
     """Where nobody attacks: a row's loss there is its price (table `prices`).
 
-    axis: the axis of attacks, not a row axis. label: its label for no attack.
+    axis: the axis of attacks, not the row axis. label: its label for no attack.
     """
 
     axis: str
@@ -87,27 +87,24 @@ class Experiment(Part):
     """One experiment's file.
 
     name: the experiment's name; default: the file's. title: a title for tables and the report. question: the question,
-    for tables and the report. metric: the number to compare, such as "test, last". rows: the axes that are rows of its
-    table; the first one's labels are compared. columns: the axes that are columns; default: all others. reference: a
-    label of the first row axis, with which the others are compared. paper: its key in paper_numbers.toml. claims: names
-    of claims in claims.toml, for readers. run: the tables of a run's configuration, common to all; relative paths start
-    at this file. axes: axis -> label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes one that only an
-    earlier axis made. tune: the search for the best value of a key. profiles: scales to run at, by name. skip:
-    combinations of labels that are not cells; `why`, beside the labels, is told under the tables. peace: the label
-    without an attack, for a table of each row's cost there and its saving elsewhere. budgets: the axes of a table and a
-    picture of scores by epsilon. merged: an axis whose labels are not changes of the run but mergers of its uploads:
-    one run serves them all.
+    for tables and the report. metric: the number to compare, such as "test, last". rows: the axis whose labels are
+    compared, a row of a table each. reference: one of these labels, with which the others are compared. paper: its key
+    in paper_numbers.toml. run: the tables of a run's configuration, common to all; relative paths start at this file.
+    axes: axis -> label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes one that only an earlier axis
+    made. tune: the search for the best value of a key. profiles: scales to run at, by name. skip: combinations of
+    labels that are not cells; `why`, beside the labels, is told under the tables. peace: the label without an attack,
+    for a table of each row's cost there and its saving elsewhere. budgets: the axes of a table and a picture of scores
+    by epsilon. merged: an axis whose labels are not changes of the run but mergers of its uploads: one run serves them
+    all.
     """
 
     name: str
     title: str
     question: str
     metric: str = "test, last"
-    rows: list[str] = ["method"]
-    columns: list[str] = []
+    rows: str = "method"
     reference: str | None = None
     paper: str | None = None
-    claims: list[str] = []
     run: dict[str, Any]
     axes: dict[str, dict[str, Changes]]
     tune: Tune | None = None

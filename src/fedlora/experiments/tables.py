@@ -183,7 +183,7 @@ def metrics_of(cells: Iterable[CellScore]) -> list[str]:
 
 
 def score_by(grid: Grid, told: Callable[[Result], Mapping[str, float]]) -> dict[tuple[str, str], dict[str, float]]:
-    """(labels of the other axes, label of the first row axis, with its metric if there are several) -> what `told`
+    """(labels of the other axes, label of the row axis, with its metric if there are several) -> what `told`
     names -> its mean over seeds."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     mixed = len({result.metric for _, result in grid.used}) > 1

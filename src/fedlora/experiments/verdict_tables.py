@@ -18,7 +18,7 @@ from fedlora.experiments.verdicts import per_cent
 
 def decisions(source: Source) -> Table:
     """The verdicts of a family. words: its name."""
-    found, alpha = source.family, source.claims.alpha if source.claims else 0.0
+    found, alpha = source.family, source.plan.claims.alpha
     columns, rows = decision_words.headings(found.family), decision_words.rows(found)
     if all(answer.test is None for answer in found.answers):  # leave out empty columns
         columns, rows = [*columns[:2], columns[-1]], [[*row[:2], row[-1]] for row in rows]
@@ -27,7 +27,7 @@ def decisions(source: Source) -> Table:
 
 def gates(source: Source) -> Table:
     """By how much LoRA beats a head alone, by set-up, and with how many seeds that would pass. words: a family."""
-    found, claims = source.family, source.claims
+    found, claims = source.family, source.plan.claims
     rows = [
         [gate.setup, label, in_words(gate.ahead[label], gate.spread[label]),
          "not ahead by the margin" if (needed := gate.needed[label]) is None else seeds_in_words(needed),
@@ -35,8 +35,8 @@ def gates(source: Source) -> Table:
         for gate in found.gates for label in gate.ahead
     ]  # fmt: skip
     columns = ["set-up", "", "log-loss lower than a head's by, mean ± sd", "seeds that it would take", "set-up is"]
-    gate = None if claims is None else claims.gates.get(source.grid.experiment.name)
-    if claims is None or gate is None:
+    gate = claims.gates.get(source.grid.experiment.name)
+    if gate is None:
         return Table(columns, rows, "", found.gate_notes)
     where = f" (measured in {gate.head_of.experiment}, {gate.head_of.setup})" if gate.head_of else ""
     caption = (
@@ -51,9 +51,7 @@ def gates(source: Source) -> Table:
 def seeds(source: Source) -> Table:
     """The plan's numbers: the largest spread of a gap in the pilot, the seeds that it takes, the planned seeds, and
     what these can show at the largest spread."""
-    plan, claims = source.plan, source.claims
-    if plan is None or claims is None:
-        return Table(["family"], [], "")
+    plan, claims = source.plan.plan, source.plan.claims
     rows, count = [], len(plan.seeds)
     for name, spreads in plan.spreads.items():
         family = claims.families[name]
@@ -91,7 +89,7 @@ def _piloted(experiment: Experiment, family: Family, spreads: Mapping[str, float
 
 def rates(source: Source) -> Table:
     """The searched value of each label, with the score on validation that decided it."""
-    tune, rates = source.grid.experiment.tune, source.plan.rates if source.plan else []
+    tune, rates = source.grid.experiment.tune, source.plan.plan.rates
     if tune is None:
         return Table(["of"], [], "")
     values = list(dict.fromkeys(value for rate in rates for value in rate.validation))
