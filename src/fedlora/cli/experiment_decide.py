@@ -9,7 +9,7 @@ from fedlora.cli.experiment_project import Project
 from fedlora.cli.formats import Format, Printed, show
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
-from fedlora.experiments.claims import Claims, Family, check_asked
+from fedlora.experiments.claims import Claims, check_asked
 from fedlora.experiments.decided import Decided, decided
 from fedlora.experiments.decision_words import (
     UNITS,
@@ -72,12 +72,12 @@ def _show_plan(asked: Claims, grid: Grid, plan: SeedPlan, path: Path, name: str)
     where = f"{experiment.name}: {seeds} seeds ({plan.seeds[0]} to {plan.seeds[-1]}), in {path}"
     show(Printed(made, [], plan.model_dump(mode="json"), [where]), Format.table)
     can = {family: asked.powers(family, plan.spreads[family], seeds) for family in families}
-    cases = f"{asked.power:.0%}"
+    units, cases = {name: UNITS[family.metric] for name, family in families.items()}, f"{asked.power:.0%}"
     notes.warn(*[
         f"{family}: {seeds_in_words(plan.needed[family])} seeds would find equal methods equivalent in {cases} of "
         f"cases; {seeds} do in {per_cent(min(one.equal for one in can[family].values()))}, and show a difference of "
-        f"{_in_unit(families[family], max(one.gap for one in can[family].values()))} or more in {cases} (of the "
-        f"question with the largest spread). What lies between stays undecided."
+        f"{units[family].size(max(one.gap for one in can[family].values()))} {units[family].name} or more in {cases} "
+        f"(of the question with the largest spread). What lies between stays undecided."
         for family, n in plan.needed.items() if n > seeds
     ])  # fmt: skip
     profile = experiment.profile(plan.profile)
@@ -104,12 +104,6 @@ def show_answers(project: Project, names: Sequence[str], form: Format) -> None:
         {"family": one.name, "seeds": one.there, "planned": one.wanted, **r} for one in found for r in records(one)
     ]
     show(Printed(tables, lines, value, [*past, *_notes(claims, found)]), form)
-
-
-def _in_unit(family: Family, value: float) -> str:
-    """A gap in the family's unit: "0.0123 nats", "1.23 points"."""
-    words, factor, digits = UNITS[family.metric]
-    return f"{factor * value:.{digits}f} {words.partition(', ')[2]}"
 
 
 def decided_of(project: Project, claims: Claims, experiment: Experiment) -> Decided:

@@ -170,12 +170,11 @@ def _maps(name: str, found: Sequence[Answers]) -> list[object]:
 
     made: list[object] = []
     for score, of in by_score(found).items():
-        _, factor, digits = UNITS[score]
         told = "; ".join(
             f"{a.question.words}: "
-            + (a.why if a.test is None else f"{factor * a.test.mean:+.{digits}f}, {verdict_in_words(a)}")
+            + (a.why if a.test is None else f"{UNITS[score].size(a.test.mean, '+')}, {verdict_in_words(a)}")
             for one in of
             for a in one.answers
         )
-        made.append(Markup(inline(map_figure(of), f"Heat map of {name}, {UNITS[score][0]}. {told}.")))
+        made.append(Markup(inline(map_figure(of), f"Heat map of {name}, {UNITS[score].words}. {told}.")))
     return made

@@ -7,7 +7,7 @@ from statistics import fmean
 
 from fedlora.experiments import decision_words
 from fedlora.experiments.claims import Family, setup_axis
-from fedlora.experiments.decision_words import UNITS, margin_in_words, seeds_in_words
+from fedlora.experiments.decision_words import UNITS, seeds_in_words
 from fedlora.experiments.digits import in_words, shown
 from fedlora.experiments.scores import scale
 from fedlora.experiments.spec import Experiment
@@ -57,15 +57,14 @@ def seeds(source: Source) -> Table:
         family = claims.families[name]
         question, spread = max(_piloted(source.grid.experiment, family, spreads).items(), key=lambda pair: pair[1])
         found = claims.powers(name, {question: spread}, count)[question]
-        _, factor, digits = UNITS[family.metric]
-        told = [f"{factor * x:.{digits}f}" for x in (spread, found.gap)]
+        told = [UNITS[family.metric].size(x) for x in (spread, found.gap)]
         rows.append([name, f"{told[0]} ({question})", seeds_in_words(plan.needed[name]), str(count), told[1],
                      per_cent(found.equal)])  # fmt: skip
     families = [claims.families[name] for name in plan.spreads]
-    units, margins, caps = (
-        " or ".join(dict.fromkeys(words(family) for family in families))
-        for words in (lambda f: UNITS[f.metric][0].replace(", ", " in "), margin_in_words, lambda f: str(f.cap))
-    )
+    each = [(UNITS[family.metric], family) for family in families]
+    units = " or ".join(dict.fromkeys(f"{unit.score} in {unit.name}" for unit, _ in each))
+    margins = " or ".join(dict.fromkeys(unit.margin(family) for unit, family in each))
+    caps = " or ".join(dict.fromkeys(str(family.cap) for family in families))
     cases, pilot = f"{claims.power:.0%} of cases", len(source.grid.experiment.profile(families[0].pilot).seeds)
     caption = (
         f"*spread*: standard deviation, over the pilot's {pilot} seeds, of the paired gap between two methods "
