@@ -648,7 +648,7 @@ def test_a_picture_names_the_label_that_has_no_result(experiment: Experiment) ->
 
 def test_no_result_no_page(experiment: Experiment, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no experiment has a result"):
-        write_report(tmp_path / "r.html", [Grid(experiment, "mini", {})], tmp_path / "none.toml")
+        write_report(tmp_path / "r.html", [Grid(experiment, "mini", {})])
     assert not (tmp_path / "r.html").exists()
 
 

@@ -166,7 +166,7 @@ def test_the_page_and_the_table_of_experiments_say_that_they_are_under_attack(gr
     places = Places(tmp_path / "results", tmp_path / "work", None)
     for found in results(grid).values():
         gather(places.results, "grid", found)
-    write_report(tmp_path / "r.html", [Grid(grid, "mini", places.finished())], tmp_path / "none.toml")
+    write_report(tmp_path / "r.html", [Grid(grid, "mini", places.finished())])
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "Under attack, on purpose: sign-flip by 20%" in page
     assert "<td>0.600 (+0.300, " in page and ">flip: saved</th>" in page

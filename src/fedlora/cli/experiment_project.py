@@ -12,7 +12,6 @@ from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, load_claims
 from fedlora.experiments.places import Places
-from fedlora.experiments.printed import PAPER_NUMBERS, PaperTable, read_paper
 from fedlora.experiments.runnable import left_out
 from fedlora.experiments.seed_plan import plan_there
 from fedlora.experiments.spec import Experiment, load_all, load_experiment, names_in
@@ -65,18 +64,6 @@ class Project:
         """The experiment with the seeds of this profile's stored plan, if there is one."""
         plan = plan_there(self.results, experiment.name)
         return experiment if plan is None or plan.profile != profile else experiment.with_seeds(profile, plan.seeds)
-
-    def paper(self, experiment: Experiment) -> PaperTable | None:
-        """The table of the paper that the experiment repeats; None if it repeats none. Raises `ConfigError` if the
-        file beside the experiments lacks it."""
-        place = self.experiments / PAPER_NUMBERS
-        found = read_paper(place)
-        if experiment.paper is not None and experiment.paper not in found:
-            raise ConfigError(
-                f"{experiment.name} repeats the table paper = {experiment.paper!r}, and {place} has only: "
-                f"{', '.join(found) or 'nothing'}. Name the folder with your {PAPER_NUMBERS} by --experiments."
-            )
-        return found.get(experiment.paper or "")
 
     def known(self, experiment: Experiment) -> dict[str, Experiment]:
         """Name -> experiment: this one, from any folder, and all of the folder, because a gate may name them."""

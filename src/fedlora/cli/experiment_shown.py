@@ -20,7 +20,6 @@ from fedlora.experiments.filled_pages import Stored, asked_of, filled, read_page
 from fedlora.experiments.lost import is_whole
 from fedlora.experiments.page_tables import tables_of
 from fedlora.experiments.prices import prices
-from fedlora.experiments.printed import PAPER_NUMBERS
 from fedlora.experiments.report import Verdicts, write_report
 from fedlora.experiments.runnable import other_files
 from fedlora.experiments.scores import parse_number
@@ -34,7 +33,7 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
     grid = project.places.grid(experiment, profile)
     parse_number(grid.which(metric or ""))
     show_scores(
-        grid, metric or "", tables_of(grid, metric or "", project.paper(experiment)), form,
+        grid, metric or "", tables_of(grid, metric or ""), form,
         beside=other_files(project.places.grid(experiment, profile, unclean=True).missing, grid.results),
         more={"prices": [vars(price) for price in prices(grid)]}, out=out,
     )  # fmt: skip
@@ -121,6 +120,6 @@ def report(project: Project, names: Sequence[str], out: Path, profile: str) -> N
         found = {one.name: decided_of(project, claims, one) for one in asked}
         verdicts = Verdicts(claims, {one.name: one for one in [*project.all, *shown]}, found)
         grids = [grid for grid in grids if (name := grid.experiment.name) not in found or not found[name].late]
-    write_report(out, grids, project.experiments / PAPER_NUMBERS, verdicts)
+    write_report(out, grids, verdicts)
     notes.warn(*late)
     notes.print(f"report: {out}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
@@ -150,11 +150,7 @@ class Question:
 
 def load_claims(path: Path) -> Claims:
     """The claims. Raises `ConfigError`: no such file, no TOML, or not claims, with a line for each error."""
-    try:
-        return Claims.model_validate(read_toml(path, "the claims"))
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"the claims {path} are none: {wrong}.") from error
+    return Claims.read(read_toml(path, "the claims"), f"the claims {path} are none")
 
 
 def setup_axis(experiment: Experiment) -> str:

@@ -16,7 +16,7 @@ from fedlora.experiments.digits import difference_in_words, shown
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.prices import price_rows, prices
-from fedlora.experiments.printed import PAPER_NUMBERS, PaperTable, printed_tables, read_paper
+from fedlora.experiments.printed import PAPER_NUMBERS, paper_of, printed_tables
 from fedlora.experiments.result import SCORES, Result
 from fedlora.experiments.scores import capital, parse_number, scale
 from fedlora.experiments.table_source import Source, Table
@@ -37,10 +37,11 @@ def table_of(kind: str, source: Source) -> Table:
     return KINDS[kind](source)
 
 
-def tables_of(grid: Grid, number: str = "", paper: PaperTable | None = None) -> list[Table]:
+def tables_of(grid: Grid, number: str = "") -> list[Table]:
     """All tables without a plan: the paper's, scores, differences to the reference, prices, budgets, categories,
-    clients. number: instead of the compared one. paper: the table of the paper that the experiment repeats."""
-    experiment, printed = grid.experiment, [] if paper is None else printed_tables(grid, paper, number)
+    clients. number: instead of the compared one."""
+    experiment, paper = grid.experiment, paper_of(grid.experiment)
+    printed = [] if paper is None else printed_tables(grid, paper, number)
     asked = [("rounds" if parse_number(grid.which(number)).where == "rounds" else "scores", number)]
     asked += [("differences", f": {number}")] if experiment.reference else []
     asked += [("prices", score) for score in SCORES] if experiment.peace else []
@@ -52,14 +53,11 @@ def tables_of(grid: Grid, number: str = "", paper: PaperTable | None = None) -> 
 
 
 def _paper(source: Source) -> Table:
-    """The paper's table with our numbers; it lies beside the experiment. words: a number's name, or ""."""
-    experiment = source.grid.experiment
-    known = {} if experiment.folder is None else read_paper(experiment.folder / PAPER_NUMBERS)
-    if experiment.paper not in known:
-        raise ConfigError(
-            f"{experiment.name} repeats no table of {PAPER_NUMBERS}: its `paper` is {experiment.paper!r}."
-        )
-    return printed_tables(source.grid, known[experiment.paper], source.words)[0]
+    """The paper's table with our numbers. words: a number's name, or ""."""
+    paper = paper_of(source.grid.experiment)
+    if paper is None:
+        raise ConfigError(f"{source.grid.experiment.name} repeats no table of {PAPER_NUMBERS}: it has no key `paper`.")
+    return printed_tables(source.grid, paper, source.words)[0]
 
 
 def _budgets(source: Source) -> Table:

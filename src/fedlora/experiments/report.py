@@ -34,7 +34,6 @@ from fedlora.experiments.decisions import Answers
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import lost_lines
 from fedlora.experiments.page_tables import table_of, tables_of
-from fedlora.experiments.printed import PaperTable, read_paper
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.table_forms import html
 from fedlora.experiments.table_source import Source, Table
@@ -52,8 +51,8 @@ class Verdicts:
     found: Mapping[str, Decided] = field(default_factory=dict)
 
 
-def write_report(path: Path, grids: Sequence[Grid], paper: Path, verdicts: Verdicts | None = None) -> None:
-    """Write the page, on grids with any result. paper: the file of the paper's numbers, which may be missing.
+def write_report(path: Path, grids: Sequence[Grid], verdicts: Verdicts | None = None) -> None:
+    """Write the page, on grids with any result.
 
     Raises:
         ConfigError: jinja2 or matplotlib is missing, or there is no result at all.
@@ -64,7 +63,6 @@ def write_report(path: Path, grids: Sequence[Grid], paper: Path, verdicts: Verdi
         from markupsafe import Markup
     except ImportError as error:
         raise ConfigError("the report needs jinja2 and matplotlib: pip install 'fedlora[plot]'.") from error
-    printed = read_paper(paper)
     shown = [grid for grid in grids if grid.used]
     if not shown and not (verdicts and verdicts.found):
         raise ConfigError("no experiment has a result that may be shown; run some first.")
@@ -75,7 +73,7 @@ def write_report(path: Path, grids: Sequence[Grid], paper: Path, verdicts: Verdi
     text = pages.get_template("page.html").render(
         style=folder.joinpath("style.css").read_text(encoding="utf-8"),
         decided=None if verdicts is None else decided_part(verdicts),
-        sections=[section(grid, printed.get(grid.experiment.paper or "")) for grid in shown],
+        sections=[section(grid) for grid in shown],
         runs=len(results),
         commits=sorted({commit for result in results for commit in result.commits(12)}),
         machines=sorted({(part.machine or result.machine).words for result in results for part in result.made}),
@@ -83,11 +81,11 @@ def write_report(path: Path, grids: Sequence[Grid], paper: Path, verdicts: Verdi
     files.write(path, text)
 
 
-def section(grid: Grid, paper: PaperTable | None = None) -> dict[str, Any]:
-    """An experiment's section for page.html. paper: the table of the paper that it repeats."""
+def section(grid: Grid) -> dict[str, Any]:
+    """An experiment's section for page.html."""
     experiment, of = grid.experiment, f"{grid.experiment.name} --profile {grid.profile}"
     apart = "" if grid.profile in ("mini", "paper") else f" ({grid.profile})"
-    made = tables_of(grid, paper=paper)
+    made = tables_of(grid)
     return {
         "name": f"{experiment.name}{apart}".replace(" ", "-"),
         "title": f"{experiment.title}{apart}",

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
@@ -30,6 +30,15 @@ class Part(BaseModel):
     """A table of an experiment's file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], wrong: str) -> Self:
+        """From TOML. Raises `ConfigError`, which begins with `wrong` and names each error."""
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            each = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"{wrong}: {each}.") from error
 
 
 class Tune(Part):
@@ -217,11 +226,7 @@ def load_experiment(path: Path) -> Experiment:
         ConfigError: no such file, no TOML, or not an experiment, with a line for each error.
     """
     raw = read_toml(path, "the experiment")
-    try:
-        experiment = Experiment.model_validate({"name": path.stem, **raw})
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"{path} is not an experiment: {wrong}.") from error
+    experiment = Experiment.read({"name": path.stem, **raw}, f"{path} is not an experiment")
     check_names(experiment, f"{path}: ")
     experiment._folder = path.parent
     return experiment
