@@ -103,10 +103,7 @@ def _configured(
     raw: dict[str, Any] = deepcopy(experiment.run)
     try:
         changes = [experiment.axes[axis][label] for axis, label in cell.items() if axis != experiment.merged]
-        for change in changes:
-            _apply(raw, change)
-        _apply(raw, experiment.profile(profile).set)
-        for change in changes:  # a cell's own changes take precedence over the profile's
+        for change in (experiment.profile(profile).set, *changes):  # a cell's own take precedence
             _apply(raw, change)
         _apply(raw, {"run.seed": seed})
         if value is not None and experiment.tune is not None:

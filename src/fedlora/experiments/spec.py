@@ -156,11 +156,11 @@ class Experiment(Part):
     def with_seeds(self, profile: str, seeds: Sequence[int]) -> Experiment:
         """The experiment with these seeds instead of the profile's."""
         changed = self.profile(profile).model_copy(update={"seeds": list(seeds)})
-        return self._with({"profiles": {**self.profiles, profile: changed}}, self._only)
+        return self.model_copy(update={"profiles": {**self.profiles, profile: changed}})
 
     def without(self, cells: Sequence[Cell]) -> Experiment:
         """The experiment without these cells."""
-        return self._with({"skip": [*self.skip, *map(dict, cells)]}, self._only)
+        return self.model_copy(update={"skip": [*self.skip, *map(dict, cells)]})
 
     def narrowed(self, profile: str, only: Mapping[str, Sequence[str]]) -> Experiment:
         """The experiment with only the cells of these labels of some axes, each run as in the whole experiment.
@@ -177,14 +177,10 @@ class Experiment(Part):
                     f"{axis} of experiment {self.name}, profile {profile}, has no {unknown[0]!r}; it has "
                     f"{', '.join(map(repr, known))}."
                 )
-        made = self._with({}, dict(only))
+        made = self.model_copy()
+        made._only = dict(only)
         if not any(made.cells(profile)):
             raise ConfigError(f"experiment {self.name}, profile {profile}, skips all cells of {dict(only)}.")
-        return made
-
-    def _with(self, fields: Mapping[str, Any], only: Mapping[str, Sequence[str]]) -> Experiment:
-        made = self.model_copy(update=fields)
-        made._folder, made._only = self.folder, only  # a copy of the fields lacks private attributes
         return made
 
     def cells(self, profile: str) -> Iterator[Cell]:

@@ -51,6 +51,16 @@ class Dealt:
     probes: Mapping[str, Mapping[str, TextData]] = field(default_factory=dict)
     categories: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Client -> its number of examples."""
+        return {client: len(part) for client, part in self.parts.items()}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Empty for a language model."""
+        return next(iter(self.parts.values())).label_names
+
 
 Keep = Callable[[Parts], Parts]  # the parts of one file as drawn -> as they are to be
 
@@ -81,7 +91,7 @@ def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] =
 
 def _check_classes(config: RunConfig, dealt: Dealt) -> None:
     """Raise `DataError` for a classification with a single class."""
-    names = next(iter(dealt.parts.values())).label_names
+    names = dealt.classes
     if config.model.task == "classification" and len(names) < 2:
         d = config.data
         files = dict.fromkeys(f for f in (d.train, *d.clients.values(), d.validation, d.test) if isinstance(f, str))
