@@ -71,15 +71,16 @@ def _show_plan(asked: Claims, grid: Grid, plan: SeedPlan, path: Path, name: str)
     made = [table for kind in ("seeds", "rates") if (table := table_of(kind, source)).rows]
     where = f"{experiment.name}: {seeds} seeds ({plan.seeds[0]} to {plan.seeds[-1]}), in {path}"
     show(Printed(made, [], plan.model_dump(mode="json"), [where]), Format.table)
-    can = {family: asked.powers(family, plan.spreads[family], seeds) for family in families}
-    units, cases = {name: UNITS[family.metric] for name, family in families.items()}, f"{asked.power:.0%}"
-    notes.warn(*[
-        f"{family}: {seeds_in_words(plan.needed[family])} seeds would find equal methods equivalent in {cases} of "
-        f"cases; {seeds} do in {per_cent(min(one.equal for one in can[family].values()))}, and show a difference of "
-        f"{units[family].size(max(one.gap for one in can[family].values()))} {units[family].name} or more in {cases} "
-        f"(of the question with the largest spread). What lies between stays undecided."
-        for family, n in plan.needed.items() if n > seeds
-    ])  # fmt: skip
+    cases = f"{asked.power:.0%}"
+    for family, n in plan.needed.items():
+        if n > seeds:
+            gap, equal = asked.shown_by(seeds, family, max(plan.spreads[family].values()))
+            unit = UNITS[families[family].metric]
+            notes.warn(
+                f"{family}: {seeds_in_words(n)} seeds would find equal methods equivalent in {cases} of cases; {seeds} "
+                f"do in {per_cent(equal)}, and show a difference of {unit.size(gap)} {unit.name} or more in {cases} "
+                f"(of the question with the largest spread). What lies between stays undecided."
+            )
     profile = experiment.profile(plan.profile)
     if seeds == len(profile.seeds) and any(n > seeds < families[of].cap for of, n in plan.needed.items()):
         notes.warn(f"profile {plan.profile} has {seeds} seeds, fewer than a family needs and its cap allows.")

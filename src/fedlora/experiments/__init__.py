@@ -17,7 +17,7 @@ runnable.py         what is known of runs before they start
 traffic.py          bytes, from ranks and shapes
 gpus.py             GPUs dealt to processes
 slurm.py            an array script
-costs.py            examples, tokens, answers, memory; hours of finished runs
+costs.py            examples, tokens, answers, memory
 pool.py             slots for runs: processes that may die
 ray_tasks.py        slots on a Ray cluster
 head_alone.py       the controls without LoRA

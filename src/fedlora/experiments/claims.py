@@ -13,7 +13,7 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.scores import of_clients, parse_number
 from fedlora.experiments.spec import Experiment, Part
-from fedlora.experiments.verdicts import ALPHA, POWER, Power, powers
+from fedlora.experiments.verdicts import ALPHA, POWER, chance_of_equals, smallest_gap
 from fedlora.given_files import read_toml
 
 Score = Literal["loss", "accuracy"]
@@ -112,10 +112,13 @@ class Claims(Part):
         """The profiles of an experiment that only give spreads and are not compared."""
         return {family.pilot for family in self.of(experiment).values()}
 
-    def powers(self, name: str, spreads: Mapping[str, float], seeds: int) -> dict[str, Power]:
-        """What this many seeds can show about a family's questions. spreads: question -> its gaps' deviation."""
+    def shown_by(self, seeds: int, name: str, spread: float) -> tuple[float, float]:
+        """What so many seeds can show about a family's question of that spread, at the level of the family's first
+        step: the smallest gap, in the score's unit, and the chance of finding equal methods equivalent."""
         family = self.families[name]
-        return powers(spreads, family.margin, seeds, self.alpha / len(family.questions), self.power)
+        level = self.alpha / len(family.questions)
+        gap = smallest_gap(spread, seeds, level, self.power)
+        return gap, chance_of_equals(spread, family.margin, seeds, level)
 
     def asked_by(self, claim: str) -> list[str]:
         """The families that decide a claim."""

@@ -1,11 +1,10 @@
-"""The cost of runs, counted before they start: examples, tokens, texts to score, answers, bytes, memory; and the time
-of finished ones."""
+"""The cost of runs, counted before they start: examples, tokens, texts to score, answers, bytes, memory."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,17 +23,6 @@ from fedlora.training.local import epoch_order
 from fedlora.training.metrics import generates
 from fedlora.training.settings import TrainSection
 from fedlora.training.skeleton import Memory, Skeleton
-
-
-@dataclass(frozen=True)
-class Times:
-    """The totals of some runs. examples: trained on, None if one run cannot be counted. training, wall: seconds;
-    training is the clients' time, wall that of whole processes."""
-
-    runs: int
-    examples: int | None
-    training: float
-    wall: float
 
 
 @dataclass(frozen=True)
@@ -228,18 +216,6 @@ def trained_on(result: Result) -> int | None:
     train = result.settings.train
     sizes = result.examples or (dict.fromkeys(result.ranks, train.batch_size) if train.steps else {})
     return examples_of(result.settings, sizes) if sizes else None
-
-
-def times_of(results: Iterable[Result]) -> Times:
-    """The sums over these runs."""
-    each = list(results)
-    trained = [trained_on(result) for result in each]
-    return Times(
-        len(each),
-        None if None in trained else sum(n for n in trained if n is not None),
-        sum(result.seconds.get("train", 0.0) for result in each),
-        sum(result.wall_seconds for result in each),
-    )
 
 
 def _a_round(train: TrainSection, size: int) -> int:

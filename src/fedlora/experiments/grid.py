@@ -14,6 +14,7 @@ from fedlora.experiments.merger_settings import searched_as
 from fedlora.experiments.plan import Known, PlannedRun, planned, told_once, where, with_mergers_of
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import Cell, Experiment
+from fedlora.runs.attack_words import attacks_of
 from fedlora.training.metrics import best_of
 
 
@@ -112,6 +113,16 @@ class Grid:
     def used(self) -> list[tuple[PlannedRun, Result]]:
         """The runs that count and have a result."""
         return [(run, result) for run in self.runs if (result := run.result(self.results)) is not None]
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """Of the used runs, each once."""
+        return list(dict.fromkeys(result.metric for _, result in self.used))
+
+    @cached_property
+    def attacks(self) -> list[str]:
+        """On the used runs, each once, in words."""
+        return attacks_of([result.settings.model_dump(include={"attack"}) for _, result in self.used])
 
     @cached_property
     def waiting(self) -> list[PlannedRun]:

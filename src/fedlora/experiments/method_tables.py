@@ -13,7 +13,7 @@ from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
 from fedlora.experiments.scores import capital, explained, parse_number
 from fedlora.experiments.table_source import Source, Table
-from fedlora.experiments.tables import in_its_unit, metrics_of, orders, placings, score_by, score_cells
+from fedlora.experiments.tables import in_its_unit, orders, placings, score_by, score_cells
 
 _PLACES = 5  # so many places have a column of their own on 80 characters
 _SHARED = (
@@ -94,7 +94,7 @@ def rounds(source: Source) -> Table:
          *(["" if p is None else f"{p:.2g}"] if reference else [])]
         for one, p in compared(grid, number.amount)
     ]  # fmt: skip
-    metric = next(iter(metrics_of(score_cells(grid, which))), None)
+    metric = next(iter(grid.metrics), None)
     against = f" *p*: of the log-rank test against {reference}, of one comparison each." if reference else ""
     caption = (
         f"{capital(explained(which, metric))}. *reached*: runs that got there. *median*: by Kaplan and Meier; a run "

@@ -11,7 +11,7 @@ from statistics import fmean
 from fedlora.errors import ConfigError
 from fedlora.experiments import method_tables, verdict_tables
 from fedlora.experiments.budgets import SIMULATIONS, budget_rows, spendings
-from fedlora.experiments.costs import times_of
+from fedlora.experiments.costs import trained_on
 from fedlora.experiments.digits import difference_in_words, shown
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
@@ -24,7 +24,6 @@ from fedlora.experiments.tables import (
     CellScore,
     Difference,
     in_its_unit,
-    metrics_of,
     paired,
     score_cells,
 )
@@ -102,7 +101,7 @@ def _scores(source: Source) -> Table:
         for name, of in each.items()
         if name == which or any(cell.scores for cell in of)
     }
-    if len(metrics := metrics_of(cells)) > 1:
+    if len(grid.metrics) > 1:
         columns["metric"] = lambda k: cells[k].metric or ""
     columns["seeds"] = lambda k: _of_planned(cells[k])
     searched = ""
@@ -114,7 +113,9 @@ def _scores(source: Source) -> Table:
         searched = f" *{tune.key}*: {'as given, of one value there is no search' if one else how}."
     rows = [[*grid.place(cells[k].cell), *(column(k) for column in columns.values())] for k in there]
     alone = "; of one seed its number" if any(len(cells[k].scores) == 1 for k in there) else ""
-    what = capital(in_its_unit(which, cells) if len(each) == 1 else " or ".join(map(scale, metrics or ["accuracy"])))
+    what = capital(
+        in_its_unit(which, cells) if len(each) == 1 else " or ".join(map(scale, grid.metrics or ["accuracy"]))
+    )
     caption = f"{what}: mean ± standard deviation over seeds{alone}.{searched}"
     return Table([*grid.axes, *columns], rows, caption, notes(grid, which, cells=cells), len(grid.axes))
 
@@ -213,13 +214,14 @@ def _mechanism(source: Source) -> Table:
 
 def _times(source: Source) -> Table:
     """One row for all trainings of the profile, each counted once, whatever was merged from it."""
-    times = times_of({run.digest: result for run, result in source.grid.used}.values())
-    known = times.examples is not None and times.training
+    each = {run.digest: result for run, result in source.grid.used}.values()
+    trained = [count for result in each if (count := trained_on(result)) is not None]
+    known, seconds = len(trained) == len(each), sum(result.seconds.get("train", 0.0) for result in each)
     row = {
-        "runs": str(times.runs),
-        "examples trained on": "not known" if times.examples is None else f"{times.examples:,}",
-        "examples a second": f"{(times.examples or 0) / times.training:.0f}" if known else "not known",
-        "hours of one process": f"{times.wall / 3600:.1f}",
+        "runs": str(len(each)),
+        "examples trained on": f"{sum(trained):,}" if known else "not known",
+        "examples a second": f"{sum(trained) / seconds:.0f}" if known and seconds else "not known",
+        "hours of one process": f"{sum(result.wall_seconds for result in each) / 3600:.1f}",
     }
     caption = (
         "All runs of the profile, each in a process with one thread. *examples a second*: while clients train, "

@@ -18,7 +18,6 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from fedlora.experiments.grid import Grid
-from fedlora.runs.attack_words import attacks_of
 from fedlora.runs.drawing import COLOURS, saved, under_attack
 
 P = ParamSpec("P")
@@ -102,8 +101,8 @@ def without(grid: Grid) -> str:
 def finished(figure: Figure, grid: Grid, told: str) -> Figure:
     """The figure with the experiment's title, and below it what it shows, what is missing, and who attacked."""
     figure.suptitle(f"{wrapped(grid.experiment.title, 56)}\n{told}{without(grid)}", fontsize=13)
-    if attacks := attacks_of([result.settings.model_dump() for _, result in grid.used]):
-        under_attack(figure, f"some of these runs, by {'; '.join(attacks)}")
+    if grid.attacks:
+        under_attack(figure, f"some of these runs, by {'; '.join(grid.attacks)}")
     return figure
 
 

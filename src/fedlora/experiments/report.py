@@ -37,7 +37,6 @@ from fedlora.experiments.page_tables import table_of, tables_of
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.table_forms import html
 from fedlora.experiments.table_source import Source, Table
-from fedlora.runs.attack_words import attacks_of
 
 _ONE_LOOK = "Nothing is shown before all of them are there: a look in between would spend the error rate."
 
@@ -92,7 +91,7 @@ def section(grid: Grid) -> dict[str, Any]:
         "question": experiment.question,
         "note": experiment.profile(grid.profile).note,
         "runs": counted(len({run.digest for run, _ in grid.used}), "run"),
-        "attacks": attacks_of([result.settings.model_dump() for _, result in grid.used]),
+        "attacks": grid.attacks,
         "tables": made,
         "below": [
             *dict.fromkeys(line for one in made for line in one.below),

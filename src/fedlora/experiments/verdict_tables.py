@@ -12,7 +12,6 @@ from fedlora.experiments.digits import in_words, shown
 from fedlora.experiments.scores import scale
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.table_source import Source, Table
-from fedlora.experiments.tables import metrics_of, score_cells
 from fedlora.experiments.verdicts import per_cent
 
 
@@ -56,10 +55,10 @@ def seeds(source: Source) -> Table:
     for name, spreads in plan.spreads.items():
         family = claims.families[name]
         question, spread = max(_piloted(source.grid.experiment, family, spreads).items(), key=lambda pair: pair[1])
-        found = claims.powers(name, {question: spread}, count)[question]
-        told = [UNITS[family.metric].size(x) for x in (spread, found.gap)]
+        gap, equal = claims.shown_by(count, name, spread)
+        told = [UNITS[family.metric].size(x) for x in (spread, gap)]
         rows.append([name, f"{told[0]} ({question})", seeds_in_words(plan.needed[name]), str(count), told[1],
-                     per_cent(found.equal)])  # fmt: skip
+                     per_cent(equal)])  # fmt: skip
     families = [claims.families[name] for name in plan.spreads]
     each = [(UNITS[family.metric], family) for family in families]
     units = " or ".join(dict.fromkeys(f"{unit.score} in {unit.name}" for unit, _ in each))
@@ -99,7 +98,7 @@ def rates(source: Source) -> Table:
                  for scores in each]  # fmt: skip
         chosen = "none" if rate.value is None else shown(rate.value)
         rows.append([rate.of, chosen + (f" ({rate.at_the_edge} tried)" if rate.at_the_edge else ""), *means])
-    told = " or ".join(map(scale, metrics_of(score_cells(source.grid)))) or "the score"
+    told = " or ".join(map(scale, source.grid.metrics)) or "the score"
     caption = (
         f"The {tune.key} that the search chose for each row, and {told} on validation data at each value tried, the "
         f"mean over seed{'s' if len(tune.seeds) > 1 else ''} {', '.join(map(str, tune.seeds))} of the search."
