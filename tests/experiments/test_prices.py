@@ -161,11 +161,15 @@ def test_the_robustness_experiment_is_at_most_150_runs_and_every_rule_meets_ever
 
 
 def test_the_page_and_the_table_of_experiments_say_that_they_are_under_attack(grid: Experiment, tmp_path: Path) -> None:
-    """Both with the prices; the page of an experiment without attacks says nothing of them."""
+    """Both with the prices, and so does the picture; the page of an experiment without attacks says nothing of them."""
     pytest.importorskip("jinja2")
+    from fedlora.experiments.dot_pictures import dots_figure
+
     places = Places(tmp_path / "results", tmp_path / "work", None)
     for found in results(grid).values():
         gather(places.results, "grid", found)
+    dots = dots_figure(Grid(grid, "mini", places.finished()))
+    assert dots is not None and "UNDER ATTACK, on purpose: some of these runs, by sign-flip" in dots.get_suptitle()
     write_report(tmp_path / "r.html", [Grid(grid, "mini", places.finished())])
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "Under attack, on purpose: sign-flip by 20%" in page

@@ -22,7 +22,6 @@ from fedlora.experiments.page_tables import tables_of
 from fedlora.experiments.prices import prices
 from fedlora.experiments.report import Verdicts, write_report
 from fedlora.experiments.runnable import other_files
-from fedlora.experiments.scores import parse_number
 from fedlora.experiments.seed_plan import plan_there
 
 
@@ -31,7 +30,6 @@ def show_table(project: Project, name: str, profile: str, metric: str | None, fo
     file, instead of the screen."""
     experiment = project.planned(project.named(name), profile)
     grid = project.places.grid(experiment, profile)
-    parse_number(grid.which(metric or ""))
     show_scores(
         grid, metric or "", tables_of(grid, metric or ""), form,
         beside=other_files(project.places.grid(experiment, profile, unclean=True).missing, grid.results),

@@ -74,30 +74,30 @@ def _of_run(run: PlannedRun, count: Workloads, workers: int | None) -> Iterator[
 
 
 def _of_data(
-    run: PlannedRun, dealt: Dealt, bare: Skeleton | str, count: Workloads, workers: int | None, *, fits: bool
+    run: PlannedRun, data: Dealt, bare: Skeleton | str, count: Workloads, workers: int | None, *, fits: bool
 ) -> Iterator[str]:
     """fits: whether the settings alone fit."""
     config = run.config
-    yield from of_measuring(config, dealt)
-    a_round = len(sample_clients(list(dealt.sizes), config.run.participation, seed=0, round=0))
+    yield from of_measuring(config, data)
+    a_round = len(sample_clients(list(data.sizes), config.run.participation, seed=0, round=0))
     yield from of_processes(config, config.run.processes(config.model.chosen_device(), a_round))
-    classes = () if config.train.command is not None else tuple(dealt.parts.values())
+    classes = () if config.train.command is not None else tuple(data.parts.values())
     yield from said_by(
-        lambda: check_delta(config, len(dealt.sizes)),
-        lambda: with_liars(config, dealt),
+        lambda: check_delta(config, len(data.sizes)),
+        lambda: with_liars(config, data),
         lambda: [weigh_classes(part, config.train.class_weights) for part in classes],
     )
     if isinstance(bare, str):
         return
-    yield from said_by(lambda: count.check_texts(config, dealt, bare))
+    yield from said_by(lambda: count.check_texts(config, data, bare))
     if fits:
         try:
-            yield from _misfits(config, bare, dealt.sizes, dealt.classes)
+            yield from _misfits(config, bare, data.sizes, data.classes)
         except FedLoRAError as error:
             yield str(error)
     if workers is not None:
         with suppress(FedLoRAError):  # of a model that cannot tell, or ranks for another number of clients
-            yield from _of_memory(run, bare, dealt.sizes, workers)
+            yield from _of_memory(run, bare, data.sizes, workers)
 
 
 def _server(config: RunConfig) -> Server:

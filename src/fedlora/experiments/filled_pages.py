@@ -142,7 +142,7 @@ def _made(grid: Grid, plan: SeedPlan | None) -> str:
     seeds then count as intended."""
     there, meant = ({run.digest for run in runs} for runs in ((run for run, _ in grid.used), grid.runs))
     commits = sorted({commit for _, result in grid.used for commit in result.commits(7)})
-    made_on = [part.machine for _, result in grid.used for part in result.made if part.machine]
+    made_on = [part.machine for _, result in grid.used for part in result.made]
     machines = sorted({f"{machine.device}, {machine.architecture}" for machine in made_on})
     of = "" if plan is None else f" of the {len(plan.seeds)} seeds planned"
     past = "" if plan is None else " ".join(["", *plan.history])

@@ -28,12 +28,7 @@ def map_figure(found: Sequence[Answers]) -> Figure:
     The scale ends at the largest difference, but between four and twelve margins; a larger one has the colour of the
     end, and its number. A verdict in brackets means a gap below the margin. found: complete families of one experiment
     with one score.
-
-    Raises:
-        ValueError: the families have several scores, but one scale has one unit.
     """
-    if len(scores := {one.family.metric for one in found}) > 1:
-        raise ValueError(f"a map has one unit; these families go by {' and '.join(sorted(scores))}.")
     cells = {(a.question.first, a.question.second, a.question.setup): a for one in found for a in one.answers}
     setups = list(dict.fromkeys(setup for one in found for setup in one.family.setups))
     pairs = list(dict.fromkeys(pair for one in found for pair in one.family.pairs))

@@ -75,7 +75,7 @@ def write_report(path: Path, grids: Sequence[Grid], verdicts: Verdicts | None = 
         sections=[section(grid) for grid in shown],
         runs=len(results),
         commits=sorted({commit for result in results for commit in result.commits(12)}),
-        machines=sorted({(part.machine or result.machine).words for result in results for part in result.made}),
+        machines=sorted({part.machine.words for result in results for part in result.made}),
     )
     files.write(path, text)
 

@@ -58,7 +58,7 @@ class Made(Part):
     """The origin of a part of a run, the rounds after `after`. commit: None for code outside a checkout."""
 
     commit: Commit | None
-    machine: Machine | None
+    machine: Machine
     after: int = 0
 
     @property

@@ -118,18 +118,16 @@ def make_plan(
     exist already.
 
     Args:
-        grid: at the profile that answers. pilot: from `read_scores`, at the pilot's profile.
+        grid: at the profile that answers the families' questions. pilot: from `read_scores`, at the pilot's profile.
         seen: all existing results, including those of a changed checkout.
 
     A question whose set-up has no pilot takes the largest spread of its pair.
 
     Raises:
-        ConfigError: no family asks about the experiment, a pair lacks a pilot, or the search is not done.
+        ConfigError: a pair lacks a pilot, or the search is not done.
     """
     experiment = grid.experiment
     families = claims.of(experiment.name)
-    if not families:
-        raise ConfigError(f"no family asks the experiment {experiment.name}: there is nothing to plan.")
     spreads = {name: spreads_of(name, family, experiment, pilot) for name, family in families.items()}
     needed = needed_seeds(claims, families, spreads)
     known = grid.seeds
