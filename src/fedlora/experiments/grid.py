@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
+from typing import Any
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.digits import alike, shown
-from fedlora.experiments.merger_settings import searched_as
-from fedlora.experiments.plan import Known, PlannedRun, planned, told_once, where, with_mergers_of
+from fedlora.experiments.merger_settings import resolved, searched_as
+from fedlora.experiments.plan import Configured, PlannedRun, configured, told_once, where, with_mergers_of
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import Cell, Experiment
 from fedlora.runs.attack_words import attacks_of
@@ -40,7 +41,7 @@ class Grid:
     results: Mapping[str, Result] = field(default_factory=dict)
     failed: Mapping[str, str] = field(default_factory=dict)
     by_machine: Mapping[str, str] = field(default_factory=dict)
-    _known: Known = field(default_factory=dict, init=False, repr=False, compare=False)
+    _known: dict[tuple[Any, ...], Configured] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     # ---- cells -------------------------------------------------------------------------------------------------------
 
@@ -164,7 +165,12 @@ class Grid:
         return replace(self, experiment=self.experiment.without(wrong)), told_once(found)
 
     def _planned(self, cell: Cell, seed: int, value: float | None, *, searching: bool = False) -> PlannedRun:
-        return planned(self.experiment, self.profile, cell, seed, value, searching=searching, known=self._known)
+        experiment, merged = self.experiment, self.experiment.merged
+        key = (tuple(pair for pair in cell.items() if pair[0] != merged), seed, value)  # mergers share a training
+        if key not in self._known:
+            self._known[key] = configured(experiment, self.profile, cell, seed, value)
+        mergers = {} if merged is None else resolved(experiment.axes[merged], [cell[merged]])
+        return PlannedRun(cell, seed, value, searching, *self._known[key], mergers, experiment.name)
 
     # ---- the search --------------------------------------------------------------------------------------------------
 

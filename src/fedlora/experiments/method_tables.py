@@ -56,7 +56,9 @@ _COSTS: Mapping[str, Callable[[Sequence[Result]], str]] = {
     "MB up": lambda runs: _megabytes([r.megabytes_up for r in runs]),
     "MB down": lambda runs: _megabytes([r.megabytes_down for r in runs]),
     "aggregate s": lambda runs: f"{fmean(r.seconds.get('aggregate', 0.0) for r in runs):.2f}",
-    "gauge": lambda runs: f"{max(drifts):.1e}" if (drifts := _told([r.drift for r in runs])) else "not told",
+    "gauge": lambda runs: (
+        f"{max(told):.1e}" if (told := _told([r.score("server, gauge drift") for r in runs])) else "not told"
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.digits import shown
-from fedlora.experiments.merger_settings import check_run, resolved
+from fedlora.experiments.merger_settings import check_run
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import Cell, Changes, Experiment
 from fedlora.runs.config import RunConfig, located, parse_config
@@ -19,8 +19,7 @@ from fedlora.runs.inputs import contents, digest_of
 from fedlora.runs.private_simulation import LEDGER, simulated, with_ledger
 from fedlora.runs.reading import place_of, set_in
 
-# (axes except the merged one, seed, searched value) -> (configuration, digest, files)
-Known = dict[tuple[Any, ...], tuple[RunConfig, str, Mapping[str, str]]]
+Configured = tuple[RunConfig, str, Mapping[str, str]]  # configuration, digest, files
 
 
 @dataclass(frozen=True)
@@ -76,30 +75,13 @@ def told_once(whys: Mapping[str, Sequence[str]]) -> list[str]:
     ]
 
 
-def planned(
-    experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, *, searching: bool, known: Known
-) -> PlannedRun:
-    """known: configurations of runs planned before, by everything that determines them; mergers share them."""
-    key = (tuple(pair for pair in cell.items() if pair[0] != experiment.merged), seed, value)
-    if key not in known:
-        known[key] = _configured(experiment, profile, cell, seed, value, where(experiment, cell))
-    config, digest, files = known[key]
-    mergers: dict[str, dict[str, Any]] = {}
-    if experiment.merged is not None:
-        label = cell[experiment.merged]
-        mergers[label] = resolved(experiment.axes[experiment.merged], [label])[label]
-    return PlannedRun(cell, seed, value, searching, config, digest, files, mergers, experiment.name)
-
-
 def where(experiment: Experiment, cell: Cell) -> str:
     """How an error begins that is about this cell."""
     return f"experiment {experiment.name}, {dict(cell)}"
 
 
-def _configured(
-    experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None, where: str
-) -> tuple[RunConfig, str, Mapping[str, str]]:
-    """The configuration of a cell's run, its digest, and its files by content."""
+def configured(experiment: Experiment, profile: str, cell: Cell, seed: int, value: float | None) -> Configured:
+    """The configuration of a cell's run, its digest, and its files by content. Raises `ConfigError` if it is none."""
     raw: dict[str, Any] = deepcopy(experiment.run)
     try:
         changes = [experiment.axes[axis][label] for axis, label in cell.items() if axis != experiment.merged]
@@ -115,11 +97,11 @@ def _configured(
             config = with_ledger(located(config, experiment.folder), LEDGER)
             files = contents(config)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        raise ConfigError(f"{where(experiment, cell)}: {error}") from error
     if value is not None and experiment.tune is not None:
-        _check_number_key(config, experiment.tune.key, where)
+        _check_number_key(config, experiment.tune.key, where(experiment, cell))
     if experiment.merged is not None:
-        check_run(config, where)
+        check_run(config, where(experiment, cell))
     return config, digest_of(config, files) if files else digest, files
 
 

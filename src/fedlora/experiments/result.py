@@ -231,11 +231,6 @@ class Result(Part):
     def megabytes_down(self) -> float | None:
         return self.bytes["total"] / 1e6 - (self.megabytes_up or 0.0) if self.bytes else None
 
-    @property
-    def drift(self) -> float | None:
-        """How far the last update moves, relatively, when clients write theirs in other coordinates."""
-        return self.gauge_drift.get(self.method)
-
     def on_own_data(self, which: str) -> bool:
         """Whether a number describes clients' own models, each on its client's own data, which no server's number is
         comparable with. A merger is measured on the common data."""
