@@ -31,16 +31,16 @@ def run_batch(
     places: Places,
     slots: Sequence[Slot],
     wanted: Callable[[PlannedRun], bool],
-    heard: Callable[[Outcome], None],
-) -> None:
-    """Run them; `heard` gets each outcome at once. An interrupt ends them at once. If the output is a pipe or file, so
-    that nobody sees a bar, a line reports each run's start and end."""
+) -> list[Outcome]:
+    """Run them, and return the failures. An interrupt ends them at once. If the output is a pipe or file, so that
+    nobody sees a bar, a line reports each run's start and end."""
     quiet_libraries()
     if private := [run for run in todo if run.config.privacy is not None]:
         place = places.folder(private[0]).path.parent / "*" / "private" / "log"
         notes.warn(where_to_look(place))
     rows: dict[str, TaskID] = {}  # digest -> the line of a run that is running
     waited: list[bool] = []
+    failed: list[Outcome] = []
     finished = 0
     with bar("{task.fields[unit]}") as progress, doing(title, len(todo)) as step:
         whole = progress.add_task(title, total=len(todo), unit="runs")
@@ -73,7 +73,8 @@ def run_batch(
                     progress.remove_task(rows.pop(outcome.run.digest))
                 progress.update(whole, completed=finished)
                 step.done = finished
-                heard(outcome)
+                failed += [outcome] if outcome.error is not None else []
+    return failed
 
 
 def _end(outcome: Outcome) -> str:
@@ -109,11 +110,6 @@ def run_stages(
     """
     failed: list[Outcome] = []
     tried: set[str] = set()
-
-    def heard(outcome: Outcome) -> None:
-        if outcome.error is not None:
-            failed.append(outcome)
-
     for _ in range(2):
         grid = again(grid, failed)
         todo = [run for run in grid.missing if run.digest not in tried and wanted(run)]
@@ -121,7 +117,7 @@ def run_stages(
         tried |= {run.digest for run in todo}
         if todo:
             slots = _processes(worker_count(workers, todo), todo) if cluster is None else cluster(todo)
-            run_batch(grid.experiment.name, todo, places, slots, wanted, heard)
+            failed += run_batch(grid.experiment.name, todo, places, slots, wanted)
     return failed
 
 
