@@ -96,9 +96,8 @@ class Workloads:
     def data(self, config: RunConfig) -> Dealt | str:
         """Who trains on what; the problem in one line, if that cannot be read."""
         c = config.clients
-        count = c.count or (len(c.ranks or ()) if not c.profile else 0)
-        key = json.dumps([config.data.model_dump(), config.run.seed, config.model.task, count, c.partition, c.alpha,
-                          c.min_size, c.own_test], default=str)  # fmt: skip
+        key = json.dumps([config.data.model_dump(), config.run.seed, config.model.task, clients_of(config), c.partition,
+                          c.alpha, c.min_size, c.own_test], default=str)  # fmt: skip
         if key not in self._dealt:
             self._dealt[key] = self._deal(config)
         return self._dealt[key]

@@ -63,14 +63,13 @@ def unfit(config: RunConfig) -> str | None:
 
 
 def clients_of(config: RunConfig) -> int:
-    """The number of clients: the files of data.clients, the tasks of superni, or clients.count, otherwise one for each
-    rank; 0 if only the data tell."""
-    clients, data = config.clients, config.data
+    """The number of clients: the files of data.clients, the tasks of superni, or what the configuration tells."""
+    data = config.data
     if data.clients:
         return len(data.clients)
     if data.task == "superni":
         return data.tasks
-    return clients.count or len([] if clients.profile else clients.ranks or [])
+    return config.clients.told
 
 
 def missing_files(runs: Sequence[PlannedRun]) -> list[str]:
