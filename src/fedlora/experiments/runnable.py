@@ -69,7 +69,7 @@ def clients_of(config: RunConfig) -> int:
         return len(data.clients)
     if data.task == "superni":
         return data.tasks
-    return config.clients.told
+    return config.clients.how_many
 
 
 def missing_files(runs: Sequence[PlannedRun]) -> list[str]:

@@ -341,7 +341,7 @@ def training_rows(config: RunConfig, parts: Mapping[str, TextData]) -> dict[str,
 def _dealt(config: RunConfig, data: TextData) -> dict[str, TextData]:
     """One file's training data, distributed to site-1, site-2, ..."""
     c = config.clients
-    if not (count := c.told):
+    if not (count := c.how_many):
         raise ConfigError("clients.count is missing: how many clients share data.train?")
     if c.partition == "dirichlet" and data.labels is not None:
         dealt = dirichlet(data.labels, count, c.alpha or 1.0, seed=config.run.seed, min_size=c.min_size)

@@ -59,7 +59,7 @@ class ClientsSection(Section):
         return [ranks] if isinstance(ranks, dict) or (isinstance(ranks, int) and not isinstance(ranks, bool)) else ranks
 
     @property
-    def told(self) -> int:
+    def how_many(self) -> int:
         """The number of clients by `count`, otherwise one for each rank; 0 if only the data tell."""
         return self.count or len([] if self.profile else self.ranks or [])
 
