@@ -61,7 +61,7 @@ class Stored:
         return load_experiment(self.experiments / f"{name}.toml")
 
     def decided(self, grid: Grid) -> Decided | None:
-        """None if the experiment has no plan, or nobody asks about it."""
+        """None if the experiment has no plan, or there are no claims."""
         name = grid.experiment.name
         if self.plans is None or self.claims is None or plan_there(self.plans, name) is None:
             return None
