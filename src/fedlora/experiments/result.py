@@ -353,7 +353,7 @@ def whole_config(told: Mapping[str, Any]) -> RunConfig:
 
 
 def content(facts: Any) -> str:
-    """A digest of a manifest's facts about a part of the data, or about a model's files."""
+    """A digest of what JSON can hold: of facts about data or a model's files, of settings, of questions."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -7,8 +7,6 @@ and a process that finds a run taken does the others first, then waits for it (`
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -185,12 +183,8 @@ def _merge(run: PlannedRun, prepared: Prepared, places: Places) -> None:
     now = made_by(prepared.manifest)
     for label, facts in made.items():
         told = before.get(label, facts)["merger"] == facts["merger"]  # another experiment's label may mean another one
-        before[label if told else f"{label} ({_short_digest(facts['merger'])})"] = {**facts, "made": now}
+        before[label if told else f"{label} ({content(facts['merger'])[:8]})"] = {**facts, "made": now}
     folder.write_json(MERGERS, before)
-
-
-def _short_digest(settings: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:

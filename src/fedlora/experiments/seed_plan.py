@@ -8,7 +8,6 @@ verdict; the previous plan is in the repository's history.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -25,7 +24,7 @@ from fedlora.experiments.claims import Claims, Family, Question
 from fedlora.experiments.decisions import Scores, gaps_of
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import PlannedRun
-from fedlora.experiments.result import Commit, Part, Result
+from fedlora.experiments.result import Commit, Part, Result, content
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.verdicts import seeds_needed, weigh
 from fedlora.runs.inputs import named
@@ -96,7 +95,7 @@ def asked(claims: Claims, experiment: str) -> str:
     }
     gate = claims.gates.get(experiment)
     told = [families, claims.alpha, claims.power, gate.model_dump(mode="json") if gate else None]
-    return _digest(told)
+    return content(told)
 
 
 def definitions(experiment: Experiment, profile: str) -> dict[str, str]:
@@ -104,11 +103,7 @@ def definitions(experiment: Experiment, profile: str) -> dict[str, str]:
     merger's settings."""
     grid = Grid(experiment.with_seeds(profile, [0]), profile)
     runs = [grid.first(cell) for cell in grid.cells]
-    return {", ".join(run.cell.values()): _digest([named(run.config).digest(), run.mergers]) for run in runs}
-
-
-def _digest(told: object) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    return {", ".join(run.cell.values()): content([named(run.config).digest(), run.mergers]) for run in runs}
 
 
 def make_plan(

@@ -47,7 +47,7 @@ class Source:
     decided: Decided | None = None
 
     @property
-    def plan(self) -> Decided:
+    def planned(self) -> Decided:
         """For the kinds of table that need one. Raises `ConfigError` without it."""
         if self.decided is None:
             raise ConfigError(f"{self.grid.experiment.name} has no plan: fedlora experiment plan writes it.")
@@ -56,7 +56,7 @@ class Source:
     @property
     def family(self) -> Answers:
         """The family that the words name. Raises `ConfigError` for an unknown name."""
-        known = {one.name: one for one in self.plan.answers}
+        known = {one.name: one for one in self.planned.answers}
         if self.words not in known:
             raise ConfigError(f"{self.grid.experiment.name} is asked by {', '.join(known)}; got {self.words!r}.")
         return known[self.words]

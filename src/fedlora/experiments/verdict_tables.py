@@ -17,7 +17,7 @@ from fedlora.experiments.verdicts import per_cent
 
 def decisions(source: Source) -> Table:
     """The verdicts of a family. words: its name."""
-    found, alpha = source.family, source.plan.claims.alpha
+    found, alpha = source.family, source.planned.claims.alpha
     columns, rows = decision_words.headings(found.family), decision_words.rows(found)
     if all(answer.test is None for answer in found.answers):  # leave out empty columns
         columns, rows = [*columns[:2], columns[-1]], [[*row[:2], row[-1]] for row in rows]
@@ -26,7 +26,7 @@ def decisions(source: Source) -> Table:
 
 def gates(source: Source) -> Table:
     """By how much LoRA beats a head alone, by set-up, and with how many seeds that would pass. words: a family."""
-    found, claims = source.family, source.plan.claims
+    found, claims = source.family, source.planned.claims
     rows = [
         [gate.setup, label, in_words(gate.ahead[label], gate.spread[label]),
          "not ahead by the margin" if (needed := gate.needed[label]) is None else seeds_in_words(needed),
@@ -50,7 +50,7 @@ def gates(source: Source) -> Table:
 def seeds(source: Source) -> Table:
     """The plan's numbers: the largest spread of a gap in the pilot, the seeds that it takes, the planned seeds, and
     what these can show at the largest spread."""
-    plan, claims = source.plan.plan, source.plan.claims
+    plan, claims = source.planned.plan, source.planned.claims
     rows, count = [], len(plan.seeds)
     for name, spreads in plan.spreads.items():
         family = claims.families[name]
@@ -87,7 +87,7 @@ def _piloted(experiment: Experiment, family: Family, spreads: Mapping[str, float
 
 def rates(source: Source) -> Table:
     """The searched value of each label, with the score on validation that decided it."""
-    tune, rates = source.grid.experiment.tune, source.plan.plan.rates
+    tune, rates = source.grid.experiment.tune, source.planned.plan.rates
     if tune is None:
         return Table(["of"], [], "")
     values = list(dict.fromkeys(value for rate in rates for value in rate.validation))
