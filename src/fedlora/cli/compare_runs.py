@@ -11,10 +11,10 @@ import typer
 
 from fedlora.cli.batches import run_stages, worker_count
 from fedlora.cli.formats import Format
+from fedlora.cli.grid_parts import parse_seeds
 from fedlora.cli.method_names import parse_methods, plain_label
 from fedlora.cli.scores import cell_value, show_scores
 from fedlora.cli.screen import NOT_WHOLE, can_write, complain, notes, plotted, tell_gone
-from fedlora.cli.seeds import parse_seeds
 from fedlora.cli.tuning import parse_search
 from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import (

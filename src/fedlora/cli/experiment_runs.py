@@ -13,9 +13,8 @@ import typer
 from fedlora.cli.batches import Cluster, run_stages, worker_count
 from fedlora.cli.experiment_costs import show_plan
 from fedlora.cli.experiment_project import Project
-from fedlora.cli.grid_parts import parse_only, parse_shard
+from fedlora.cli.grid_parts import parse_only, parse_seeds, parse_shard
 from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, print_json
-from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError, counted, said_by
 from fedlora.experiments.checks import problems
 from fedlora.experiments.costs import Workloads
