@@ -11,6 +11,7 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.budgets import budget_rows, spendings
+from fedlora.experiments.claims import load_claims
 from fedlora.experiments.filled_pages import Stored, filled
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result, Spent
@@ -184,7 +185,8 @@ def test_the_command_line_fills_a_page_and_draws(experiment: Experiment, tmp_pat
 def test_the_pages_hold_what_the_stored_results_say(page: Path) -> None:
     """`fedlora experiment fill docs/*.md` mends a page that this finds stale."""
     text = page.read_text(encoding="utf-8")
-    assert filled(text, Stored.read(ROOT / "experiments", ROOT / "results", ROOT / "docs" / "claims.toml")) == text
+    claims = load_claims(ROOT / "docs" / "claims.toml")
+    assert filled(text, Stored.read(ROOT / "experiments", ROOT / "results", claims)) == text
 
 
 def test_a_tick_of_the_picture_never_understates_epsilon() -> None:

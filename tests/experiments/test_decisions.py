@@ -210,7 +210,7 @@ def test_a_label_that_was_redefined_after_the_plan_is_named(place: Path, main: C
 def test_cells_of_several_set_ups_have_no_places(place: Path, rounds: Experiment) -> None:
     """Twelve cells of three set-ups were ranked in one order, each label three times."""
     write_runs(place / "results", rounds, "mini", same_level(0.001))
-    pages = Stored.read(place / "experiments", place / "results", place / "claims.toml")
+    pages = Stored.read(place / "experiments", place / "results", load_claims(place / "claims.toml"))
     with pytest.raises(ConfigError, match=r"(?s)map_rounds.*setup.*scores"):
         filled("<!-- filled: map_rounds mini places -->\n<!-- end -->\n", pages)
 
@@ -422,7 +422,7 @@ def test_pages_are_filled_with_what_is_decided(piloted: Path, with_plan: Path, w
     """The same numbers as `decide` prints, and none before all planned seeds are there."""
 
     def block(kind: str) -> str:
-        pages = Stored.read(place / "experiments", place / "results", place / "claims.toml")
+        pages = Stored.read(place / "experiments", place / "results", load_claims(place / "claims.toml"))
         return filled(f"<!-- filled: map_rounds mini {kind} -->\n<!-- end -->\n", pages)
 
     place = piloted
@@ -449,7 +449,7 @@ def test_pages_are_filled_with_what_is_decided(piloted: Path, with_plan: Path, w
 def test_differences_of_a_page_are_those_of_the_files(place: Path, rounds: Experiment) -> None:
     """By hand from the made losses: against a label of one's choice."""
     write_runs(place / "results", rounds, "pilot", by_effects({("GLoRA", "25 local steps"): 0.25}, 0.0))
-    pages = Stored.read(place / "experiments", place / "results", place / "claims.toml")
+    pages = Stored.read(place / "experiments", place / "results", load_claims(place / "claims.toml"))
 
     def block(kind: str) -> str:
         return filled(f"<!-- filled: map_rounds pilot {kind} -->\n<!-- end -->\n", pages)
@@ -492,7 +492,7 @@ def test_verdicts_of_a_second_plan_say_that_the_first_was_answered(answered: Pat
     invoke("experiment", "plan", "map_rounds", "--again", *options(answered))
     said = " ".join(invoke("experiment", "decide", "map_rounds", *options(answered)).output.split())
     assert "Plan 1 of 2" in said and "error rate" in said
-    pages = Stored.read(answered / "experiments", answered / "results", claims)
+    pages = Stored.read(answered / "experiments", answered / "results", load_claims(claims))
     page = filled("<!-- filled: map_rounds mini decisions half-budget -->\n<!-- end -->\n", pages)
     assert "error rate" in page
 
@@ -527,7 +527,7 @@ def test_what_verdicts_rest_on_stands_beside_them(with_plan: Path, answered: Pat
     assert met in found["factors-or-products"], "three set-ups"
     head = f"the largest tried, 10, in {seeds} of {seeds} runs"
     assert all(head in notes for notes in found.values())
-    pages = Stored.read(answered / "experiments", results, answered / "claims.toml")
+    pages = Stored.read(answered / "experiments", results, load_claims(answered / "claims.toml"))
     invoke("experiment", "report", "--out", str(answered / "r.html"), *options(answered))
     decided = invoke("experiment", "decide", "map_rounds", *options(answered)).stdout
     for shown in (decided, (answered / "r.html").read_text().replace("&#39;", "'")):
@@ -546,7 +546,7 @@ def test_a_family_without_any_verdict_has_no_empty_columns(place: Path, once: Ex
     invoke("experiment", "plan", "map_rounds", *options(place))
     for experiment in (once, rounds):
         write_runs(place / "results", experiment, "mini", by_effects({("head alone", "own starts"): -0.1}, 0.001))
-    pages = Stored.read(place / "experiments", place / "results", place / "claims.toml")
+    pages = Stored.read(place / "experiments", place / "results", load_claims(place / "claims.toml"))
     page = filled("<!-- filled: map_rounds mini decisions half-budget -->\n<!-- end -->\n", pages)
     assert "None of the 3 questions" in page and "margin of 0.005 nats" in page
     assert "| question | set-up | verdict |" in page and page.count("| thrown out") == 3 and "|  |" not in page
@@ -580,7 +580,7 @@ def test_a_value_at_the_edge_of_its_grid_is_said_under_verdicts(
     found = decide(place, "map_rounds")
     edge = "train.lr = 0.001, the largest tried, was chosen for GLoRA; GLoRA 0.5"
     assert edge in str(found["half-budget"]["notes"]) and edge not in str(found["flexlora-or-glora"]["notes"])
-    pages = Stored.read(place / "experiments", place / "results", place / "claims.toml")
+    pages = Stored.read(place / "experiments", place / "results", load_claims(place / "claims.toml"))
     for kind, says in (
         ("decisions half-budget", edge), ("rates", "| GLoRA | 0.001 (largest tried) |"),
         ("scores", "| 0.001 (largest tried) |"), ("differences", "the largest tried, "),

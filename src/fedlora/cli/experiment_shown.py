@@ -82,9 +82,7 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
 
 def fill_pages(project: Project, pages: Sequence[Path]) -> None:
     """Fill each page's tables from the results."""
-    stored = Stored.read(
-        project.experiments, project.results, (project.claims_file if project.asked else None) or Path()
-    )
+    stored = Stored.read(project.experiments, project.results, project.asked)
     found = [(page, text, filled(text, stored)) for page in pages for text in [read_page(page)]]
     for page, text, new in found:
         if new != text:

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.claims import load_claims
+from fedlora.experiments.claims import Claims
 from fedlora.experiments.decided import Decided, decided, still_open
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import KINDS, PLANNED, table_of
@@ -39,23 +39,22 @@ _BLOCK = re.compile(rf"({_BEGIN}\n)(?:(?!<!-- filled: ).)*?(^<!-- end -->$)", fl
 
 @dataclass(frozen=True)
 class Stored:
-    """The source of pages' numbers. results: from `read_results`. claims: the file with the questions; plans: the
-    results' folder with the plans. Without both nothing is decided. failed: digest -> reason, for runs that failed on
-    their own. planned: a cache, by experiment."""
+    """The source of pages' numbers. results: from `read_results`. claims: the questions; plans: the results' folder
+    with the plans. Without both nothing is decided. failed: digest -> reason, for runs that failed on their own.
+    planned: a cache, by experiment."""
 
     experiments: Path
     results: Mapping[str, Result]
-    claims: Path | None = None
+    claims: Claims | None = None
     plans: Path | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
     planned: dict[str, Decided] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, experiments: Path, results: Path, claims: Path) -> Stored:
+    def read(cls, experiments: Path, results: Path, claims: Claims | None) -> Stored:
         """Read the folders. Only failures stored with the results count, so that pages are the same wherever they are
         filled."""
-        asked = claims if claims.is_file() else None
-        return cls(experiments, read_results(results), asked, results, read_failed(results))
+        return cls(experiments, read_results(results), claims, results, read_failed(results))
 
     def named(self, name: str) -> Experiment:
         return load_experiment(self.experiments / f"{name}.toml")
@@ -66,7 +65,7 @@ class Stored:
         if self.plans is None or self.claims is None or plan_there(self.plans, name) is None:
             return None
         if name not in self.planned:
-            self.planned[name] = decided(load_claims(self.claims), self.plans, grid, self.named)
+            self.planned[name] = decided(self.claims, self.plans, grid, self.named)
         return self.planned[name]
 
 
