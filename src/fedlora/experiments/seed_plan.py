@@ -124,9 +124,14 @@ def make_plan(
     experiment = grid.experiment
     families = claims.of(experiment.name)
     spreads = {name: spreads_of(name, family, experiment, pilot) for name, family in families.items()}
-    needed = needed_seeds(claims, families, spreads)
+    needed = {  # to find equal methods equivalent at the largest spread
+        name: seeds_needed(
+            max(spreads[name].values()), family.margin, len(family.questions), alpha=claims.alpha, power=claims.power
+        )
+        for name, family in families.items()
+    }
     known = grid.seeds
-    seeds = known[: wanted_seeds(families, needed)]
+    seeds = known[: max(max(4, min(family.cap, needed[name])) for name, family in families.items())]
     planned = grid.of_seeds(seeds).runs
     cells = len(grid.cells)
     if len(planned) < cells * len(seeds):
@@ -142,24 +147,6 @@ def make_plan(
         written=datetime.now(UTC).isoformat(timespec="seconds"), profile=grid.profile, seeds=seeds, needed=needed,
         spreads=spreads, rates=rates(grid), results=Before(there=there, of=len(planned)),
     )  # fmt: skip
-
-
-def needed_seeds(
-    claims: Claims, families: Mapping[str, Family], spreads: Mapping[str, Mapping[str, float]]
-) -> dict[str, int]:
-    """Family -> the seeds with which equal methods are found equivalent, from its largest spread."""
-    return {
-        name: max(
-            seeds_needed(spread, family.margin, len(family.questions), alpha=claims.alpha, power=claims.power)
-            for spread in spreads[name].values()
-        )
-        for name, family in families.items()
-    }
-
-
-def wanted_seeds(families: Mapping[str, Family], needed: Mapping[str, int]) -> int:
-    """The number of planned seeds: what the neediest family may have, and at least four."""
-    return max(max(4, min(families[name].cap, n)) for name, n in needed.items() if name in families)
 
 
 def spreads_of(name: str, family: Family, experiment: Experiment, pilot: Scores) -> dict[str, float]:
