@@ -22,7 +22,7 @@ from rich.console import Console
 from scipy import stats
 
 import fedlora.runs.preparation
-from fedlora.cli.seeds import parse_seeds
+from fedlora.cli.grid_parts import parse_seeds
 from fedlora.errors import ConfigError, DataError
 from fedlora.runs.folder import RunFolder
 from support.command_line import Said, cells, drawing, invoke

@@ -11,9 +11,9 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.budgets import budget_rows, spendings
+from fedlora.experiments.claims import load_claims
 from fedlora.experiments.filled_pages import Stored, filled
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Result, Spent
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.store import gather
@@ -26,8 +26,7 @@ PAGES = [p for p in sorted((ROOT / "docs").rglob("*.md")) if "\n<!-- filled: " i
 FILE = """
 title = "What epsilon costs"
 question = "How much?"
-rows = ["epsilon"]
-columns = ["clients"]
+rows = "epsilon"
 budgets = { axis = "epsilon", none = "no privacy", lines = "clients" }
 [run.model]
 path = "demo"
@@ -57,7 +56,7 @@ def experiment(tmp_path: Path) -> Experiment:
 def stored(experiment: Experiment) -> dict[str, Result]:
     """Accuracy 0.7 and 0.8 on the two seeds everywhere, log-loss 0.5; epsilon 7.9912 where there is privacy."""
     found = {}
-    for run in mains(experiment, "mini", {}):
+    for run in Grid(experiment, "mini").runs:
         raw = whole(run, "accuracy", {"accuracy": 0.7 + 0.1 * run.seed, "loss": 0.5})
         raw["commit"] = {"id": "abcdef0123", "clean": True}
         if run.config.privacy is not None:
@@ -71,7 +70,7 @@ def stored(experiment: Experiment) -> dict[str, Result]:
 
 
 def test_a_label_takes_the_table_away_and_the_others_make_it(experiment: Experiment) -> None:
-    told = {(run.cell["clients"], run.cell["epsilon"]): run.config.privacy for run in mains(experiment, "mini", {})}
+    told = {(run.cell["clients"], run.cell["epsilon"]): run.config.privacy for run in Grid(experiment, "mini").runs}
     assert told["6", "no privacy"] is None and told["50", "no privacy"] is None
     six, fifty = told["6", "8"], told["50", "8"]
     assert six is not None and fifty is not None and (six.delta, fifty.delta) == (1e-2, 1e-3)
@@ -88,7 +87,7 @@ def test_the_table_says_what_was_spent_and_epsilon_is_rounded_up(experiment: Exp
 
 def test_runs_of_a_cell_that_spent_differently_are_no_cell(experiment: Experiment) -> None:
     results = stored(experiment)
-    run = next(run for run in mains(experiment, "mini", {}) if run.cell["epsilon"] == "8")
+    run = next(run for run in Grid(experiment, "mini").runs if run.cell["epsilon"] == "8")
     spent = results[run.digest].privacy
     assert isinstance(spent, Spent)
     other = spent.model_copy(update={"epsilon_planned": 3.0})
@@ -186,7 +185,8 @@ def test_the_command_line_fills_a_page_and_draws(experiment: Experiment, tmp_pat
 def test_the_pages_hold_what_the_stored_results_say(page: Path) -> None:
     """`fedlora experiment fill docs/*.md` mends a page that this finds stale."""
     text = page.read_text(encoding="utf-8")
-    assert filled(text, Stored.read(ROOT / "experiments", ROOT / "results", ROOT / "docs" / "claims.toml")) == text
+    claims = load_claims(ROOT / "docs" / "claims.toml")
+    assert filled(text, Stored.read(ROOT / "experiments", ROOT / "results", claims)) == text
 
 
 def test_a_tick_of_the_picture_never_understates_epsilon() -> None:

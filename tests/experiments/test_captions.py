@@ -12,7 +12,6 @@ import pytest
 from fedlora.experiments import method_tables
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import table_of
-from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Commit, Machine, Made, Merged, Result, short_config
 from fedlora.experiments.scores import KNOWN, SCALES, explained, scale
 from fedlora.experiments.spec import Experiment, load_experiment
@@ -25,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 FILE = """
 title = "Rules"
 question = "Which?"
-rows = ["rule"]
+rows = "rule"
 reference = "plain"
 peace = { axis = "attack", label = "nobody" }
 [run.model]
@@ -60,7 +59,7 @@ def experiment(tmp_path: Path) -> Experiment:
 def made(experiment: Experiment, metric: str = "loss", **more: Any) -> dict[str, Result]:
     """One result a run: 0.5 + a tenth of the seed, and 0.2 more for the other rule."""
     found = {}
-    for run in mains(experiment, "mini", {}):
+    for run in Grid(experiment, "mini").runs:
         value = 0.5 + 0.1 * run.seed + (0.2 + 0.01 * run.seed) * (run.cell["rule"] == "other")
         scores = {"loss": value, "accuracy": 1 - value, "perplexity": value}
         raw: dict[str, Any] = {
@@ -125,7 +124,7 @@ def test_what_a_table_rests_on_stands_below_it(experiment: Experiment) -> None:
         return [line for line in found if not line.startswith(("Higher: ", "Lower: ", "Undecided: "))]
 
     assert [below(kind) for kind in ("scores", "differences")] == [[], []]
-    mine = [run for run in mains(experiment, "mini", {}) if run.cell["rule"] == "other"]
+    mine = [run for run in Grid(experiment, "mini").runs if run.cell["rule"] == "other"]
     for run in mine:
         other = {"commit": Commit(id="b" * 40, clean=True)} if run.seed == 1 else {}
         results[run.digest] = results[run.digest].model_copy(update={"target": "clients", **other})
@@ -152,7 +151,7 @@ def test_times_count_each_training_once(experiment: Experiment) -> None:
     """Two rules, of which one trains at another rate where somebody attacks, two seeds: by hand three clients, two
     steps (the profile's value), the configuration's batch and rounds; ten seconds of training and a minute each."""
     results = made(experiment, ranks={"a": 2, "b": 2, "c": 2}, seconds={"train": 10.0}, wall_seconds=60.0)
-    config = mains(experiment, "mini", {})[0].config
+    config = Grid(experiment, "mini").runs[0].config
     each = 3 * 2 * config.train.batch_size * config.run.rounds
     ((runs, examples, rate, hours),) = table_of("times", Source(Grid(experiment, "mini", results))).rows
     assert (runs, examples) == ("8", f"{8 * each:,}") and rate == f"{each / 10:.0f}" and hours == f"{8 / 60:.1f}"
@@ -163,7 +162,7 @@ def test_times_count_each_training_once(experiment: Experiment) -> None:
 def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
     """All of seed 1 by another commit, on another machine, with another torch: no gap is between the two."""
     results = made(experiment)
-    for run in mains(experiment, "mini", {}):
+    for run in Grid(experiment, "mini").runs:
         if run.seed == 1:
             machine = Machine(device="gpu", architecture="x86_64")
             other = {"commit": None, "machine": machine, "versions": {"torch": "3"}}
@@ -177,7 +176,7 @@ def test_runs_that_meet_nowhere_are_told_apart(experiment: Experiment) -> None:
 def test_a_merger_of_another_commit_is_said(experiment: Experiment) -> None:
     """One training each, and the mergers of one label were made later by another commit: they meet in every case."""
     results = made(experiment)
-    for run in mains(experiment, "mini", {}):
+    for run in Grid(experiment, "mini").runs:
         if run.cell["rule"] == "other":
             later = Made(commit=Commit(id="b" * 40, clean=True), machine=results[run.digest].machine)
             facts = Merged(merger={}, test=results[run.digest].test.last, made=later)

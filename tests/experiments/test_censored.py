@@ -18,7 +18,6 @@ from fedlora.cli.scores import show_scores
 from fedlora.experiments.censored import Reaching, reaching
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import table_of, tables_of
-from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Result, short_config
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.table_source import Source
@@ -27,7 +26,7 @@ from support.made_results import bare
 FILE = """
 title = "Numbers"
 question = "Which?"
-rows = ["rho"]
+rows = "rho"
 reference = "1"
 metric = "{metric}"
 [run.model]
@@ -73,7 +72,7 @@ def experiment_of(folder: Path, metric: str, axes: str) -> Experiment:
 def results_of(experiment: Experiment) -> dict[str, Result]:
     """Accuracy 0.5, and 0.8 from the round of `WHEN`; on the test set 0.6 + 0.2 rho, and 0.01 more for each seed."""
     found = {}
-    for run in mains(experiment, "mini", {}):
+    for run in Grid(experiment, "mini").runs:
         when = WHEN[run.cell["rho"]][run.seed]
         curve = [0.8 if when and t >= when > 0 else 0.5 for t in range(1, 6)]
         if when is None or when < 0:

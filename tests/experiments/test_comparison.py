@@ -9,7 +9,7 @@ import pytest
 
 from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import PROFILE, ComparedRuns, comparison
-from fedlora.experiments.plan import Choice, choice, mains, searches
+from fedlora.experiments.grid import Choice, Grid
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.spec import Experiment, Tune
 from fedlora.experiments.tables import CellScore, difference, orders, placings
@@ -40,7 +40,7 @@ def compared(base: RunConfig = BASE, seeds: tuple[int, ...] = (0, 3), tune: Tune
 def test_the_runs_are_the_configuration_with_method_seed_and_one_thread() -> None:
     """The digests of configurations changed by hand: the bare name of its method is the configuration's own,
     rho and all; the order of the clients, which says who has which rank, stays."""
-    planned = mains(compared(), PROFILE, {})
+    planned = Grid(compared(), PROFILE).runs
     assert [(run.cell["method"], run.seed) for run in planned] == [(m, s) for m in METHODS for s in (0, 3)]
     for run in planned:
         section = METHODS[run.cell["method"]] if run.cell["method"] != "glora" else BASE.method
@@ -56,16 +56,16 @@ def test_a_search_asks_no_label_that_says_a_value_itself() -> None:
         compared(tune=Tune(key="method.energy", values=[0.5, 0.7]))
     glora = {"glora": METHODS["glora"]}
     tune = Tune(key="method.rho", values=[0.5, 1.0])
-    found = searches(comparison(BASE, glora, (0,), name="c", metric="test, last", tune=tune), PROFILE)
+    found = Grid(comparison(BASE, glora, (0,), name="c", metric="test, last", tune=tune), PROFILE).searches
     assert {run.config.method.model_dump()["rho"] for run in found} == {0.5, 1.0}
 
 
 def test_runs_are_named_for_people_and_found_by_digest(tmp_path: Path) -> None:
     kept = ComparedRuns.at(tmp_path, tuned_key="train.lr")
     tune = Tune(values=[0.001, 0.02], seeds=[1000])
-    names = [str(kept.folder(run).path.relative_to(tmp_path)) for run in searches(compared(tune=tune), PROFILE)]
+    names = [str(kept.folder(run).path.relative_to(tmp_path)) for run in Grid(compared(tune=tune), PROFILE).searches]
     assert names == [f"{m}/search/train.lr={v}/seed-1000" for m in ("glora", "svd_energy=0.9") for v in (0.001, 0.02)]
-    one = mains(compared(tune=Tune(values=[0.02])), PROFILE, {})[1]
+    one = Grid(compared(tune=Tune(values=[0.02])), PROFILE).runs[1]
     assert kept.folder(one).path == tmp_path / "glora" / "train.lr=0.02" / "seed-3"
     elsewhere = tmp_path / "glora" / "renamed"
     elsewhere.mkdir(parents=True)
@@ -85,12 +85,12 @@ def test_the_edge_of_the_grid() -> None:
 
     def found(*best: float) -> Choice:
         done = {run.digest: bare(run.digest, [{"round": 1, "metrics": {"accuracy": 0.9 if run.tuned in best else 0.5}}],
-                                 best_round=1) for run in searches(e, PROFILE)}  # fmt: skip
-        return choice(e, PROFILE, cell, done)
+                                 best_round=1) for run in Grid(e, PROFILE).searches}  # fmt: skip
+        return Grid(e, PROFILE, done).choice(cell)
 
     assert [(found(v).value, found(v).edge) for v in ends] == [*ends.items()]
     assert found(0.1, 1.0) == Choice(0.1, level=(0.1, 1.0))
-    assert choice(compared(tune=Tune(values=[0.1])), PROFILE, cell, {}) == Choice(0.1), "one value is no search"
+    assert Grid(compared(tune=Tune(values=[0.1])), PROFILE).choice(cell) == Choice(0.1), "one value is no search"
 
 
 CELLS = [

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from fedlora.experiments.claims import Family, Question, Score, load_claims
+from fedlora.experiments.decided import Decided
 from fedlora.experiments.decision_words import (
     by_score,
     claim_rows,
@@ -32,7 +33,7 @@ from fedlora.experiments.decision_words import rows as rows_in_words
 from fedlora.experiments.decisions import Answer, Answers
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.map_picture import map_figure
-from fedlora.experiments.report import Decided, decided_part
+from fedlora.experiments.report import Verdicts, decided_part
 from fedlora.experiments.seed_plan import path_of, read_plan
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.store import as_lines, read_results_of
@@ -132,8 +133,6 @@ def test_a_verdict_below_the_margin_says_so_wherever_it_stands() -> None:
 def test_a_map_has_one_unit_and_says_it() -> None:
     """Log-loss in nats and accuracy in points are two maps: 0.012 nats, and by hand 100 * 0.012 points."""
     loss, accuracy = answered({"one": "better"}), answered({"one": "better"}, metric="accuracy")
-    with pytest.raises(ValueError, match=r"one unit; .*accuracy and loss"):
-        map_figure([loss, accuracy])
     assert by_score([loss, accuracy, loss]) == {"loss": [loss, loss], "accuracy": [accuracy]}
     for one, number, unit, margin in (
         (loss, "+0.012\n▲", "log-loss, nats", "0.005"), (accuracy, "+1.2\n▲", "accuracy, points", "0.5"),
@@ -286,12 +285,14 @@ def test_what_is_not_there_is_a_sentence(place: Path) -> None:
     """No plan: no picture, no table, no empty grid, and the command that begins. Some seeds: how many."""
     claims = load_claims(place / "claims.toml")
     known = {name: experiment(place, name) for name in ("map_once", "map_rounds")}
-    part = decided_part(Decided(claims, known))
+    part = decided_part(Verdicts(claims, known))
     for one in part["experiments"]:
         assert not (one["maps"] or one["pictures"] or one["tables"] or one["mechanism"] or one["families"])
         assert f"fedlora experiment run {one['name']} --profile pilot" in one["state"]
     waiting = [Answers(name, family, 2, 7) for name, family in claims.of("map_once").items()]
-    once = decided_part(Decided(claims, known, waiting))["experiments"][0]
+    plan = read_plan(path_of(place / "results", "map_once"))
+    late = Decided(claims, plan, Grid(known["map_once"], "mini"), waiting)
+    once = decided_part(Verdicts(claims, known, {"map_once": late}))["experiments"][0]
     assert once["state"].startswith("2 of 7 planned seeds") and not once["maps"] and not once["tables"]
     assert all(not family["lines"] for family in once["families"])
 

@@ -21,13 +21,12 @@ import pytest
 from fedlora.cli.experiment_project import Project
 from fedlora.errors import ConfigError
 from fedlora.experiments.curve_pictures import handles_of
-from fedlora.experiments.grid import Grid
+from fedlora.experiments.grid import Choice, Grid
 from fedlora.experiments.pictures import figures_of
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import Choice, choice, mains, searches
 from fedlora.experiments.report import write_report
 from fedlora.experiments.result import Commit, Merged, Result
-from fedlora.experiments.runner import missing, run_all
+from fedlora.experiments.runner import run_all
 from fedlora.experiments.spec import Experiment, Tune, load_all, load_experiment
 from fedlora.experiments.store import as_lines, read_results_of
 from fedlora.experiments.tables import CellScore, difference, paired, score_cells
@@ -43,8 +42,7 @@ ROOT = Path(__file__).parents[2]
 EXPERIMENT = """
 title = "Tiny"
 question = "Does it run?"
-rows = ["method"]
-columns = ["split"]
+rows = "method"
 reference = "FedIT"
 paper = "tiny"
 
@@ -134,11 +132,11 @@ def result(digest: str, seed: int, best: float, last: float = 0.5) -> Result:
 
 def test_a_plan_is_the_product_of_its_axes_and_seeds(experiment: Experiment) -> None:
     """By hand: 2 splits x 2 methods x 2 seeds once the search (2 methods x 2 values, on one split and seed) is done."""
-    search = searches(experiment, "mini")
+    search = Grid(experiment, "mini").searches
     assert len(search) == 4 and {r.cell["split"] for r in search} == {"skewed"} and {r.seed for r in search} == {7}
-    assert mains(experiment, "mini", {}) == []
+    assert Grid(experiment, "mini").runs == []
     best = {r.digest: result(r.digest, 7, {1e-3: 0.6, 1e-2: 0.7}[r.tuned or 0]) for r in search}
-    runs = mains(experiment, "mini", best)
+    runs = Grid(experiment, "mini", best).runs
     assert len(runs) == 8 and len({r.digest for r in runs}) == 8
     assert all(r.config.train.lr == 1e-2 and r.config.run.seed == r.seed for r in runs)
     assert {(r.cell["split"], r.config.clients.partition) for r in runs} == {("skewed", "dirichlet"), ("even", "iid")}
@@ -147,20 +145,20 @@ def test_a_plan_is_the_product_of_its_axes_and_seeds(experiment: Experiment) -> 
 def test_the_search_chooses_by_validation_for_each_method_and_ties_go_to_the_smaller(experiment: Experiment) -> None:
     """By hand: FedIT is better at 1e-3, GLoRA level; test scores have no say."""
     scores = {("FedIT", 1e-3): 0.8, ("FedIT", 1e-2): 0.7, ("GLoRA", 1e-3): 0.6, ("GLoRA", 1e-2): 0.6}
-    search = searches(experiment, "mini")
+    search = Grid(experiment, "mini").searches
     done = {r.digest: result(r.digest, 7, scores[r.cell["method"], r.tuned or 0], last=0.1) for r in search}
-    chosen = {c["method"]: choice(experiment, "mini", c, done).value for c in experiment.cells("mini")}
+    chosen = {c["method"]: Grid(experiment, "mini", done).choice(c).value for c in experiment.cells("mini")}
     assert chosen == {"FedIT": 1e-3, "GLoRA": 1e-3}
     done.pop(search[0].digest)
-    assert choice(experiment, "mini", search[0].cell, done).value is None, "not before all of it is there"
+    assert Grid(experiment, "mini", done).choice(search[0].cell).value is None, "not before all of it is there"
     right = {(1e-3, 7): 4, (1e-3, 8): 5, (1e-2, 7): 1, (1e-2, 8): 8}  # of 31, which results have in six digits
     level = experiment.model_copy(update={"tune": Tune(values=[1e-3, 1e-2], at={"split": "skewed"}, seeds=[7, 8])})
     done = {
         r.digest: result(r.digest, r.seed, float(f"{right[r.tuned or 0, r.seed] / 31:.6g}"))
-        for r in searches(level, "mini")
+        for r in Grid(level, "mini").searches
     }
     cell = next(level.cells("mini"))
-    assert choice(level, "mini", cell, done) == Choice(1e-3, level=(1e-3, 1e-2))
+    assert Grid(level, "mini", done).choice(cell) == Choice(1e-3, level=(1e-3, 1e-2))
 
 
 def test_by_loss_the_search_chooses_the_least_and_thresholds_are_reached_from_above(experiment: Experiment) -> None:
@@ -170,31 +168,34 @@ def test_by_loss_the_search_chooses_the_least_and_thresholds_are_reached_from_ab
         history = [{"round": k + 1, "metrics": {"loss": x}} for k, x in enumerate((0.9, best, 0.7))]
         return bare(digest, history, metric="loss", best_round=2)
 
-    search = searches(experiment, "mini")
+    search = Grid(experiment, "mini").searches
     losses = {1e-3: 0.6, 1e-2: 0.4}
     done = {r.digest: by_loss(r.digest, losses[r.tuned or 0]) for r in search}
-    assert {choice(experiment, "mini", r.cell, done).value for r in search} == {1e-2}
+    assert {Grid(experiment, "mini", done).choice(r.cell).value for r in search} == {1e-2}
     losses = {1e-3: 0.6, 1e-2: None}
     done = {r.digest: by_loss(r.digest, losses[r.tuned or 0]) for r in search}
-    assert {choice(experiment, "mini", r.cell, done).value for r in search} == {1e-3}
+    assert {Grid(experiment, "mini", done).choice(r.cell).value for r in search} == {1e-3}
     done = {r.digest: by_loss(r.digest, None) for r in search}
-    assert choice(experiment, "mini", search[0].cell, done).value is None and mains(experiment, "mini", done) == []
-    assert "all of them diverged" in (choice(experiment, "mini", search[0].cell, done).why or "")
+    assert (
+        Grid(experiment, "mini", done).choice(search[0].cell).value is None
+        and Grid(experiment, "mini", done).runs == []
+    )
+    assert "all of them diverged" in (Grid(experiment, "mini", done).choice(search[0].cell).why or "")
     fell = by_loss("x", 0.5)
     assert (fell.rounds_to(0.6), fell.rounds_to(0.5), fell.rounds_to(0.4)) == (2, 2, None)
     assert fell.score("validation, largest drop") == pytest.approx(0.2), "from 0.5 up to 0.7: the one change for worse"
 
 
 def test_one_value_needs_no_search(experiment: Experiment) -> None:
-    assert searches(experiment, "one") == []
-    assert [r.config.train.lr for r in mains(experiment, "one", {})] == [1e-2, 1e-2]
+    assert Grid(experiment, "one").searches == []
+    assert [r.config.train.lr for r in Grid(experiment, "one").runs] == [1e-2, 1e-2]
 
 
 def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
     """The same run in another experiment is the same run; its canonical form read back is, too."""
-    run = mains(experiment, "one", {})[0]
+    run = Grid(experiment, "one").runs[0]
     other = experiment.model_copy(update={"name": "other", "title": "Other", "question": "?"})
-    assert mains(other, "one", {})[0].digest == run.digest
+    assert Grid(other, "one").runs[0].digest == run.digest
     again = parse_config(json.loads(run.config.canonical()))
     assert digest_of(again, contents(again)) == run.digest
 
@@ -213,10 +214,10 @@ def test_a_digest_is_the_configuration_alone(experiment: Experiment) -> None:
         ("values = [1e-3, 1e-2]", "values = [1e-3, 1e-3]", "values names 0.001 twice"),
         ("seeds = [7]", "seeds = [7, 7]", "seeds names 7 twice"),
         ('over = ["method"]', 'over = ["method", "method"]', "over names 'method' twice"),
-        ('rows = ["method"]', 'rows = ["method", "method"]', "rows.*'method' twice"),
+        ('rows = "method"', 'rows = "methods"', "'methods' is not an axis"),
+        ('rows = "method"', 'rows = ["method"]', "rows: .*string"),
         ("seeds = [7]", "seeds = [1]", "seed 1 is both .*profile mini"),
         ('reference = "FedIT"', 'reference = "fedit"', "reference .*method = 'fedit'"),
-        ('rows = ["method"]', "rows = []", "names no axis"),
         ('at = {{ split = "skewed" }}', 'at = {{ splt = "skewed" }}', "tune.at names splt = 'skewed'"),
         ('paper = "tiny"', 'paper = "tiny"\nskip = [{{ split = "odd" }}]', "skip names split = 'odd'"),
         ('paper = "tiny"', 'paper = "tiny"\nmetric = "test last"', "called 'test last'"),
@@ -256,7 +257,7 @@ def test_two_axes_may_set_two_keys_of_a_table_and_a_later_one_may_take_it_away(t
     method = '[axes.method]\nB = {"train.class_weights.neg" = 4}\nnone = {"train.class_weights" = {}}\n'
     cells = {
         tuple(run.cell.values()): run.config.train.class_weights
-        for run in mains(_of_axes(tmp_path, tables + method), "mini", {})
+        for run in Grid(_of_axes(tmp_path, tables + method), "mini").runs
     }
     none = {("A", "none"): None, ("same", "none"): None}
     assert cells == {("A", "B"): {"pos": 4, "neg": 4}, ("same", "B"): {"neg": 4}, **none}
@@ -287,7 +288,7 @@ def _inline(changes: dict[str, Any]) -> str:
 def _of_axes(folder: Path, tables: str) -> Experiment:
     """An experiment with these axes, and perhaps changes of its profile."""
     run = '[run.data]\ntrain = "demo"\n[run.model]\npath = "demo"\n'
-    head = 'title = "t"\nquestion = "q"\nrows = ["method"]\nprofiles.mini.seeds = [0]\n'
+    head = 'title = "t"\nquestion = "q"\nrows = "method"\nprofiles.mini.seeds = [0]\n'
     (folder / "e.toml").write_text(head + run + tables)
     return load_experiment(folder / "e.toml")
 
@@ -296,7 +297,7 @@ def test_an_impossible_key_names_the_cell(experiment: Experiment) -> None:
     axes = {**experiment.axes, "method": {"FedIT": {"method.nam": "fedit"}}}
     wrong = experiment.model_copy(update={"axes": axes | {"split": {"skewed": {"clients.alhpa": 1}}}})
     with pytest.raises(ConfigError, match=r"experiment tiny, .*'clients.alhpa'; did you mean 'alpha'"):
-        mains(wrong, "one", {})
+        _ = Grid(wrong, "one").runs
 
 
 @pytest.mark.parametrize(
@@ -313,38 +314,38 @@ def test_an_impossible_key_names_the_cell(experiment: Experiment) -> None:
 )
 def test_a_search_is_over_numbers_that_there_are(experiment: Experiment, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        searches(experiment.model_copy(update=changes), "mini")
+        _ = Grid(experiment.model_copy(update=changes), "mini").searches
 
 
 def test_a_change_below_a_value_is_refused(experiment: Experiment) -> None:
     axes = {**experiment.axes, "method": {"FedIT": {"run.rounds.z": 1}}}
     with pytest.raises(ConfigError, match=r"'run.rounds.z' is no key"):
-        mains(experiment.model_copy(update={"axes": axes}), "one", {})
+        _ = Grid(experiment.model_copy(update={"axes": axes}), "one").runs
 
 
 def test_a_label_that_would_replace_a_whole_table_is_refused(experiment: Experiment) -> None:
     """What the base says and the label does not would be lost; a table that is not there yet is made."""
     axes = {**experiment.axes, "method": {"FedIT": {"train": {"optimizer": "sgd"}}}}
     with pytest.raises(ConfigError, match=r"batch_size, steps.*train\.optimizer"):
-        mains(experiment.model_copy(update={"axes": axes}), "one", {})
+        _ = Grid(experiment.model_copy(update={"axes": axes}), "one").runs
     axes["method"] = {"FedIT": {"evaluate": {"every": 2}}}
-    assert mains(experiment.model_copy(update={"axes": axes}), "one", {})[0].config.evaluate.every == 2
+    assert Grid(experiment.model_copy(update={"axes": axes}), "one").runs[0].config.evaluate.every == 2
 
 
 def test_a_value_of_the_search_whose_run_fails_is_dropped(experiment: Experiment) -> None:
     """Chosen among the others; where none is left, nothing is, and it is said. 0.9 would have won."""
-    search = searches(experiment, "mini")
+    search = Grid(experiment, "mini").searches
     done = {r.digest: result(r.digest, 7, 0.9 if r.tuned == 1e-2 else 0.5) for r in search}
     large = [r.digest for r in search if r.tuned == 1e-2]
     left = {digest: found for digest, found in done.items() if digest not in large}
     cell = search[0].cell
-    assert choice(experiment, "mini", cell, done).value == 1e-2
-    assert choice(experiment, "mini", cell, left) == Choice()
-    assert choice(experiment, "mini", cell, left, large).value == 1e-3
-    assert len(mains(experiment, "mini", left, large)) == 8
+    assert Grid(experiment, "mini", done).choice(cell).value == 1e-2
+    assert Grid(experiment, "mini", left).choice(cell) == Choice()
+    assert Grid(experiment, "mini", left, large).choice(cell).value == 1e-3
+    assert len(Grid(experiment, "mini", left, large).runs) == 8
     every = [r.digest for r in search]
-    assert mains(experiment, "mini", {}, every) == []
-    assert "over train.lr = 0.001, 0.01" in (choice(experiment, "mini", cell, {}, every).why or "")
+    assert Grid(experiment, "mini", {}, every).runs == []
+    assert "over train.lr = 0.001, 0.01" in (Grid(experiment, "mini", {}, every).choice(cell).why or "")
 
 
 @pytest.mark.quick(4)
@@ -356,13 +357,13 @@ def test_every_experiment_of_the_repository_can_be_planned(path: Path) -> None:
     found = load_experiment(path)
     assert "paper" in found.profiles
     for profile in found.profiles:
-        search = searches(found, profile)
+        search = Grid(found, profile).searches
         done = {}
         for r in search:
             scores = {"accuracy": 0.5}
             mergers = {label: Merged(merger=dict(m), test=scores, validation=scores) for label, m in r.mergers.items()}
             done[r.digest] = result(r.digest, 0, 0.5).model_copy(update={"mergers": mergers})
-        runs = mains(found, profile, done)
+        runs = Grid(found, profile, done).runs
         assert len(runs) == len(list(found.cells(profile))) * len(found.profile(profile).seeds)
 
 
@@ -382,7 +383,7 @@ def test_hours_are_told_of_no_run_that_cannot_be(
 ) -> None:
     """A name, a number of ranks, a setting: what the configuration alone shows, before `--plan` or a training."""
     (tmp_path / "mine.toml").write_text(
-        'title = "T"\nquestion = "?"\nrows = ["method"]\n[run.model]\npath = "demo"\n[run.data]\ntrain = "demo"\n'
+        'title = "T"\nquestion = "?"\nrows = "method"\n[run.model]\npath = "demo"\n[run.data]\ntrain = "demo"\n'
         f"[run.clients]\ncount = 10\n[axes.method]\none = {{ {change} }}\n[profiles.mini]\nseeds = [0]\n"
     )
     where = ["--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
@@ -441,10 +442,10 @@ def test_an_experiment_runs_skips_what_is_finished_and_resumes(
 ) -> None:
     """One profile to the end in this process; nothing is left; an interrupted run goes on; results hold no path."""
     places = Places(tmp_path / "results", tmp_path / "work", data_root)
-    todo = missing(experiment, "one", places)
+    todo = places.grid(experiment, "one", unclean=True).missing
     assert [r.label for r in todo] == ["skewed, FedIT, 0.01, seed 0", "skewed, GLoRA, 0.01, seed 0"]
     outcomes = list(run_all(todo, places))
-    assert [o.error for o in outcomes] == [None, None] and missing(experiment, "one", places) == []
+    assert [o.error for o in outcomes] == [None, None] and places.grid(experiment, "one", unclean=True).missing == []
     done = places.finished(unclean=True)
     for found in done.values():
         raw = found.model_dump_json(exclude={"config"})
@@ -455,7 +456,7 @@ def test_an_experiment_runs_skips_what_is_finished_and_resumes(
     digest = todo[0].digest
     for path in [*places.results.glob("*.jsonl"), *places.unclean.glob("*.jsonl")]:
         path.write_text(as_lines({k: v for k, v in read_results_of(path).items() if k != digest}))
-    (again,) = missing(experiment, "one", places)
+    (again,) = places.grid(experiment, "one", unclean=True).missing
     before = done[digest].test
     list(run_all([again], places))  # its folder is still there: no round is run again
     assert places.finished(unclean=True)[digest].test == before
@@ -467,12 +468,12 @@ def test_results_of_a_changed_checkout_stay_apart(
     """A commit is said only where the tree is that commit."""
     monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "0" * 40, "clean": False})
     places = Places(tmp_path / "results", tmp_path / "work", data_root)
-    list(run_all(missing(experiment, "one", places)[:1], places))
+    list(run_all(places.grid(experiment, "one", unclean=True).missing[:1], places))
     assert not places.results.exists() and len(list(places.unclean.glob("*.jsonl"))) == 1
     assert places.finished() == {} and len(places.finished(unclean=True)) == 1
     monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "0" * 40, "clean": True})
     clean = replace(places, results=tmp_path / "clean", work=tmp_path / "work2")
-    list(run_all(missing(experiment, "one", clean)[:1], clean))
+    list(run_all(clean.grid(experiment, "one", unclean=True).missing[:1], clean))
     assert len(clean.finished()) == 1
 
 
@@ -490,7 +491,7 @@ def test_a_run_that_goes_on_in_a_changed_checkout_is_unclean(
         if round == 1:
             raise KeyboardInterrupt
 
-    (run, *_) = missing(longer, "one", places)
+    (run, *_) = places.grid(longer, "one", unclean=True).missing
     with pytest.raises(KeyboardInterrupt):
         list(run_all([run], places, tick=stop))
     monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "b" * 40, "clean": False})
@@ -506,12 +507,12 @@ def test_a_failing_run_is_kept_apart_and_the_others_go_on(
     experiment: Experiment, data_root: Path, tmp_path: Path
 ) -> None:
     places = Places(tmp_path / "results", tmp_path / "work", tmp_path / "nothing here")
-    outcomes = list(run_all(missing(experiment, "one", places), places))
+    outcomes = list(run_all(places.grid(experiment, "one", unclean=True).missing, places))
     assert all(o.error is not None and "does not exist" in o.error for o in outcomes)
     said = json.loads(places.failure(outcomes[0].run).read_text())
     assert said["label"] == outcomes[0].run.label and "DataError" in said["error"]
     mended = replace(places, data_root=data_root)
-    list(run_all(missing(experiment, "one", mended)[:1], mended))
+    list(run_all(mended.grid(experiment, "one", unclean=True).missing[:1], mended))
     assert not places.failure(outcomes[0].run).exists()
 
 
@@ -530,7 +531,7 @@ def finished(experiment: Experiment, data_root: Path, tmp_path_factory: pytest.T
     with pytest.MonkeyPatch.context() as patched, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patched.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "a" * 40, "clean": True})
-        list(run_all(missing(experiment, "one", places), places))
+        list(run_all(places.grid(experiment, "one", unclean=True).missing, places))
     return root
 
 
@@ -635,7 +636,7 @@ def test_a_line_that_lies_on_another_says_so() -> None:
 
 def test_a_picture_names_the_label_that_has_no_result(experiment: Experiment) -> None:
     plt = pytest.importorskip("matplotlib.pyplot")
-    runs = mains(experiment, "one", {})
+    runs = Grid(experiment, "one").runs
     done = {run.digest: result(run.digest, run.seed, 0.6) for run in runs}
     whole = figures_of(Grid(experiment, "one", done))["curves"]
     del done[runs[0].digest]
@@ -647,7 +648,7 @@ def test_a_picture_names_the_label_that_has_no_result(experiment: Experiment) ->
 
 def test_no_result_no_page(experiment: Experiment, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no experiment has a result"):
-        write_report(tmp_path / "r.html", [Grid(experiment, "mini", {})], tmp_path / "none.toml")
+        write_report(tmp_path / "r.html", [Grid(experiment, "mini", {})])
     assert not (tmp_path / "r.html").exists()
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fedlora.cli.grid_parts import parse_only, parse_shard
 from fedlora.errors import ConfigError
-from fedlora.experiments.plan import mains, searches, waiting
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.spec import Experiment, load_experiment
 from support.command_line import invoke
 from support.made_results import bare
@@ -55,15 +55,15 @@ def test_some_labels_run_as_they_do_in_the_whole_grid(grid: Experiment) -> None:
     """Of 2 tasks, 3 methods, 2 seeds: one task and two methods are four runs. Each method's rate is searched over both
     tasks, 2 x 2 runs; that gives another best than the wanted task's own: (0.6 + 0.9) / 2 against (0.7 + 0.2) / 2."""
     part = grid.narrowed("mini", parse_only("task=SST-2, method = GLoRA, rho = 0.5,method=SVD", grid))
-    search = searches(part, "mini")
-    assert {run.digest for run in search} < {run.digest for run in searches(grid, "mini")} and len(search) == 8
-    assert len(waiting(part, "mini", {})) == 4
+    search = Grid(part, "mini").searches
+    assert {run.digest for run in search} < {run.digest for run in Grid(grid, "mini").searches} and len(search) == 8
+    assert len(Grid(part, "mini").waiting) == 4
     best = {("SST-2", 1e-3): 0.6, ("QNLI", 1e-3): 0.9, ("SST-2", 1e-2): 0.7, ("QNLI", 1e-2): 0.2}
     found = {}
-    for run in searches(grid, "mini"):
+    for run in Grid(grid, "mini").searches:
         line = {"round": 1, "metrics": {"accuracy": best[run.cell["task"], run.tuned or 0.0]}}
         found[run.digest] = bare(run.digest, [line], best_round=1)
-    runs, whole = mains(part, "mini", found), mains(grid, "mini", found)
+    runs, whole = Grid(part, "mini", found).runs, Grid(grid, "mini", found).runs
     assert len(whole) == 12 and {run.tuned for run in whole} == {1e-3}
     assert [run.digest for run in runs] == [
         run.digest for run in whole if run.cell["task"] == "SST-2" and run.cell["method"] != "FedIT"
@@ -85,7 +85,7 @@ def test_a_label_that_is_none_is_refused_with_those_there_are(grid: Experiment, 
 
 
 def test_each_run_belongs_to_one_shard(grid: Experiment) -> None:
-    runs = searches(grid, "mini")
+    runs = Grid(grid, "mini").searches
     shards = [[run.digest for run in runs if parse_shard(f"{k}/3")(run)] for k in (1, 2, 3)]
     assert sorted(chain(*shards)) == sorted(run.digest for run in runs) and all(shards)
 

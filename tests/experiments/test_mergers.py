@@ -19,8 +19,8 @@ from fedlora.experiments.head_alone import head_alone
 from fedlora.experiments.merger_settings import resolved, searched_as
 from fedlora.experiments.mergers import _uploads
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import PlannedRun, choice, mains, searches
-from fedlora.experiments.runner import missing, run_all
+from fedlora.experiments.plan import PlannedRun
+from fedlora.experiments.runner import run_all
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.tables import score_cells
 from fedlora.runs.client_data import deal
@@ -33,7 +33,7 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 ONCE = """
 title = "Once"
 question = "?"
-rows = ["method"]
+rows = "method"
 reference = "exact"
 merged = "method"
 metric = "test, last"
@@ -113,7 +113,7 @@ def places(folder: Path, experiment: Experiment) -> Places:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "a" * 40, "clean": True})
         for _ in range(2):
-            for outcome in run_all(missing(experiment, "mini", places), places):
+            for outcome in run_all(places.grid(experiment, "mini", unclean=True).missing, places):
                 assert outcome.error is None
     return places
 
@@ -127,12 +127,12 @@ def kept(places: Places, run: PlannedRun) -> list[Path]:
 def test_one_training_serves_all_mergers(experiment: Experiment, places: Places) -> None:
     """By hand: two values of the search on one seed are two runs, with nine mergers each; then at most two trainings
     (one for each value that a merger chose) give nine cells. Nothing is left to do."""
-    search = searches(experiment, "mini")
+    search = Grid(experiment, "mini").searches
     assert len(search) == 2 and all(set(run.mergers) == set(experiment.axes["method"]) for run in search)
     done = places.finished(unclean=True)
-    runs = mains(experiment, "mini", done)
+    runs = Grid(experiment, "mini", done).runs
     assert len(runs) == 9 and len({run.digest for run in runs}) <= 2
-    assert missing(experiment, "mini", places) == []
+    assert places.grid(experiment, "mini", unclean=True).missing == []
     assert len(done) == len(search) + len({run.digest for run in runs})
     cells = score_cells(Grid(experiment, "mini", done))
     assert {cell.cell["method"] for cell in cells} == set(experiment.axes["method"])
@@ -144,7 +144,7 @@ def test_a_new_merger_costs_no_training(folder: Path, experiment: Experiment, pl
     later = (folder / "once.toml").read_text().replace("[tune]", 'quarter = { name = "glora", rho = 0.25 }\n[tune]')
     (folder / "later.toml").write_text(later)
     more = load_experiment(folder / "later.toml")
-    todo = missing(more, "mini", places)
+    todo = places.grid(more, "mini", unclean=True).missing
     assert {label for run in todo for label in run.mergers} == {"quarter"}
     written = [place.stat().st_mtime_ns for run in todo for place in kept(places, run)]
     assert all(outcome.error is None for outcome in run_all(todo, places))
@@ -157,7 +157,7 @@ def test_a_new_merger_costs_no_training(folder: Path, experiment: Experiment, pl
 def test_uploads_of_another_round_than_the_last_are_refused(
     experiment: Experiment, places: Places, tmp_path: Path
 ) -> None:
-    run = searches(experiment, "mini")[0]
+    run = Grid(experiment, "mini").searches[0]
     folder = RunFolder(shutil.copytree(places.folder(run).path, tmp_path / "run"))
     prepared = prepare(run.config)
     assert len(_uploads(prepared, folder)) == 3
@@ -172,7 +172,7 @@ def test_uploads_of_another_round_than_the_last_are_refused(
 def test_changed_settings_are_another_merger(folder: Path, places: Places) -> None:
     """A label whose settings change is missing again, not read from what the old ones made."""
     (folder / "changed.toml").write_text((folder / "once.toml").read_text().replace("rho = 0.5", "rho = 0.4"))
-    todo = missing(load_experiment(folder / "changed.toml"), "mini", places)
+    todo = places.grid(load_experiment(folder / "changed.toml"), "mini", unclean=True).missing
     assert {label for run in todo for label in run.mergers} == {"half", "shrunk", "least"}
 
 
@@ -180,7 +180,7 @@ def test_mergers_are_what_they_are_by_dense_algebra(experiment: Experiment, plac
     """sum p_i B_i A_i of the stored uploads in float64: the exact mean's norm and error 0; factors by padded means; the
     shrunk mean has the norm of its like and the exact mean's direction; rank budget ceil(0.5 * 10) = 5; the least-error
     basis is no worse than GLoRA's at that rank, and Eckart and Young's optimum."""
-    run = searches(experiment, "mini")[0]
+    run = Grid(experiment, "mini").searches[0]
     facts = places.finished(unclean=True)[run.digest].mergers
     uploads, _ = read_uploads(kept(places, run))  # in the unit of Delta W: twice what travels
     total = sum(u.num_examples for u in uploads)
@@ -205,7 +205,7 @@ def test_mergers_are_what_they_are_by_dense_algebra(experiment: Experiment, plac
 
 def test_the_exact_merger_is_the_run_itself(experiment: Experiment, places: Places) -> None:
     """The run's own server is FlexLoRA: the merger `exact` has its score."""
-    for run in searches(experiment, "mini"):
+    for run in Grid(experiment, "mini").searches:
         found = places.finished(unclean=True)[run.digest]
         exact = found.mergers["exact"]
         assert exact.test["loss"] == pytest.approx(found.test.last["loss"], rel=1e-5)
@@ -220,7 +220,7 @@ def test_heads_apart_are_the_mean_of_each_clients_logits(experiment: Experiment,
 
     from fedlora.experiments.head_alone import _features
 
-    run = searches(experiment, "mini")[0]
+    run = Grid(experiment, "mini").searches[0]
     facts = places.finished(unclean=True)[run.digest].mergers["heads"]
     prepared = prepare(run.config)
     dealt = deal(run.config, None)
@@ -242,8 +242,8 @@ def test_heads_apart_are_the_mean_of_each_clients_logits(experiment: Experiment,
 
 def test_a_client_that_lacks_a_class_has_no_head(experiment: Experiment, places: Places) -> None:
     prepared, dealt = (
-        prepare(searches(experiment, "mini")[0].config),
-        deal(searches(experiment, "mini")[0].config, None),
+        prepare(Grid(experiment, "mini").searches[0].config),
+        deal(Grid(experiment, "mini").searches[0].config, None),
     )
     name, part = next(iter(dealt.parts.items()))
     single = replace(dealt, parts={name: part.select([k for k, y in enumerate(part.labels) if y == 0])})
@@ -255,7 +255,7 @@ def test_own_starts_share_no_rows(experiment: Experiment, places: Places) -> Non
     """A of two clients is drawn apart; with a common start, after so few steps, it is nearly one matrix."""
     cosines = {}
     for starts in ("own", "common"):
-        run = searches(experiment, "mini")[0]
+        run = Grid(experiment, "mini").searches[0]
         config = run.config.model_copy(update={"clients": run.config.clients.model_copy(update={"starts": starts})})
         made = prepare(config)
         rows_of = []
@@ -272,7 +272,7 @@ def test_own_starts_share_no_rows(experiment: Experiment, places: Places) -> Non
 
 def test_controls_go_by_the_rate_of_what_they_are_held_against(experiment: Experiment, places: Places) -> None:
     done = places.finished(unclean=True)
-    rate = {c["method"]: choice(experiment, "mini", c, done).value for c in experiment.cells("mini")}
+    rate = {c["method"]: Grid(experiment, "mini", done).choice(c).value for c in experiment.cells("mini")}
     assert rate["shrunk"] == rate["least"] == rate["half"]
     assert rate["nothing"] == rate["alone"] == rate["head"] == rate["exact"]
     axis = experiment.axes["method"]
@@ -300,7 +300,7 @@ def test_runs_that_cannot_be_merged_are_refused(folder: Path) -> None:
     wrong = ONCE.replace('heads = "frozen"', "").replace("rounds = 1", "rounds = 2")
     (folder / "wrong.toml").write_text(wrong)
     with pytest.raises(ConfigError, match=r"need run.rounds = 1 and server.heads"):
-        searches(load_experiment(folder / "wrong.toml"), "mini")
+        _ = Grid(load_experiment(folder / "wrong.toml"), "mini").searches
     (folder / "wrong.toml").write_text(ONCE.replace('merged = "method"', 'merged = "methods"'))
     with pytest.raises(ConfigError, match="'methods' is not an axis"):
         load_experiment(folder / "wrong.toml")
@@ -335,7 +335,7 @@ def test_a_merger_of_other_code_has_that_code_s_commit(
     monkeypatch.setattr("fedlora.runs.execution.execute", lambda *_, **__: pytest.fail("run again"))
     monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "b" * 40, "clean": False})
     fifth = added(copy, "fifth", 'fifth = { name = "glora", rho = 0.2 }')
-    todo = missing(fifth, "mini", mine)
+    todo = mine.grid(fifth, "mini", unclean=True).missing
     assert todo and all(outcome.error is None for outcome in run_all(todo, mine))
     assert before == {path.name: path.read_bytes() for path in mine.results.glob("*.jsonl")}
     settings = {"name": "glora", "rho": 0.2}
@@ -344,11 +344,13 @@ def test_a_merger_of_other_code_has_that_code_s_commit(
         changed = mine.finished(unclean=True)[run.digest].merged("fifth", settings)
         assert changed is not None and not changed.clean
         assert changed.commits(7) == ["aaaaaaa", "bbbbbbb with changes"]
-    assert all(run.searching is False for run in missing(fifth, "mini", mine)), "the search is done, changed or not"
+    assert all(run.searching is False for run in mine.grid(fifth, "mini", unclean=True).missing), (
+        "the search is done, changed or not"
+    )
 
     monkeypatch.setattr("fedlora.runs.manifest.commit_of_code", lambda: {"id": "c" * 40, "clean": True})
     sixth = added(copy, "sixth", 'fifth = { name = "glora", rho = 0.4 }')  # the label of the other file, another merger
-    todo = missing(sixth, "mini", mine)
+    todo = mine.grid(sixth, "mini", unclean=True).missing
     assert todo and all(outcome.error is None for outcome in run_all(todo, mine))
     for run in todo:
         clean = mine.finished()[run.digest]

@@ -16,9 +16,9 @@ import pytest
 
 import fedlora.runs.preparation
 from fedlora.errors import CheckpointError, ConfigError
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places, by_machine
-from fedlora.experiments.plan import choice, mains, searches
-from fedlora.experiments.runner import missing, run_all
+from fedlora.experiments.runner import run_all
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.store import read_results
 from support.command_line import Said, invoke
@@ -102,7 +102,7 @@ def test_two_data_sets_of_one_name_in_two_folders_are_two(
     found = kept(tmp_path)
     assert len(found) == 2 and len({r.data["train"] for r in found.values()}) == 2
     for folder in (one, two):
-        (run,) = mains(loaded(folder), "mini", {})
+        (run,) = Grid(loaded(folder), "mini").runs
         assert found[run.digest].files == dict(run.files) and set(run.files) == {"data.train", "model.path"}
         assert str(tmp_path) not in found[run.digest].model_dump_json(), "a result says nothing of where it was made"
 
@@ -113,15 +113,15 @@ def test_a_moved_folder_finds_its_results_and_a_changed_file_does_not(
     """Both contents are named; an interrupted run's folder is found by the same digest."""
     old = bench("old")
     invoke("experiment", "run", old / "mine.toml", *where(tmp_path))
-    (run,) = mains(loaded(old), "mini", {})
+    (run,) = Grid(loaded(old), "mini").runs
     new = old.rename(tmp_path / "new")
     (new / "mine.jsonl").rename(new / "renamed.jsonl")
     (new / "mine.toml").write_text(MINE.replace("mine.jsonl", "renamed.jsonl"))
-    assert [r.digest for r in mains(loaded(new), "mini", {})] == [run.digest], "neither place nor name counts"
-    assert missing(loaded(new), "mini", Places(tmp_path / "results", tmp_path / "work", None)) == []
+    assert [r.digest for r in Grid(loaded(new), "mini").runs] == [run.digest], "neither place nor name counts"
+    assert Places(tmp_path / "results", tmp_path / "work", None).grid(loaded(new), "mini", unclean=True).missing == []
     (new / "mine.toml").write_text(MINE)
     (new / "mine.jsonl").write_text(rows(classification(60, 5)))
-    (changed,) = mains(loaded(new), "mini", {})
+    (changed,) = Grid(loaded(new), "mini").runs
     said = main("experiment", "status", new / "mine.toml", *where(tmp_path)).err.replace("\n", " ")
     assert f"with SHA-256 {run.files['data.train'][:12]}, and {new / 'mine.jsonl'} has" in said
     assert changed.files["data.train"][:12] in said and "1 finished run " in said
@@ -138,9 +138,9 @@ def test_a_model_with_other_words_for_its_tokens_is_another(name: str, bench: Ca
     file = folder / "model" / name
     file.parent.mkdir(exist_ok=True)
     file.write_text("{}")
-    (before,) = mains(loaded(folder), "mini", {})
+    (before,) = Grid(loaded(folder), "mini").runs
     file.write_text("{ }")
-    (after,) = mains(loaded(folder), "mini", {})
+    (after,) = Grid(loaded(folder), "mini").runs
     assert before.digest != after.digest and before.files["data.train"] == after.files["data.train"]
 
 
@@ -148,7 +148,7 @@ def test_another_model_of_the_same_name_is_another_run(bench: Callable[..., Path
     one, two = bench("one"), bench("two")
     config = json.loads((two / "model" / "config.json").read_text())
     (two / "model" / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))
-    digests = {mains(loaded(folder), "mini", {})[0].digest for folder in (one, two)}
+    digests = {Grid(loaded(folder), "mini").runs[0].digest for folder in (one, two)}
     assert len(digests) == 2
 
 
@@ -169,13 +169,13 @@ def test_a_model_of_the_working_directory_is_not_taken_for_one_beside_the_file(
     (folder / "model").rename(tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match="working directory has one"):
-        mains(loaded(folder), "mini", {})
+        _ = Grid(loaded(folder), "mini").runs
 
 
 def test_a_file_that_changes_while_it_is_experimented_on_is_noticed(bench: Callable[..., Path], tmp_path: Path) -> None:
     """The plan was made for what was there before; nothing is stored under its digest or held against it."""
     folder, places = bench("one"), Places(tmp_path / "results", tmp_path / "work", None)
-    todo = missing(loaded(folder), "mini", places)
+    todo = places.grid(loaded(folder), "mini", unclean=True).missing
     (folder / "mine.jsonl").write_text(rows(classification(60, 5)))
     (outcome,) = run_all(todo, places)
     assert "data.train changed after" in (outcome.error or "")
@@ -195,7 +195,7 @@ def test_a_file_that_is_half_written_is_no_failure_of_the_run(
     monkeypatch.chdir(folder)
     monkeypatch.syspath_prepend(folder)
     monkeypatch.delitem(sys.modules, "halves", raising=False)
-    (run,) = mains(loaded(folder), "mini", {})
+    (run,) = Grid(loaded(folder), "mini").runs
     (folder / file).write_text("")
     monkeypatch.delitem(sys.modules, "halves")
     (outcome,) = run_all([run], places)
@@ -217,11 +217,13 @@ def test_a_value_that_fails_is_the_worst_and_the_cell_goes_on(bench: Callable[..
     assert re.search(line, table.stdout) and re.search("│ FedIT .*│ +1 │", table.stdout)
     experiment, done = loaded(folder), places.finished()
     (cell,) = experiment.cells("mini")
-    tried = {run.tuned: done[run.digest].validation_best for run in searches(experiment, "mini") if run.digest in done}
+    tried = {
+        run.tuned: done[run.digest].validation_best for run in Grid(experiment, "mini").searches if run.digest in done
+    }
     best = max(tried, key=lambda value: (tried[value], -(value or 0)))
-    assert choice(experiment, "mini", cell, done, places.given_up()).value == best
+    assert Grid(experiment, "mini", done, places.given_up()).choice(cell).value == best
     invoke("experiment", "retry", "--work", places.work, "--results", places.results)
-    assert choice(experiment, "mini", cell, done, places.given_up()).value is None, "until it is tried again"
+    assert Grid(experiment, "mini", done, places.given_up()).choice(cell).value is None, "until it is tried again"
 
 
 def test_what_the_machine_failed_is_no_worst_value(
@@ -277,7 +279,7 @@ def test_the_stored_results_of_the_paper_are_found() -> None:
         if path.stem != "paper_numbers":
             experiment = load_experiment(path)
             for profile in experiment.profiles:
-                for run in [*searches(experiment, profile), *mains(experiment, profile, stored)]:
+                for run in [*Grid(experiment, profile).searches, *Grid(experiment, profile, stored).runs]:
                     lists = {"data.task_lists.0", "data.task_lists.1"}  # of SuperNI, beside the experiments
                     assert {*run.files} in (set(), lists) and (run.files or run.digest == run.config.digest())
                     found.add(run.digest)

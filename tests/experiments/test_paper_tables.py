@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlora.experiments.plan import searches, waiting
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.spec import load_experiment
 from fedlora.methods import build
 
@@ -21,7 +21,7 @@ TABLES = sorted((ROOT / "experiments").glob("table*.toml"))
 def test_a_table_has_the_papers_row_and_says_what_it_chose(path: Path) -> None:
     """All that the paper leaves open, and what differs from its text, is named in the note."""
     experiment = load_experiment(path)
-    runs = waiting(experiment, "paper", {})
+    runs = Grid(experiment, "paper").waiting
     literal = {run.config.method.build() for run in runs if "GLoRA (paper)" in run.cell.values()}
     assert literal == {build("glora", preset="paper")} != {build("glora")}
     note = experiment.profile("paper").note
@@ -37,7 +37,7 @@ def test_a_table_has_the_papers_row_and_says_what_it_chose(path: Path) -> None:
 def test_the_tasks_of_table_3_are_the_same_for_each_seed_and_for_the_search() -> None:
     """Drawn once, in two files beside the table, whose content is part of what a run is."""
     experiment = load_experiment(ROOT / "experiments" / "table3.toml")
-    runs = [*searches(experiment, "paper"), *waiting(experiment, "paper", {})]
+    runs = [*Grid(experiment, "paper").searches, *Grid(experiment, "paper").waiting]
     lists = {tuple(run.config.data.task_lists) for run in runs}
     assert len({run.config.run.seed for run in runs}) == 4 and len(lists) == 1
     clients, unseen = (Path(place).read_text().split() for place in lists.pop())

@@ -18,9 +18,10 @@ import tomli_w
 
 from fedlora.experiments.checks import problems
 from fedlora.experiments.costs import Workloads
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.measured import Paces, measured
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import PlannedRun, mains
+from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.runner import run_all
 from fedlora.experiments.spec import load_experiment
 from fedlora.runs.observers import diagnosed
@@ -104,7 +105,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def grid(folder: Path, text: str) -> tuple[list[PlannedRun], Places]:
     (folder / "mine.toml").write_text(text)
     experiment = load_experiment(folder / "mine.toml")
-    return mains(experiment, "mini", {}), Places(folder / "results", folder / "work", None)
+    return Grid(experiment, "mini").runs, Places(folder / "results", folder / "work", None)
 
 
 @pytest.mark.parametrize("kind", ["classes", "words"])
@@ -212,7 +213,7 @@ def test_all_that_is_wrong_is_one_list_the_same_of_plan_and_run(tmp_path: Path, 
     fixed = {key: value for key, value in tomllib.loads(CLASSES).items() if key not in ("axes", "profiles")}
     fixed["run"] = {**{name: fixed["run"][name] for name in ("model", "data")}, "clients": {"count": 4, "ranks": [2]}}
     what = {label: changes for label, (changes, _) in cells.items()}
-    whole = {**fixed, "rows": ["what"], "axes": {"what": what}, "profiles": {"mini": {"seeds": [0, 1]}}}
+    whole = {**fixed, "rows": "what", "axes": {"what": what}, "profiles": {"mini": {"seeds": [0, 1]}}}
     (tmp_path / "mine.toml").write_text(tomli_w.dumps(whole))
     where = [str(tmp_path / "mine.toml"), "--results", str(tmp_path / "results"), "--work", str(tmp_path / "work")]
     run, plan = main("experiment", "run", *where), main("experiment", "run", *where, "--plan")

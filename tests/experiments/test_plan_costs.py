@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from fedlora.experiments.costs import examples_of
+from fedlora.experiments.costs import Workloads, examples_of
+from fedlora.runs.client_data import deal
 from fedlora.runs.config import parse_config
 from fedlora.server.sampling import sample_clients
 from support.command_line import invoke
@@ -109,6 +110,21 @@ def test_without_its_data_a_run_by_epochs_has_no_number(folder: Path) -> None:
     assert "small.jsonl does not exist" in said and "8 runs" in row["hours"]
     row, said = planned(folder, "--profile", "steps")
     assert row["examples to train"] == "at most 48" and row["texts to score"] == "not counted"
+
+
+def test_clients_own_test_sets_are_scored_at_the_end(folder: Path) -> None:
+    """Five texts of validation in each of two rounds, the seven of the test set at the last and at the best; then each
+    of the two clients' readouts on its own set and on the common one."""
+    train = [{"text": f"text {k}", "label": "ab"[k % 2]} for k in range(40)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in train))
+    files = {part: str(folder / name) for part, name in
+             {"train": "train.jsonl", "validation": "v.jsonl", "test": "t.jsonl"}.items()}  # fmt: skip
+    config = parse_config({
+        "model": {"path": "m"}, "data": files, "clients": {"count": 2, "ranks": [2], "own_test": 0.25},
+        "run": {"rounds": 2}, "evaluate": {"every": 1, "clients_at_end": "both"},
+    })  # fmt: skip
+    own = sum(map(len, deal(config, None).own_test.values()))
+    assert 8 <= own <= 12 and Workloads(None).of(config).scored == 2 * 5 + 2 * 7 + own + 2 * 7
 
 
 def test_a_part_of_the_clients_counts_as_it_is_drawn() -> None:

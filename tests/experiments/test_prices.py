@@ -13,7 +13,6 @@ import pytest
 from fedlora.errors import ConfigError
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import mains
 from fedlora.experiments.prices import price_rows, prices
 from fedlora.experiments.report import write_report
 from fedlora.experiments.result import Result
@@ -27,8 +26,7 @@ ROOT = Path(__file__).parents[2]
 GRID = """
 title = "t"
 question = "q"
-rows = ["rule"]
-columns = ["attack"]
+rows = "rule"
 reference = "none"
 peace = { axis = "attack", label = "none" }
 [run.model]
@@ -62,7 +60,7 @@ def grid(tmp_path: Path) -> Experiment:
 
 def results(experiment: Experiment) -> dict[str, Result]:
     found = {}
-    for run in mains(experiment, "mini", {}):
+    for run in Grid(experiment, "mini").runs:
         loss = LOSS[run.cell["rule"], run.cell["attack"]][run.seed]
         scores = {"loss": loss, "accuracy": 1 - loss / 2}
         found[run.digest] = stored(whole(run, "accuracy", scores))
@@ -96,7 +94,7 @@ def test_the_table_has_peace_first_and_says_what_it_is(grid: Experiment) -> None
 
 def test_a_seed_that_the_reference_lacks_does_not_count_and_one_seed_has_no_interval(grid: Experiment) -> None:
     done = results(grid)
-    for run in mains(grid, "mini", {}):
+    for run in Grid(grid, "mini").runs:
         if run.cell == {"rule": "none", "attack": "flip"} and run.seed != 1:
             del done[run.digest]
     price = next(p for p in prices(Grid(grid, "mini", done)) if (p.row, p.peaceful, p.score) == ("slow", False, "loss"))
@@ -109,7 +107,7 @@ def test_a_row_on_clients_own_data_has_no_price(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text(GRID.replace("count = 5", "count = 5\nown_test = 0.3"))
     own = load_experiment(tmp_path / "own.toml")
     done = results(own)
-    for run in mains(own, "mini", {}):
+    for run in Grid(own, "mini").runs:
         if run.cell["rule"] == "slow":
             done[run.digest] = done[run.digest].model_copy(update={"target": "clients"})
     of = {price.row: price for price in prices(Grid(own, "mini", done)) if price.score == "loss" and price.peaceful}
@@ -146,7 +144,7 @@ def test_attacks_are_named_once(grid: Experiment) -> None:
 def test_the_robustness_experiment_is_at_most_150_runs_and_every_rule_meets_every_attack() -> None:
     """Profiles share runs by their digests. 20 % of 15 clients are 3, and each cell has three seeds."""
     experiment = load_experiment(ROOT / "experiments" / "robustness.toml")
-    runs = {name: mains(experiment, name, {}) for name in ("mini", "liars", "skew")}
+    runs = {name: Grid(experiment, name).runs for name in ("mini", "liars", "skew")}
     assert len({run.digest for planned in runs.values() for run in planned}) <= 150
     met = {(run.cell["rule"], run.cell["attack"]) for run in runs["mini"]}
     rules, attacks = ({pair[k] for pair in met} for k in (0, 1))
@@ -163,12 +161,16 @@ def test_the_robustness_experiment_is_at_most_150_runs_and_every_rule_meets_ever
 
 
 def test_the_page_and_the_table_of_experiments_say_that_they_are_under_attack(grid: Experiment, tmp_path: Path) -> None:
-    """Both with the prices; the page of an experiment without attacks says nothing of them."""
+    """Both with the prices, and so does the picture; the page of an experiment without attacks says nothing of them."""
     pytest.importorskip("jinja2")
+    from fedlora.experiments.dot_pictures import dots_figure
+
     places = Places(tmp_path / "results", tmp_path / "work", None)
     for found in results(grid).values():
         gather(places.results, "grid", found)
-    write_report(tmp_path / "r.html", [Grid(grid, "mini", places.finished())], tmp_path / "none.toml")
+    dots = dots_figure(Grid(grid, "mini", places.finished()))
+    assert dots is not None and "UNDER ATTACK, on purpose: some of these runs, by sign-flip" in dots.get_suptitle()
+    write_report(tmp_path / "r.html", [Grid(grid, "mini", places.finished())])
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "Under attack, on purpose: sign-flip by 20%" in page
     assert "<td>0.600 (+0.300, " in page and ">flip: saved</th>" in page

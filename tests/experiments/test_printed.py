@@ -15,7 +15,6 @@ import tomli_w
 from fedlora.errors import ConfigError
 from fedlora.experiments.filled_pages import Stored, filled
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import first_run, mains
 from fedlora.experiments.printed import printed_tables, read_paper
 from fedlora.experiments.result import Result
 from fedlora.experiments.runnable import unfit
@@ -51,7 +50,7 @@ def value(experiment: Experiment, cell: Any, seed: int) -> float:
 
 def made(experiment: Experiment) -> dict[str, Result]:
     found = {}
-    for run in mains(experiment, "mini", {}):
+    for run in Grid(experiment, "mini").runs:
         score = round(value(experiment, run.cell, run.seed), 4)
         metric = "rouge_l" if run.config.data.task == "superni" else "accuracy"
         probe = {"superni": "unseen", "mnli": "validation_mismatched"}.get(run.config.data.task or "")
@@ -75,7 +74,7 @@ def test_what_the_paper_prints_fits_our_experiments_and_adds_up() -> None:
             assert all(label in experiment.axes[axis] for axis, label in column.at.items())
         for block in experiment.axes[paper.blocks] if paper.blocks else [""]:
             for row, told in paper.of_block(block).items():
-                assert row in experiment.axes[experiment.rows[0]]
+                assert row in experiment.axes[experiment.rows]
                 if paper.average:
                     numbers = [float(text.split(" ")[0]) for text in told]
                     if abs(sum(numbers[:-1]) / len(numbers[:-1]) - numbers[-1]) > 0.00501:
@@ -159,7 +158,7 @@ def test_table_3_in_each_form(tmp_path: Path) -> None:
 def test_rounds_to_another_target_are_not_subtracted(tmp_path: Path) -> None:
     """Profile mini counts rounds to 0.7, the paper to 0.92: both stand there, and no difference."""
     experiment = of_all_cells("table6", tmp_path)
-    results = {run.digest: stored(whole(run, "accuracy", {"accuracy": 0.8})) for run in mains(experiment, "mini", {})}
+    results = {run.digest: stored(whole(run, "accuracy", {"accuracy": 0.8})) for run in Grid(experiment, "mini").runs}
     (table,) = printed_tables(Grid(experiment, "mini", results), PAPER["table6"])
     assert table.rows[:2] == [["HetLoRA", "ours", "1"], ["HetLoRA", "paper", "142"]]
     assert {row[1] for row in table.rows} == {"ours", "paper"} and "rounds to 0.7" in table.caption
@@ -194,7 +193,7 @@ def test_methods_of_one_rank_are_left_out_by_name_and_with_right(tmp_path: Path)
         everything = experiment.model_copy(update={"skip": []})
         everything._folder = experiment.folder
         first = {cell["method"]: cell for cell in everything.cells("paper")}
-        cannot = {m for m, cell in first.items() if unfit(first_run(everything, "paper", cell).config)}
+        cannot = {m for m, cell in first.items() if unfit(Grid(everything, "paper").first(cell).config)}
         assert cannot == {"FedRot-LoRA", "LoRA-FAIR"} == {*first} - {c["method"] for c in experiment.cells("paper")}
         assert [line.split(" is left out: it averages")[0] for line in experiment.left_out("paper")] == sorted(cannot)
 

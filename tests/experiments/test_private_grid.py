@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from fedlora.errors import ConfigError
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import mains
-from fedlora.experiments.runner import missing, run_all
+from fedlora.experiments.runner import run_all
 from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.privacy import recompute
 from fedlora.runs.config import load_config
@@ -25,7 +25,7 @@ pytestmark = [FUTURE_NAMES, NOT_ON_THE_HUB]
 EXPERIMENT = """
 title = "Tiny"
 question = "What does epsilon cost?"
-rows = ["privacy"]
+rows = "privacy"
 [run.model]
 path = "{model}"
 dropout = 0.0
@@ -85,7 +85,11 @@ def finished(experiment: Experiment, tmp_path_factory: pytest.TempPathFactory) -
         (root / "glue" / "sst2" / f"{name}.jsonl").write_text("".join(lines))
     work = tmp_path_factory.mktemp("work")
     places = Places(work / "results", work, root)
-    assert [o.error for o in run_all(missing(experiment, "mini", places), places)] == [None, None, None]
+    assert [o.error for o in run_all(places.grid(experiment, "mini", unclean=True).missing, places)] == [
+        None,
+        None,
+        None,
+    ]
     return places
 
 
@@ -96,7 +100,7 @@ def test_each_run_charges_its_own_ledger_alone_and_its_result_says_so(
     dp = pytest.importorskip("dp_accounting")
     pld = pytest.importorskip("dp_accounting.pld")
     done = finished.finished(unclean=True)
-    for run in mains(experiment, "mini", done):
+    for run in Grid(experiment, "mini", done).runs:
         found, label = done[run.digest], run.cell["privacy"]
         assert str(finished.work) not in found.model_dump_json()
         if label == "none":
@@ -117,7 +121,7 @@ def test_each_run_charges_its_own_ledger_alone_and_its_result_says_so(
 
 def test_a_result_is_found_again_wherever_the_folders_are(finished: Places, tmp_path: Path) -> None:
     """The same file in another folder plans the same digests: no path of a ledger is in them."""
-    assert missing(made(tmp_path), "mini", finished) == []
+    assert finished.grid(made(tmp_path), "mini", unclean=True).missing == []
 
 
 def test_an_experiment_names_no_population_and_no_ledger(tmp_path: Path) -> None:
@@ -126,7 +130,7 @@ def test_an_experiment_names_no_population_and_no_ledger(tmp_path: Path) -> None
         folder.mkdir()
         theirs = made(folder, ('"privacy.delta" = 0.01', f'"privacy.delta" = 0.01, "privacy.{key}" = "x"'))
         with pytest.raises(ConfigError, match=rf"privacy\.{key}: .*simulated"):
-            mains(theirs, "mini", {})
+            _ = Grid(theirs, "mini").runs
 
 
 def test_a_run_of_ones_own_is_no_simulation(tmp_path: Path) -> None:

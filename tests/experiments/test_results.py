@@ -19,8 +19,8 @@ from pydantic import TypeAdapter
 import fedlora
 from fedlora.errors import CheckpointError
 from fedlora.experiments import store
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.origin import note, noted
-from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Result, short_config, whole_config
 from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.store import as_lines, gather, read_results, read_results_of
@@ -275,7 +275,7 @@ def test_two_processes_on_one_folder_share_the_runs_and_both_end_well(
     found: dict[str, Result] = {**read_results(tmp_path / "results"), **read_results(tmp_path / "work" / "unclean")}
     assert len(found) == 6
     experiment = load_experiment(tmp_path / "two.toml")
-    assert all(run.result(found) is not None for run in mains(experiment, "mini", found))
+    assert all(run.result(found) is not None for run in Grid(experiment, "mini", found).runs)
     done = [line for text in said for line in text.splitlines() if " done, " in line]
     assert done and all("two: " in line for line in done), "a line a run where no bar is seen"
 
@@ -283,7 +283,7 @@ def test_two_processes_on_one_folder_share_the_runs_and_both_end_well(
 def test_made_results_are_whole(tmp_path: Path) -> None:
     """The support of these tests: what it makes is read back as it was made."""
     place = small_world(tmp_path / "place")
-    (run, *_) = mains(load_experiment(place / "experiments" / "small.toml"), "mini", {})
+    (run, *_) = Grid(load_experiment(place / "experiments" / "small.toml"), "mini").runs
     made = stored(whole(run, "loss", {"loss": 0.5}))
     gather(tmp_path / "r", "e", made)
     assert read_results(tmp_path / "r")[run.digest] == made

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedlora.experiments.plan import mains
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.seed_plan import read_plan
 from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.store import note_failed
@@ -27,9 +27,9 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def half(place: Path) -> Path:
-    """The plan, then two of its four seeds."""
+    """The plan, then two of its four seeds, and half of a third."""
     planned(place)
-    make(place, "mini", lambda label, seed: seed < 2)
+    make(place, "mini", lambda label, seed: seed < 2 or (seed == 2 and label == "new"))
     return place
 
 
@@ -91,7 +91,7 @@ def test_what_failed_stands_below_the_table(place: Path) -> None:
     (place / "claims.toml").write_text(CLAIMS)
     make(place, "same", lambda label, seed: seed > 1)
     experiment = load_experiment(place / "experiments" / "small.toml")
-    first = next(run for run in mains(experiment, "same", {}) if run.seed == 0 and run.cell["method"] == "new")
+    first = next(run for run in Grid(experiment, "same").runs if run.seed == 0 and run.cell["method"] == "new")
     told = {"label": first.label, "error": "UploadRefused", "commit": {"id": "a" * 40, "clean": True}}
     note_failed(place / "results", first.digest, told)
     (place / "page.md").write_text(BLOCK.format("small same"))

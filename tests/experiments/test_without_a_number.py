@@ -18,7 +18,6 @@ from fedlora.experiments.dot_pictures import dots_figure, dots_of
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import table_of
 from fedlora.experiments.pictures import comparison_figure
-from fedlora.experiments.plan import mains
 from fedlora.experiments.result import Result
 from fedlora.experiments.spec import load_experiment
 from fedlora.experiments.table_source import Source
@@ -49,7 +48,7 @@ FIFTH = ("censored", "diverged", "failed", "not run")
 def made(tmp_path: Path, fifth: str) -> tuple[Any, dict[str, Result], dict[str, str]]:
     (tmp_path / "e.toml").write_text(EXPERIMENT)
     experiment, results, failed = load_experiment(tmp_path / "e.toml"), {}, {}
-    for run in mains(experiment, "mini", {}):
+    for run in Grid(experiment, "mini").runs:
         fast = run.cell["method"] == "fast"
         at: float = 5 if fast else 10 * (run.seed + 1)
         raw = whole(run, "accuracy", {"accuracy": 0.95})
@@ -119,7 +118,7 @@ def of_two_metrics(tmp_path: Path, text: str) -> Grid:
     """Two cells of accuracy 0.5 + method / 10 and two of loss, on five seeds; "fast" is better by both."""
     (tmp_path / "e.toml").write_text(text)
     experiment, results = load_experiment(tmp_path / "e.toml"), {}
-    for run in mains(experiment, "mini", {}):
+    for run in Grid(experiment, "mini").runs:
         metric = "loss" if run.cell["measure"] == "nats" else "accuracy"
         gain = (0.1 if run.cell["method"] == "fast" else 0.0) + run.seed / 100 * (run.cell["method"] == "fast")
         score = {"accuracy": 0.5 + gain, "loss": 0.9 - gain}
@@ -130,7 +129,7 @@ def of_two_metrics(tmp_path: Path, text: str) -> Grid:
 def test_numbers_of_two_metrics_are_never_subtracted(tmp_path: Path) -> None:
     """By hand: accuracy 0.5 against log-loss 0.9 would be a gap of 0.4, of no unit."""
     last = EXPERIMENT.replace("rounds to 0.9", "test, last") + METRICS
-    by_metric = last.replace('reference = "slow"', 'rows = ["measure", "method"]\nreference = "share"')
+    by_metric = last.replace('reference = "slow"', 'rows = "measure"\nreference = "share"')
     measured = of_two_metrics(tmp_path, by_metric)
     cells = score_cells(measured)
     assert paired(cells, "measure", "share") == [] == placings(cells, "measure") == dots_of(measured)
@@ -170,7 +169,7 @@ def test_clients_on_their_own_data_are_not_set_against_a_server(tmp_path: Path, 
         text = text.replace("ranks = [2]", "ranks = [2]\nown_test = 0.3") if kind == "clients.own_test" else text
     (tmp_path / "e.toml").write_text(text)
     experiment, results = load_experiment(tmp_path / "e.toml"), {}
-    for run in mains(experiment, "mini", {}):
+    for run in Grid(experiment, "mini").runs:
         fast = run.cell["method"] == "fast"
         target = "clients" if fast or kind == "all by clients" else "server"
         raw = whole(run, "accuracy", {"accuracy": 0.5 + fast / 10 + run.seed * fast / 100})

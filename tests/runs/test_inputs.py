@@ -25,7 +25,6 @@ from safetensors.torch import load_file, save_file
 
 from fedlora.experiments.comparison import ComparedRuns
 from fedlora.experiments.places import Places
-from fedlora.experiments.runner import missing
 from fedlora.experiments.spec import load_experiment
 from fedlora.runs.client_data import deal
 from fedlora.runs.config import load_config
@@ -73,7 +72,7 @@ EXPERIMENT = """
 title = "t"
 question = "?"
 metric = "test, last"
-rows = ["method"]
+rows = "method"
 [axes.method]
 own = {{ "method.name" = "{method}" }}
 [profiles.mini]
@@ -229,7 +228,7 @@ GOES_ON: Mapping[str, list[object]] = {
 def lacks(root: Path) -> int:
     """How many runs the experiment has no result for."""
     places = Places(root / "results", root / "work", None)
-    return len(missing(load_experiment(root / "mine.toml"), "mini", places))
+    return len(places.grid(load_experiment(root / "mine.toml"), "mini", unclean=True).missing)
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.exhaustive)])

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedlora.experiments.plan import PlannedRun, mains, searches
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.result import History, Result, short_config
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import as_lines, gather, read_results, read_results_of
@@ -81,7 +82,7 @@ def _drawn(seed: str, mean: float, deviation: float) -> float:
 
 def write_runs(folder: Path, experiment: Experiment, profile: str, loss: Rule, *, search: bool = False) -> int:
     """The profile's runs as files (of its search with `search`). Returns how many trainings these are."""
-    runs = searches(experiment, profile) if search else mains(experiment, profile, read_results(folder))
+    runs = Grid(experiment, profile).searches if search else Grid(experiment, profile, read_results(folder)).runs
     made: dict[str, dict[str, object]] = {}
     for run in runs:
         made[run.digest] = _result(experiment, run, loss, made.get(run.digest, {}))
@@ -93,13 +94,13 @@ def write_runs(folder: Path, experiment: Experiment, profile: str, loss: Rule, *
 
 
 def _result(experiment: Experiment, run: PlannedRun, loss: Rule, before: Mapping[str, object]) -> dict[str, object]:
-    setup = next((label for axis, label in run.cell.items() if axis != experiment.rows[0]), "")
+    setup = next((label for axis, label in run.cell.items() if axis != experiment.rows), "")
 
     def scores(label: str) -> dict[str, float]:
         x = loss(label, setup, run.seed) + abs((run.tuned or 1e-3) - 1e-3) * (10 if run.searching else 0)
         return {"loss": x, "accuracy": 1.3 - x}
 
-    mine = scores(run.cell[experiment.rows[0]])
+    mine = scores(run.cell[experiment.rows])
     mergers = dict(before.get("mergers", {}))  # type: ignore[call-overload]
     for label, merger in run.mergers.items():
         mergers[label] = {"merger": dict(merger), "test": scores(label), "validation": scores(label), "norm": 1.0}

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fedlora.experiments.plan import mains
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.spec import load_experiment
 from support.command_line import invoke
 from support.made_results import whole, write_result
@@ -14,7 +14,7 @@ from support.made_results import whole, write_result
 SMALL = """
 title = "Small"
 question = "Which?"
-rows = ["method"]
+rows = "method"
 reference = "old"
 metric = "test, last"
 [run.model]
@@ -64,7 +64,7 @@ def small_world(place: Path) -> Path:
 def make(place: Path, profile: str, wanted: Callable[[str, int], bool] = lambda label, seed: True) -> list[str]:
     """Results of the profile: log-loss 0.6, of `new` 0.1 less, and of a seed its hundredth more. Returns digests."""
     experiment, made = load_experiment(place / "experiments" / "small.toml"), []
-    for run in mains(experiment, profile, {}):
+    for run in Grid(experiment, profile).runs:
         label = run.cell["method"]
         if wanted(label, run.seed):
             loss = 0.6 - 0.1 * (label == "new") + 0.01 * (run.seed % 10) + 0.001 * (label == "new") * (run.seed % 2)

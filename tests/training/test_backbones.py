@@ -15,7 +15,7 @@ from transformers import Gemma2Config, Gemma2ForSequenceClassification, Qwen2Con
 from fedlora import Client, Upload, build, send
 from fedlora.analysis.audit import mean_update, relative_difference
 from fedlora.client import receive
-from fedlora.experiments.plan import mains
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.spec import load_experiment
 from fedlora.server.server import Server
 from fedlora.training.local import LocalTrainer
@@ -72,4 +72,4 @@ def test_the_preset_names_the_real_ones() -> None:
     """experiments/table4.toml: both backbones, q and v only, scores by sequence classification."""
     found = load_experiment(ROOT / "experiments" / "table4.toml")
     assert set(found.axes["backbone"]) == set(BACKBONES) and found.run["lora"]["targets"] == ["q_proj", "v_proj"]
-    assert mains(found, "paper", {}) == [], "nothing before the search"
+    assert Grid(found, "paper").runs == [], "nothing before the search"

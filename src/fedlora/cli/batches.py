@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 
@@ -13,11 +13,11 @@ from fedlora.cli.screen import bar, notes, say
 from fedlora.doing import doing
 from fedlora.errors import ConfigError
 from fedlora.experiments.gpus import begin, dealt, visible
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.pool import Process, Slot
-from fedlora.experiments.runner import Outcome, missing, run_all
-from fedlora.experiments.spec import Experiment
+from fedlora.experiments.runner import Outcome, run_all
 from fedlora.runs.quiet import quiet_libraries
 from fedlora.training.loading import SPREAD
 from fedlora.workers.processes import available
@@ -31,16 +31,16 @@ def run_batch(
     places: Places,
     slots: Sequence[Slot],
     wanted: Callable[[PlannedRun], bool],
-    heard: Callable[[Outcome], None],
-) -> None:
-    """Run them; `heard` gets each outcome at once. An interrupt ends them at once. If the output is a pipe or file, so
-    that nobody sees a bar, a line reports each run's start and end."""
+) -> list[Outcome]:
+    """Run them, and return the failures. An interrupt ends them at once. If the output is a pipe or file, so that
+    nobody sees a bar, a line reports each run's start and end."""
     quiet_libraries()
     if private := [run for run in todo if run.config.privacy is not None]:
         place = places.folder(private[0]).path.parent / "*" / "private" / "log"
         notes.warn(where_to_look(place))
     rows: dict[str, TaskID] = {}  # digest -> the line of a run that is running
     waited: list[bool] = []
+    failed: list[Outcome] = []
     finished = 0
     with bar("{task.fields[unit]}") as progress, doing(title, len(todo)) as step:
         whole = progress.add_task(title, total=len(todo), unit="runs")
@@ -73,7 +73,8 @@ def run_batch(
                     progress.remove_task(rows.pop(outcome.run.digest))
                 progress.update(whole, completed=finished)
                 step.done = finished
-                heard(outcome)
+                failed += [outcome] if outcome.error is not None else []
+    return failed
 
 
 def _end(outcome: Outcome) -> str:
@@ -92,37 +93,31 @@ def _processes(workers: int, todo: Sequence[PlannedRun]) -> Sequence[Slot]:
 
 
 def run_stages(
-    experiment: Experiment,
-    profile: str,
+    grid: Grid,
     places: Places,
     workers: str,
     *,
-    given_up: Callable[[Sequence[Outcome]], Collection[str]],
+    again: Callable[[Grid, Sequence[Outcome]], Grid],
     wanted: Callable[[PlannedRun], bool],
     cluster: Cluster | None = None,
 ) -> list[Outcome]:
     """The search, then the runs that it decides, each at most once. Returns the failures.
 
     Args:
-        given_up: from the failures so far, the digests of search runs that the search does without.
+        again: the grid with its present results, from the failures so far.
         wanted: called before a run is started; False leaves the run out.
         cluster: where runs go on instead of `workers` processes of this machine.
     """
     failed: list[Outcome] = []
     tried: set[str] = set()
-
-    def heard(outcome: Outcome) -> None:
-        if outcome.error is not None:
-            failed.append(outcome)
-
     for _ in range(2):
-        todo = missing(experiment, profile, places, given_up(failed))
-        todo = [run for run in todo if run.digest not in tried and wanted(run)]
+        grid = again(grid, failed)
+        todo = [run for run in grid.missing if run.digest not in tried and wanted(run)]
         todo.sort(key=lambda run: (not run.searching, run.seed))  # seed by seed: an interrupt leaves whole pairs
         tried |= {run.digest for run in todo}
         if todo:
             slots = _processes(worker_count(workers, todo), todo) if cluster is None else cluster(todo)
-            run_batch(experiment.name, todo, places, slots, wanted, heard)
+            failed += run_batch(grid.experiment.name, todo, places, slots, wanted)
     return failed
 
 

@@ -11,10 +11,10 @@ import typer
 
 from fedlora.cli.batches import run_stages, worker_count
 from fedlora.cli.formats import Format
+from fedlora.cli.grid_parts import parse_seeds
 from fedlora.cli.method_names import parse_methods, plain_label
 from fedlora.cli.scores import cell_value, show_scores
 from fedlora.cli.screen import NOT_WHOLE, can_write, complain, notes, plotted, tell_gone
-from fedlora.cli.seeds import parse_seeds
 from fedlora.cli.tuning import parse_search
 from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import (
@@ -31,9 +31,8 @@ from fedlora.experiments.comparison import (
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import dead_ends, is_whole, lost_of, worst_values
 from fedlora.experiments.page_tables import table_of
-from fedlora.experiments.plan import mains, searches
 from fedlora.experiments.runnable import unfit
-from fedlora.experiments.runner import Outcome, missing
+from fedlora.experiments.runner import Outcome
 from fedlora.experiments.spec import Experiment, Tune
 from fedlora.experiments.table_source import Source
 from fedlora.experiments.tables import CellScore, placings, score_cells
@@ -66,7 +65,8 @@ def compare_all(
     experiment, refused = _able(experiment)
     for label, why in refused.items():
         notes.warn(_not_run(label, why))  # before the others take hours
-    planned = missing(experiment, PROFILE, kept)  # also rejects invalid configurations at once
+    grid = Grid(experiment, PROFILE, kept.finished())
+    planned = grid.missing  # also rejects invalid configurations at once
     can_write(kept.work)
     kept.check_place(labels)
     if not resume and next(kept.folders(), None) is not None:
@@ -74,24 +74,26 @@ def compare_all(
             complain(f"{kept.work} already holds a run; add --resume to continue it, or choose another --out.")
         )
     if resume:
-        done = kept.finished()
-        tell_gone(check_read([*searches(experiment, PROFILE), *mains(experiment, PROFILE, done)], kept))
+        tell_gone(check_read([*grid.searches, *grid.runs], kept))
         kept.restore()
     if planned:
         _say_before(base, compared, seeds is None, workers)
     before = contents(base) if planned else {}
-    failed = run_stages(experiment, PROFILE, kept, workers, given_up=_given_up, wanted=lambda _: True)
+
+    def again(grid: Grid, failed: Sequence[Outcome]) -> Grid:
+        return Grid(grid.experiment, PROFILE, kept.finished(), *_failures(failed))
+
+    failed = run_stages(grid, kept, workers, again=again, wanted=lambda _: True)
     if changed := [key for key, content in (contents(base) if planned else {}).items() if content != before[key]]:
         what = f"{' and '.join(changed)} changed while these runs were made, so not all of them read the same files"
         raise typer.Exit(complain(f"{what}. --resume names such a run: delete its folder, and continue with --resume."))
     kept.restore()
-    by_machine = {o.run.digest: str(o.error) for o in failed if o.by_machine}
-    _show(Grid(experiment, PROFILE, kept.finished(), _given_up(failed), by_machine), kept, refused, form)
+    _show(again(grid, failed), kept, refused, form)
 
 
-def _given_up(failed: Sequence[Outcome]) -> dict[str, str]:
-    """Digest -> reason, for runs that failed on their own. If the machine failed, the search waits for the run."""
-    return {o.run.digest: str(o.error) for o in failed if not o.by_machine}
+def _failures(failed: Sequence[Outcome]) -> list[dict[str, str]]:
+    """Digest -> reason, for runs that failed on their own, and for those that the machine failed to run."""
+    return [{o.run.digest: str(o.error) for o in failed if o.by_machine == whose} for whose in (False, True)]
 
 
 def _not_run(label: str, why: str) -> str:
@@ -102,7 +104,8 @@ def _able(experiment: Experiment) -> tuple[Experiment, dict[str, str]]:
     """The experiment without methods that its configuration alone rules out; and those methods: label -> reason.
     Raises `typer.Exit` if no method is left."""
     whys: dict[str, str | None] = {}
-    for run in [*mains(experiment, PROFILE, {}), *searches(experiment, PROFILE)]:
+    grid = Grid(experiment, PROFILE)
+    for run in [*grid.runs, *grid.searches]:
         if run.cell[AXIS] not in whys:
             whys[run.cell[AXIS]] = unfit(run.config)
     refused = {label: why for label, why in whys.items() if why is not None}
@@ -158,7 +161,7 @@ def _show(grid: Grid, kept: ComparedRuns, refused: Mapping[str, str], form: Form
     """Show the methods with a result. A failed one is always named and counted."""
     if not grid.used:
         raise typer.Exit(complain(_none({**refused, **_whys(grid)})))
-    searched = [run for run in searches(grid.experiment, PROFILE) if run.digest in grid.results]
+    searched = [run for run in grid.searches if run.digest in grid.results]
     check_alike([*searched, *(run for run, _ in grid.used)], kept)
     there = dict.fromkeys(run.cell[AXIS] for run, _ in grid.used)
     reference = grid.experiment.reference or next(iter(there))
@@ -172,15 +175,14 @@ def _show(grid: Grid, kept: ComparedRuns, refused: Mapping[str, str], form: Form
     beside = "; ".join(dict.fromkeys([grid.which(), *_BESIDE]))
     kinds = {"scores": beside, "differences": "", "places": "", "costs": ""}
     made = [table_of(kind, Source(grid, words)) for kind, words in kinds.items()]
-    seeds = grid.experiment.profile(PROFILE).seeds
-    shared = ["One seed: no interval and no verdict. Add --seeds 0:8."] if len(seeds) == 1 else []
-    if grid.experiment.reference not in there and len(seeds) > 1:
+    shared = ["One seed: no interval and no verdict. Add --seeds 0:8."] if len(grid.seeds) == 1 else []
+    if grid.experiment.reference not in there and len(grid.seeds) > 1:
         shared.append(f"No differences: the reference {grid.experiment.reference} has no finished run.")
     show_scores(
         grid, "", [table for table in made if table.rows], form, first=[_not_run(*one) for one in refused.items()],
         beside=shared,
         more={
-            "seeds": list(seeds),
+            "seeds": list(grid.seeds),
             "methods": {cell.cell[AXIS]: _value(cell, grid, kept) for cell in cells if cell.cell[AXIS] in there},
             "places": {place.label: list(place.counts) for place in placings(cells, AXIS)},
             "refused": {**refused, **dead_ends(grid)}, "dropped": worst_values(grid),

@@ -14,7 +14,7 @@ from fedlora.cli.experiment_runs import chosen
 from fedlora.cli.screen import notes
 from fedlora.core import files
 from fedlora.errors import ConfigError, counted
-from fedlora.experiments.plan import mains, searches, waiting
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.ray_tasks import ray_tasks
 from fedlora.experiments.slurm import array_script, cores_of
 
@@ -40,8 +40,9 @@ def write_script(
     if wrong := [option for option in options if not option.startswith("--") or len(option.split()) > 1]:
         raise ConfigError(f"--option takes one option of sbatch, such as --partition=gpu; got {wrong[0]!r}.")
     loaded = chosen(project, names, profile, seeds, only)
-    search = [run for experiment in loaded for run in searches(experiment, profile)]
-    runs = [run for one in loaded for run in [*mains(one, profile, {}), *waiting(one, profile, {})]] + search
+    grids = [Grid(experiment, profile) for experiment in loaded]
+    search = [run for grid in grids for run in grid.searches]
+    runs = [run for grid in grids for run in [*grid.runs, *grid.waiting]] + search
     place = project.work / "slurm"
     name = "-".join([*(experiment.name for experiment in loaded), profile])
     file = (out or place / f"{name}.sh").resolve()

@@ -9,11 +9,10 @@ import typer
 from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes
 from fedlora.errors import counted
 from fedlora.experiments.costs import Workload, Workloads, trained_on
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.measured import Paces
-from fedlora.experiments.places import Places
-from fedlora.experiments.plan import PlannedRun, mains, searches, told_once, waiting
+from fedlora.experiments.plan import PlannedRun, told_once
 from fedlora.experiments.result import Result
-from fedlora.experiments.spec import Experiment
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import named
 
@@ -23,24 +22,20 @@ _NUMBERS = ("search runs", "runs", "finished", "examples to train", "tokens to t
 
 
 def show_plan(
-    chosen: Sequence[Experiment], profile: str, places: Places, count: Workloads, wrong: Sequence[str], *,
-    measure: bool, price: float | None,
-) -> None:  # fmt: skip
+    grids: Sequence[Grid], count: Workloads, wrong: Sequence[str], *, measure: bool, price: float | None
+) -> None:
     """Show a row for each experiment, what it does not count, and what is wrong with it: `wrong`.
 
     measure: take the pace from a few steps here, instead of from finished runs. price: of an hour of one process.
     """
-    done, given_up = places.finished(unclean=True), places.given_up()
     table = Table("experiment", *_NUMBERS, *([] if price is None else ["price"]))
     lacking: dict[str, list[str]] = {}
     unread = False
-    finished_pace = _paces(done)
-    measured = Paces(places.data_root) if measure else None
-    for experiment in chosen:
-        search = searches(experiment, profile)
-        planned = [*mains(experiment, profile, done, given_up), *waiting(experiment, profile, done, given_up)]
-        runs = {run.digest: run for run in planned}
-        todo = [run for run in search if run.digest not in done and run.digest not in given_up]
+    pace = Paces(count.root).seconds if measure else _paces(grids[0].results)
+    for grid in grids:
+        search, done = grid.searches, grid.results
+        runs = {run.digest: run for run in [*grid.runs, *grid.waiting]}
+        todo = [run for run in search if run.digest not in done and run.digest not in grid.failed]
         todo += [run for digest, run in runs.items() if digest not in done]
         work = [(run, count.of(run.config)) for run in todo]
         unread = unread or any(each.scored is None for _, each in work)
@@ -48,8 +43,8 @@ def show_plan(
             for why in (why for why in each.whys if not any(why in line for line in wrong)):
                 lacking.setdefault(why, []).append(run.label)
         finished = sum(digest in done for digest in runs)
-        hours = _hours(work, measured.seconds if measured else finished_pace, price)
-        table.add_row(experiment.name, str(len(search)), str(len(runs)), str(finished), *_work(work), *hours)
+        hours = _hours(work, pace, price)
+        table.add_row(grid.experiment.name, str(len(search)), str(len(runs)), str(finished), *_work(work), *hours)
     console.print(table)
     for line in told_once({f"not all is counted: {why}": labels for why, labels in lacking.items()}):
         console.print(line)

@@ -9,7 +9,8 @@ from fedlora.cli.experiment_project import Project
 from fedlora.cli.formats import Format, Printed, show
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
-from fedlora.experiments.claims import Claims, Family, check_asked
+from fedlora.experiments.claims import Claims, check_asked
+from fedlora.experiments.decided import Decided, decided
 from fedlora.experiments.decision_words import (
     UNITS,
     headings,
@@ -20,11 +21,11 @@ from fedlora.experiments.decision_words import (
     seeds_in_words,
     title,
 )
-from fedlora.experiments.decisions import Answers, answers_from, read_scores
+from fedlora.experiments.decisions import Answers, read_scores
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import table_of
 from fedlora.experiments.result import unclean_lines
-from fedlora.experiments.seed_plan import SeedPlan, check_plan, make_plan, path_of, read_plan, write_plan
+from fedlora.experiments.seed_plan import SeedPlan, make_plan, path_of, write_plan
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.table_source import Source, Table
 from fedlora.experiments.verdicts import per_cent
@@ -41,8 +42,8 @@ def plan_seeds(project: Project, names: Sequence[str], *, again: bool) -> None:
         if family is None:
             raise ConfigError(f"no family asks about the experiment {experiment.name}: there is nothing to plan.")
         project.tell_left_out([(experiment, family.pilot)])
-        pilot = read_scores(project.grid(experiment, family.pilot))
-        grid = project.grid(experiment, family.profile)
+        pilot = read_scores(project.places.grid(experiment, family.pilot))
+        grid = project.places.grid(experiment, family.profile)
         plan = make_plan(claims, grid, pilot, commit_of_code(), project.places.finished(unclean=True))
         path = path_of(project.results, experiment.name)
         _show_plan(claims, grid, write_plan(path, plan, again=again), path, name)
@@ -66,19 +67,20 @@ def _show_plan(asked: Claims, grid: Grid, plan: SeedPlan, path: Path, name: str)
             f"a plan made after seeing its runs plans nothing."
         )
     families, seeds = asked.of(experiment.name), len(plan.seeds)
-    source = Source(grid, plan=plan, claims=asked)
+    source = Source(grid, decided=Decided(asked, plan, grid))
     made = [table for kind in ("seeds", "rates") if (table := table_of(kind, source)).rows]
     where = f"{experiment.name}: {seeds} seeds ({plan.seeds[0]} to {plan.seeds[-1]}), in {path}"
     show(Printed(made, [], plan.model_dump(mode="json"), [where]), Format.table)
-    can = {family: asked.powers(family, plan.spreads[family], seeds) for family in families}
     cases = f"{asked.power:.0%}"
-    notes.warn(*[
-        f"{family}: {seeds_in_words(plan.needed[family])} seeds would find equal methods equivalent in {cases} of "
-        f"cases; {seeds} do in {per_cent(min(one.equal for one in can[family].values()))}, and show a difference of "
-        f"{_in_unit(families[family], max(one.gap for one in can[family].values()))} or more in {cases} (of the "
-        f"question with the largest spread). What lies between stays undecided."
-        for family, n in plan.needed.items() if n > seeds
-    ])  # fmt: skip
+    for family, n in plan.needed.items():
+        if n > seeds:
+            gap, equal = asked.shown_by(seeds, family, max(plan.spreads[family].values()))
+            unit = UNITS[families[family].metric]
+            notes.warn(
+                f"{family}: {seeds_in_words(n)} seeds would find equal methods equivalent in {cases} of cases; {seeds} "
+                f"do in {per_cent(equal)}, and show a difference of {unit.size(gap)} {unit.name} or more in {cases} "
+                f"(of the question with the largest spread). What lies between stays undecided."
+            )
     profile = experiment.profile(plan.profile)
     if seeds == len(profile.seeds) and any(n > seeds < families[of].cap for of, n in plan.needed.items()):
         notes.warn(f"profile {plan.profile} has {seeds} seeds, fewer than a family needs and its cap allows.")
@@ -94,10 +96,9 @@ def show_answers(project: Project, names: Sequence[str], form: Format) -> None:
         if not (families := claims.of(experiment.name)):
             raise ConfigError(f"no family of {project.claims} asks about the experiment {experiment.name}.")
         project.tell_left_out([(experiment, next(iter(families.values())).profile)])
-        found += answers_of(project, claims, experiment)
-        plan = read_plan(path_of(project.results, experiment.name))
-        grid = project.grid(experiment, plan.profile).of_seeds(plan.seeds)
-        past += [*plan.history, *unclean_lines(result for _, result in grid.used)]
+        one = decided_of(project, claims, experiment)
+        found += one.answers
+        past += [*one.plan.history, *unclean_lines(result for _, result in one.grid.used)]
     tables = [Table(headings(one.family), rows(one), title(one), names=2) for one in found]
     value = {"alpha": claims.alpha, "history": past, "families": [plain_answers(one) for one in found]}
     lines = [
@@ -106,20 +107,12 @@ def show_answers(project: Project, names: Sequence[str], form: Format) -> None:
     show(Printed(tables, lines, value, [*past, *_notes(claims, found)]), form)
 
 
-def _in_unit(family: Family, value: float) -> str:
-    """A gap in the family's unit: "0.0123 nats", "1.23 points"."""
-    words, factor, digits = UNITS[family.metric]
-    return f"{factor * value:.{digits}f} {words.partition(', ')[2]}"
-
-
-def answers_of(project: Project, claims: Claims, experiment: Experiment) -> list[Answers]:
+def decided_of(project: Project, claims: Claims, experiment: Experiment) -> Decided:
     """The answers of one experiment's families. Raises `ConfigError` if there is no plan."""
     known = project.known(experiment)
     check_asked(claims, known)
-    plan = read_plan(path_of(project.results, experiment.name))
-    check_plan(plan, claims, experiment)
-    grid = project.grid(experiment, plan.profile)
-    return answers_from(claims, grid, known, plan.seeds)
+    profile = next(iter(claims.of(experiment.name).values())).profile
+    return decided(claims, project.results, project.places.grid(experiment, profile), known.__getitem__)
 
 
 def _notes(claims: Claims, found: Sequence[Answers]) -> list[str]:

@@ -11,9 +11,7 @@ from fedlora.cli.experiment import CLAIMS
 from fedlora.cli.screen import notes
 from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, load_claims
-from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places
-from fedlora.experiments.printed import PAPER_NUMBERS, PaperTable, read_paper
 from fedlora.experiments.runnable import left_out
 from fedlora.experiments.seed_plan import plan_there
 from fedlora.experiments.spec import Experiment, load_all, load_experiment, names_in
@@ -54,11 +52,6 @@ class Project:
         beside = [self.experiments / CLAIMS.name] if self.claims == CLAIMS else []
         return next((path for path in (*beside, self.claims) if path.is_file()), None)
 
-    def grid(self, experiment: Experiment, profile: str, *, unclean: bool = False) -> Grid:
-        """The grid with its results. unclean: also from uncommitted code."""
-        done = self.places.finished(unclean=unclean)
-        return Grid(experiment, profile, done, self.places.given_up(), self.places.failed_by_machine())
-
     def named(self, name: str) -> Experiment:
         """NAME.toml in the folder, or a path. Raises `ConfigError` if there is none; the message lists the names."""
         path = Path(name) if name.endswith(".toml") else self.experiments / f"{name}.toml"
@@ -72,18 +65,6 @@ class Project:
         plan = plan_there(self.results, experiment.name)
         return experiment if plan is None or plan.profile != profile else experiment.with_seeds(profile, plan.seeds)
 
-    def paper(self, experiment: Experiment) -> PaperTable | None:
-        """The table of the paper that the experiment repeats; None if it repeats none. Raises `ConfigError` if the
-        file beside the experiments lacks it."""
-        place = self.experiments / PAPER_NUMBERS
-        found = read_paper(place)
-        if experiment.paper is not None and experiment.paper not in found:
-            raise ConfigError(
-                f"{experiment.name} repeats the table paper = {experiment.paper!r}, and {place} has only: "
-                f"{', '.join(found) or 'nothing'}. Name the folder with your {PAPER_NUMBERS} by --experiments."
-            )
-        return found.get(experiment.paper or "")
-
     def known(self, experiment: Experiment) -> dict[str, Experiment]:
         """Name -> experiment: this one, from any folder, and all of the folder, because a gate may name them."""
         return {**{one.name: one for one in self.all}, experiment.name: experiment}
@@ -92,6 +73,5 @@ class Project:
         """Print which finished runs of these experiments and profiles are not shown, and why."""
         places = self.places
         if unclean := read_results(places.unclean):
-            told = places.finished(), unclean, places.unclean, places.given_up()
             for experiment, profile in asked:
-                notes.warn(*left_out(experiment, profile, *told))
+                notes.warn(*left_out(places.grid(experiment, profile), unclean, places.unclean))

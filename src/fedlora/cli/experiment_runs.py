@@ -13,17 +13,16 @@ import typer
 from fedlora.cli.batches import Cluster, run_stages, worker_count
 from fedlora.cli.experiment_costs import show_plan
 from fedlora.cli.experiment_project import Project
-from fedlora.cli.grid_parts import parse_only, parse_shard
+from fedlora.cli.grid_parts import parse_only, parse_seeds, parse_shard
 from fedlora.cli.screen import NOT_WHOLE, Table, complain, console, notes, print_json
-from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError, counted, said_by
 from fedlora.experiments.checks import problems
 from fedlora.experiments.costs import Workloads
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import dead_ends, lost_lines, lost_of
 from fedlora.experiments.places import Places
-from fedlora.experiments.plan import PlannedRun, mains, searches, waiting, without_faults
+from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.runnable import check_number, other_files
-from fedlora.experiments.runner import missing
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import forget_failed
 from fedlora.runs.quiet import quiet_libraries
@@ -35,46 +34,44 @@ def run_missing(
 ) -> None:  # fmt: skip
     """Run what is missing; `fedlora experiment run --help` explains each argument."""
     places = project.places
-    loaded = chosen(project, names, profile, seeds, only)
+    grids = [places.grid(one, profile, unclean=True) for one in chosen(project, names, profile, seeds, only)]
     if (measure or price is not None) and not plan:
         raise ConfigError("--measure and --price are for --plan, which runs nothing: give it too, or leave them out.")
     if plan and shard is not None:
         raise ConfigError("--plan counts the runs of all shards; leave --shard out.")
     quiet_libraries()
     mine = (lambda run: True) if shard is None else parse_shard(shard)
-    done, given_up, count = places.finished(unclean=True), places.given_up(), Workloads(places.data_root)
+    count = Workloads(places.data_root)
     wrong: list[str] = []
-    todo: list[PlannedRun] = []
-    for k, experiment in enumerate(loaded):
-        loaded[k], faults = without_faults(experiment, profile)
-        wrong += [*faults, *said_by(partial(check_number, loaded[k], profile, experiment.compared(profile)))]
-        todo += missing(loaded[k], profile, places, given_up)
-    later = [run for one in loaded for run in waiting(one, profile, done, given_up) if run.digest not in done]
+    for k, grid in enumerate(grids):
+        grids[k], faults = grid.without_faults()
+        wrong += [*faults, *said_by(partial(check_number, grids[k]))]
+    todo = [run for grid in grids for run in grid.missing]
+    later = [run for grid in grids for run in grid.waiting if run.digest not in grid.results]
     at_once = worker_count(workers, todo)
     here = at_once if cluster is None else None
     wrong += problems([run for run in [*todo, *later] if mine(run)], places, here, count)
     if plan:
-        show_plan(loaded, profile, places, count, wrong, measure=measure, price=price)
+        show_plan(grids, count, wrong, measure=measure, price=price)
         return
     _tell_wrong(wrong)
     places.check_writable()
-    notes.warn(*other_files(todo, done))
+    notes.warn(*other_files(todo, grids[0].results))
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's end is like Ctrl-C
     try:
-        for experiment in loaded:
+        for grid in grids:
             run_stages(
-                experiment, profile, places, workers, given_up=lambda _: places.given_up(),
-                wanted=lambda run: mine(run) and not places.failure(run).exists(), cluster=cluster,
+                grid, places, workers, again=lambda grid, _: places.again(grid), cluster=cluster,
+                wanted=lambda run: mine(run) and not places.failure(run).exists(),
             )  # fmt: skip
     finally:
         signal.signal(signal.SIGTERM, before)
-    project.tell_left_out([(experiment, profile) for experiment in loaded])
+    project.tell_left_out([(grid.experiment, profile) for grid in grids])
     broken = 0
-    for experiment in loaded:
+    for grid in map(places.again, grids):
         if shard is not None:
-            broken += _tell_shard(experiment, profile, places, shard, mine)
+            broken += _tell_shard(grid, places, shard, mine)
             continue
-        grid = project.grid(experiment, profile, unclean=True)
         notes.warn(*lost_lines(grid))
         broken += sum(len(one.seeds) for one in lost_of(grid) if one.why) + len(dead_ends(grid))
     if broken:
@@ -83,17 +80,14 @@ def run_missing(
         raise typer.Exit(NOT_WHOLE)
 
 
-def _tell_shard(
-    experiment: Experiment, profile: str, places: Places, shard: str, mine: Callable[[PlannedRun], bool]
-) -> int:
+def _tell_shard(grid: Grid, places: Places, shard: str, mine: Callable[[PlannedRun], bool]) -> int:
     """Print what a shard left, and what others have to do; returns how many runs of the shard failed."""
-    left = missing(experiment, profile, places, places.given_up())
-    waiting_for = len(waiting(experiment, profile, places.finished(unclean=True), places.given_up()))
-    failed = [run for run in [*left, *searches(experiment, profile)] if mine(run) and places.failure(run).exists()]
+    left, waiting_for = grid.missing, len(grid.waiting)
+    failed = [run for run in [*left, *grid.searches] if mine(run) and places.failure(run).exists()]
     others = sum(not mine(run) for run in left)
     notes.warn(*(f"{run.label} failed" for run in failed))
     notes.print(
-        f"{experiment.name}, shard {shard}: done; {counted(others, 'run')} of other shards to do"
+        f"{grid.experiment.name}, shard {shard}: done; {counted(others, 'run')} of other shards to do"
         + (
             f"; {counted(waiting_for, 'run')} wait for the search, which decides their shards: when all shards have "
             f"ended, call each one's command again"
@@ -148,21 +142,15 @@ def show_status(
 ) -> None:
     """Show a row for each experiment."""
     places = project.places
-    done, given_up = places.finished(unclean=True), places.given_up()
     shown = Table("experiment", "search", "runs", "failed", "to do", title=f"Experiments, profile {profile}")
     found: dict[str, Any] = {}
     for experiment in chosen(project, names, profile, None, only):
-        search = searches(experiment, profile)
-        cells = sum(1 for _ in experiment.cells(profile)) * len(experiment.profile(profile).seeds)
-        finished = sum(run.result(done) is not None for run in mains(experiment, profile, done, given_up))
-        left = missing(experiment, profile, places, given_up)
-        failed = sum(places.failure(run).exists() for run in left)
-        notes.warn(*other_files(left, done))
+        grid = places.grid(experiment, profile, unclean=True)
+        failed = sum(places.failure(run).exists() for run in grid.missing)
+        notes.warn(*other_files(grid.missing, grid.results))
         project.tell_left_out([(experiment, profile)])
-        searched = [sum(run.result(done) is not None for run in search), len(search)]
-        found[experiment.name] = {
-            "search": searched, "runs": [finished, cells], "failed": failed, "to_do": cells - finished,
-        }  # fmt: skip
-        counts = [f"{a} of {b}" for a, b in (searched, [finished, cells])]
-        shown.add_row(experiment.name, *counts, str(failed), str(cells - finished))
+        searched = [sum(run.result(grid.results) is not None for run in grid.searches), len(grid.searches)]
+        runs, left = [len(grid.used), grid.count], grid.count - len(grid.used)
+        found[experiment.name] = {"search": searched, "runs": runs, "failed": failed, "to_do": left}
+        shown.add_row(experiment.name, *(f"{a} of {b}" for a, b in (searched, runs)), str(failed), str(left))
     print_json(found) if as_json else console.print(shown)

@@ -7,38 +7,32 @@ from pathlib import Path
 
 import typer
 
-from fedlora.cli.experiment_decide import answers_of
+from fedlora.cli.experiment_decide import decided_of
 from fedlora.cli.experiment_project import Project
 from fedlora.cli.formats import Format
 from fedlora.cli.scores import show_scores
 from fedlora.cli.screen import NOT_WHOLE, notes, plotted
 from fedlora.core import files
 from fedlora.errors import ConfigError
-from fedlora.experiments.claims import Claims
+from fedlora.experiments.decided import still_open
 from fedlora.experiments.decision_words import by_score, margins
-from fedlora.experiments.decisions import Answers
 from fedlora.experiments.filled_pages import Stored, asked_of, filled, read_page
 from fedlora.experiments.lost import is_whole
 from fedlora.experiments.page_tables import tables_of
 from fedlora.experiments.prices import prices
-from fedlora.experiments.printed import PAPER_NUMBERS
-from fedlora.experiments.report import Decided, write_report
+from fedlora.experiments.report import Verdicts, write_report
 from fedlora.experiments.runnable import other_files
-from fedlora.experiments.runner import missing
-from fedlora.experiments.scores import parse_number
-from fedlora.experiments.seed_plan import plan_there, still_open
-from fedlora.experiments.spec import Experiment
+from fedlora.experiments.seed_plan import plan_there
 
 
 def show_table(project: Project, name: str, profile: str, metric: str | None, form: Format, out: Path | None) -> None:
     """Show the paper's table, scores, differences, prices and budgets, with the notes that a reader needs below. out: a
     file, instead of the screen."""
     experiment = project.planned(project.named(name), profile)
-    grid = project.grid(experiment, profile)
-    parse_number(grid.which(metric or ""))
+    grid = project.places.grid(experiment, profile)
     show_scores(
-        grid, metric or "", tables_of(grid, metric or "", project.paper(experiment)), form,
-        beside=other_files(missing(experiment, profile, project.places, grid.failed), grid.results),
+        grid, metric or "", tables_of(grid, metric or ""), form,
+        beside=other_files(project.places.grid(experiment, profile, unclean=True).missing, grid.results),
         more={"prices": [vars(price) for price in prices(grid)]}, out=out,
     )  # fmt: skip
     project.tell_left_out([(experiment, profile)])
@@ -53,14 +47,12 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
     experiment = project.planned(project.named(name), profile)
     target = out or project.results / "plots" / f"{experiment.name}-{profile}.png"
     project.tell_left_out([(experiment, profile)])
-    grid = project.grid(experiment, profile)
-    asked, decided = project.asked, list[Answers]()
+    grid = project.places.grid(experiment, profile)
+    asked, found = project.asked, None
     if asked is not None and profile in {family.profile for family in asked.of(experiment.name).values()}:
-        decided = answers_of(project, asked, experiment)
-    waiting = [
-        f"{a.there} of {a.wanted} planned seeds of {experiment.name} are there" for a in decided if not a.complete
-    ]
-    if late := still_open(project.results, grid) or "".join(waiting[:1]):
+        found = decided_of(project, asked, experiment)
+    answers = found.answers if found else ()
+    if late := still_open(project.results, grid) or (found.late if found else ""):
         raise ConfigError(
             f"{late}, and nothing is drawn until all are. Continue with: fedlora experiment run "
             f"{experiment.name} --profile {profile}"
@@ -72,16 +64,16 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
         from fedlora.experiments.pictures import figures_of
 
         made = []
-        for k, (score, of) in enumerate(by_score(decided).items()):
+        for k, (score, of) in enumerate(by_score(answers).items()):
             made += save(map_figure(of), target if k == 0 else target.with_stem(f"{target.stem}-{score}"))
-        figures = figures_of(grid, margins(decided))
+        figures = figures_of(grid, margins(answers))
         if not figures:
             raise ConfigError(
                 f"experiment {experiment.name} has no result of profile {profile} to draw: it needs runs that were "
                 f"evaluated after several rounds, or two seeds of the reference and of another label. Run more first."
             )
         for k, (name, figure) in enumerate(figures.items()):
-            more = [*(["setups"] if decided else []), *([name] if k else [])]
+            more = [*(["setups"] if answers else []), *([name] if k else [])]
             made += save(figure, target.with_stem("-".join([target.stem, *more])))
         return made
 
@@ -90,9 +82,7 @@ def draw(project: Project, name: str, profile: str, out: Path | None) -> None:
 
 def fill_pages(project: Project, pages: Sequence[Path]) -> None:
     """Fill each page's tables from the results."""
-    stored = Stored.read(
-        project.experiments, project.results, (project.claims_file if project.asked else None) or Path()
-    )
+    stored = Stored.read(project.experiments, project.results, project.asked)
     found = [(page, text, filled(text, stored)) for page in pages for text in [read_page(page)]]
     for page, text, new in found:
         if new != text:
@@ -115,27 +105,17 @@ def report(project: Project, names: Sequence[str], out: Path, profile: str) -> N
         for name in experiment.profiles:
             if name in pilots or not (name == profile or (profile == "mini" and name != "paper")):
                 continue
-            grid = project.grid(project.planned(experiment, name), name)
+            grid = project.places.grid(project.planned(experiment, name), name)
             if words := still_open(project.results, grid):
                 late.append(f"not shown: {words}, and nothing is shown until all are.")
             else:
                 grids.append(grid)
-    decided = None if claims is None else _decided(project, claims, shown)
-    waiting = {one.family.experiment for one in decided.answers if not one.complete} if decided else set()
-    grids = [grid for grid in grids if grid.experiment.name not in waiting]
-    write_report(out, grids, project.experiments / PAPER_NUMBERS, decided)
+    verdicts = None
+    if claims is not None:
+        asked = [one for one in shown if claims.of(one.name) and plan_there(project.results, one.name) is not None]
+        found = {one.name: decided_of(project, claims, one) for one in asked}
+        verdicts = Verdicts(claims, {one.name: one for one in [*project.all, *shown]}, found)
+        grids = [grid for grid in grids if (name := grid.experiment.name) not in found or not found[name].late]
+    write_report(out, grids, verdicts)
     notes.warn(*late)
     notes.print(f"report: {out}")
-
-
-def _decided(project: Project, claims: Claims, experiments: Sequence[Experiment]) -> Decided:
-    """Every family with a plan that asks about these experiments."""
-    found, grids, past = list[Answers](), {}, {}
-    for experiment in experiments:
-        plan = plan_there(project.results, experiment.name) if claims.of(experiment.name) else None
-        if plan is not None:
-            found += answers_of(project, claims, experiment)
-            past[experiment.name] = plan.history
-            grid = project.grid(experiment, plan.profile)
-            grids[experiment.name] = grid.of_seeds(plan.seeds)
-    return Decided(claims, {one.name: one for one in [*project.all, *experiments]}, found, grids, past)

@@ -16,8 +16,7 @@ from fedlora.experiments.lost import lost_lines, lost_of
 from fedlora.experiments.result import unclean_lines
 from fedlora.experiments.scores import parse_number
 from fedlora.experiments.table_source import Table
-from fedlora.experiments.tables import CellScore, Difference, metrics_of, paired, score_cells
-from fedlora.runs.attack_words import attacks_of
+from fedlora.experiments.tables import CellScore, Difference, paired, score_cells
 
 
 def show_scores(
@@ -36,8 +35,7 @@ def show_scores(
     reference = grid.experiment.reference
     differences = paired(cells, grid.rows, reference) if reference else []
     results = {run.digest: result for run, result in grid.used}.values()
-    attacks = attacks_of([result.settings.model_dump() for result in results])
-    loud = [f"UNDER ATTACK, on purpose: {what}. Do not use these results." for what in attacks]
+    loud = [f"UNDER ATTACK, on purpose: {what}. Do not use these results." for what in grid.attacks]
     if any(result.privacy for result in results):
         loud.append(f"{SIMULATIONS} None of this is an account of anybody's data.")
     missing = [*first, *lost_lines(grid)]
@@ -46,11 +44,11 @@ def show_scores(
         [*loud, *missing, *below, *direction(which, cells, bool(differences)), *beside, *unclean_lines(results)]
     )
     value = {
-        "metric": which, "score": " and ".join(metrics_of(cells)) or None,
+        "metric": which, "score": " and ".join(grid.metrics) or None,
         "smaller_is_better": less.pop() if len(less) == 1 else None,
         "reference": reference,
         "cells": [cell_value(cell) | reached.get(tuple(cell.cell.values()), {}) for cell in cells],
-        "differences": [_difference(d) for d in differences], "attacks": attacks, "not_for_use": " ".join(loud),
+        "differences": [_difference(d) for d in differences], "attacks": grid.attacks, "not_for_use": " ".join(loud),
         "missing": missing, "failed": [vars(one) for one in lost_of(grid) if one.why],
         **(more or {}),
     }  # fmt: skip

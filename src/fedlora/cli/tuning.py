@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fedlora.cli.grid_parts import parse_seeds
 from fedlora.cli.options import numbers
-from fedlora.cli.seeds import parse_seeds
 from fedlora.errors import ConfigError
 from fedlora.experiments.comparison import AXIS, SEARCH_SEED
 from fedlora.experiments.spec import Tune

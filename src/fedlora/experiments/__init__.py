@@ -11,12 +11,13 @@ store.py            results on disk: a file an experiment, a line a run
 merger_settings.py  the settings behind the labels of an axis `merged`
 spec.py             what an experiment is: its file
 spec_checks.py      what is wrong with the file itself
-plan.py             which runs that makes; what a search chose
+plan.py             a run of it: configuration, identity
+grid.py             an experiment at a profile with its results: its runs, what a search chose
 runnable.py         what is known of runs before they start
 traffic.py          bytes, from ranks and shapes
 gpus.py             GPUs dealt to processes
 slurm.py            an array script
-costs.py            examples, tokens, answers, memory; hours of finished runs
+costs.py            examples, tokens, answers, memory
 pool.py             slots for runs: processes that may die
 ray_tasks.py        slots on a Ray cluster
 head_alone.py       the controls without LoRA
@@ -26,7 +27,6 @@ checks.py           what is wrong with runs, in one list, before the first start
 measured.py         how long a run takes, from a few steps here
 runner.py           run what is missing
 comparison.py       methods on one configuration, as an experiment of one axis (`fedlora compare`)
-grid.py             an experiment at a profile with its results: what all below is made of
 frames.py           results as pandas frames (`fedlora.results`)
 tables.py           means of cells, paired differences, places
 prices.py           what a row costs where nothing is wrong, and saves elsewhere
@@ -37,6 +37,7 @@ lost.py             what is not in the tables, and why
 footnotes.py        what scores rest on: commits, machines, whose model
 decisions.py        from results to verdicts, past the gate
 seed_plan.py        how many seeds, as a file
+decided.py          the answers by a plan; what waits
 decision_words.py   verdicts in words
 censored.py         rounds to a target, with runs that never get there
 table_source.py     a table, and what it is made of

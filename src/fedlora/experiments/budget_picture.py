@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FormatStrFormatter, LogLocator, NullLocator
 
 from fedlora.experiments.budgets import Budget
-from fedlora.experiments.picture_style import MARKERS, MUTED, drawn
+from fedlora.experiments.picture_style import MARKERS, MUTED, drawn, seeds_in_words
 from fedlora.runs.drawing import COLOURS, words
 
 _PROMISES_NOTHING = 1000.0  # a larger epsilon is at the picture's edge, by its label
@@ -32,9 +32,8 @@ def budgets_figure(found: Sequence[Budget], title: str, lines: str) -> Figure:
     ]
     handles.append(plt.Line2D([], [], color=MUTED, linestyle="--", linewidth=2, label="without privacy"))
     figure.legend(handles=handles, loc="outside lower center", ncols=2)
-    seeds = {cell.seeds for cell in found}
-    of = f"{min(seeds)} to {max(seeds)} seeds" if len(seeds) > 1 else f"{max(seeds)} seeds"
-    figure.suptitle(f"{title}\nmean of {of}, shaded: from the least to the largest", fontsize=13)
+    seeds = seeds_in_words([cell.seeds for cell in found])
+    figure.suptitle(f"{title}\nmean of {seeds} seeds, shaded: from the least to the largest", fontsize=13)
     return figure
 
 

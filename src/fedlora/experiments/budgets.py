@@ -54,11 +54,8 @@ def spendings(grid: Grid) -> list[Budget]:
 
 
 def _spent(line: str, label: str, private: bool, by_seed: Mapping[int, Result]) -> Budget:
-    scores: dict[str, dict[int, float]] = {}
-    for seed, result in by_seed.items():
-        for score in SCORES:
-            if (value := result.tested(score)) is not None:
-                scores.setdefault(score, {})[seed] = value
+    tested = {score: {seed: result.tested(score) for seed, result in by_seed.items()} for score in SCORES}
+    scores = {score: {seed: x for seed, x in by.items() if x is not None} for score, by in tested.items()}
     scores = {score: by for score, by in scores.items() if len(by) == len(by_seed)}
     told: list[Spent] = [result.privacy for result in by_seed.values() if result.privacy is not None]
     if len(told) != (len(by_seed) if private else 0):

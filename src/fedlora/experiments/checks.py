@@ -12,13 +12,14 @@ import torch
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.errors import ConfigError, FedLoRAError, counted, said_by
-from fedlora.experiments.costs import Read, Workloads, memory_of
+from fedlora.experiments.costs import Workloads, memory_of
 from fedlora.experiments.gpus import dealt, visible
 from fedlora.experiments.places import Places
 from fedlora.experiments.plan import PlannedRun, told_once
 from fedlora.experiments.runnable import check_private_data, missing_files, unfit
 from fedlora.given_files import half_the_memory
 from fedlora.runs.checks import check_delta, check_private, of_machine, of_measuring, of_processes
+from fedlora.runs.client_data import Dealt
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import MISSING, with_liars
 from fedlora.runs.preparation import target_of
@@ -73,30 +74,30 @@ def _of_run(run: PlannedRun, count: Workloads, workers: int | None) -> Iterator[
 
 
 def _of_data(
-    run: PlannedRun, read: Read, bare: Skeleton | str, count: Workloads, workers: int | None, *, fits: bool
+    run: PlannedRun, data: Dealt, bare: Skeleton | str, count: Workloads, workers: int | None, *, fits: bool
 ) -> Iterator[str]:
     """fits: whether the settings alone fit."""
     config = run.config
-    yield from of_measuring(config, read.dealt)
-    a_round = len(sample_clients(list(read.sizes), config.run.participation, seed=0, round=0))
+    yield from of_measuring(config, data)
+    a_round = len(sample_clients(list(data.sizes), config.run.participation, seed=0, round=0))
     yield from of_processes(config, config.run.processes(config.model.chosen_device(), a_round))
-    classes = () if config.train.command is not None else tuple(read.dealt.parts.values())
+    classes = () if config.train.command is not None else tuple(data.parts.values())
     yield from said_by(
-        lambda: check_delta(config, len(read.sizes)),
-        lambda: with_liars(config, read.dealt),
+        lambda: check_delta(config, len(data.sizes)),
+        lambda: with_liars(config, data),
         lambda: [weigh_classes(part, config.train.class_weights) for part in classes],
     )
     if isinstance(bare, str):
         return
-    yield from said_by(lambda: count.check_texts(config, read, bare))
+    yield from said_by(lambda: count.check_texts(config, data, bare))
     if fits:
         try:
-            yield from _misfits(config, bare, read.sizes, read.classes)
+            yield from _misfits(config, bare, data.sizes, data.classes)
         except FedLoRAError as error:
             yield str(error)
     if workers is not None:
         with suppress(FedLoRAError):  # of a model that cannot tell, or ranks for another number of clients
-            yield from _of_memory(run, bare, read.sizes, workers)
+            yield from _of_memory(run, bare, data.sizes, workers)
 
 
 def _server(config: RunConfig) -> Server:

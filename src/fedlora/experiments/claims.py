@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.plan import first_run
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.scores import of_clients, parse_number
 from fedlora.experiments.spec import Experiment, Part
-from fedlora.experiments.verdicts import ALPHA, POWER, Power, powers
+from fedlora.experiments.verdicts import ALPHA, POWER, chance_of_equals, smallest_gap
 from fedlora.given_files import read_toml
 
 Score = Literal["loss", "accuracy"]
@@ -24,7 +24,7 @@ class Family(Part):
     """Questions that share one error rate: is the first better than the second, in this set-up?
 
     question: the question in words, for tables and the report. experiment: the experiment that answers; it has two
-    axes. pairs: (first, second), labels of the experiment's first row axis; a gap is positive if the first is better.
+    axes. pairs: (first, second), labels of the experiment's row axis; a gap is positive if the first is better.
     setups: labels of its other axis; each pair is compared in each of them. metric: the score to compare, on the test
     set after the last round. beside: another score, shown with its intervals, without a verdict. margin: the largest
     difference that does not matter, in units of `metric` (nats of log-loss; for accuracy a share, so 0.01 is a point).
@@ -112,10 +112,13 @@ class Claims(Part):
         """The profiles of an experiment that only give spreads and are not compared."""
         return {family.pilot for family in self.of(experiment).values()}
 
-    def powers(self, name: str, spreads: Mapping[str, float], seeds: int) -> dict[str, Power]:
-        """What this many seeds can show about a family's questions. spreads: question -> its gaps' deviation."""
+    def shown_by(self, seeds: int, name: str, spread: float) -> tuple[float, float]:
+        """What so many seeds can show about a family's question of that spread, at the level of the family's first
+        step: the smallest gap, in the score's unit, and the chance of finding equal methods equivalent."""
         family = self.families[name]
-        return powers(spreads, family.margin, seeds, self.alpha / len(family.questions), self.power)
+        level = self.alpha / len(family.questions)
+        gap = smallest_gap(spread, seeds, level, self.power)
+        return gap, chance_of_equals(spread, family.margin, seeds, level)
 
     def asked_by(self, claim: str) -> list[str]:
         """The families that decide a claim."""
@@ -150,16 +153,12 @@ class Question:
 
 def load_claims(path: Path) -> Claims:
     """The claims. Raises `ConfigError`: no such file, no TOML, or not claims, with a line for each error."""
-    try:
-        return Claims.model_validate(read_toml(path, "the claims"))
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"the claims {path} are none: {wrong}.") from error
+    return Claims.read(read_toml(path, "the claims"), f"the claims {path} are none")
 
 
 def setup_axis(experiment: Experiment) -> str:
-    """The only axis besides the first row axis. Raises `ConfigError` if there are more or none."""
-    others = [axis for axis in experiment.axes if axis != experiment.rows[0]]
+    """The only axis besides the row axis. Raises `ConfigError` if there are more or none."""
+    others = [axis for axis in experiment.axes if axis != experiment.rows]
     if len(others) != 1:
         raise ConfigError(
             f"experiment {experiment.name} has the axes {', '.join(experiment.axes)}; but questions need exactly "
@@ -200,9 +199,10 @@ def check_asked(claims: Claims, experiments: Mapping[str, Experiment]) -> None:
 def _check_data(whose: str, family: Family, experiment: Experiment) -> None:
     """Raises `ConfigError` for a pair with one label measured on clients' own data, and the other on common data.
     Mergers are measured on common data."""
-    rows, axis, number = experiment.rows[0], setup_axis(experiment), parse_number("test, last")
-    cells = [] if experiment.merged else [*experiment.cells(family.profile)]
-    configs = {(cell[rows], cell[axis]): first_run(experiment, family.profile, cell).config for cell in cells}
+    rows, axis, number = experiment.rows, setup_axis(experiment), parse_number("test, last")
+    grid = Grid(experiment, family.profile)
+    cells = [] if experiment.merged else grid.cells
+    configs = {(cell[rows], cell[axis]): grid.first(cell).config for cell in cells}
     own = {at for at, config in configs.items() if of_clients(config) and number.own_data(config)}
     for question in family.questions:
         mine = [label for label in (question.first, question.second) if (label, question.setup) in own]
@@ -222,7 +222,7 @@ def _check_cells(
     if name not in experiments:
         raise ConfigError(f"{whose} names the experiment {name!r}, which is not there.")
     experiment = experiments[name]
-    rows, axis = experiment.rows[0], setup_axis(experiment)
+    rows, axis = experiment.rows, setup_axis(experiment)
     for which, wanted in ((rows, labels), (axis, setups)):
         for label in wanted:
             if label not in experiment.axes[which]:

@@ -18,6 +18,7 @@ from typing import Any
 from fedlora.core import echo, files
 from fedlora.errors import CheckpointError, ConfigError, FedLoRAError, counted
 from fedlora.experiments.digits import shown
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.places import Places, failure_report
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.result import Result
@@ -97,7 +98,7 @@ def comparison(
         axes={AXIS: axis}, tune=tune, profiles={PROFILE: Profile(seeds=list(seeds))},
     )  # fmt: skip
     check_set_once(found)
-    check_number(found, PROFILE, metric)
+    check_number(Grid(found, PROFILE))
     return found
 
 

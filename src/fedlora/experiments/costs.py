@@ -1,11 +1,10 @@
-"""The cost of runs, counted before they start: examples, tokens, texts to score, answers, bytes, memory; and the time
-of finished ones."""
+"""The cost of runs, counted before they start: examples, tokens, texts to score, answers, bytes, memory."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,17 +23,6 @@ from fedlora.training.local import epoch_order
 from fedlora.training.metrics import generates
 from fedlora.training.settings import TrainSection
 from fedlora.training.skeleton import Memory, Skeleton
-
-
-@dataclass(frozen=True)
-class Times:
-    """The totals of some runs. examples: trained on, None if one run cannot be counted. training, wall: seconds;
-    training is the clients' time, wall that of whole processes."""
-
-    runs: int
-    examples: int | None
-    training: float
-    wall: float
 
 
 @dataclass(frozen=True)
@@ -64,7 +52,7 @@ class Workloads:
 
     def __init__(self, data_root: Path | None) -> None:
         self.root = data_root
-        self._dealt: dict[str, Read | str] = {}
+        self._dealt: dict[str, Dealt | str] = {}
         self._models: dict[str, Skeleton | str] = {}
         self._counted: dict[str, Workload] = {}
         self._weightless: dict[tuple[str, str | None], list[str]] = {}
@@ -81,15 +69,15 @@ class Workloads:
         return self._counted[key]
 
     def _of(self, config: RunConfig) -> Workload:
-        read, bare = self.data(config), self.model(config)
-        whys = tuple(found for found in (read, bare) if isinstance(found, str))
+        dealt, bare = self.data(config), self.model(config)
+        whys = tuple(found for found in (dealt, bare) if isinstance(found, str))
         early = config.evaluate.patience is not None
-        if isinstance(read, str):
+        if isinstance(dealt, str):
             return Workload(examples_of(config), None, True, None, None, None, None, whys)
-        trained, scored = examples_of(config, read.sizes), _scored(config, read.held)
+        trained, scored = examples_of(config, dealt.sizes), _scored(config, dealt)
         answers = scored if generates(config.evaluate.metric) else 0
         if config.model.task == "causal-lm":
-            answers += 2 * min(config.evaluate.samples, read.held.test or read.held.validation)
+            answers += 2 * min(config.evaluate.samples, _texts(dealt.test) or _texts(dealt.validation))
         if config.train.command is not None:
             why = "train.command: how many examples a program trains on, and in what memory, only the program knows"
             return Workload(None, None, early, scored, answers, None, None, (*whys, why))
@@ -97,28 +85,27 @@ class Workloads:
             return Workload(trained, None, early, scored, answers, None, None, whys)
         tokens, memory = None, None
         try:
-            tokens = self._tokens(config, read, bare)
-            memory = memory_of(config, bare, read.sizes)
+            tokens = self._tokens(config, dealt, bare)
+            memory = memory_of(config, bare, dealt.sizes)
         except (ConfigError, DataError) as error:
             whys = (_line(error),)
         moved = config.model.adapter is not None and config.method.build().roles(0).moves_base
-        size = None if config.privacy is not None or moved else bytes_of(config, bare.shapes, list(read.sizes))
+        size = None if config.privacy is not None or moved else bytes_of(config, bare.shapes, list(dealt.sizes))
         return Workload(trained, tokens, early, scored, answers, size, memory, whys)
 
-    def data(self, config: RunConfig) -> Read | str:
+    def data(self, config: RunConfig) -> Dealt | str:
         """Who trains on what; the problem in one line, if that cannot be read."""
         c = config.clients
-        count = c.count or (len(c.ranks or ()) if not c.profile else 0)
-        key = json.dumps([config.data.model_dump(), config.run.seed, config.model.task, count, c.partition, c.alpha,
-                          c.min_size, c.own_test], default=str)  # fmt: skip
+        key = json.dumps([config.data.model_dump(), config.run.seed, config.model.task, clients_of(config), c.partition,
+                          c.alpha, c.min_size, c.own_test], default=str)  # fmt: skip
         if key not in self._dealt:
             self._dealt[key] = self._deal(config)
         return self._dealt[key]
 
     def model(self, config: RunConfig) -> Skeleton | str:
         """The model's skeleton; the problem in one line, if there is none, or LoRA cannot go there."""
-        m, read = config.model, self.data(config)
-        classes = 0 if m.task == "causal-lm" else 2 if isinstance(read, str) else len(read.classes)
+        m, dealt = config.model, self.data(config)
+        classes = 0 if m.task == "causal-lm" else 2 if isinstance(dealt, str) else len(dealt.classes)
         key = json.dumps([m.model_dump(include={"path", "revision", "task", "dropout", "checkpointing"}),
                           config.lora.model_dump(), classes])  # fmt: skip
         if key not in self._models:
@@ -142,21 +129,19 @@ class Workloads:
                 self._weightless[m.path, m.revision] = [f"model.path = {m.path!r}: {_line(error)}"]
         return self._weightless[m.path, m.revision]
 
-    def _deal(self, config: RunConfig) -> Read | str:
+    def _deal(self, config: RunConfig) -> Dealt | str:
         if config.data.task is not None and self.root is None:
             return f"data.task = {config.data.task!r} without --data-root"
         try:
-            dealt = deal(config, self.root)
+            return deal(config, self.root)
         except (ConfigError, DataError) as error:
             return _line(error)
-        labels = next(iter(dealt.parts.values())).label_names
-        return Read(dealt, Held.of(dealt), labels)
 
-    def _tokens(self, config: RunConfig, read: Read, bare: Skeleton) -> int:
+    def _tokens(self, config: RunConfig, dealt: Dealt, bare: Skeleton) -> int:
         """The tokens of the examples that `examples_of` counts, each client's in the order of its epochs."""
         train, run, found = config.train, config.run, 0.0
-        turns = _turns(config, tuple(read.sizes))
-        for name, part in read.dealt.parts.items():
+        turns = _turns(config, tuple(dealt.sizes))
+        for name, part in dealt.parts.items():
             lengths = self._lengths_of(config, part, bare)
             seen = turns[name] * _a_round(train, len(part))
             epochs, rest = divmod(seen, len(part))
@@ -167,9 +152,9 @@ class Workloads:
                 found += rest * sum(lengths) / len(part)
         return round(found)
 
-    def check_texts(self, config: RunConfig, read: Read, bare: Skeleton) -> None:
+    def check_texts(self, config: RunConfig, dealt: Dealt, bare: Skeleton) -> None:
         """Raises `DataError` or `ConfigError` for training texts that cannot be encoded, or that are too long."""
-        for part in read.dealt.parts.values():
+        for part in dealt.parts.values():
             if config.model.task == "classification" and config.data.max_length <= (bare.longest or math.inf):
                 part = part.select([0])  # all are cut: only the room for special tokens can lack
             check_tokens(max(self._lengths_of(config, part, bare), default=0), bare.longest)
@@ -189,19 +174,6 @@ class Workloads:
         return [self._lengths[text] for text in texts]
 
 
-@dataclass(frozen=True, eq=False)
-class Read:
-    """classes: empty for a language model."""
-
-    dealt: Dealt
-    held: Held
-    classes: tuple[str, ...]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {client: len(part) for client, part in self.dealt.parts.items()}
-
-
 def memory_of(config: RunConfig, bare: Skeleton, sizes: Mapping[str, int]) -> Memory:
     """The memory of the process that trains these clients, of so many examples each. Raises `ConfigError` if the model
     cannot tell."""
@@ -218,25 +190,6 @@ def memory_of(config: RunConfig, bare: Skeleton, sizes: Mapping[str, int]) -> Me
 
 def _line(error: Exception) -> str:
     return str(error).splitlines()[0]
-
-
-@dataclass(frozen=True)
-class Held:
-    """The number of held-out texts: common ones, all clients' together, and those of further test sets."""
-
-    clients: int
-    validation: int
-    test: int
-    own_validation: int
-    own_test: int
-    probes: int
-
-    @classmethod
-    def of(cls, dealt: Dealt) -> Held:
-        each = [dealt.validation, dealt.test, dealt.own_validation, dealt.own_test]
-        validation, test, own_validation, own_test = (sum(map(len, sets.values())) for sets in each)
-        probes = sum(len(part) for sets in dealt.probes.values() for part in sets.values())
-        return cls(len(dealt.parts), validation, test, own_validation, own_test, probes)
 
 
 def examples_of(config: RunConfig, sizes: Mapping[str, int] | None = None) -> int | None:
@@ -264,18 +217,6 @@ def trained_on(result: Result) -> int | None:
     return examples_of(result.settings, sizes) if sizes else None
 
 
-def times_of(results: Iterable[Result]) -> Times:
-    """The sums over these runs."""
-    each = list(results)
-    trained = [trained_on(result) for result in each]
-    return Times(
-        len(each),
-        None if None in trained else sum(n for n in trained if n is not None),
-        sum(result.seconds.get("train", 0.0) for result in each),
-        sum(result.wall_seconds for result in each),
-    )
-
-
 def _a_round(train: TrainSection, size: int) -> int:
     """The examples that a client of this size trains on in a round, as in `training.local`: a client with less than one
     batch uses a batch of its own size."""
@@ -291,16 +232,20 @@ def _turns(config: RunConfig, names: tuple[str, ...]) -> Mapping[str, float]:
     return {name: len(each) for name, each in turns_of(names, run.participation, run.seed, run.rounds).items()}
 
 
-def _scored(config: RunConfig, held: Held) -> int:
+def _texts(sets: Mapping[str, TextData]) -> int:
+    return sum(map(len, sets.values()))
+
+
+def _scored(config: RunConfig, dealt: Dealt) -> int:
     """Validation (with `test_along` also the test set) by rounds, test sets at the last and best round, and clients'
     own at the end."""
-    e, rounds = config.evaluate, config.run.rounds
-    validation, test, probes = held.validation, held.test, held.probes
+    e, rounds, clients = config.evaluate, config.run.rounds, len(dealt.parts)
+    validation, test, probes = _texts(dealt.validation), _texts(dealt.test), sum(map(_texts, dealt.probes.values()))
+    own = _texts(dealt.own_test) or clients * test
+    at_end = (own if e.clients_at_end else 0) + (clients * test if e.clients_at_end == "both" else 0)
     if of_clients(config):
-        validation = held.own_validation or held.clients * validation
-        test, probes = held.own_test or held.clients * test, held.clients * probes
-    at_end = (held.own_test or held.clients * held.test) if e.clients_at_end else 0
-    at_end += held.clients * held.test if e.clients_at_end == "both" else 0
+        validation = _texts(dealt.own_validation) or clients * validation
+        test, probes = own, clients * probes
     evaluations = math.ceil(rounds / e.every)
     states = 2 if validation and evaluations > 1 else 1  # the last, and the best if it can be another
     each = validation + (test if e.test_along else 0)

@@ -17,7 +17,7 @@ from fedlora.experiments.result import Result
 from fedlora.experiments.tables import OWN_DATA
 from fedlora.runs.drawing import words
 
-Lines = Mapping[str, Mapping[int, Result]]  # label of the first row axis -> seed -> result
+Lines = Mapping[str, Mapping[int, Result]]  # label of the row axis -> seed -> result
 _BANDS = 5  # the most shaded lines in a panel: more overlap to a brown in which none is visible
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from fedlora.errors import counted
@@ -14,25 +15,48 @@ from fedlora.training.metrics import METRICS
 COLUMNS = ("question", "set-up", "difference", "95 % interval", "ahead", "beside", "verdict")
 MARKS = {"better": "▲", "worse": "▼", "equivalent": "≈", "undecided": "?"}
 OUT = "thrown out"  # how the reason of a discarded set-up begins
-UNITS = {"loss": ("log-loss, nats", 1.0, 4), "accuracy": ("accuracy, points", 100.0, 2)}  # words, factor, digits
 BELOW = "by less than the margin"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """How gaps of a score are written. score: in words. name: of the unit. factor: the unit's number for a gap of 1."""
+
+    score: str
+    name: str
+    factor: float
+    digits: int
+
+    @property
+    def words(self) -> str:
+        return f"{self.score}, {self.name}"
+
+    def size(self, gap: float, sign: str = "") -> str:
+        return f"{self.factor * gap + 0.0:{sign}.{self.digits}f}"
+
+    def margin(self, family: Family) -> str:
+        """ "0.005 nats", "1 points"."""
+        return f"{self.factor * family.margin:g} {self.name}"
+
+
+UNITS = {"loss": Unit("log-loss", "nats", 1.0, 4), "accuracy": Unit("accuracy", "points", 100.0, 2)}
 
 
 def title(found: Answers) -> str:
     """The title of a family's table."""
-    family = found.family
+    family, unit = found.family, UNITS[found.family.metric]
     lower = "" if METRICS[family.metric].larger_is_better else ", lower by this much"
     return (
-        f"{found.name}: {family.question} Positive: the first is better ({UNITS[family.metric][0]}{lower}); margin "
-        f"{margin_in_words(family)}"
+        f"{found.name}: {family.question} Positive: the first is better ({unit.words}{lower}); margin "
+        f"{unit.margin(family)}"
     )
 
 
 def caption(found: Answers, alpha: float) -> str:
     """The caption of a family's table on a page. alpha: the claims' level."""
     family, count = found.family, len(found.family.questions)
-    unit, beside = (UNITS[score][0].replace(", ", " in ") for score in (family.metric, family.beside))
-    margin = margin_in_words(family)
+    unit, beside = (f"{UNITS[score].score} in {UNITS[score].name}" for score in (family.metric, family.beside))
+    margin = UNITS[family.metric].margin(family)
     if all(a.test is None for a in found.answers):
         return (
             f"None of the {count} question{'s' if count > 1 else ''} has a verdict, so no number is shown. Compared: "
@@ -52,24 +76,14 @@ def caption(found: Answers, alpha: float) -> str:
 
 def headings(family: Family) -> list[str]:
     """`COLUMNS` for people: the two scores by name, with their units."""
-    own, beside = UNITS[family.metric][0], UNITS[family.beside][0]
-    told = {"difference": f"difference: {own}", "beside": f"beside: {beside}"}
+    own, beside = UNITS[family.metric], UNITS[family.beside]
+    told = {"difference": f"difference: {own.words}", "beside": f"beside: {beside.words}"}
     return [told.get(column, column) for column in COLUMNS]
-
-
-def margin_in_words(family: Family) -> str:
-    """ "0.005 nats", "1 points"."""
-    words, factor, _ = UNITS[family.metric]
-    return f"{factor * family.margin:g} {_unit(words)}"
 
 
 def seeds_in_words(count: int) -> str:
     """ "452"; "10000 or more" if the count stopped (`verdicts.MOST`)."""
     return f"{count} or more" if count >= MOST else str(count)
-
-
-def _unit(words: str) -> str:
-    return words.partition(", ")[2]
 
 
 def verdict_in_words(answer: Answer) -> str:
@@ -103,20 +117,18 @@ def sentence(found: Answers, answer: Answer) -> str:
     first, second, test = answer.question.first, answer.question.second, answer.test
     if test is None or answer.verdict is None:
         return f"{first} against {second}: {answer.why}."
-    score = found.family.metric
-    name, (words, factor, digits) = {"loss": "log-loss"}.get(score, score), UNITS[score]
-    mean, interval = in_unit(test, score)
-    unit, limit = _unit(words), f"{factor * test.margin:g}"
+    unit = UNITS[found.family.metric]
+    (mean, interval), limit = in_unit(test, unit), f"{unit.factor * test.margin:g}"
+    gap = f"{mean} {unit.name} ({interval})"
     if answer.verdict == "equivalent":
-        return f"{first} and {second} do equally well: {name} differs by {mean} {unit} ({interval}), less than {limit}."
+        return f"{first} and {second} do equally well: {unit.score} differs by {gap}, less than {limit}."
     if answer.verdict == "undecided":
-        return f"{first} or {second}: not decided by {len(test.gaps)} seeds. {mean} {unit} ({interval})."
-    up = METRICS[score].larger_is_better
-    size, ends = mean.lstrip("+-"), sorted(abs(factor * x) for x in (test.low, test.high))
+        return f"{first} or {second}: not decided by {len(test.gaps)} seeds. {gap}."
+    up = METRICS[found.family.metric].larger_is_better
     way = "higher" if up == (answer.verdict == "better") else "lower"
-    shown = f"{name} is {size} {unit} {way} ({ends[0]:.{digits}f} to {ends[1]:.{digits}f})"
-    if test.low < 0 < test.high:  # one question alone would not be decided; its family is
-        shown = f"{name} is {size} {unit} {way}"
+    shown = f"{unit.score} is {mean.lstrip('+-')} {unit.name} {way}"
+    if not test.low < 0 < test.high:  # otherwise one question alone would not be decided; its family is
+        shown += f" ({' to '.join(unit.size(x) for x in sorted(map(abs, (test.low, test.high))))})"
     than = f"{first} is {answer.verdict} than {second}"
     if answer.below_margin:
         shown = f"{shown}. A gap below {limit} is too small to matter; that it is no larger is not shown"
@@ -127,9 +139,8 @@ def sentence(found: Answers, answer: Answer) -> str:
 def _beside(found: Answers, answer: Answer) -> str:
     if answer.beside is None:
         return ""
-    mean, _ = in_unit(answer.beside, found.family.beside)
-    name, _, unit = UNITS[found.family.beside][0].partition(", ")
-    return f" {name.capitalize()} {mean} {unit}."
+    unit = UNITS[found.family.beside]
+    return f" {unit.score.capitalize()} {unit.size(answer.beside.mean, '+')} {unit.name}."
 
 
 def tally(found: Sequence[Answers]) -> dict[str, int]:
@@ -170,16 +181,16 @@ def _numbers(found: Answers, answer: Answer) -> list[str]:
         return [""] * 4
     test = answer.test
     ahead = f"{test.ahead} of {len(test.gaps)}"
-    mean, interval = in_unit(test, found.family.metric)
-    beside = "" if answer.beside is None else " ".join(in_unit(answer.beside, found.family.beside, bracket=True))
-    return [mean, interval, ahead, beside]
+    mean, interval = in_unit(test, UNITS[found.family.metric])
+    if answer.beside is None:
+        return [mean, interval, ahead, ""]
+    beside, range_of_it = in_unit(answer.beside, UNITS[found.family.beside])
+    return [mean, interval, ahead, f"{beside} ({range_of_it})"]
 
 
-def in_unit(test: Weighed, score: str, *, bracket: bool = False) -> tuple[str, str]:
-    """(mean, interval) with a sign, in the unit of `UNITS`."""
-    _, factor, digits = UNITS[score]
-    mean, low, high = (f"{factor * value + 0.0:+.{digits}f}" for value in (test.mean, test.low, test.high))
-    return mean, f"({low} to {high})" if bracket else f"{low} to {high}"
+def in_unit(test: Weighed, unit: Unit) -> tuple[str, str]:
+    """(mean, interval) with a sign."""
+    return unit.size(test.mean, "+"), f"{unit.size(test.low, '+')} to {unit.size(test.high, '+')}"
 
 
 def remarks(found: Sequence[Answers]) -> list[str]:

@@ -7,11 +7,10 @@ other easier to decide.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 
-from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Gate, Question, Score, setup_axis
 from fedlora.experiments.footnotes import family_notes, gate_notes
 from fedlora.experiments.grid import Grid
@@ -192,23 +191,16 @@ def _gated(
     return Gated(setup, passed, ahead, gate.margin, spread, needed, () if passed else tuple(lost))
 
 
-def answers_from(
-    claims: Claims, grid: Grid, experiments: Mapping[str, Experiment], seeds: Sequence[int]
-) -> list[Answers]:
-    """`answers` from stored results. grid: at the plan's profile. experiments: by name, with those that a gate names.
-    seeds: the plan's. Raises `ConfigError` if a gate names an experiment that does not exist."""
+def answers_from(claims: Claims, grid: Grid, find: Callable[[str], Experiment], seeds: Sequence[int]) -> list[Answers]:
+    """`answers` from stored results. grid: at the plan's profile. find: an experiment by its name, for a gate. seeds:
+    the plan's."""
     gate = claims.gates.get(grid.experiment.name)
     setups = list(grid.experiment.axes[setup_axis(grid.experiment)])
     heads: dict[str, dict[int, dict[str, float]]] = {}
     beside: list[str] = []
     if gate is not None:
         elsewhere = gate.head_of
-        if elsewhere is not None and elsewhere.experiment not in experiments:
-            raise ConfigError(
-                f"the gate of {grid.experiment.name} asks for {gate.head!r} of the experiment {elsewhere.experiment}, "
-                f"which is not there."
-            )
-        theirs = grid if elsewhere is None else replace(grid, experiment=experiments[elsewhere.experiment])
+        theirs = grid if elsewhere is None else replace(grid, experiment=find(elsewhere.experiment))
         scores = read_scores(theirs)
         at = {setup: setup if elsewhere is None else elsewhere.setup for setup in setups}
         heads = {setup: scores.get((gate.head, there), {}) for setup, there in at.items()}

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.picture_style import FAINT, GROUND, INK, MUTED, SHORT, drawn, sheet, without, wrapped
+from fedlora.experiments.picture_style import FAINT, GROUND, INK, MUTED, SHORT, drawn, finished, sheet, wrapped
 from fedlora.experiments.scores import scale
 from fedlora.experiments.tables import Difference, paired, score_cells
 from fedlora.runs.drawing import COLOURS
@@ -77,10 +77,8 @@ def dots_figure(grid: Grid, margins: Mapping[str, float] | None = None) -> Figur
     units = " or ".join(map(scale, metrics))
     figure.supxlabel(wrapped(f"better than {panels[0].label} by, {units}", 56), fontsize=13)
     strip = f"; grey: within the margin {panels[0].margin:g}" if panels[0].margin else ""
-    title = wrapped(grid.experiment.title, 56)
-    told = wrapped(f"paired by seed, 95 % intervals; hollow: zero inside{strip}{dotted(panels, ends)}", 56)
-    figure.suptitle(f"{title}\n{told}{without(grid)}", fontsize=13)
-    return figure
+    told = f"paired by seed, 95 % intervals; hollow: zero inside{strip}{dotted(panels, ends)}"
+    return finished(figure, grid, wrapped(told, 56))
 
 
 def reach(panels: Sequence[Dots]) -> float:

@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.claims import Claims, load_claims
-from fedlora.experiments.decisions import Answers, answers_from
+from fedlora.experiments.claims import Claims
+from fedlora.experiments.decided import Decided, decided, still_open
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.page_tables import KINDS, PLANNED, table_of
-from fedlora.experiments.plan import searches
 from fedlora.experiments.result import Result
-from fedlora.experiments.seed_plan import SeedPlan, check_plan, path_of, plan_there, read_plan, still_open
-from fedlora.experiments.spec import load_experiment
+from fedlora.experiments.seed_plan import SeedPlan, plan_there
+from fedlora.experiments.spec import Experiment, load_experiment
 from fedlora.experiments.store import read_failed, read_results
 from fedlora.experiments.table_forms import markdown
 from fedlora.experiments.table_source import Source
@@ -34,43 +33,39 @@ from fedlora.experiments.table_source import Source
 _MARKER = re.compile(r"<!--\s*(filled|end)\b", flags=re.IGNORECASE)  # anything that looks like a marker
 _BEGIN = r"^<!-- filled: (?P<asked>[^\n]*?) -->$"  # each marker has its own line
 _END = "<!-- end -->"
+_BEFORE = ("seeds", "rates")  # the kinds that tell of a plan, not of its runs
 _BLOCK = re.compile(rf"({_BEGIN}\n)(?:(?!<!-- filled: ).)*?(^<!-- end -->$)", flags=re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The source of pages' numbers. results: from `read_results`. claims: the file with the questions; plans: the
-    results' folder with the plans. Without both nothing is decided. failed: digest -> reason, for runs that failed on
-    their own. planned: a cache of experiments' plans."""
+    """The source of pages' numbers. results: from `read_results`. claims: the questions; plans: the results' folder
+    with the plans. Without both nothing is decided. failed: digest -> reason, for runs that failed on their own.
+    planned: a cache, by experiment."""
 
     experiments: Path
     results: Mapping[str, Result]
-    claims: Path | None = None
+    claims: Claims | None = None
     plans: Path | None = None
     failed: Mapping[str, str] = field(default_factory=dict)
-    planned: dict[str, tuple[SeedPlan, list[Answers], Claims]] = field(default_factory=dict)
+    planned: dict[str, Decided] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, experiments: Path, results: Path, claims: Path) -> Stored:
+    def read(cls, experiments: Path, results: Path, claims: Claims | None) -> Stored:
         """Read the folders. Only failures stored with the results count, so that pages are the same wherever they are
         filled."""
-        asked = claims if claims.is_file() else None
-        return cls(experiments, read_results(results), asked, results, read_failed(results))
+        return cls(experiments, read_results(results), claims, results, read_failed(results))
 
-    def grid(self, name: str, profile: str) -> Grid:
-        return Grid(load_experiment(self.experiments / f"{name}.toml"), profile, self.results, self.failed)
+    def named(self, name: str) -> Experiment:
+        return load_experiment(self.experiments / f"{name}.toml")
 
-    def plan_of(self, grid: Grid, plans: Path, claims: Path) -> tuple[SeedPlan, list[Answers], Claims]:
-        """An experiment's plan, its answers, and the claims."""
+    def decided(self, grid: Grid) -> Decided | None:
+        """None if the experiment has no plan, or there are no claims."""
         name = grid.experiment.name
+        if self.plans is None or self.claims is None or plan_there(self.plans, name) is None:
+            return None
         if name not in self.planned:
-            asked, plan = load_claims(claims), read_plan(path_of(plans, name))
-            check_plan(plan, asked, grid.experiment)
-            gate = asked.gates.get(name)
-            beside = gate.head_of.experiment if gate is not None and gate.head_of is not None else name
-            known = {one: self.grid(one, plan.profile).experiment for one in (name, beside)}
-            answers = answers_from(asked, replace(grid, profile=plan.profile), known, plan.seeds)
-            self.planned[name] = plan, answers, asked
+            self.planned[name] = decided(self.claims, self.plans, grid, self.named)
         return self.planned[name]
 
 
@@ -119,30 +114,22 @@ def _block(asked: str, stored: Stored) -> str:
         raise ConfigError(
             f"<!-- filled: {asked} --> names an experiment, a profile and one of {', '.join(KINDS)}; got {kind!r}."
         )
-    grid = stored.grid(name, profile)
-    source = Source(grid, words.strip())
-    plan: SeedPlan | None = None
-    planned = stored.plans is not None and plan_there(stored.plans, name) is not None
-    if kind in PLANNED and not planned:
+    grid = Grid(stored.named(name), profile, stored.results, stored.failed)
+    if kind in PLANNED and (stored.plans is None or plan_there(stored.plans, name) is None):
         return "No plan of it is written yet.\n"
     if kind in PLANNED and stored.claims is None:
         raise ConfigError(f"<!-- filled: {asked} --> needs claims, and there are none (--claims).")
-    if stored.plans is not None and kind not in ("seeds", "rates") and (late := still_open(stored.plans, grid)):
+    late = "" if stored.plans is None else still_open(stored.plans, grid)
+    found, plan = None if late and kind not in _BEFORE else stored.decided(grid), None
+    if found is not None and profile == found.plan.profile:
+        plan, grid, late = found.plan, found.grid, late or found.late  # further seeds were not planned
+    elif found is not None and kind in PLANNED:
+        raise ConfigError(f"<!-- filled: {asked} -->: the plan of {name} is for profile {found.plan.profile}.")
+    if late and kind not in _BEFORE:
         return f"No number before all planned seeds are there: {late}.\n"
-    if planned and stored.plans is not None and stored.claims is not None:
-        found, answers, claims = stored.plan_of(grid, stored.plans, stored.claims)
-        if profile != found.profile and kind in PLANNED:
-            raise ConfigError(f"<!-- filled: {asked} -->: the plan of {name} is for profile {found.profile}.")
-        if profile == found.profile:
-            waiting = [one for one in answers if not one.complete]
-            if waiting and kind not in ("seeds", "rates"):  # for the head alone, maybe from another experiment
-                there, wanted = waiting[0].there, waiting[0].wanted
-                return f"No number before all planned seeds are there: {there} of {wanted}.\n"
-            plan, grid = found, grid.of_seeds(found.seeds)  # further seeds were not planned
-        source = Source(grid, source.words, plan, answers, claims)
     if not grid.used:
         return f"No run of it is stored yet (0 of {len(grid.runs)}).{_failed(grid)}\n"
-    table = table_of(kind, source)
+    table = table_of(kind, Source(grid, words.strip(), found))
     if not table.rows:
         raise ConfigError(f"<!-- filled: {asked} -->: experiment {name} has nothing on {kind}.")
     below = "".join(f"{line}\n\n" for line in table.below)
@@ -154,7 +141,7 @@ def _made(grid: Grid, plan: SeedPlan | None) -> str:
     seeds then count as intended."""
     there, meant = ({run.digest for run in runs} for runs in ((run for run, _ in grid.used), grid.runs))
     commits = sorted({commit for _, result in grid.used for commit in result.commits(7)})
-    made_on = [part.machine for _, result in grid.used for part in result.made if part.machine]
+    made_on = [part.machine for _, result in grid.used for part in result.made]
     machines = sorted({f"{machine.device}, {machine.architecture}" for machine in made_on})
     of = "" if plan is None else f" of the {len(plan.seeds)} seeds planned"
     past = "" if plan is None else " ".join(["", *plan.history])
@@ -166,7 +153,7 @@ def _made(grid: Grid, plan: SeedPlan | None) -> str:
 
 def _failed(grid: Grid) -> str:
     """Which of the runs, and of their search, failed on their own; empty if none did."""
-    each = {run.digest: run for run in [*searches(grid.experiment, grid.profile), *grid.runs]}
+    each = {run.digest: run for run in [*grid.searches, *grid.runs]}
     lost = [run for digest, run in each.items() if digest in grid.failed and digest not in grid.results]
     words = "; ".join(f"{run.label} ({grid.failed[run.digest]})" for run in lost)
     return f" {len(lost)} failed: {words}." if lost else ""

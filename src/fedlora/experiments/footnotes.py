@@ -114,8 +114,8 @@ def _mixture(axis: str, of: Used, what: str, told: Callable[[Result], str]) -> s
 
 
 def _machines(result: Result) -> str:
-    """The machines of all its parts, each once; a part without a record has the result's."""
-    return " and ".join(dict.fromkeys((part.machine or result.machine).words for part in result.made))
+    """The machines of all its parts, each once."""
+    return " and ".join(dict.fromkeys(part.machine.words for part in result.made))
 
 
 _ORIGINS: Mapping[str, Callable[[Result], str]] = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fedlora.experiments.digits import shown
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import PlannedRun, searches
+from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.spec import Cell
 
 _NAMED = 5  # the most missing cells to name
@@ -54,8 +54,8 @@ def lost_of(grid: Grid) -> list[Lost]:
         if run.result(grid.results) is None:
             add(run, None)
     chosen = {tuple(run.cell.items()) for run in grid.runs}
-    if any(tuple(cell.items()) not in chosen for cell in grid.experiment.cells(grid.profile)):
-        for run in searches(grid.experiment, grid.profile):
+    if any(tuple(cell.items()) not in chosen for cell in grid.cells):
+        for run in grid.searches:
             if run.digest not in grid.failed and run.result(grid.results) is None:
                 add(run, value_in_words(grid, run))
     return [
@@ -66,15 +66,14 @@ def lost_of(grid: Grid) -> list[Lost]:
 
 def dead_ends(grid: Grid) -> dict[str, str]:
     """Cell, in words -> why its search is done but chose nothing."""
-    cells = grid.experiment.cells(grid.profile)
-    whys = {", ".join(cell.values()): grid.choice(cell).why for cell in cells}
+    whys = {", ".join(cell.values()): grid.choice(cell).why for cell in grid.cells}
     return {cell: why for cell, why in whys.items() if why is not None}
 
 
 def worst_values(grid: Grid) -> list[str]:
     """A line for each value that counts as the worst of its search, because a run failed or has no validation score."""
     seeds: dict[tuple[str, str, str], list[int]] = {}
-    for run in searches(grid.experiment, grid.profile):
+    for run in grid.searches:
         found = run.result(grid.results)
         if found is None and run.digest not in grid.failed:
             continue
@@ -100,18 +99,13 @@ def lost_lines(grid: Grid) -> list[str]:
         idle = [one.words for one in lost if not one.why]
         more = [f"{len(idle) - _NAMED} more"] if len(idle) > _NAMED else []
         waiting = f" Not run: {'; '.join([*idle[:_NAMED], *more])}." if idle else ""
-        lines.append(f"Incomplete: {len(grid.used)} of {_planned(grid)} planned runs have a result.{waiting}")
+        lines.append(f"Incomplete: {len(grid.used)} of {grid.count} planned runs have a result.{waiting}")
     return [*worst_values(grid), *lines, *grid.experiment.left_out(grid.profile)]
 
 
 def is_whole(grid: Grid) -> bool:
     """Whether every planned run has a result."""
-    return len(grid.used) == _planned(grid)
-
-
-def _planned(grid: Grid) -> int:
-    cells = sum(1 for _ in grid.experiment.cells(grid.profile))
-    return cells * len(grid.experiment.profile(grid.profile).seeds)
+    return len(grid.used) == grid.count
 
 
 def value_in_words(grid: Grid, run: PlannedRun) -> str:

@@ -28,16 +28,12 @@ def map_figure(found: Sequence[Answers]) -> Figure:
     The scale ends at the largest difference, but between four and twelve margins; a larger one has the colour of the
     end, and its number. A verdict in brackets means a gap below the margin. found: complete families of one experiment
     with one score.
-
-    Raises:
-        ValueError: the families have several scores, but one scale has one unit.
     """
-    if len(scores := {one.family.metric for one in found}) > 1:
-        raise ValueError(f"a map has one unit; these families go by {' and '.join(sorted(scores))}.")
     cells = {(a.question.first, a.question.second, a.question.setup): a for one in found for a in one.answers}
     setups = list(dict.fromkeys(setup for one in found for setup in one.family.setups))
     pairs = list(dict.fromkeys(pair for one in found for pair in one.family.pairs))
-    unit, factor, _ = UNITS[found[0].family.metric]
+    unit = UNITS[found[0].family.metric]
+    factor = unit.factor
     margins = sorted({one.family.margin * factor for one in found})
     sizes = [factor * abs(a.test.mean) for a in cells.values() if a.test is not None]
     end = min(12 * margins[-1], max([4 * margins[-1], *sizes]))
@@ -56,7 +52,7 @@ def map_figure(found: Sequence[Answers]) -> Figure:
                 _draw_cell(axis, x, y + _TITLE, cells[first, second, setup], norm, factor)
             else:
                 axis.text(x + 0.5, y + (1 + _TITLE) / 2, "·", ha="center", va="center", color=MUTED)
-    _scale(figure, norm, margins, unit)
+    _scale(figure, norm, margins, unit.words)
     _keys(figure, below=any(answer.below_margin for answer in cells.values()))
     return figure
 

@@ -13,7 +13,7 @@ from fedlora.experiments.grid import Grid
 from fedlora.experiments.result import Result
 from fedlora.experiments.scores import capital, explained, parse_number
 from fedlora.experiments.table_source import Source, Table
-from fedlora.experiments.tables import in_its_unit, metrics_of, orders, placings, score_by, score_cells
+from fedlora.experiments.tables import in_its_unit, orders, placings, score_by, score_cells
 
 _PLACES = 5  # so many places have a column of their own on 80 characters
 _SHARED = (
@@ -24,18 +24,17 @@ _SHARED = (
 
 
 def places(source: Source) -> Table:
-    """How often each label of the first row axis was first, second, ...: of an experiment of one axis. words: a
+    """How often each label of the row axis was first, second, ...: of an experiment of one axis. words: a
     number's name, or nothing. Raises `ConfigError` for one of several: cells of two set-ups have no order."""
     grid = source.grid
     scored = [cell for cell in score_cells(grid, source.words) if cell.ranked()]
-    seeds = grid.experiment.profile(grid.profile).seeds
     if grid.axes != [grid.rows]:
         raise ConfigError(
             f"'places' orders the labels of {grid.rows}, but the cells of profile {grid.profile} of "
             f"{grid.experiment.name} have {', '.join(grid.axes)}. Ask for 'scores' or 'differences', or for a profile "
             f"with one set-up."
         )
-    found = placings(scored, grid.rows) if len(scored) > 1 < len(seeds) else []
+    found = placings(scored, grid.rows) if len(scored) > 1 < len(grid.seeds) else []
     if not found:
         return Table([], [], "")
     own = min(len(found), _PLACES)
@@ -57,7 +56,9 @@ _COSTS: Mapping[str, Callable[[Sequence[Result]], str]] = {
     "MB up": lambda runs: _megabytes([r.megabytes_up for r in runs]),
     "MB down": lambda runs: _megabytes([r.megabytes_down for r in runs]),
     "aggregate s": lambda runs: f"{fmean(r.seconds.get('aggregate', 0.0) for r in runs):.2f}",
-    "gauge": lambda runs: f"{max(drifts):.1e}" if (drifts := _told([r.drift for r in runs])) else "not told",
+    "gauge": lambda runs: (
+        f"{max(told):.1e}" if (told := _told([r.score("server, gauge drift") for r in runs])) else "not told"
+    ),
 }
 
 
@@ -95,7 +96,7 @@ def rounds(source: Source) -> Table:
          *(["" if p is None else f"{p:.2g}"] if reference else [])]
         for one, p in compared(grid, number.amount)
     ]  # fmt: skip
-    metric = next(iter(metrics_of(score_cells(grid, which))), None)
+    metric = next(iter(grid.metrics), None)
     against = f" *p*: of the log-rank test against {reference}, of one comparison each." if reference else ""
     caption = (
         f"{capital(explained(which, metric))}. *reached*: runs that got there. *median*: by Kaplan and Meier; a run "

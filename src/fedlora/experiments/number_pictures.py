@@ -31,7 +31,7 @@ from fedlora.runs.drawing import words
 
 @drawn
 def numbers_figure(grid: Grid) -> Figure | None:
-    """The compared number by the first row axis, if its labels are numbers: a line per combination of the other labels;
+    """The compared number by the row axis, if its labels are numbers: a line per combination of the other labels;
     with a second such axis a heat map per combination. None without two labels with a mean, or with several units."""
     cells = [cell for cell in score_cells(grid) if cell.scores or cell.none]
     axes = _of_numbers(grid, cells)

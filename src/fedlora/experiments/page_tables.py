@@ -11,12 +11,12 @@ from statistics import fmean
 from fedlora.errors import ConfigError
 from fedlora.experiments import method_tables, verdict_tables
 from fedlora.experiments.budgets import SIMULATIONS, budget_rows, spendings
-from fedlora.experiments.costs import times_of
+from fedlora.experiments.costs import trained_on
 from fedlora.experiments.digits import difference_in_words, shown
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.prices import price_rows, prices
-from fedlora.experiments.printed import PAPER_NUMBERS, PaperTable, printed_tables, read_paper
+from fedlora.experiments.printed import PAPER_NUMBERS, paper_of, printed_tables
 from fedlora.experiments.result import SCORES, Result
 from fedlora.experiments.scores import capital, parse_number, scale
 from fedlora.experiments.table_source import Source, Table
@@ -24,7 +24,6 @@ from fedlora.experiments.tables import (
     CellScore,
     Difference,
     in_its_unit,
-    metrics_of,
     paired,
     score_cells,
 )
@@ -37,10 +36,11 @@ def table_of(kind: str, source: Source) -> Table:
     return KINDS[kind](source)
 
 
-def tables_of(grid: Grid, number: str = "", paper: PaperTable | None = None) -> list[Table]:
+def tables_of(grid: Grid, number: str = "") -> list[Table]:
     """All tables without a plan: the paper's, scores, differences to the reference, prices, budgets, categories,
-    clients. number: instead of the compared one. paper: the table of the paper that the experiment repeats."""
-    experiment, printed = grid.experiment, [] if paper is None else printed_tables(grid, paper, number)
+    clients. number: instead of the compared one."""
+    experiment, paper = grid.experiment, paper_of(grid.experiment)
+    printed = [] if paper is None else printed_tables(grid, paper, number)
     asked = [("rounds" if parse_number(grid.which(number)).where == "rounds" else "scores", number)]
     asked += [("differences", f": {number}")] if experiment.reference else []
     asked += [("prices", score) for score in SCORES] if experiment.peace else []
@@ -52,14 +52,11 @@ def tables_of(grid: Grid, number: str = "", paper: PaperTable | None = None) -> 
 
 
 def _paper(source: Source) -> Table:
-    """The paper's table with our numbers; it lies beside the experiment. words: a number's name, or ""."""
-    experiment = source.grid.experiment
-    known = {} if experiment.folder is None else read_paper(experiment.folder / PAPER_NUMBERS)
-    if experiment.paper not in known:
-        raise ConfigError(
-            f"{experiment.name} repeats no table of {PAPER_NUMBERS}: its `paper` is {experiment.paper!r}."
-        )
-    return printed_tables(source.grid, known[experiment.paper], source.words)[0]
+    """The paper's table with our numbers. words: a number's name, or ""."""
+    paper = paper_of(source.grid.experiment)
+    if paper is None:
+        raise ConfigError(f"{source.grid.experiment.name} repeats no table of {PAPER_NUMBERS}: it has no key `paper`.")
+    return printed_tables(source.grid, paper, source.words)[0]
 
 
 def _budgets(source: Source) -> Table:
@@ -86,11 +83,11 @@ def _prices(source: Source) -> Table:
     intervals = f", with 95 % intervals. {_ONE}" if counts[-1] > 1 else ". One seed has no interval."
     caption = "" if peace is None else (
         f"{capital(scale(source.words))} on held-out test data after the last round, the mean over {seeds}. In "
-        f"brackets, against {experiment.rows[0]} {experiment.reference}: *cost*, how much worse {name} is where "
+        f"brackets, against {experiment.rows} {experiment.reference}: *cost*, how much worse {name} is where "
         f"{peace.axis} is {peace.label}; *saved*, how much better elsewhere; paired by seed{intervals}"
     )  # fmt: skip
     told = [[cell or "not run" for cell in row] for row in rows]
-    return Table([experiment.rows[0], *columns[1:]], told, caption, notes(source.grid, ""))
+    return Table([experiment.rows, *columns[1:]], told, caption, notes(source.grid, ""))
 
 
 def _scores(source: Source) -> Table:
@@ -104,7 +101,7 @@ def _scores(source: Source) -> Table:
         for name, of in each.items()
         if name == which or any(cell.scores for cell in of)
     }
-    if len(metrics := metrics_of(cells)) > 1:
+    if len(grid.metrics) > 1:
         columns["metric"] = lambda k: cells[k].metric or ""
     columns["seeds"] = lambda k: _of_planned(cells[k])
     searched = ""
@@ -112,11 +109,13 @@ def _scores(source: Source) -> Table:
         columns[tune.key] = lambda k: _value(grid, cells[k])
         seeds = ", ".join(map(str, tune.seeds))
         how = f"the value that the search chose on validation, on seed {seeds}, not compared here"
-        one = len(grid.experiment.profile(grid.profile).tune or tune.values) == 1
+        one = len(grid.values) == 1
         searched = f" *{tune.key}*: {'as given, of one value there is no search' if one else how}."
     rows = [[*grid.place(cells[k].cell), *(column(k) for column in columns.values())] for k in there]
     alone = "; of one seed its number" if any(len(cells[k].scores) == 1 for k in there) else ""
-    what = capital(in_its_unit(which, cells) if len(each) == 1 else " or ".join(map(scale, metrics or ["accuracy"])))
+    what = capital(
+        in_its_unit(which, cells) if len(each) == 1 else " or ".join(map(scale, grid.metrics or ["accuracy"]))
+    )
     caption = f"{what}: mean ± standard deviation over seeds{alone}.{searched}"
     return Table([*grid.axes, *columns], rows, caption, notes(grid, which, cells=cells), len(grid.axes))
 
@@ -128,7 +127,7 @@ def _of_planned(cell: CellScore) -> str:
 
 
 def _differences(source: Source) -> Table:
-    """Paired by seed. words: the `LABEL` of the first row axis that all others are compared with, then a colon and a
+    """Paired by seed. words: the `LABEL` of the row axis that all others are compared with, then a colon and a
     number's name; both are optional."""
     label, _, number = (part.strip() for part in source.words.partition(":"))
     grid, experiment = source.grid, source.grid.experiment
@@ -215,13 +214,14 @@ def _mechanism(source: Source) -> Table:
 
 def _times(source: Source) -> Table:
     """One row for all trainings of the profile, each counted once, whatever was merged from it."""
-    times = times_of({run.digest: result for run, result in source.grid.used}.values())
-    known = times.examples is not None and times.training
+    each = {run.digest: result for run, result in source.grid.used}.values()
+    trained = [count for result in each if (count := trained_on(result)) is not None]
+    known, seconds = len(trained) == len(each), sum(result.seconds.get("train", 0.0) for result in each)
     row = {
-        "runs": str(times.runs),
-        "examples trained on": "not known" if times.examples is None else f"{times.examples:,}",
-        "examples a second": f"{(times.examples or 0) / times.training:.0f}" if known else "not known",
-        "hours of one process": f"{times.wall / 3600:.1f}",
+        "runs": str(len(each)),
+        "examples trained on": f"{sum(trained):,}" if known else "not known",
+        "examples a second": f"{sum(trained) / seconds:.0f}" if known and seconds else "not known",
+        "hours of one process": f"{sum(result.wall_seconds for result in each) / 3600:.1f}",
     }
     caption = (
         "All runs of the profile, each in a process with one thread. *examples a second*: while clients train, "

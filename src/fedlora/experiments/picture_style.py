@@ -18,7 +18,6 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from fedlora.experiments.grid import Grid
-from fedlora.runs.attack_words import attacks_of
 from fedlora.runs.drawing import COLOURS, saved, under_attack
 
 P = ParamSpec("P")
@@ -95,16 +94,15 @@ def legend(figure: Figure, handles: Sequence[Any]) -> None:
 def without(grid: Grid) -> str:
     """A line of a title that names labels without a result."""
     there = {run.cell[grid.rows] for run, _ in grid.used}
-    cells = grid.experiment.cells(grid.profile)
-    gone = dict.fromkeys(cell[grid.rows] for cell in cells if cell[grid.rows] not in there)
+    gone = dict.fromkeys(cell[grid.rows] for cell in grid.cells if cell[grid.rows] not in there)
     return f"\n{wrapped('no result: ' + ', '.join(gone), 56)}" if gone else ""
 
 
 def finished(figure: Figure, grid: Grid, told: str) -> Figure:
     """The figure with the experiment's title, and below it what it shows, what is missing, and who attacked."""
     figure.suptitle(f"{wrapped(grid.experiment.title, 56)}\n{told}{without(grid)}", fontsize=13)
-    if attacks := attacks_of([result.settings.model_dump() for _, result in grid.used]):
-        under_attack(figure, f"some of these runs, by {'; '.join(attacks)}")
+    if grid.attacks:
+        under_attack(figure, f"some of these runs, by {'; '.join(grid.attacks)}")
     return figure
 
 

@@ -21,7 +21,6 @@ from fedlora.experiments.number_pictures import numbers_figure
 from fedlora.experiments.picture_style import SHORT, drawn, legend, without, wrapped
 from fedlora.experiments.scores import scale
 from fedlora.experiments.share_pictures import categories_figure, reaching_figure
-from fedlora.runs.attack_words import attacks_of
 from fedlora.runs.drawing import under_attack
 
 
@@ -75,6 +74,6 @@ def comparison_figure(grid: Grid, order: Sequence[str]) -> Figure | None:
         axis.set_xlabel(wrapped(f"better than {panel.label} by, {scale(panel.metric)} ({grid.which()})", 56))
     if gone := without(grid):
         figure.suptitle(gone.strip(), fontsize=13)
-    if attacks := attacks_of([result.settings.model_dump() for _, result in grid.used]):
-        under_attack(figure, "; ".join(attacks))
+    if grid.attacks:
+        under_attack(figure, "; ".join(grid.attacks))
     return figure

@@ -14,8 +14,10 @@ import torch
 
 from fedlora.core import files
 from fedlora.errors import CheckpointError, ConfigError, DataError, WorkerDied
+from fedlora.experiments.grid import Grid
 from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.result import Result
+from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import forget_failed, gather, note_failed, read_failed, read_results, summarise
 from fedlora.runs import manifest, resuming
 from fedlora.runs.folder import RunFolder
@@ -82,13 +84,18 @@ class Places:
         machine says nothing about the run."""
         return read_failed(self.results) | self._failed_here(by_machine=False)
 
-    def failed_by_machine(self) -> dict[str, str]:
-        """Digest -> reason, for runs that this machine failed to run."""
-        return self._failed_here(by_machine=True)
-
     def _failed_here(self, *, by_machine: bool) -> dict[str, str]:
         told = [json.loads(path.read_bytes()) for path in sorted((self.work / "failures").glob("*.json"))]
         return {one["digest"]: one["error"].partition("\n")[0] for one in told if one["by_machine"] == by_machine}
+
+    def grid(self, experiment: Experiment, profile: str, *, unclean: bool = False) -> Grid:
+        """The experiment with what is finished and what failed. unclean: as in `finished`."""
+        done = self.finished(unclean=unclean)
+        return Grid(experiment, profile, done, self.given_up(), self._failed_here(by_machine=True))
+
+    def again(self, grid: Grid) -> Grid:
+        """The grid with what is finished by now, by any code, and what failed."""
+        return self.grid(grid.experiment, grid.profile, unclean=True)
 
     def keep(self, run: PlannedRun, wall_seconds: float | None) -> None:
         """Store a finished run's result. wall_seconds: of its training; None if it was trained before."""

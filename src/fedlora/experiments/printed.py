@@ -12,14 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
-from pydantic import ValidationError
-
 from fedlora.errors import ConfigError
 from fedlora.experiments.digits import places
 from fedlora.experiments.footnotes import notes
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.scores import parse_number
-from fedlora.experiments.spec import Part
+from fedlora.experiments.spec import Experiment, Part
 from fedlora.experiments.table_source import Table
 from fedlora.experiments.tables import CellScore, score_cells
 from fedlora.given_files import read_toml
@@ -66,6 +64,20 @@ class PaperTable(Part):
         return {row: told for row, told in found.items() if isinstance(told, list)} if isinstance(found, dict) else {}
 
 
+def paper_of(experiment: Experiment) -> PaperTable | None:
+    """The table of the paper that the experiment repeats, from the file beside it; None if it repeats none. Raises
+    `ConfigError` if the file lacks it."""
+    if experiment.paper is None or experiment.folder is None:
+        return None
+    found = read_paper(place := experiment.folder / PAPER_NUMBERS)
+    if experiment.paper not in found:
+        raise ConfigError(
+            f"{experiment.name} repeats the table paper = {experiment.paper!r}, and {place} has only: "
+            f"{', '.join(found) or 'nothing'}. Put a {PAPER_NUMBERS} with this table beside the experiment."
+        )
+    return found[experiment.paper]
+
+
 def read_paper(path: Path) -> dict[str, PaperTable]:
     """Name -> table of the paper; empty if there is no such file.
 
@@ -74,11 +86,7 @@ def read_paper(path: Path) -> dict[str, PaperTable]:
     """
     found = {}
     for name, raw in (read_toml(path, "the paper's numbers") if path.is_file() else {}).items():
-        try:
-            found[name] = table = PaperTable.model_validate(raw)
-        except ValidationError as error:
-            wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise ConfigError(f"{path}: [{name}] is no table of a paper: {wrong}.") from error
+        found[name] = table = PaperTable.read(raw, f"{path}: [{name}] is no table of a paper")
         for block in [""] if table.blocks is None else table.rows:
             for row, told in table.of_block(block).items():
                 if len(told) != len(table.heads):
@@ -210,7 +218,7 @@ class _Filled:
     def _caption(self) -> str:
         times = f", times {self.paper.times:g}" if self.paper.times != 1 else ""
         when = _WHEN.get(self.number, self.number)
-        seeds = len(self.grid.experiment.profile(self.grid.profile).seeds)
+        seeds = len(self.grid.seeds)
         of = f"mean ± standard deviation over {seeds} seeds" if seeds > 1 else "of one seed"
         return (
             f"{self.paper.caption} *{OURS}*: profile {self.grid.profile}, {when}, {of}{times}; *{PAPER}*: as printed; "

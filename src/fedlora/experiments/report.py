@@ -14,6 +14,7 @@ from typing import Any
 from fedlora.core import files
 from fedlora.errors import ConfigError, counted
 from fedlora.experiments.claims import Claims
+from fedlora.experiments.decided import Decided
 from fedlora.experiments.decision_words import (
     UNITS,
     by_score,
@@ -33,29 +34,24 @@ from fedlora.experiments.decisions import Answers
 from fedlora.experiments.grid import Grid
 from fedlora.experiments.lost import lost_lines
 from fedlora.experiments.page_tables import table_of, tables_of
-from fedlora.experiments.printed import PaperTable, read_paper
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.table_forms import html
 from fedlora.experiments.table_source import Source, Table
-from fedlora.runs.attack_words import attacks_of
 
 _ONE_LOOK = "Nothing is shown before all of them are there: a look in between would spend the error rate."
 
 
 @dataclass(frozen=True)
-class Decided:
-    """The page's input about verdicts. answers: every family with a plan. grids: experiment -> its planned runs. past:
-    experiment -> the history of its verdicts, from its plan."""
+class Verdicts:
+    """The page's input about verdicts. experiments: by name, asked or not. found: of those with a plan, by name."""
 
     claims: Claims
     experiments: Mapping[str, Experiment]
-    answers: Sequence[Answers] = ()
-    grids: Mapping[str, Grid] = field(default_factory=dict)
-    past: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    found: Mapping[str, Decided] = field(default_factory=dict)
 
 
-def write_report(path: Path, grids: Sequence[Grid], paper: Path, decided: Decided | None = None) -> None:
-    """Write the page, on grids with any result. paper: the file of the paper's numbers, which may be missing.
+def write_report(path: Path, grids: Sequence[Grid], verdicts: Verdicts | None = None) -> None:
+    """Write the page, on grids with any result.
 
     Raises:
         ConfigError: jinja2 or matplotlib is missing, or there is no result at all.
@@ -66,9 +62,8 @@ def write_report(path: Path, grids: Sequence[Grid], paper: Path, decided: Decide
         from markupsafe import Markup
     except ImportError as error:
         raise ConfigError("the report needs jinja2 and matplotlib: pip install 'fedlora[plot]'.") from error
-    printed = read_paper(paper)
     shown = [grid for grid in grids if grid.used]
-    if not shown and not (decided and decided.answers):
+    if not shown and not (verdicts and verdicts.found):
         raise ConfigError("no experiment has a result that may be shown; run some first.")
     results = {result.digest: result for grid in shown for _, result in grid.used}.values()
     folder = Path(__file__).parent
@@ -76,27 +71,27 @@ def write_report(path: Path, grids: Sequence[Grid], paper: Path, decided: Decide
     pages.filters["sheet"] = lambda table, kind="": Markup(html(table, kind))
     text = pages.get_template("page.html").render(
         style=folder.joinpath("style.css").read_text(encoding="utf-8"),
-        decided=None if decided is None else decided_part(decided),
-        sections=[section(grid, printed.get(grid.experiment.paper or "")) for grid in shown],
+        decided=None if verdicts is None else decided_part(verdicts),
+        sections=[section(grid) for grid in shown],
         runs=len(results),
         commits=sorted({commit for result in results for commit in result.commits(12)}),
-        machines=sorted({(part.machine or result.machine).words for result in results for part in result.made}),
+        machines=sorted({part.machine.words for result in results for part in result.made}),
     )
     files.write(path, text)
 
 
-def section(grid: Grid, paper: PaperTable | None = None) -> dict[str, Any]:
-    """An experiment's section for page.html. paper: the table of the paper that it repeats."""
+def section(grid: Grid) -> dict[str, Any]:
+    """An experiment's section for page.html."""
     experiment, of = grid.experiment, f"{grid.experiment.name} --profile {grid.profile}"
     apart = "" if grid.profile in ("mini", "paper") else f" ({grid.profile})"
-    made = tables_of(grid, paper=paper)
+    made = tables_of(grid)
     return {
         "name": f"{experiment.name}{apart}".replace(" ", "-"),
         "title": f"{experiment.title}{apart}",
         "question": experiment.question,
         "note": experiment.profile(grid.profile).note,
         "runs": counted(len({run.digest for run, _ in grid.used}), "run"),
-        "attacks": attacks_of([result.settings.model_dump() for _, result in grid.used]),
+        "attacks": grid.attacks,
         "tables": made,
         "below": [
             *dict.fromkeys(line for one in made for line in one.below),
@@ -125,37 +120,36 @@ def _pictures(grid: Grid, margins: Mapping[str, float] | None = None) -> list[ob
 # ---- decisions -------------------------------------------------------------------------------------------------------
 
 
-def decided_part(decided: Decided) -> dict[str, Any]:
+def decided_part(verdicts: Verdicts) -> dict[str, Any]:
     """The verdicts for page.html."""
-    claims = decided.claims
+    claims, known = verdicts.claims, verdicts.experiments
     asked = dict.fromkeys(family.experiment for family in claims.families.values())
     return {
         "alpha": claims.alpha,
-        "claims": claim_rows(claims, decided.answers),
-        "experiments": [_decided(decided, name) for name in asked if name in decided.experiments],
+        "claims": claim_rows(claims, [one for found in verdicts.found.values() for one in found.answers]),
+        "experiments": [_decided(known[name], verdicts.found.get(name)) for name in asked if name in known],
     }
 
 
-def _decided(decided: Decided, name: str) -> dict[str, Any]:
-    found = [one for one in decided.answers if one.family.experiment == name]
+def _decided(experiment: Experiment, decided: Decided | None) -> dict[str, Any]:
+    name, found = experiment.name, [] if decided is None else decided.answers
     complete = [one for one in found if one.complete]
-    waiting = {one.there: one for one in found if not one.complete}.values()
     state = ""
-    if not found:
+    if decided is None:
         state = f"Not asked yet: {name} has no plan. Its first step: fedlora experiment run {name} --profile pilot"
-    elif waiting:
-        state = f"{', '.join(f'{one.there} of {one.wanted}' for one in waiting)} planned seeds are there. {_ONE_LOOK}"
-    grid = decided.grids.get(name) if found and not waiting else None
+    elif decided.late:
+        state = f"{decided.late}. {_ONE_LOOK}"
+    grid = decided.grid if decided is not None and not decided.late else None
     mechanism = table_of("mechanism", Source(grid)) if grid else None
     return {
-        "name": name, "title": decided.experiments[name].title, "state": state, "tally": tally_in_words(complete),
+        "name": name, "title": experiment.title, "state": state, "tally": tally_in_words(complete),
         "families": [
             {"question": one.family.question,
              "lines": [{"mark": mark(a), "kind": kind(a), "setup": a.question.setup, "words": sentence(one, a)}
                        for a in one.answers]}
             for one in found
         ],
-        "remarks": [*remarks(found), *decided.past.get(name, [])],
+        "remarks": [*remarks(found), *(decided.plan.history if decided else [])],
         "tables": [Table(headings(one.family), rows(one), title(one)) for one in complete],
         "maps": _maps(name, complete),
         "pictures": _pictures(grid, margins(found)) if grid else [],
@@ -173,12 +167,11 @@ def _maps(name: str, found: Sequence[Answers]) -> list[object]:
 
     made: list[object] = []
     for score, of in by_score(found).items():
-        _, factor, digits = UNITS[score]
         told = "; ".join(
             f"{a.question.words}: "
-            + (a.why if a.test is None else f"{factor * a.test.mean:+.{digits}f}, {verdict_in_words(a)}")
+            + (a.why if a.test is None else f"{UNITS[score].size(a.test.mean, '+')}, {verdict_in_words(a)}")
             for one in of
             for a in one.answers
         )
-        made.append(Markup(inline(map_figure(of), f"Heat map of {name}, {UNITS[score][0]}. {told}.")))
+        made.append(Markup(inline(map_figure(of), f"Heat map of {name}, {UNITS[score].words}. {told}.")))
     return made

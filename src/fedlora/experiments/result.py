@@ -58,7 +58,7 @@ class Made(Part):
     """The origin of a part of a run, the rounds after `after`. commit: None for code outside a checkout."""
 
     commit: Commit | None
-    machine: Machine | None
+    machine: Machine
     after: int = 0
 
     @property
@@ -231,11 +231,6 @@ class Result(Part):
     def megabytes_down(self) -> float | None:
         return self.bytes["total"] / 1e6 - (self.megabytes_up or 0.0) if self.bytes else None
 
-    @property
-    def drift(self) -> float | None:
-        """How far the last update moves, relatively, when clients write theirs in other coordinates."""
-        return self.gauge_drift.get(self.method)
-
     def on_own_data(self, which: str) -> bool:
         """Whether a number describes clients' own models, each on its client's own data, which no server's number is
         comparable with. A merger is measured on the common data."""
@@ -358,7 +353,7 @@ def whole_config(told: Mapping[str, Any]) -> RunConfig:
 
 
 def content(facts: Any) -> str:
-    """A digest of a manifest's facts about a part of the data, or about a model's files."""
+    """A digest of what JSON can hold: of facts about data or a model's files, of settings, of questions."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -11,22 +12,22 @@ import torch
 from fedlora.core.lora import Adapter, LoRA
 from fedlora.core.messages import Client
 from fedlora.errors import ConfigError, FedLoRAError, counted
-from fedlora.experiments.plan import PlannedRun, first_run, mains, searches
+from fedlora.experiments.grid import Grid
+from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.result import PADDED, Result
 from fedlora.experiments.scores import parse_number
-from fedlora.experiments.spec import Experiment
 from fedlora.runs.config import RunConfig
 from fedlora.runs.inputs import MISSING, named, own_paths
 
 
-def check_number(experiment: Experiment, profile: str, which: str) -> None:
-    """Raises `ConfigError`, before anything is run, for a number (`Result.score`) that is unknown, or that no run of
-    the profile can have."""
-    number, whys = parse_number(which), []
-    for cell in experiment.cells(profile):
-        config = first_run(experiment, profile, cell).config
+def check_number(grid: Grid) -> None:
+    """Raises `ConfigError`, before anything is run, for a compared number (`Result.score`) that is unknown, or that no
+    run of the profile can have."""
+    number, whys = parse_number(which := grid.which()), []
+    for cell in grid.cells:
+        config = grid.first(cell).config
         why = number.lacks(config)
-        if number.name == "server, error" and experiment.merged is None and config.method.name != PADDED:
+        if number.name == "server, error" and grid.experiment.merged is None and config.method.name != PADDED:
             why = f"{config.method.name} does not measure it; {PADDED} does"
         if why is None:
             return
@@ -62,14 +63,13 @@ def unfit(config: RunConfig) -> str | None:
 
 
 def clients_of(config: RunConfig) -> int:
-    """The number of clients: the files of data.clients, the tasks of superni, or clients.count, otherwise one for each
-    rank; 0 if only the data tell."""
-    clients, data = config.clients, config.data
+    """The number of clients: the files of data.clients, the tasks of superni, or what the configuration tells."""
+    data = config.data
     if data.clients:
         return len(data.clients)
     if data.task == "superni":
         return data.tasks
-    return clients.count or len([] if clients.profile else clients.ranks or [])
+    return config.clients.how_many
 
 
 def missing_files(runs: Sequence[PlannedRun]) -> list[str]:
@@ -106,22 +106,21 @@ def other_files(runs: Sequence[PlannedRun], results: Mapping[str, Result]) -> li
     ]
 
 
-def left_out(
-    experiment: Experiment, profile: str, results: Mapping[str, Result], unclean: Mapping[str, Result], folder: Path,
-    failed: Collection[str],
-) -> list[str]:  # fmt: skip
-    """A line if runs of the profile, of its search or its table, have a result only from uncommitted code. unclean:
-    these results, from `folder`. results: all the others."""
-    aside = {digest: result for digest, result in unclean.items() if digest not in results}
-    runs = [*searches(experiment, profile), *mains(experiment, profile, {**aside, **results}, failed)] if aside else []
+def left_out(grid: Grid, unclean: Mapping[str, Result], folder: Path) -> list[str]:
+    """A line if runs of the grid, of its search or its table, have a result only from uncommitted code. unclean: these
+    results, from `folder`; the grid's own are all others."""
+    aside = {digest: result for digest, result in unclean.items() if digest not in grid.results}
+    mixed = replace(grid, results={**aside, **grid.results})
+    runs = [*mixed.searches, *mixed.runs] if aside else []
     gone = [aside[digest] for digest in dict.fromkeys(run.digest for run in runs) if digest in aside]
     if not gone:
         return []
     whys = ("was installed without git" if one.commit is None else "was changed after its commit" for one in gone)
     why = " and ".join(f"{count} of code that {what}" for what, count in Counter(whys).items())
+    name, profile = grid.experiment.name, grid.profile
     return [
-        f"{experiment.name}, profile {profile}: {counted(len(gone), 'finished run')} left out, because no commit says "
-        f"which code made them: {why}. They stand in {folder}. To have such runs counted, make them from a git "
-        f"checkout without changes (git clone, pip install -e), in a new work folder: fedlora experiment run "
-        f"{experiment.name} --profile {profile} --work NEW."
+        f"{name}, profile {profile}: {counted(len(gone), 'finished run')} left out, because no commit says which code "
+        f"made them: {why}. They stand in {folder}. To have such runs counted, make them from a git checkout without "
+        f"changes (git clone, pip install -e), in a new work folder: fedlora experiment run {name} --profile {profile} "
+        f"--work NEW."
     ]

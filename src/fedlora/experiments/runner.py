@@ -7,11 +7,9 @@ and a process that finds a run taken does the others first, then waits for it (`
 from __future__ import annotations
 
 import gc
-import hashlib
-import json
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -24,11 +22,10 @@ from fedlora.errors import CheckpointError, FedLoRAError, FilesChanged, WorkerDi
 from fedlora.experiments.leases import Claims
 from fedlora.experiments.origin import made_by, note
 from fedlora.experiments.places import Places, by_machine
-from fedlora.experiments.plan import PlannedRun, mains, searches, with_mergers_of
+from fedlora.experiments.plan import PlannedRun
 from fedlora.experiments.pool import LOOK, Slot, run_in_slots
 from fedlora.experiments.result import content
 from fedlora.experiments.runnable import check_private_data
-from fedlora.experiments.spec import Experiment
 from fedlora.experiments.store import MERGERS, data_of
 from fedlora.runs import resuming
 from fedlora.runs.client_data import deal
@@ -51,18 +48,6 @@ class Outcome:
     seconds: float | None
     error: str | None
     by_machine: bool = False
-
-
-def missing(experiment: Experiment, profile: str, places: Places, failed: Collection[str] = ()) -> list[PlannedRun]:
-    """The runs that can be started now: the search's, or a cell's if its search is done. failed: digests of search runs
-    that the search does without."""
-    done = places.finished(unclean=True)
-    wanted = [*searches(experiment, profile), *mains(experiment, profile, done, failed)]
-    found: dict[str, PlannedRun] = {}
-    for run in wanted:
-        if (left := run.left(done)) is not None:
-            found[run.digest] = with_mergers_of(left, found.get(run.digest))
-    return list(found.values())
 
 
 def run_all(
@@ -198,12 +183,8 @@ def _merge(run: PlannedRun, prepared: Prepared, places: Places) -> None:
     now = made_by(prepared.manifest)
     for label, facts in made.items():
         told = before.get(label, facts)["merger"] == facts["merger"]  # another experiment's label may mean another one
-        before[label if told else f"{label} ({_short_digest(facts['merger'])})"] = {**facts, "made": now}
+        before[label if told else f"{label} ({content(facts['merger'])[:8]})"] = {**facts, "made": now}
     folder.write_json(MERGERS, before)
-
-
-def _short_digest(settings: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def _trained(run: PlannedRun, prepared: Prepared, folder: RunFolder) -> bool:

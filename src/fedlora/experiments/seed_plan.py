@@ -8,11 +8,9 @@ verdict; the previous plan is in the repository's history.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,8 +23,8 @@ from fedlora.errors import ConfigError
 from fedlora.experiments.claims import Claims, Family, Question
 from fedlora.experiments.decisions import Scores, gaps_of
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.plan import PlannedRun, first_run, searches
-from fedlora.experiments.result import Commit, Part, Result
+from fedlora.experiments.plan import PlannedRun
+from fedlora.experiments.result import Commit, Part, Result, content
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.verdicts import seeds_needed, weigh
 from fedlora.runs.inputs import named
@@ -97,19 +95,15 @@ def asked(claims: Claims, experiment: str) -> str:
     }
     gate = claims.gates.get(experiment)
     told = [families, claims.alpha, claims.power, gate.model_dump(mode="json") if gate else None]
-    return _digest(told)
+    return content(told)
 
 
 def definitions(experiment: Experiment, profile: str) -> dict[str, str]:
     """Cell, in words -> a digest of its runs, whatever their seed: the configuration, by the names of its files, and a
     merger's settings."""
-    alike = experiment.with_seeds(profile, [0])
-    runs = [first_run(alike, profile, cell) for cell in alike.cells(profile)]
-    return {", ".join(run.cell.values()): _digest([named(run.config).digest(), run.mergers]) for run in runs}
-
-
-def _digest(told: object) -> str:
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+    grid = Grid(experiment.with_seeds(profile, [0]), profile)
+    runs = [grid.first(cell) for cell in grid.cells]
+    return {", ".join(run.cell.values()): content([named(run.config).digest(), run.mergers]) for run in runs}
 
 
 def make_plan(
@@ -119,24 +113,27 @@ def make_plan(
     exist already.
 
     Args:
-        grid: at the profile that answers. pilot: from `read_scores`, at the pilot's profile.
+        grid: at the profile that answers the families' questions. pilot: from `read_scores`, at the pilot's profile.
         seen: all existing results, including those of a changed checkout.
 
     A question whose set-up has no pilot takes the largest spread of its pair.
 
     Raises:
-        ConfigError: no family asks about the experiment, a pair lacks a pilot, or the search is not done.
+        ConfigError: a pair lacks a pilot, or the search is not done.
     """
     experiment = grid.experiment
     families = claims.of(experiment.name)
-    if not families:
-        raise ConfigError(f"no family asks the experiment {experiment.name}: there is nothing to plan.")
     spreads = {name: spreads_of(name, family, experiment, pilot) for name, family in families.items()}
-    needed = needed_seeds(claims, families, spreads)
-    known = experiment.profile(grid.profile).seeds
-    seeds = known[: wanted_seeds(families, needed)]
+    needed = {  # to find equal methods equivalent at the largest spread
+        name: seeds_needed(
+            max(spreads[name].values()), family.margin, len(family.questions), alpha=claims.alpha, power=claims.power
+        )
+        for name, family in families.items()
+    }
+    known = grid.seeds
+    seeds = known[: max(max(4, min(family.cap, needed[name])) for name, family in families.items())]
     planned = grid.of_seeds(seeds).runs
-    cells = sum(1 for _ in experiment.cells(grid.profile))
+    cells = len(grid.cells)
     if len(planned) < cells * len(seeds):
         raise ConfigError(
             f"the search of {experiment.name}, profile {grid.profile}, is not done: {len(planned) // len(seeds)} of "
@@ -150,24 +147,6 @@ def make_plan(
         written=datetime.now(UTC).isoformat(timespec="seconds"), profile=grid.profile, seeds=seeds, needed=needed,
         spreads=spreads, rates=rates(grid), results=Before(there=there, of=len(planned)),
     )  # fmt: skip
-
-
-def needed_seeds(
-    claims: Claims, families: Mapping[str, Family], spreads: Mapping[str, Mapping[str, float]]
-) -> dict[str, int]:
-    """Family -> the seeds with which equal methods are found equivalent, from its largest spread."""
-    return {
-        name: max(
-            seeds_needed(spread, family.margin, len(family.questions), alpha=claims.alpha, power=claims.power)
-            for spread in spreads[name].values()
-        )
-        for name, family in families.items()
-    }
-
-
-def wanted_seeds(families: Mapping[str, Family], needed: Mapping[str, int]) -> int:
-    """The number of planned seeds: what the neediest family may have, and at least four."""
-    return max(max(4, min(families[name].cap, n)) for name, n in needed.items() if name in families)
 
 
 def spreads_of(name: str, family: Family, experiment: Experiment, pilot: Scores) -> dict[str, float]:
@@ -195,12 +174,12 @@ def spreads_of(name: str, family: Family, experiment: Experiment, pilot: Scores)
 def rates(grid: Grid) -> list[Rate]:
     """For each label of the searched axes: the chosen value, and the score on validation of each value and seed; if
     cells share one value, for each of them, by its label and the seed ("glora, 7")."""
-    experiment, profile = grid.experiment, grid.profile
+    experiment = grid.experiment
     if experiment.tune is None:
         return []
     over, axis = experiment.tune.over, experiment.merged or grid.rows
     scored: list[tuple[dict[str, str], PlannedRun, float]] = []  # (labels of the axes, run of the search, score)
-    for run in searches(experiment, profile):
+    for run in grid.searches:
         labels: Mapping[str, Mapping[str, Any]] = run.mergers or {run.cell.get(axis, ""): {}}
         found = grid.results.get(run.digest)
         for label, merger in labels.items():
@@ -212,7 +191,7 @@ def rates(grid: Grid) -> list[Rate]:
         by_run = evidence.setdefault(tuple(at[a] for a in over), {}).setdefault(f"{run.tuned:g}", {})
         by_run[", ".join([*(at[a] for a in shared), str(run.seed)])] = None if math.isnan(score) else round(score, 6)
     chosen: dict[tuple[str, ...], Rate] = {}
-    for cell in experiment.cells(profile):
+    for cell in grid.cells:
         key = tuple(cell[axis] for axis in over)
         if key not in chosen:
             made = grid.choice(cell)
@@ -272,18 +251,3 @@ def check_plan(plan: SeedPlan, claims: Claims, experiment: Experiment) -> None:
             f"the questions of {experiment.name} differ from its plan of {plan.written}: {what} changed since. Undo "
             f"that, or plan again (fedlora experiment plan {experiment.called} --again); the plan will show it."
         )
-
-
-def still_open(results: Path, grid: Grid) -> str:
-    """ "2 of 4 planned seeds of small are there", for a profile whose plan waits for runs; otherwise "". A number from
-    these runs would be a look before its time."""
-    plan = plan_there(results, grid.experiment.name)
-    if plan is None or plan.profile != grid.profile:
-        return ""
-    planned = grid.of_seeds(plan.seeds)
-    cells = sum(1 for _ in grid.experiment.cells(grid.profile))
-    ended = Counter(r.seed for r in planned.runs if r.digest in grid.failed or r.result(grid.results) is not None)
-    there = sum(count == cells for count in ended.values())
-    if there == len(plan.seeds):
-        return ""
-    return f"{there} of {len(plan.seeds)} planned seeds of {grid.experiment.name} are there"

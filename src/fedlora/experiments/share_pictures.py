@@ -19,7 +19,7 @@ from fedlora.experiments.picture_style import (
     wrapped,
 )
 from fedlora.experiments.scores import explained, parse_number
-from fedlora.experiments.tables import metrics_of, score_by, score_cells
+from fedlora.experiments.tables import score_by
 from fedlora.runs.drawing import COLOURS, words
 
 _SETS = {"test, last": "tasks that clients train on", "unseen, last": "tasks that nobody trains on"}
@@ -55,7 +55,7 @@ def reaching_figure(grid: Grid) -> Figure | None:
         plt.Line2D([], [], color=line_style(k)[0], linestyle=line_style(k)[1], linewidth=2.5, label=label)
         for k, label in enumerate(labels)
     ])  # fmt: skip
-    metric = next(iter(metrics_of(score_cells(grid))), None)
+    metric = next(iter(grid.metrics), None)
     counts = seeds_in_words([one.runs for lines in panels.values() for one in lines.values()])
     return finished(figure, grid, wrapped(f"{explained(grid.which(), metric)}; {counts} runs each", 56))
 
@@ -90,7 +90,7 @@ def categories_figure(grid: Grid) -> Figure | None:
         axis.set_title(": ".join([*([where] if where else []), _SETS[which]]), loc="left", fontweight="bold")
         axis.tick_params(axis="y", length=0)
         axis.grid(alpha=0.6)
-    axes[-1, 0].set_xlabel(" or ".join(map(words, metrics_of(score_cells(grid)))))
+    axes[-1, 0].set_xlabel(" or ".join(map(words, grid.metrics)))
     legend(figure, [
         plt.Line2D([], [], linestyle="none", marker=MARKERS[k % len(MARKERS)], color=COLOURS[k % len(COLOURS)],
                    markersize=8, label=label)

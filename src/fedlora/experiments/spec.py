@@ -1,6 +1,6 @@
 """An experiment: a base configuration, axes of named changes to it, a learning-rate search, seeds, profiles.
 
-title, question, claims         words
+title, question                 words
 [run.*]                         tables of a run's configuration, common to all; relative paths start at this file
 [axes.NAME]                     label -> changes, as { "clients.alpha" = 0.1 }; a cell is one label of each axis. An
                                 empty table removes a table that earlier axes made: { privacy = {} }
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
@@ -30,6 +30,15 @@ class Part(BaseModel):
     """A table of an experiment's file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any], wrong: str) -> Self:
+        """From TOML. Raises `ConfigError`, which begins with `wrong` and names each error."""
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            each = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise ConfigError(f"{wrong}: {each}.") from error
 
 
 class Tune(Part):
@@ -65,7 +74,7 @@ class Profile(Part):
 class Peace(Part):
     """Where nobody attacks: a row's loss there is its price (table `prices`).
 
-    axis: the axis of attacks, not a row axis. label: its label for no attack.
+    axis: the axis of attacks, not the row axis. label: its label for no attack.
     """
 
     axis: str
@@ -87,27 +96,24 @@ class Experiment(Part):
     """One experiment's file.
 
     name: the experiment's name; default: the file's. title: a title for tables and the report. question: the question,
-    for tables and the report. metric: the number to compare, such as "test, last". rows: the axes that are rows of its
-    table; the first one's labels are compared. columns: the axes that are columns; default: all others. reference: a
-    label of the first row axis, with which the others are compared. paper: its key in paper_numbers.toml. claims: names
-    of claims in claims.toml, for readers. run: the tables of a run's configuration, common to all; relative paths start
-    at this file. axes: axis -> label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes one that only an
-    earlier axis made. tune: the search for the best value of a key. profiles: scales to run at, by name. skip:
-    combinations of labels that are not cells; `why`, beside the labels, is told under the tables. peace: the label
-    without an attack, for a table of each row's cost there and its saving elsewhere. budgets: the axes of a table and a
-    picture of scores by epsilon. merged: an axis whose labels are not changes of the run but mergers of its uploads:
-    one run serves them all.
+    for tables and the report. metric: the number to compare, such as "test, last". rows: the axis whose labels are
+    compared, a row of a table each. reference: one of these labels, with which the others are compared. paper: its key
+    in paper_numbers.toml. run: the tables of a run's configuration, common to all; relative paths start at this file.
+    axes: axis -> label -> changes, as { "clients.alpha" = 0.1 }; an empty table removes one that only an earlier axis
+    made. tune: the search for the best value of a key. profiles: scales to run at, by name. skip: combinations of
+    labels that are not cells; `why`, beside the labels, is told under the tables. peace: the label without an attack,
+    for a table of each row's cost there and its saving elsewhere. budgets: the axes of a table and a picture of scores
+    by epsilon. merged: an axis whose labels are not changes of the run but mergers of its uploads: one run serves them
+    all.
     """
 
     name: str
     title: str
     question: str
     metric: str = "test, last"
-    rows: list[str] = ["method"]
-    columns: list[str] = []
+    rows: str = "method"
     reference: str | None = None
     paper: str | None = None
-    claims: list[str] = []
     run: dict[str, Any]
     axes: dict[str, dict[str, Changes]]
     tune: Tune | None = None
@@ -150,11 +156,11 @@ class Experiment(Part):
     def with_seeds(self, profile: str, seeds: Sequence[int]) -> Experiment:
         """The experiment with these seeds instead of the profile's."""
         changed = self.profile(profile).model_copy(update={"seeds": list(seeds)})
-        return self._with({"profiles": {**self.profiles, profile: changed}}, self._only)
+        return self.model_copy(update={"profiles": {**self.profiles, profile: changed}})
 
     def without(self, cells: Sequence[Cell]) -> Experiment:
         """The experiment without these cells."""
-        return self._with({"skip": [*self.skip, *map(dict, cells)]}, self._only)
+        return self.model_copy(update={"skip": [*self.skip, *map(dict, cells)]})
 
     def narrowed(self, profile: str, only: Mapping[str, Sequence[str]]) -> Experiment:
         """The experiment with only the cells of these labels of some axes, each run as in the whole experiment.
@@ -171,14 +177,10 @@ class Experiment(Part):
                     f"{axis} of experiment {self.name}, profile {profile}, has no {unknown[0]!r}; it has "
                     f"{', '.join(map(repr, known))}."
                 )
-        made = self._with({}, dict(only))
+        made = self.model_copy()
+        made._only = dict(only)
         if not any(made.cells(profile)):
             raise ConfigError(f"experiment {self.name}, profile {profile}, skips all cells of {dict(only)}.")
-        return made
-
-    def _with(self, fields: Mapping[str, Any], only: Mapping[str, Sequence[str]]) -> Experiment:
-        made = self.model_copy(update=fields)
-        made._folder, made._only = self.folder, only  # a copy of the fields lacks private attributes
         return made
 
     def cells(self, profile: str) -> Iterator[Cell]:
@@ -220,11 +222,7 @@ def load_experiment(path: Path) -> Experiment:
         ConfigError: no such file, no TOML, or not an experiment, with a line for each error.
     """
     raw = read_toml(path, "the experiment")
-    try:
-        experiment = Experiment.model_validate({"name": path.stem, **raw})
-    except ValidationError as error:
-        wrong = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise ConfigError(f"{path} is not an experiment: {wrong}.") from error
+    experiment = Experiment.read({"name": path.stem, **raw}, f"{path} is not an experiment")
     check_names(experiment, f"{path}: ")
     experiment._folder = path.parent
     return experiment

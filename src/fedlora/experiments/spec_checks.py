@@ -43,27 +43,24 @@ def _twice(whose: str, values: Sequence[object]) -> Iterator[str]:
 
 def _axes(experiment: Experiment) -> Iterator[str]:
     """Of the tables."""
-    axes, tune, rows = experiment.axes, experiment.tune, experiment.rows
+    axes, tune = experiment.axes, experiment.tune
     there = f"is not an axis; there are {', '.join(axes)}."
-    yield from _twice("rows and columns", [*rows, *experiment.columns])
     for metric in [experiment.metric, *(profile.metric for profile in experiment.profiles.values())]:
         if metric is not None:
             yield from said_by(lambda metric=metric: parse_number(metric))  # type: ignore[misc]
-    if not rows:
-        yield "rows = [] names no axis; a table has at least one."
-    for axis in [*rows, *experiment.columns, *(tune.over if tune else [])]:
+    for axis in [experiment.rows, *(tune.over if tune else [])]:
         if axis not in axes:
             yield f"{axis!r} {there}"
-    if experiment.reference is not None and rows:
-        yield from _unknown(experiment, "reference", rows[0], experiment.reference)
+    if experiment.reference is not None:
+        yield from _unknown(experiment, "reference", experiment.rows, experiment.reference)
     if experiment.merged is not None and experiment.merged not in axes:
         yield f"merged = {experiment.merged!r} {there}"
     elif experiment.merged is not None:
         yield from said_by(lambda: resolved(axes[experiment.merged or ""]))
     if experiment.peace is not None:
         yield from _unknown(experiment, "peace", experiment.peace.axis, experiment.peace.label)
-        if experiment.reference is None or experiment.peace.axis in rows[:1]:
-            yield "peace asks what each row costs beside a reference: name one, and another axis than the first row."
+        if experiment.reference is None or experiment.peace.axis == experiment.rows:
+            yield "peace asks what each row costs beside a reference: name one, and another axis than that of rows."
     if experiment.budgets is not None:
         budgets = experiment.budgets
         yield from _unknown(experiment, "budgets", budgets.axis, budgets.none)

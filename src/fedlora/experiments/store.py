@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -25,6 +24,7 @@ from fedlora.errors import CheckpointError
 from fedlora.experiments.leases import alone
 from fedlora.experiments.origin import made_by, noted
 from fedlora.experiments.result import History, Result, content, short_config
+from fedlora.given_files import parse_json
 from fedlora.runs.config import RunConfig
 from fedlora.runs.folder import RunFolder, plain
 
@@ -175,9 +175,9 @@ def _read(path: Path, seen: tuple[int, int, int]) -> dict[str, Result]:
     number = 1
     try:
         first, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
-        shared = json.loads(first)["shared"]
+        shared = parse_json(first)["shared"]
         for number, line in enumerate(lines, start=2):
-            own = json.loads(line, parse_float=_finite)
+            own = parse_json(line)
             if own.pop("of", None) != _mark(first):
                 raise CheckpointError(
                     f"{path}, line {number}, belongs to another first line than the file has: two versions of the file "
@@ -200,13 +200,6 @@ def _read(path: Path, seen: tuple[int, int, int]) -> dict[str, Result]:
             f"{path}, line {number}, is no result ({' '.join(why[:3])}). Restore the file (git){way}."
         ) from error
     return found
-
-
-def _finite(text: str) -> float:
-    """A float; 1e999 is not a number that we wrote."""
-    if math.isinf(value := float(text)):
-        raise ValueError(f"{text} is beyond every number")
-    return value
 
 
 def _shortest(result: Result) -> dict[str, Any]:

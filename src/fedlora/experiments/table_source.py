@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fedlora.errors import ConfigError
-from fedlora.experiments.claims import Claims
+from fedlora.experiments.decided import Decided
 from fedlora.experiments.decisions import Answers
 from fedlora.experiments.grid import Grid
-from fedlora.experiments.seed_plan import SeedPlan
 
 
 @dataclass(frozen=True)
@@ -40,19 +39,24 @@ class Table:
 
 @dataclass(frozen=True)
 class Source:
-    """The sources of a table. plan, answers, claims: the experiment's; None and empty if it has no plan. words: the
-    words after the kind in a page's block."""
+    """The sources of a table. words: the words after the kind in a page's block. decided: by the experiment's plan, if
+    it has one."""
 
     grid: Grid
     words: str = ""
-    plan: SeedPlan | None = None
-    answers: Sequence[Answers] = ()
-    claims: Claims | None = None
+    decided: Decided | None = None
+
+    @property
+    def planned(self) -> Decided:
+        """For the kinds of table that need one. Raises `ConfigError` without it."""
+        if self.decided is None:
+            raise ConfigError(f"{self.grid.experiment.name} has no plan: fedlora experiment plan writes it.")
+        return self.decided
 
     @property
     def family(self) -> Answers:
         """The family that the words name. Raises `ConfigError` for an unknown name."""
-        known = {one.name: one for one in self.answers}
+        known = {one.name: one for one in self.planned.answers}
         if self.words not in known:
             raise ConfigError(f"{self.grid.experiment.name} is asked by {', '.join(known)}; got {self.words!r}.")
         return known[self.words]

@@ -112,11 +112,8 @@ class Placing:
 
 def score_cells(grid: Grid, number: str = "") -> list[CellScore]:
     """Every cell of the profile with its finished runs. number: a name, as in `Result.score`."""
-    which, experiment = grid.which(number), grid.experiment
-    found: dict[tuple[str, ...], CellScore] = {}
-    seeds = len(experiment.profile(grid.profile).seeds)
-    for cell in experiment.cells(grid.profile):
-        found[tuple(cell.values())] = CellScore(cell, {}, seeds, grid.choice(cell).value)
+    which, seeds = grid.which(number), len(grid.seeds)
+    found = {tuple(cell.values()): CellScore(cell, {}, seeds, grid.choice(cell).value) for cell in grid.cells}
     for run in grid.runs:
         key, result = tuple(run.cell.values()), run.result(grid.results)
         mine = found[key]
@@ -162,7 +159,7 @@ def of_two_units(cells: Sequence[CellScore], axis: str) -> list[str]:
         places.setdefault(where, []).append(cell)
     return [
         f"{where + ': ' if where else ''}{'; '.join(f'{_labels(there, axis, unit)}: {unit}' for unit in units)}. "
-        f"These are numbers of {_METRICS if len(metrics_of(there)) > 1 else _DATA}"
+        f"These are numbers of {_METRICS if len({cell.metric for cell in there if cell.metric}) > 1 else _DATA}"
         for where, there in places.items()
         if len(units := units_of(there)) > 1
     ]
@@ -180,16 +177,11 @@ def _labels(cells: Sequence[CellScore], axis: str, unit: str) -> str:
     return ", ".join(dict.fromkeys(cell.cell[axis] for cell in cells if cell.unit == unit))
 
 
-def metrics_of(cells: Iterable[CellScore]) -> list[str]:
-    """Each metric once, from cells that were run."""
-    return list(dict.fromkeys(cell.metric for cell in cells if cell.metric is not None))
-
-
 def score_by(grid: Grid, told: Callable[[Result], Mapping[str, float]]) -> dict[tuple[str, str], dict[str, float]]:
-    """(labels of the other axes, label of the first row axis, with its metric if there are several) -> what `told`
+    """(labels of the other axes, label of the row axis, with its metric if there are several) -> what `told`
     names -> its mean over seeds."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
-    mixed = len({result.metric for _, result in grid.used}) > 1
+    mixed = len(grid.metrics) > 1
     for run, result in grid.used:
         where = ", ".join(run.cell[axis] for axis in grid.axes if axis != grid.rows)
         mine = found.setdefault((where, run.cell[grid.rows] + (f" ({result.metric})" if mixed else "")), {})

@@ -7,18 +7,17 @@ from statistics import fmean
 
 from fedlora.experiments import decision_words
 from fedlora.experiments.claims import Family, setup_axis
-from fedlora.experiments.decision_words import UNITS, margin_in_words, seeds_in_words
+from fedlora.experiments.decision_words import UNITS, seeds_in_words
 from fedlora.experiments.digits import in_words, shown
 from fedlora.experiments.scores import scale
 from fedlora.experiments.spec import Experiment
 from fedlora.experiments.table_source import Source, Table
-from fedlora.experiments.tables import metrics_of, score_cells
 from fedlora.experiments.verdicts import per_cent
 
 
 def decisions(source: Source) -> Table:
     """The verdicts of a family. words: its name."""
-    found, alpha = source.family, source.claims.alpha if source.claims else 0.0
+    found, alpha = source.family, source.planned.claims.alpha
     columns, rows = decision_words.headings(found.family), decision_words.rows(found)
     if all(answer.test is None for answer in found.answers):  # leave out empty columns
         columns, rows = [*columns[:2], columns[-1]], [[*row[:2], row[-1]] for row in rows]
@@ -27,7 +26,7 @@ def decisions(source: Source) -> Table:
 
 def gates(source: Source) -> Table:
     """By how much LoRA beats a head alone, by set-up, and with how many seeds that would pass. words: a family."""
-    found, claims = source.family, source.claims
+    found, claims = source.family, source.planned.claims
     rows = [
         [gate.setup, label, in_words(gate.ahead[label], gate.spread[label]),
          "not ahead by the margin" if (needed := gate.needed[label]) is None else seeds_in_words(needed),
@@ -35,8 +34,8 @@ def gates(source: Source) -> Table:
         for gate in found.gates for label in gate.ahead
     ]  # fmt: skip
     columns = ["set-up", "", "log-loss lower than a head's by, mean ± sd", "seeds that it would take", "set-up is"]
-    gate = None if claims is None else claims.gates.get(source.grid.experiment.name)
-    if claims is None or gate is None:
+    gate = claims.gates.get(source.grid.experiment.name)
+    if gate is None:
         return Table(columns, rows, "", found.gate_notes)
     where = f" (measured in {gate.head_of.experiment}, {gate.head_of.setup})" if gate.head_of else ""
     caption = (
@@ -51,23 +50,20 @@ def gates(source: Source) -> Table:
 def seeds(source: Source) -> Table:
     """The plan's numbers: the largest spread of a gap in the pilot, the seeds that it takes, the planned seeds, and
     what these can show at the largest spread."""
-    plan, claims = source.plan, source.claims
-    if plan is None or claims is None:
-        return Table(["family"], [], "")
+    plan, claims = source.planned.plan, source.planned.claims
     rows, count = [], len(plan.seeds)
     for name, spreads in plan.spreads.items():
         family = claims.families[name]
         question, spread = max(_piloted(source.grid.experiment, family, spreads).items(), key=lambda pair: pair[1])
-        found = claims.powers(name, {question: spread}, count)[question]
-        _, factor, digits = UNITS[family.metric]
-        told = [f"{factor * x:.{digits}f}" for x in (spread, found.gap)]
+        gap, equal = claims.shown_by(count, name, spread)
+        told = [UNITS[family.metric].size(x) for x in (spread, gap)]
         rows.append([name, f"{told[0]} ({question})", seeds_in_words(plan.needed[name]), str(count), told[1],
-                     per_cent(found.equal)])  # fmt: skip
+                     per_cent(equal)])  # fmt: skip
     families = [claims.families[name] for name in plan.spreads]
-    units, margins, caps = (
-        " or ".join(dict.fromkeys(words(family) for family in families))
-        for words in (lambda f: UNITS[f.metric][0].replace(", ", " in "), margin_in_words, lambda f: str(f.cap))
-    )
+    each = [(UNITS[family.metric], family) for family in families]
+    units = " or ".join(dict.fromkeys(f"{unit.score} in {unit.name}" for unit, _ in each))
+    margins = " or ".join(dict.fromkeys(unit.margin(family) for unit, family in each))
+    caps = " or ".join(dict.fromkeys(str(family.cap) for family in families))
     cases, pilot = f"{claims.power:.0%} of cases", len(source.grid.experiment.profile(families[0].pilot).seeds)
     caption = (
         f"*spread*: standard deviation, over the pilot's {pilot} seeds, of the paired gap between two methods "
@@ -91,7 +87,7 @@ def _piloted(experiment: Experiment, family: Family, spreads: Mapping[str, float
 
 def rates(source: Source) -> Table:
     """The searched value of each label, with the score on validation that decided it."""
-    tune, rates = source.grid.experiment.tune, source.plan.rates if source.plan else []
+    tune, rates = source.grid.experiment.tune, source.planned.plan.rates
     if tune is None:
         return Table(["of"], [], "")
     values = list(dict.fromkeys(value for rate in rates for value in rate.validation))
@@ -102,7 +98,7 @@ def rates(source: Source) -> Table:
                  for scores in each]  # fmt: skip
         chosen = "none" if rate.value is None else shown(rate.value)
         rows.append([rate.of, chosen + (f" ({rate.at_the_edge} tried)" if rate.at_the_edge else ""), *means])
-    told = " or ".join(map(scale, metrics_of(score_cells(source.grid)))) or "the score"
+    told = " or ".join(map(scale, source.grid.metrics)) or "the score"
     caption = (
         f"The {tune.key} that the search chose for each row, and {told} on validation data at each value tried, the "
         f"mean over seed{'s' if len(tune.seeds) > 1 else ''} {', '.join(map(str, tune.seeds))} of the search."

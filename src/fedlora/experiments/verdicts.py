@@ -28,7 +28,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -178,27 +177,6 @@ def _alike(gaps: Sequence[float]) -> bool:
 # ---- before the seeds are run ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Power:
-    """The power for one question. spread: of its gaps in the pilot; gap: the smallest true one that is shown, with the
-    claims' power; both in the score's unit. equal: the chance of finding equal methods equivalent."""
-
-    spread: float
-    gap: float
-    equal: float
-
-
-def powers(spreads: Mapping[str, float], margin: float, seeds: int, level: float, power: float) -> dict[str, Power]:
-    """Question -> what this many seeds can show, at the level of one question. spreads: question -> standard deviation
-    of its gaps, as in plans."""
-    return {
-        question: Power(
-            spread, smallest_gap(spread, seeds, level, power), chance_of_equals(spread, margin, seeds, level)
-        )
-        for question, spread in spreads.items()
-    }
-
-
 def smallest_gap(spread: float, seeds: int, level: float, power: float) -> float:
     """The true mean gap that a two-sided t test at `level` finds with that power; 0 for gaps without spread.
 
@@ -222,7 +200,6 @@ def smallest_gap(spread: float, seeds: int, level: float, power: float) -> float
     return float(optimize.brentq(lambda at: found(at) - power, 0.0, end)) * spread / math.sqrt(seeds)
 
 
-@lru_cache(maxsize=4096)  # plans, tables and pages ask again and again
 def chance_of_equals(spread: float, margin: float, seeds: int, level: float) -> float:
     """The chance that both one-sided tests at `level` reject if the true gap is 0; 1 for gaps without spread.
 

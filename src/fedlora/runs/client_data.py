@@ -51,6 +51,16 @@ class Dealt:
     probes: Mapping[str, Mapping[str, TextData]] = field(default_factory=dict)
     categories: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Client -> its number of examples."""
+        return {client: len(part) for client, part in self.parts.items()}
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Empty for a language model."""
+        return next(iter(self.parts.values())).label_names
+
 
 Keep = Callable[[Parts], Parts]  # the parts of one file as drawn -> as they are to be
 
@@ -81,7 +91,7 @@ def deal(config: RunConfig, data_root: Path | None, label_names: Sequence[str] =
 
 def _check_classes(config: RunConfig, dealt: Dealt) -> None:
     """Raise `DataError` for a classification with a single class."""
-    names = next(iter(dealt.parts.values())).label_names
+    names = dealt.classes
     if config.model.task == "classification" and len(names) < 2:
         d = config.data
         files = dict.fromkeys(f for f in (d.train, *d.clients.values(), d.validation, d.test) if isinstance(f, str))
@@ -331,8 +341,7 @@ def training_rows(config: RunConfig, parts: Mapping[str, TextData]) -> dict[str,
 def _dealt(config: RunConfig, data: TextData) -> dict[str, TextData]:
     """One file's training data, distributed to site-1, site-2, ..."""
     c = config.clients
-    count = c.count or (len(c.ranks or ()) if not c.profile else 0)
-    if not count:
+    if not (count := c.how_many):
         raise ConfigError("clients.count is missing: how many clients share data.train?")
     if c.partition == "dirichlet" and data.labels is not None:
         dealt = dirichlet(data.labels, count, c.alpha or 1.0, seed=config.run.seed, min_size=c.min_size)

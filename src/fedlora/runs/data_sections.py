@@ -58,6 +58,11 @@ class ClientsSection(Section):
         """4 and {attention = 4, feed_forward = 8} mean [4] and a list of that table: the same configuration."""
         return [ranks] if isinstance(ranks, dict) or (isinstance(ranks, int) and not isinstance(ranks, bool)) else ranks
 
+    @property
+    def how_many(self) -> int:
+        """The number of clients by `count`, otherwise one for each rank; 0 if only the data tell."""
+        return self.count or len([] if self.profile else self.ranks or [])
+
     def types(self) -> list[RankType]:
         """`ranks` as client types; without them rank 8 for all, or the paper's five for a profile."""
         if self.ranks is None:

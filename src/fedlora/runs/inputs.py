@@ -127,7 +127,7 @@ def _model(config: RunConfig) -> dict[str, Any]:
 
 def _data(config: RunConfig, data: Dealt) -> dict[str, Any]:
     own = {"own_test": {c: _size(p) for c, p in data.own_test.items()}} if config.clients.own_test else {}
-    return {**data_facts(data), **own, "labels": list(next(iter(data.parts.values())).label_names)}
+    return {**data_facts(data), **own, "labels": list(data.classes)}
 
 
 def data_facts(data: Dealt) -> dict[str, Any]:
