@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from fedlora.errors import ConfigError
 from fedlora.flower.terms import certificates
 from fedlora.flower.terms.joining import JoinFile, Request
 from fedlora.flower.terms.names import server_name, sites
+from fedlora.flower.terms.policy import Policy
 
 SETTINGS = {"id": "fed-1", "model": {"task": "classification"}, "train": {"lr": 1e-05, "clip": 1.0}, "none": None}
 
@@ -156,3 +158,21 @@ def test_odd_sites_are_refused_by_name(text: str, words: str) -> None:
 def test_odd_server_names_are_refused(name: str) -> None:
     with pytest.raises(ConfigError, match=r"such as fl\.example\.org; got"):
         server_name(name)
+
+
+def test_a_join_file_with_an_infinite_rank_is_refused(join: JoinFile, tmp_path: Path) -> None:
+    """Its check is right: anybody can calculate it. Before, a traceback."""
+    path = tmp_path / "join.toml"
+    for name in ("rank", "port"):
+        path.write_text(replace(join, **{name: float("inf")}).text())
+        with pytest.raises(ConfigError, match="OverflowError"):
+            JoinFile.read(path)
+
+
+@pytest.mark.parametrize("line", ["__dataclass_self__ = 1", '"x\\ny" = 1', "[clients.acme]"])
+def test_a_policy_with_a_key_of_nobody_s_or_a_client_without_a_rank_is_refused(line: str, tmp_path: Path) -> None:
+    """Before: a traceback, a message of two lines, and a client that no round could serve."""
+    text = f"{line}\n" if line.startswith("[") else f"{line}\n[clients]\nacme = 4\n"
+    with pytest.raises(ConfigError) as refused:
+        Policy.of(text, tmp_path / "policy.toml")
+    assert "\n" not in str(refused.value)

@@ -99,7 +99,7 @@ class JoinFile:
             x509.load_pem_x509_certificates(found.ca.encode())
             if not re.fullmatch(r"[0-9a-f]{64}", found.app):
                 raise ValueError("app is no SHA-256")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:  # int(inf) overflows
             raise ConfigError(
                 f"{what} comes from another version of fedlora: {type(error).__name__}: {error}. Use the same version."
             ) from error

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from pydantic import ConfigDict, Field, ValidationError, field_validator
 from pydantic.dataclasses import dataclass
 
+from fedlora.core.echo import quoted
 from fedlora.core.messages import Client
 from fedlora.errors import ConfigError
 from fedlora.flower.terms.names import check_site, checked_rank
@@ -59,6 +60,8 @@ class Policy:
             raise ValueError("[clients] has a line NAME = RANK for each client; without one, nobody could take part")
         for client, ranks in clients.items():
             check_site(client)
+            if ranks == {}:
+                raise ValueError(f"{client} has no rank")
             for rank in ranks.values() if isinstance(ranks, Mapping) else [ranks]:
                 checked_rank(rank, client)
         return clients
@@ -102,6 +105,8 @@ class Policy:
     @classmethod
     def made(cls, fields: dict[str, Any], what: str) -> Policy:
         """From a person's values. what: their place, for errors. Raises `ConfigError` with each mistake."""
+        if odd := [key for key in fields if not key.isidentifier() or key.startswith("_")]:
+            raise ConfigError(f"{what} has an unknown key {quoted(odd[0], 60)}.")
         try:
             return cls(**fields)
         except ValidationError as error:
