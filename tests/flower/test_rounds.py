@@ -802,6 +802,23 @@ def test_a_round_that_has_become_the_last_one_is_measured(tmp_path: Path) -> Non
     assert not played(2, 2)[1]
 
 
+def test_what_the_sites_have_measured_stays_when_the_server_measures_from_now_on(tmp_path: Path) -> None:
+    """evaluate.target was the sites', and is the server's now. Before, the last round lost its scores."""
+
+    def played(by: Any) -> Any:
+        choosing = Choosing("accuracy", by, lambda round: True)
+        strategy, grid = federation(
+            tmp_path, Server(build("glora")), record=tmp_path / "o", choosing=choosing, resume=True
+        )
+        strategy.after_round = lambda line: {"metrics": {"accuracy": 0.5}} if by == "server" else None
+        strategy.start(grid, num_rounds=1)
+        return strategy.lines.all()[-1]
+
+    before, after = played("sites"), played("server")
+    assert before["site_unmeasured"] or before["site_metrics"]
+    assert after == {**before, "metrics": {"accuracy": 0.5}}
+
+
 # ---- what is written down --------------------------------------------------------------------------------------------
 
 

@@ -102,8 +102,8 @@ class FedLoRA:
         codec: the kind of clients.
         identify: how to identify nodes; by default by their registered names, never by their claims.
         after_round: called with each finished round's line, once its checkpoint is stored; its result is added to the
-            line. With `record`, it is called again after a crash for a round that it had not finished. It may call
-            `stop`.
+            line. With `record`, it is called again after a crash for a round that it had not finished, and for one that
+            is measured later because the settings have changed. It may call `stop`, which is not stored.
         choosing: which score the sites are asked to measure, and when; None: never.
         hooks: what another kind of rounds adds, such as `PrivateRounds`.
         clock: the clock, which also waits.
@@ -188,8 +188,9 @@ class FedLoRA:
         result, self.stopped, self._num_rounds, self._timeout = Result(), None, num_rounds, timeout
         with self._hooks.playing(self), self._reporting_the_end():
             last = self.lines.get(self.round)
-            owes = self.choosing is not None and last is not None and is_finished(last) and self.choosing.owes(last)
-            if last is not None and (owes or not is_finished(last)):  # a crash came between its checkpoint and its end
+            crashed = last is not None and not is_finished(last)  # between its checkpoint and its end
+            owed = last is not None and not crashed and self.choosing is not None and self.choosing.owes(last)
+            if last is not None and (crashed or owed):  # owed: by settings that are new
                 self.read_policy()  # a site that was removed meanwhile is not asked to measure
                 self._finish(grid, last)
             while self.round < num_rounds and self.stopped is None:
@@ -258,8 +259,8 @@ class FedLoRA:
         return barred, round_size(self.policy, barred, self.server.quorum, self.server.rule, self.participation)
 
     def _wait_for_enough(self, grid: Grid) -> None:
-        """Wait until as many clients are online as a round needs, so that none trains in vain; not at all if quarantine
-        leaves fewer, because `check_enough` then says so. 30 s, or longer while the SuperLink fails."""
+        """Wait until as many clients are online as a round needs; not at all if quarantine leaves fewer, because
+        `check_enough` then says so. After 30 s (longer while the SuperLink fails) those that are there are asked."""
         until = self.clock.monotonic() + min(30.0, self.deadline)
         while self.clock.monotonic() < until:
             barred, size = self._size()
@@ -277,8 +278,9 @@ class FedLoRA:
     def _finish(self, grid: Grid, line: Mapping[str, Any]) -> Mapping[str, Any]:
         """The work after a stored round: evaluation, and the final version of its line."""
         if self.choosing is not None:
-            found = self.measure(grid, "validation") if self.choosing.sites_due(self.round) else SiteRound()
-            line = {**line, **found.facts()}
+            asked = self.choosing.sites_due(self.round)
+            if asked or not is_finished(line):  # what a finished round has measured stays, whatever is due now
+                line = {**line, **(self.measure(grid, "validation") if asked else SiteRound()).facts()}
         more = self.after_round(line) if self.after_round is not None else None
         line = self._hooks.line({"metrics": {}, **line, **(more or {})})
         self.lines.put(line)
