@@ -251,6 +251,25 @@ def test_each_message_has_the_superlinks_patience_of_its_own(when: str) -> None:
     assert answers == dict.fromkeys(NODES) and clock.now > 150
 
 
+def test_a_superlink_that_says_who_is_offline_is_not_dead() -> None:
+    """It fails for the first message's whole patience, answers the second ("offline"), and fails for ten seconds more.
+    Before, only a message that was taken gave the patience back, and the third was lost at its first error."""
+    clock = FastClock()
+
+    class Back(Failing):
+        def push_messages(self, messages: Iterable[Message]) -> list[str]:
+            [message] = messages
+            if message.metadata.dst_node_id != 12:
+                return super().push_messages([message])
+            self.until = clock.now + 10
+            return []
+
+    grid = Back(clock, {"cork": [(1, good(13))]})
+    grid.until = DEADLINE + 1
+    answers = {a.client: a.fate for a in collect(grid, questions(), deadline=DEADLINE, clock=clock)}
+    assert answers == {"acme": "not sent", "berlin": "offline", "cork": None}
+
+
 def test_who_is_online_is_asked_again_while_the_superlink_fails() -> None:
     clock, grid = FastClock(), LocalGrid({})
 

@@ -35,8 +35,9 @@ from fedlora.flower.messages.records import record_parcel, to_array, to_tensor
 from fedlora.flower.rounds.attempt import far_ones, update_norm
 from fedlora.flower.rounds.choosing import Choosing
 from fedlora.flower.rounds.events import AttemptFailed, Began, Done, Ended, Fated, PolicyChanged, read_events
+from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of as words_of
-from fedlora.flower.rounds.membership import draw, number_drawn, quarantined, round_size
+from fedlora.flower.rounds.membership import Drawn, asked_of, draw, number_drawn, quarantined, round_size
 from fedlora.flower.rounds.playing import played_by_one
 from fedlora.flower.rounds.progress import progress_of
 from fedlora.flower.rounds.questions import MessageMaker, NotServed, reply_limit
@@ -720,6 +721,31 @@ def test_a_round_that_began_with_bad_sites_is_played_once_others_are_tried(tmp_p
         asked = {message.metadata.dst_node_id for message in grid.sent if message.metadata.group_id.startswith(begun)}
         told = {name for name, one in line["fates"].items() if one["fate"] != "not drawn"}
         assert told == {grid.nodes[node][0] for node in asked}
+        known = strategy.flower_state.receipts  # each of these has read its data, and goes on behind them
+        assert {name for name, one in known.items() if one.answered == number} == told
+
+
+def test_your_own_draw_and_a_loop_that_closes_early(tmp_path: Path) -> None:
+    """The hooks draw two of three, and the loop takes one answer and closes. By hand: one trained, the other is late
+    and named. Before, the close ended in a KeyError."""
+
+    class Two(RoundHooks):
+        def draw(self, strategy: Any, intake: Any, online: Any, barred: Any, size: Any) -> Drawn:
+            assert size.draws == 3
+            return asked_of(strategy.policy, barred, online, ("one", "three"))
+
+    strategy, grid = federation(tmp_path, Server(build("glora"), quorum=1), hooks=Two())
+
+    def first_only(grid: Any, attempt: Any) -> None:
+        attempt.take(next(strategy._exchange(grid, attempt.questions(), attempt.round, "training")))
+
+    strategy._collect_answers = first_only  # type: ignore[method-assign]
+    strategy.start(grid, num_rounds=1)
+    [line] = strategy.lines.all()
+    assert {name: one["fate"] for name, one in line["fates"].items()} == {
+        "one": "trained", "two": "not drawn", "three": "late"
+    }  # fmt: skip
+    assert list(line["missing"]) == ["three"] and "closed" in line["missing"]["three"]
 
 
 def test_a_share_that_only_the_server_has_is_refused(tmp_path: Path) -> None:

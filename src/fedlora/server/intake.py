@@ -107,12 +107,15 @@ class Attendance:
         """Raises `QuorumNotMet` if too few uploads were accepted."""
         quorum = self.terms.quorum or 1
         if len(self.counts) < quorum:
-            refused = "; ".join(f"{c}: {why}" for c, why in sorted(self.refused.items())) or "none"
             raise QuorumNotMet(
                 f"round {self.terms.number}: {len(self.counts)} usable uploads, the quorum is {quorum} "
-                f"({len(self.abstained)} abstained; refused: {refused}). The state is unchanged.",
+                f"({len(self.abstained)} abstained; refused: {self.refused_said()}). The state is unchanged.",
                 self.refused,
             )
+
+    def refused_said(self) -> str:
+        """Who was refused, and why, for an error."""
+        return "; ".join(f"{client}: {why}" for client, why in sorted(self.refused.items())) or "none"
 
     def tally(self, weights: dict[str, float]) -> Tally:
         """Every client's fate, with the weights p_i of those that count."""

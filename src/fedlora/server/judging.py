@@ -175,7 +175,7 @@ def require_enough(rule: Rule, attendance: Attendance, counts: Mapping[str, floa
             "ask more clients.", terms.number, refused, asked.said, len(p),
         )  # fmt: skip
     if few := rule.overcome(p):
-        also = f" ({refused} more were refused for what they sent)" if refused else ""
+        also = f" (refused for what they sent: {attendance.refused_said()})" if refused else ""
         raise QuorumNotMet(f"round {terms.number}: {few}{also}. The state is unchanged.", attendance.refused)
     return rule
 

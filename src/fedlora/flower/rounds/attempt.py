@@ -43,13 +43,21 @@ _FAR = 10.0  # times the median norm
 
 
 class Effect(NamedTuple):
-    """What a fate does to a client for whom a message was made, if the round counts. In an attempt that does not count
-    only `refused` holds.
+    """What a fate does to its client. This table is the only place that decides it.
 
+    In the attempt that counts, all of it holds:
     usable: its upload goes into the model (a robust rule may give it no weight), and its refusals are forgotten.
     keeps_work: its site goes on from its state after this round; otherwise from an older one, and is sent everything.
     keeps_place: its site goes on behind this round's place in its data, as in the engine; otherwise it repeats it.
     refused: it has one more round with a refused upload. The policy allows some before quarantine.
+
+    In an attempt that does not count, only `refused` holds, once a round. The server remembers each fate that is not
+    `usable` until the round is done (`FlowerState.unusable`): who has fewer of them is asked first. If an attempt that
+    counts does not ask the client again, its `keeps_place` still holds, and the round's line has this fate in place of
+    "not drawn".
+
+    A site learns by its next message why its work did not count (`Receipt.why`). The line's `missing` names all
+    clients that keep no work, except for those that were not drawn.
     """
 
     usable: bool = False
@@ -66,11 +74,13 @@ EFFECTS: Mapping[Fate, Effect] = {
     "late": Effect(),
     "offline": Effect(),
     "not sent": Effect(),
+    "quarantined": Effect(),
+    "not drawn": Effect(),
 }
 
 
 class Attempt:
-    """One attempt. Mutable; `close` ends it. Before that, every client for whom a message was made has a fate.
+    """One attempt. Mutable; `close` ends it. Whoever was to be asked and has no fate by then is late, or not sent.
 
     maker: makes the messages of the state before the round. intake: the round's, open. nth: its number. deadline:
     seconds for an answer, and the life of a message. report: called with each fate once it is known; a later fate of
@@ -145,14 +155,13 @@ class Attempt:
     @property
     def missing(self) -> dict[str, str]:
         """Client -> why nothing of it was taken, for all who were drawn or are in quarantine."""
-        there = ("trained", "abstained", "not drawn")
-        return {name: found.why for name, found in self.fates.items() if found.fate not in there}
+        found = {name: one for name, one in self.fates.items() if one.fate != "not drawn"}
+        return {name: one.why for name, one in found.items() if not EFFECTS[one.fate].keeps_work}
 
     def failed(self, error: QuorumNotMet, barred: Mapping[str, str]) -> AttemptFailed:
         """The event that reports its failure: the error, which names those that it refused, and who else is missing.
         barred: as in the event."""
-        said = [f"{name}: {why}" for name, why in self.missing.items()]
-        others = "; ".join(one for one in said if one not in str(error))
+        others = "; ".join(f"{name}: {why}" for name, why in self.missing.items() if name not in error.refused)
         return AttemptFailed(self.round, self.nth, f"{error} Not there: {others}." if others else str(error), barred)
 
     def not_counted(self) -> FlowerState:
@@ -171,6 +180,11 @@ class Attempt:
         Raises:
             QuorumNotMet: too few usable uploads. The state is unchanged; whom the aggregation refused has that fate.
         """
+        for name in self._drawn.asked:  # nobody, if all questions were sent and all answers taken
+            if name not in self._fates:
+                served = name in self._served
+                why = f"the attempt was closed before {'its answer came' if served else 'its message was made'}"
+                self._settle(name, "late" if served else "not sent", why)
         try:
             after = self._intake.close()
         except QuorumNotMet as error:
@@ -216,6 +230,9 @@ class Attempt:
             if counts and effect.keeps_place:
                 receipt = replace(receipt, answered=self.round)
             receipts[name] = replace(receipt, why=self._why_not(name, though_taken.get(name, "")))
+        for name, before in known.unusable.items():
+            if counts and name not in self._served and EFFECTS[cast(Fate, before.fate)].keeps_place:
+                receipts[name] = replace(receipts[name], answered=self.round)
         if self._intake.stored:  # a private sum from before a kill: who trained for it is unknown
             clients = {name: replace(client, held=None) for name, client in clients.items()}
             unsure = Receipt(self.round, self.round, sure=False)

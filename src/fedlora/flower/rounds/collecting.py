@@ -78,11 +78,12 @@ def collect(
     for question in questions:
         sent = _send(grid, question, patience, clock)
         del question
+        if isinstance(sent, _Asked):
+            asked[sent.id] = sent
+        dead = isinstance(sent, Answer) and sent.fate == "not sent" and sent.seconds >= patience
+        patience = 0.0 if dead else full  # a dead SuperLink is not waited for again
         if isinstance(sent, Answer):
-            patience = 0.0 if sent.seconds >= patience else patience  # a dead SuperLink is not waited for again
             yield sent
-        else:
-            patience, asked[sent.id] = full, sent
     told = set[str]()
     while asked:
         for arrival in inbox.look({id: one.limit for id, one in asked.items()}):

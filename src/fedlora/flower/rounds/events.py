@@ -47,7 +47,7 @@ class _Event:
 @dataclass(frozen=True)
 class Began(_Event):
     """An attempt at a round begins. asked: who gets a message; or the fate "not sent", if none could be made or sent.
-    not_asked: everyone else -> {"fate", "why"}. deadline: seconds for the replies."""
+    not_asked: everyone else -> {"fate", "why"}, in this attempt. deadline: seconds for the replies."""
 
     NAME = "began"
     attempt: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,9 @@ from flwr.serverapp import Grid
 
 from fedlora.errors import ConfigError
 from fedlora.flower.rounds.events import Event
+from fedlora.flower.rounds.membership import Drawn, RoundSize, draw
 from fedlora.flower.terms.policy import Policy
+from fedlora.server.intake import Intake
 
 if TYPE_CHECKING:
     from fedlora.flower.rounds.strategy import FedLoRA
@@ -33,6 +35,17 @@ class RoundHooks:
 
     def before_attempt(self, strategy: FedLoRA, grid: Grid) -> None:
         """Before an attempt's clients are drawn, and its intake opens. It may wait, and read the policy again."""
+
+    def draw(
+        self, strategy: FedLoRA, intake: Intake, online: Collection[str], barred: Mapping[str, str], size: RoundSize
+    ) -> Drawn:
+        """Whom an attempt asks, and everyone else's fate. intake: the round's, just opened. online: the clients that
+        are. barred: client -> why it is in quarantine. size: of the round without these."""
+        known = strategy.flower_state
+        return draw(
+            strategy.policy, barred, online, size.draws, seed=strategy.seed, finished=strategy.round,
+            tried={name: before.times for name, before in known.unusable.items()},
+        )  # fmt: skip
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
         """What may be written of a round's line. It is called again with its own result and more: it must then give the

@@ -9,7 +9,7 @@ for it. A round's reports hold only what the list of releases allows; single sit
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,11 +18,13 @@ from flwr.serverapp import Grid
 from fedlora.errors import BudgetSpent, CheckpointError, ConfigError, FedLoRAError, LedgerError
 from fedlora.flower.rounds.events import Began, Ended, Event, Fated, PolicyChanged
 from fedlora.flower.rounds.hooks import RoundHooks
+from fedlora.flower.rounds.membership import Drawn, RoundSize, asked_of
 from fedlora.flower.rounds.private_words import RELEASED, logs_kept_secret, public_event, public_line
 from fedlora.flower.rounds.strategy import FedLoRA
 from fedlora.flower.terms.policy import Policy
 from fedlora.flower.terms.privacy import FederationPrivacy, check_policy
 from fedlora.runs.private_run import PrivateRun
+from fedlora.server.intake import Intake
 
 log = logging.getLogger(__name__)
 _OURS = (ConfigError, CheckpointError, LedgerError, BudgetSpent)  # their texts are about the server's own files
@@ -91,6 +93,12 @@ class PrivateRounds(RoundHooks):
                 log.warning("round 1 waits until all %d members are online", members, extra=RELEASED)
             clock.sleep(1.0)
             strategy.read_policy()
+
+    def draw(
+        self, strategy: FedLoRA, intake: Intake, online: Collection[str], barred: Mapping[str, str], size: RoundSize
+    ) -> Drawn:
+        """Its intake knows whom the release's terms ask."""
+        return asked_of(strategy.policy, barred, online, intake.asked or ())
 
     def line(self, line: Mapping[str, Any]) -> dict[str, Any]:
         return public_line(line, line.get("privacy") or self.private.spent(line["round"]))

@@ -12,25 +12,35 @@
     4. lines.put, _save
     5. _finish
 
-1. Read the policy's file again, wait some 30 s for enough clients, open the server's intake for uploads, and draw
-   clients (membership.py; a private round asks those that its intake names). If a round does not draw everybody, others
-   stand in for clients that are offline, or gave nothing usable in an earlier attempt. A policy or a quarantine that
-   changes during a round holds from its next attempt.
+1. Read the policy's file again, wait for enough clients, open the server's intake for uploads, and draw clients
+   (`hooks`, membership.py). After 30 s without enough it asks those that are there, and the failed attempt names who is
+   missing. If a round does not draw everybody, others stand in for clients that are offline, or gave nothing usable in
+   an earlier attempt. A policy or a quarantine that changes during a round holds from its next attempt.
 2. Send each drawn client that is online a message at its own rank (questions.py, collecting.py), and give each answer
-   its fate as it comes (attempt.py). A client without an answer at the deadline is late: nobody fetches its answer, and
-   its site goes back to its last work that counted.
+   its fate as it comes (attempt.py). Each client has the policy's deadline from the moment at which its own message was
+   sent. Without an answer by then it is late: nobody fetches its answer, and its site goes back to its last work that
+   counted.
 3. Close the intake, which gives the next state. A robust rule may still refuse an upload.
 4. Store the round's line (round_lines.py), then the checkpoint (flower_state.py). From here on the round counts.
 5. Let the sites measure (site_evaluation.py), call `after_round`, and store the line again with what they give.
 
 3 fails if the quorum or the robust rule asks for more usable uploads (`membership.RoundSize` says how many, and who is
 a liar to the rule). Then the server stores the old model again, with new refusals and receipts, as the checkpoint of
-the round before, and begins again at 1, as often as the policy allows. A private round is the same loop with other
-`hooks`: it asks its clients once and has no quorum. After a crash the caller gives the newest sound checkpoint
-(`resume`): lines of later rounds are cut off, and step 5 is done again if the record shows that it had not ended.
+the round before, and begins again at 1, as often as the policy allows. What each fate does to its client, in this
+attempt and in a later one, is the table `attempt.EFFECTS`. Example, with four clients, participation 0.75, quorum 3:
 
-You may give another `hooks`, `codec`, `identify`, `after_round`, `choosing` or `clock`. Hooks and finishing.py also use
-what has no underscore here. Flower's loop would call `configure_train` at 1, `aggregate_train` at 3,
+    attempt 1   asks a, b, c: a trained, b refused, c late. One upload of three is usable, so nothing counts, but b has
+                one more round with a refused upload.
+    attempt 2   asks a and d, who were tried the least, then one of b and c: here b. All three trained: it counts, and
+                b's refusals are forgotten.
+    the line    a, b, d: trained. c: late, as in attempt 1, and its site repeats the round's data.
+
+A private round is the same loop with other `hooks`: it asks its clients once and has no quorum. After a crash the
+caller gives the newest sound checkpoint (`resume`): lines of later rounds are cut off, attempts are counted from 1
+again, and step 5 is done again if the record shows that it had not ended.
+
+You may give another `hooks` (they also draw the clients), `codec`, `identify`, `after_round`, `choosing` or `clock`.
+Hooks and finishing.py also use what has no underscore here. Flower's loop would call `configure_train` at 1, `aggregate_train` at 3,
 `configure_evaluate` and `aggregate_evaluate` at 5. This one has none of them; for stock clients, `stock.StockFedLoRA`
 is a `Strategy`.
 """
@@ -64,10 +74,8 @@ from fedlora.flower.rounds.hooks import RoundHooks
 from fedlora.flower.rounds.log_lines import lines_of, log_to_stdout
 from fedlora.flower.rounds.membership import (
     RoundSize,
-    asked_of,
     check_enough,
     check_playable,
-    draw,
     quarantined,
     round_size,
     with_largest_share,
@@ -136,7 +144,7 @@ class FedLoRA:
     ) -> None:
         self.server, self.policy, self.run, self.clock = server, policy, run, clock
         self.participation, self.choosing, self._hooks = participation, choosing, hooks
-        self._folder, self._seed = folder, seed
+        self._folder, self.seed = folder, seed
         self.codec, self.after_round, self._identify = codec, after_round, identify
         self.flower_state = resume or FlowerState(run, state, members=policy.clients)
         self._identity = run_identity(run, server, state.server)
@@ -241,13 +249,7 @@ class FedLoRA:
         check_enough(size, barred)
         for name in size.liars:
             intake.refuse(UploadRefused(name, barred[name]))
-        if intake.asked is None:
-            drawn = draw(
-                self.policy, barred, maker.online, size.draws, seed=self._seed, finished=self.round,
-                tried={name: before.times for name, before in self.flower_state.unusable.items()},
-            )  # fmt: skip
-        else:  # a private round decides by itself
-            drawn = asked_of(self.policy, barred, maker.online, intake.asked)
+        drawn = self._hooks.draw(self, intake, maker.online, barred, size)
         not_asked = {name: {"fate": fate, "why": why} for name, (fate, why) in drawn.not_asked.items()}
         attempt = Attempt(maker, drawn, intake, nth, self.deadline, self._report)
         self._report(Began(attempt.round, attempt.nth, drawn.asked, not_asked, self.deadline))
