@@ -40,9 +40,9 @@ caller gives the newest sound checkpoint (`resume`): lines of later rounds are c
 again, and step 5 is done again if the record shows that it had not ended.
 
 You may give another `hooks` (they also draw the clients), `codec`, `identify`, `after_round`, `choosing` or `clock`.
-Hooks and finishing.py also use what has no underscore here. Flower's loop would call `configure_train` at 1, `aggregate_train` at 3,
-`configure_evaluate` and `aggregate_evaluate` at 5. This one has none of them; for stock clients, `stock.StockFedLoRA`
-is a `Strategy`.
+Hooks and finishing.py also use what has no underscore here. Flower's loop would call `configure_train` at 1,
+`aggregate_train` at 3, `configure_evaluate` and `aggregate_evaluate` at 5. This one has none of them; for stock
+clients, `stock.StockFedLoRA` is a `Strategy`.
 """
 
 from __future__ import annotations
