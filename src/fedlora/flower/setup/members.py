@@ -88,7 +88,7 @@ def admit(home: Path, request: Path, *, rank: int | None = None, rotate: bool = 
         known = there.key(name).is_file() and old is None and now == before and not learned
         if old is not None:
             _retire(there, "rotated", [there.key(name)])
-        files.write(there.request(name), request.read_bytes())
+        files.write(there.request(name), asked.text())
         files.write(there.key(name), f"{asked.public_key.strip()}\n")
         if learned:
             write_agreed(there.agreement, model)

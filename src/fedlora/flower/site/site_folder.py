@@ -57,9 +57,8 @@ def take_join(folder: Path, join: Path) -> JoinFile:
             f"{join} is for the federation {said.federation}, but {folder} takes part in {before}, so its stored state "
             f"would not fit. Name another folder."
         )
-    content = join.read_bytes()
     files.write(here.ca, said.ca)
-    files.write(here.join, content)
+    files.write(here.join, said.text())
     return said
 
 

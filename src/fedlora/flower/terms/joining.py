@@ -13,7 +13,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from cryptography import x509
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
+from pydantic import Field
 
 from fedlora.core.echo import quoted
 from fedlora.core.read_only import ReadOnly
@@ -91,21 +91,37 @@ class JoinFile:
                 f"own settings belong into site.toml."
             )
         try:
-            server = raw["server"]
-            found = cls(
-                str(raw["federation"]), str(raw["site"]), int(raw["rank"]), str(server["name"]), int(server["port"]),
-                str(server["ca"]), json.dumps(raw["agreed"], sort_keys=True), ReadOnly(raw["facts"]), str(raw["app"]),
-            )  # fmt: skip
-            x509.load_pem_x509_certificates(found.ca.encode())
-            if not re.fullmatch(r"[0-9a-f]{64}", found.app):
-                raise ValueError("app is no SHA-256")
-        except (KeyError, TypeError, ValueError, OverflowError) as error:  # int(inf) overflows
+            said = checked(_Join, raw)
+            x509.load_pem_x509_certificates(said.server.ca.encode())
+        except ValueError as error:
             raise ConfigError(
-                f"{what} comes from another version of fedlora: {type(error).__name__}: {error}. Use the same version."
+                f"{what} comes from another version of fedlora: {error}. Use the same version."
             ) from error
-        check_site(found.site)
-        checked_rank(found.rank, found.site)
-        return found
+        check_site(said.site)
+        checked_rank(said.rank, said.site)
+        at, settings = said.server, json.dumps(said.agreed, sort_keys=True)
+        return cls(
+            said.federation, said.site, said.rank, at.name, at.port, at.ca, settings, ReadOnly(said.facts), said.app
+        )
+
+
+class _Address(Section):
+    name: str = Field(pattern=r"^[!-~]{1,253}$")
+    port: int = Field(ge=1, le=65535)
+    ca: str
+
+
+class _Join(Section):
+    """The tables of a join file."""
+
+    format: str
+    federation: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
+    site: str
+    rank: int
+    app: str = Field(pattern=r"^[0-9a-f]{64}$")
+    server: _Address
+    agreed: dict[str, Any]
+    facts: dict[str, Any]
 
 
 class Request(Section):
