@@ -369,9 +369,34 @@ def test_real_trainers_change_and_end_with_their_owner(tmp_path: Path, base: Pat
         thread.start()
         until_true(lambda: another_works(site, pid), 200)
         (last,) = trainers(site)
+        os.kill(last, signal.SIGSTOP)  # nothing of its own runs any more, so the kernel must end it
         owner.kill()
     thread.join(20)
     until_true(lambda: ended(last))
+
+
+@pytest.mark.parametrize("answer", [b"not json", b"[]", b'{"said": {}, "records": {"arrays": {"arrays": [[1]]}}}'])
+def test_a_trainer_that_answers_with_rubbish_is_replaced(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, answer: bytes
+) -> None:
+    """Before, the next message was answered with what was left in the pipe."""
+    site, made = a_site(tmp_path / "s", base), list[Any]()
+    site.state.mkdir(exist_ok=True)
+
+    def started(self: Trainer) -> Any:
+        here, there = Pipe()
+        there.send_bytes(answer)
+        self._process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        made.append((self._process, there))
+        return here
+
+    monkeypatch.setattr(Trainer, "_started", started)
+    monkeypatch.setattr("fedlora.flower.site.resident._PATIENCE", 0.1)
+    trainer = Trainer(site)
+    for _ in range(2):
+        with pytest.raises(TrainerFailed, match="its trainer ended by SIGTERM"):
+            trainer.work("train", asked_of(agreed(), site))
+    assert len(made) == 2 and all(process.poll() is not None for process, _ in made)
 
 
 def test_a_trainer_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

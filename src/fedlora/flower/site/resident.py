@@ -6,7 +6,7 @@ message. A trainer serves one content of site.toml and of the server's settings:
 its place. It ends with the SuperNode. Only this user can reach the socket: a node starts only in a folder of mode
 0700, and what it makes is for this user (umask 077).
 
-    python -m fedlora.flower.site.resident SITE/site.toml DESCRIPTOR
+    python -m fedlora.flower.site.resident SITE/site.toml DESCRIPTOR PID_OF_THE_SUPERNODE
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from flwr.app import RecordDict
 
-from fedlora.core.parent import how_ended
+from fedlora.core.parent import how_ended, killed_with
 from fedlora.doing import beating
 from fedlora.errors import FedLoRAError
 from fedlora.flower import children
@@ -135,9 +135,12 @@ class Trainer:
             self.end()
             self._pipe, self._content = self._started(), content
         assert self._pipe is not None
+        children.trim(self._log)
         try:
             return _exchanged(self._pipe, do, record)
-        except (OSError, EOFError) as error:
+        except TrainerFailed:
+            raise
+        except Exception as error:  # also half an answer, after which the pipe is of no more use
             raise self._died(self.end()) from error
 
     def end(self) -> int:
@@ -157,7 +160,8 @@ class Trainer:
         with contextlib.suppress(FileNotFoundError):  # a trainer's log is its own, and that before it is kept
             os.replace(self._log, self._log.with_name("trainer.log.1"))
         here, there = Pipe()
-        command = [sys.executable, "-m", "fedlora.flower.site.resident", str(self._site.site), str(there.fileno())]
+        command = [sys.executable, "-m", "fedlora.flower.site.resident", str(self._site.site)]
+        command += [str(there.fileno()), str(os.getpid())]
         with there, os.fdopen(opened_here(self._log, os.O_WRONLY | os.O_APPEND), "ab") as log:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
@@ -218,8 +222,8 @@ def main() -> None:
     from fedlora.runs.quiet import quiet_libraries
 
     quiet_libraries()
-    site_file, descriptor = Path(sys.argv[1]), int(sys.argv[2])
-    children.end_with(os.getppid())  # also while it trains: an orphan would keep its accelerator
+    site_file, descriptor, owner = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    killed_with(owner)  # also while it trains, or is stopped: an orphan would keep its accelerator
     faulthandler.enable()
     serve(SiteWork(site_file), Connection(descriptor), site_file.parent)
 
