@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -106,7 +107,9 @@ def test_the_resident_trainer_answers_over_its_socket(tmp_path: Path, deep: bool
         ask(site.site, "train", question("two"))
 
 
-def test_what_is_asked_for_reaches_the_work(tmp_path: Path) -> None:
+def test_what_is_asked_for_reaches_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind a client that connects first and says nothing: before, all others waited for it for ever."""
+    monkeypatch.setattr("fedlora.flower.site.resident._PATIENCE", 0.2)
     asked: list[str] = []
 
     def work(do: str, record: RecordDict) -> RecordDict:
@@ -115,8 +118,12 @@ def test_what_is_asked_for_reaches_the_work(tmp_path: Path) -> None:
 
     site = SiteFolder(tmp_path)
     serving(site, work)
+    silent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    monkeypatch.chdir(site.state)  # a socket's path is short
+    silent.connect("trainer.sock")
     ask(site.site, "train", question())
     ask(site.site, "evaluate", question())
+    silent.close()
     assert asked == ["train", "evaluate"]
 
 

@@ -34,7 +34,7 @@ from fedlora.flower.ownership import opened_here
 from fedlora.flower.places import SiteFolder
 from fedlora.flower.site.site_work import Do, SiteWork, content_of, told_to_server
 
-_PATIENCE = 10.0  # seconds for a trainer to end by itself, before it is killed
+_PATIENCE = 10.0  # seconds for a trainer to end by itself before it is killed, and for a client to begin to speak
 _LITTLE = 2**16  # the most bytes that are free on a full disk
 
 Answer = tuple[dict[str, Any], RecordDict | None]  # {} and the reply; or "told" the server and "error" here, and None
@@ -110,6 +110,8 @@ def pass_on(listening: socket.socket, work: Work, folder: Path) -> None:
     while True:
         accepted, _ = listening.accept()
         with Connection(accepted.detach()) as connection, contextlib.suppress(OSError, EOFError):
+            if not connection.poll(_PATIENCE):  # it says nothing, and others wait
+                continue
             said, record = receive_message(connection)
             if record is not None:
                 send_message(connection, *answered(work, said["do"], record, folder))
